@@ -1,0 +1,44 @@
+"""nanoinfer: small, fast, readable offline LLM inference.
+
+    from nanoinfer import LLM, SamplingParams
+
+Importing the package costs little: PyTorch is imported with `LLM`, when it is first asked for.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoinfer.errors import ConfigError, EngineClosedError, ModelError, NanoinferError, RequestError
+from nanoinfer.outputs import CompletionOutput, RequestOutput
+from nanoinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoinfer.llm import LLM
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineClosedError",
+    "ModelError",
+    "NanoinferError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "tiny_model_path",
+]
+
+
+def tiny_model_path() -> Path:
+    """The folder of the small trained Qwen3 checkpoint that comes with the package."""
+    return Path(__file__).parent / "assets" / "tiny-qwen3"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from nanoinfer.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'nanoinfer' has no attribute {name!r}")

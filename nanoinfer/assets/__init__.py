@@ -1,0 +1,1 @@
+"""The bundled tiny checkpoint and the code that trains it."""

@@ -1,0 +1,217 @@
+"""What the user chose (EngineConfig) and what the model is (ModelConfig): read once, validated, never changed.
+
+Nothing that a run finds out (how many blocks fit, how long a sequence may be) is written back here.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.errors import ConfigError, ModelError
+
+DTYPES = ("float32", "bfloat16", "float16")
+CHOICES = {
+    "dtype": ("auto", *DTYPES),
+    "attention_backend": ("auto", "flash_attn", "triton", "torch"),
+    "load_format": ("auto", "safetensors", "dummy"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The options of `LLM`, validated.
+
+    model: a local folder, or the id of a model on the Hugging Face hub.
+    dtype: of weights, activations and KV cache; "auto" is the checkpoint's on CUDA, float32 on a CPU.
+    device: "auto" (CUDA where there is one, else the CPU), "cpu", "cuda" or "cuda:N".
+    tensor_parallel_size: over how many GPUs the model is split.
+    max_model_len: the most tokens of a sequence, prompt and completion; None is the model's own limit, lowered to
+        what the KV cache can hold.
+    max_num_seqs: the most sequences in the running set.
+    max_num_batched_tokens: the most prompt tokens of one step; longer prompts are computed in chunks.
+    gpu_memory_utilization: the share of the GPU's memory that the engine may use, in (0, 1].
+    kvcache_block_size: tokens in a block of the KV cache; a multiple of 16 (flash_attn: of 256).
+    num_kvcache_blocks: how many blocks; None is what fits.
+    enable_prefix_caching: reuse the KV blocks of prefixes seen before.
+    enforce_eager: no CUDA graphs.
+    attention_backend: "auto", "flash_attn", "triton" or "torch".
+    load_format: "auto" and "safetensors" read the checkpoint, "dummy" draws random weights from config.json alone.
+    seed: what the random streams of all requests derive from.
+
+    Raises ConfigError (a ValueError) for a value out of range.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    max_num_seqs: int = 512
+    max_num_batched_tokens: int = 16384
+    gpu_memory_utilization: float = 0.9
+    kvcache_block_size: int = 256
+    num_kvcache_blocks: int | None = None
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    attention_backend: str = "auto"
+    load_format: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        # A Path, a torch.device or a torch.dtype says what it means as a string.
+        for name in ("model", "device", "dtype"):
+            object.__setattr__(self, name, str(getattr(self, name)).removeprefix("torch."))
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not known; use one of {', '.join(choices)}")
+        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "kvcache_block_size"):
+            self._check_positive_int(name)
+        for name in ("max_model_len", "num_kvcache_blocks"):
+            if getattr(self, name) is not None:
+                self._check_positive_int(name)
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not a bool; use True or False")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed!r} is not an int of 64 bits; use a whole number such as 0")
+        utilization = self.gpu_memory_utilization
+        if not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization={utilization!r} must lie in (0, 1]; 0.9 suits a card of one's own"
+            )
+        if self.kvcache_block_size % 16 != 0:
+            nearest = max(16, round(self.kvcache_block_size / 16) * 16)
+            raise ConfigError(f"kvcache_block_size={self.kvcache_block_size} is no multiple of 16; use {nearest}")
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is not available yet; use 1, one engine for each GPU"
+            )
+
+    def _check_positive_int(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+
+    @classmethod
+    def from_options(cls, model: str | Path, options: Mapping[str, Any]) -> "EngineConfig":
+        """Build the config of `LLM(model, **options)`; an unknown option is a TypeError that names the nearest."""
+        known = [f.name for f in fields(cls) if f.name != "model"]
+        for name in options:
+            if name not in known:
+                nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                raise TypeError(f"LLM has no option {name!r}; did you mean {nearest!r}? Options: {', '.join(known)}")
+        return cls(model=str(model), **options)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding of a model. `theta` is the base; `parameters` are the other numbers of its type."""
+
+    rope_type: str = "default"
+    theta: float = 10000.0
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder's sizes, read from config.json in the spellings of transformers 4.51 to 5.x."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    initializer_range: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    dtype: str
+    rope: RopeConfig
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ModelConfig":
+        """Read `folder`/config.json. Raises ModelError where it is missing, not JSON, or lacks a size."""
+        path = folder / "config.json"
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise ModelError(f"{folder} has no config.json; give the folder of a Hugging Face checkpoint") from None
+        except json.JSONDecodeError as error:
+            raise ModelError(f"{path} is not valid JSON ({error}); download the file again") from None
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
+        """Read the fields of a config.json; what the engine would have to ignore is refused."""
+        if raw.get("use_sliding_window"):
+            raise ModelError(
+                "use_sliding_window=true: sliding-window attention is not supported; use a model without it"
+            )
+        if raw.get("quantization_config"):
+            raise ModelError("quantization_config: quantised checkpoints are not supported; use the bf16 original")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ModelError(f"hidden_act={raw['hidden_act']!r} is not supported; only 'silu' is")
+        num_heads = _required(raw, "num_attention_heads")
+        hidden_size = _required(raw, "hidden_size")
+        num_kv_heads = raw.get("num_key_value_heads") or num_heads
+        if num_heads % num_kv_heads != 0:
+            raise ModelError(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}")
+        architectures = raw.get("architectures") or ["(none)"]
+        return cls(
+            architecture=architectures[0],
+            vocab_size=_required(raw, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_required(raw, "intermediate_size"),
+            num_hidden_layers=_required(raw, "num_hidden_layers"),
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            head_dim=raw.get("head_dim") or 128,  # Qwen3's default, not hidden_size / num_attention_heads
+            max_position_embeddings=raw.get("max_position_embeddings", 32768),
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            initializer_range=raw.get("initializer_range", 0.02),
+            tie_word_embeddings=raw.get("tie_word_embeddings", False),
+            attention_bias=raw.get("attention_bias", False),
+            dtype=_read_dtype(raw),
+            rope=_read_rope(raw),
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, in tokens, that the model's positions are made for."""
+        factor = self.rope.parameters.get("factor", 1.0)
+        if self.rope.rope_type == "linear":
+            return int(self.max_position_embeddings * factor)
+        if self.rope.rope_type == "yarn":
+            original = self.rope.parameters.get("original_max_position_embeddings")
+            return int(original * factor) if original else self.max_position_embeddings
+        return self.max_position_embeddings
+
+
+def _required(raw: Mapping[str, Any], name: str) -> int:
+    value = raw.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json has {name}={value!r}; it must be a whole number of at least 1")
+    return value
+
+
+def _read_dtype(raw: Mapping[str, Any]) -> str:
+    """`dtype` (transformers 5) or `torch_dtype` (before); float32 where neither is given."""
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ModelError(f"config.json has dtype={dtype!r}; supported are {', '.join(DTYPES)}")
+    return dtype
+
+
+def _read_rope(raw: Mapping[str, Any]) -> RopeConfig:
+    """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    parameters = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    old_spelling = parameters.pop("type", "default")
+    rope_type = parameters.pop("rope_type", old_spelling)
+    theta = parameters.pop("rope_theta", raw.get("rope_theta", 10000.0))
+    return RopeConfig(rope_type=rope_type, theta=float(theta), parameters=parameters)

@@ -1,0 +1,155 @@
+"""One step, as data: what the scheduler decided (ScheduledBatch) and what travels to the device (a packet).
+
+The device remembers what it was told: a running sequence owns one row of the tables in `device_state.py`. So a packet
+carries only what is new: rows given to sequences admitted in this step, blocks given out in this step, the chunks of
+prompts to compute, and the rows to decode. It is one flat int32 array, so that it takes one copy to reach the device,
+and one write to reach another process.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.engine.sequence import Sequence
+
+Packet = NDArray[np.int32]
+
+
+class PrefillChunk(NamedTuple):
+    """Tokens [start, start + length) of one sequence, to be computed in this step.
+
+    samples: whether the chunk ends with the last known token, so that the step yields the next one. Only a step's
+    last chunk may not: a chunk is cut short where the step's budget of tokens ends.
+    """
+
+    seq: Sequence
+    start: int
+    length: int
+    samples: bool
+
+
+class NewBlock(NamedTuple):
+    """Entry `column` of the block table in `row` is `block_id` from this step on."""
+
+    row: int
+    column: int
+    block_id: int
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """One step. Prefill and decode parts may both be filled; today's scheduler fills one of them.
+
+    The length of each sequence after this step is known before any token of it is: the sequences were advanced
+    (num_computed_tokens, num_pending_tokens) when they were scheduled.
+    """
+
+    admitted: list[Sequence] = field(default_factory=list)  # got a row in this step
+    new_blocks: list[NewBlock] = field(default_factory=list)  # those of admitted sequences included
+    prefill: list[PrefillChunk] = field(default_factory=list)
+    decode: list[Sequence] = field(default_factory=list)  # each computes its last known token and samples the next
+
+    def __bool__(self) -> bool:
+        return bool(self.prefill or self.decode)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.prefill)
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """The sequences that get a token in this step, in the order of the step's token ids."""
+        return [chunk.seq for chunk in self.prefill if chunk.samples] + self.decode
+
+
+class Header(NamedTuple):
+    """The first numbers of a packet: how long its sections are, and what the host must know to launch."""
+
+    num_admitted: int
+    num_known_tokens: int  # of all admitted sequences together
+    num_new_blocks: int
+    num_chunks: int
+    num_prefill_tokens: int
+    num_prefill_samples: int
+    max_chunk_len: int
+    max_chunk_context: int  # the longest context, cached tokens included, that a chunk attends to
+    num_decode: int
+
+
+class RowRecord(NamedTuple):
+    """What a row is told when a sequence moves in."""
+
+    row: int
+    num_tokens: int  # known tokens; their ids follow in the packet
+    temperature: int  # bits of the float32
+    seed_low: int
+    seed_high: int
+
+
+class PacketSections(NamedTuple):
+    """A packet cut into its parts: views of one array, or of one tensor of the same content."""
+
+    row_records: Packet  # (num_admitted, 5): RowRecord
+    known_tokens: Packet  # (num_known_tokens,): the ids of the admitted sequences, one after another
+    new_blocks: Packet  # (num_new_blocks, 3): NewBlock
+    chunks: Packet  # (num_chunks, 3): row, start, length; the first num_prefill_samples of them yield a token
+    decode_rows: Packet  # (num_decode,)
+
+
+def pack(batch: ScheduledBatch) -> Packet:
+    """Write `batch` as a packet: header, row records, known tokens, new blocks, chunks, decode rows."""
+    assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk of a step may be cut short"
+    records = [_row_record(seq) for seq in batch.admitted]
+    chunks = [(_row(chunk.seq), chunk.start, chunk.length) for chunk in batch.prefill]
+    header = Header(
+        num_admitted=len(records),
+        num_known_tokens=sum(record.num_tokens for record in records),
+        num_new_blocks=len(batch.new_blocks),
+        num_chunks=len(chunks),
+        num_prefill_tokens=batch.num_prefill_tokens,
+        num_prefill_samples=sum(chunk.samples for chunk in batch.prefill),
+        max_chunk_len=max((chunk.length for chunk in batch.prefill), default=0),
+        max_chunk_context=max((chunk.start + chunk.length for chunk in batch.prefill), default=0),
+        num_decode=len(batch.decode),
+    )
+    sections = [header, *records]
+    sections += [seq.token_ids for seq in batch.admitted]
+    sections += batch.new_blocks
+    sections += chunks
+    sections.append([_row(seq) for seq in batch.decode])
+    return np.concatenate([np.asarray(section, dtype=np.int32) for section in sections])
+
+
+def read_header(packet: Packet) -> Header:
+    return Header(*packet[: len(Header._fields)].tolist())
+
+
+def split(packet: Packet, header: Header) -> PacketSections:
+    """Cut a packet (an array, or a tensor on the device) into views of its sections."""
+    sizes = (
+        (header.num_admitted, len(RowRecord._fields)),
+        (header.num_known_tokens,),
+        (header.num_new_blocks, len(NewBlock._fields)),
+        (header.num_chunks, 3),
+        (header.num_decode,),
+    )
+    views, offset = [], len(Header._fields)
+    for shape in sizes:
+        length = int(np.prod(shape))
+        views.append(packet[offset : offset + length].reshape(shape))
+        offset += length
+    assert offset == len(packet), f"a packet of {len(packet)} numbers has sections of {offset}"
+    return PacketSections(*views)
+
+
+def _row(seq: Sequence) -> int:
+    assert seq.row is not None, f"sequence {seq.seq_id} is in a step and has no row"
+    return seq.row
+
+
+def _row_record(seq: Sequence) -> RowRecord:
+    temperature = np.float32(seq.sampling_params.temperature).view(np.int32)
+    seed_low, seed_high = np.array([seq.seed], dtype=np.int64).view(np.int32)
+    return RowRecord(_row(seq), len(seq.token_ids), int(temperature), int(seed_low), int(seed_high))

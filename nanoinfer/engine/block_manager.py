@@ -1,0 +1,198 @@
+"""Paged KV cache, the host's side: which block belongs to whom, and which prefixes are in the cache.
+
+The cache is a pool of blocks of `block_size` tokens (after PagedAttention, Kwon et al. 2023). A full block whose keys
+and values are computed is entered under the hash of its tokens chained to the hash of the block before it, so equal
+prefixes have equal hashes. A hash only finds a candidate: a hit also needs the same tokens and the same parent entry,
+named by a serial number that is never used again, so a colliding hash can never serve another text's cache.
+
+A freed block keeps its entry and its contents until it is handed out again. Blocks without an entry go first, then
+the least recently used; of a sequence the tail goes before the head, since a shared prefix is the part worth keeping.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import xxhash
+
+from nanoinfer.engine.sequence import Sequence
+
+ROOT_SERIAL = 0  # the parent of every first block
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """What a cached block holds, enough to verify a hit."""
+
+    hash: int
+    serial: int
+    parent_serial: int
+    tokens: bytes  # block_size ids as int32
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A page of the KV cache. `ref_count` is the number of sequences that use it; `entry` is None when not cached."""
+
+    block_id: int
+    ref_count: int = 0
+    entry: CacheEntry | None = None
+
+
+class BlockManager:
+    """Gives blocks to sequences, takes them back, and finds prefixes that are already computed.
+
+    num_blocks: blocks in the pool. block_size: tokens in a block.
+    hash_function: bytes to an integer of 64 bits.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        hash_function: Callable[[bytes], int] = xxhash.xxh64_intdigest,
+    ) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_frees = 0  # grows whenever blocks come back: a prompt that did not fit is worth another look
+        self._hash = hash_function
+        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # the next to hand out first
+        self._cached: dict[int, Block] = {}  # by hash
+        self._next_serial = ROOT_SERIAL + 1
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be handed out, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_blocks - self.num_free_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that a prefix can be found in, whether in use or free."""
+        return len(self._cached)
+
+    def find_cached_prefix(self, seq: Sequence) -> list[int]:
+        """Ids of the blocks that hold the longest cached prefix of `seq`; at least one token is left to compute."""
+        if not self.enable_prefix_caching:
+            return []
+        found: list[int] = []
+        parent_serial = ROOT_SERIAL
+        for index in range((len(seq.token_ids) - 1) // self.block_size):
+            key, tokens = self._prefix_hash(seq, index)
+            block = self._cached.get(key)
+            if block is None or not self._holds(block, parent_serial, tokens):
+                break
+            assert block.entry is not None, "a block in the cache's index has an entry"
+            parent_serial = block.entry.serial
+            found.append(block.block_id)
+        return found
+
+    def num_blocks_to_allocate(self, seq: Sequence, cached_block_ids: list[int]) -> int:
+        """Free blocks that `allocate` would take: the new ones, and cached ones that nobody uses now."""
+        num_idle = sum(self._blocks[block_id].ref_count == 0 for block_id in cached_block_ids)
+        return self._num_blocks_for(seq.num_tokens) - len(cached_block_ids) + num_idle
+
+    def allocate(self, seq: Sequence, cached_block_ids: list[int]) -> None:
+        """Give `seq` blocks for all its tokens, the first of them shared from the cache."""
+        assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"
+        for block_id in cached_block_ids:
+            block = self._blocks[block_id]
+            if block.ref_count == 0:
+                del self._free[block_id]
+            block.ref_count += 1
+            assert block.entry is not None, f"block {block_id} was found in the cache and has no entry"
+            seq.prefix_serials.append(block.entry.serial)
+        seq.block_table.extend(cached_block_ids)
+        seq.num_computed_tokens = len(cached_block_ids) * self.block_size
+        while len(seq.block_table) < self._num_blocks_for(seq.num_tokens):
+            self.append_block(seq)
+
+    def needs_block(self, seq: Sequence) -> bool:
+        """Whether the next token to compute, number `num_computed_tokens`, lies past the blocks of `seq`."""
+        return seq.num_computed_tokens >= len(seq.block_table) * self.block_size
+
+    def append_block(self, seq: Sequence) -> int:
+        """Take the next free block for `seq` and return its id."""
+        block_id, _ = self._free.popitem(last=False)
+        block = self._blocks[block_id]
+        assert block.ref_count == 0, f"block {block_id} is handed out while a sequence still uses it"
+        self._drop_entry(block)
+        block.ref_count = 1
+        seq.block_table.append(block_id)
+        return block_id
+
+    def cache_computed_blocks(self, seq: Sequence) -> None:
+        """Enter the full blocks of `seq` that are computed, or will be by a step already scheduled, in the cache."""
+        if not self.enable_prefix_caching:
+            return
+        for index in range(len(seq.prefix_serials), seq.num_computed_tokens // self.block_size):
+            key, tokens = self._prefix_hash(seq, index)
+            parent_serial = seq.prefix_serials[-1] if seq.prefix_serials else ROOT_SERIAL
+            known = self._cached.get(key)
+            if known is None or not self._holds(known, parent_serial, tokens):
+                if known is not None:  # a collision, or an entry whose parent is gone: the newest wins
+                    self._drop_entry(known)
+                known = self._blocks[seq.block_table[index]]
+                known.entry = CacheEntry(key, self._next_serial, parent_serial, tokens)
+                self._next_serial += 1
+                self._cached[key] = known
+            assert known.entry is not None, "a block in the cache's index has an entry"
+            seq.prefix_serials.append(known.entry.serial)
+
+    def forget_blocks(self, block_ids: list[int]) -> None:
+        """Take the entries of blocks back whose step failed: their contents are unknown."""
+        for block_id in block_ids:
+            self._drop_entry(self._blocks[block_id])
+
+    def free(self, seq: Sequence) -> None:
+        """Take all blocks of `seq` back; what is cached in them can be found until they are handed out again."""
+        # Free the tail first: a shared prefix is the part worth keeping.
+        for block_id in reversed(seq.block_table):
+            block = self._blocks[block_id]
+            assert block.ref_count > 0, f"block {block_id} is freed more often than it was given out"
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self._free[block_id] = None
+                if block.entry is None:
+                    self._free.move_to_end(block_id, last=False)
+        seq.block_table.clear()
+        seq.prefix_serials.clear()
+        seq.num_computed_tokens = 0
+        self.num_frees += 1
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; sequences that run keep their blocks."""
+        self.forget_blocks([block.block_id for block in self._cached.values()])
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _prefix_hash(self, seq: Sequence, index: int) -> tuple[int, bytes]:
+        """Chained hash and tokens of block `index` of `seq`, computed once for each block."""
+        hashes = seq.prefix_hashes
+        while len(hashes) <= index:
+            start = len(hashes) * self.block_size
+            tokens = array("i", seq.token_ids[start : start + self.block_size]).tobytes()
+            parent = hashes[-1][0].to_bytes(8, "little") if hashes else b""
+            hashes.append((self._hash(parent + tokens), tokens))
+        return hashes[index]
+
+    @staticmethod
+    def _holds(block: Block, parent_serial: int, tokens: bytes) -> bool:
+        entry = block.entry
+        return entry is not None and entry.parent_serial == parent_serial and entry.tokens == tokens
+
+    def _drop_entry(self, block: Block) -> None:
+        if block.entry is not None:
+            del self._cached[block.entry.hash]
+            block.entry = None

@@ -1,0 +1,50 @@
+"""Decode steps as CUDA graphs: hundreds of small kernels, launched as one.
+
+A graph is captured for each of a few batch sizes; a batch runs in the smallest that holds it, padded.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nanoinfer.engine.device_state import PADDING_ROW
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture: 1, 2, 4, then every 8 to 64, then every 16, and max_num_seqs itself."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_num_seqs + 1, 16), max_num_seqs]
+    return sorted({size for size in sizes if size <= max_num_seqs})
+
+
+class DecodeGraphs:
+    """Captures `decode`, a function of rows (num_rows,) int64 that returns logits (num_rows, vocab_size).
+
+    Everything else that `decode` reads must stay where it is in memory; the results share a pool of memory, so a
+    replay overwrites the logits of the one before.
+    """
+
+    def __init__(self, decode: Callable[[Tensor], Tensor], sizes: list[int], device: torch.device) -> None:
+        self.sizes = sizes
+        self._rows = torch.full((max(sizes),), PADDING_ROW, dtype=torch.int64, device=device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._logits: dict[int, Tensor] = {}
+        self._size_for = [min(size for size in sizes if size >= count) for count in range(max(sizes) + 1)]
+        pool = None
+        # The largest first: the smaller ones then fit into its memory.
+        for size in sorted(sizes, reverse=True):
+            rows = self._rows[:size]
+            decode(rows)  # compile and warm up outside the capture
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                self._logits[size] = decode(rows)
+            pool = pool or graph.pool()
+            self._graphs[size] = graph
+
+    def replay(self, rows: Tensor) -> Tensor:
+        """Logits (num_rows, vocab_size) of these rows, valid until the next replay."""
+        size = self._size_for[len(rows)]
+        self._rows[: len(rows)] = rows
+        self._rows[len(rows) : size] = PADDING_ROW
+        self._graphs[size].replay()
+        return self._logits[size][: len(rows)]

@@ -1,0 +1,289 @@
+"""The part of the engine that touches the device: loads the model, sizes the cache, runs packets.
+
+It composes what stands beside it (cache, tables, graphs) and knows nothing of requests: a packet comes in, token ids
+go out. `launch` starts a step and `wait` collects it, so that the caller may do other work in between.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanoinfer.config import EngineConfig, ModelConfig
+from nanoinfer.engine.batch import Header, Packet, read_header, split
+from nanoinfer.engine.cuda_graphs import DecodeGraphs, graph_sizes
+from nanoinfer.engine.device_state import DeviceState, cumulated
+from nanoinfer.engine.kv_cache import (
+    CPU_CACHE_BYTES,
+    GIB,
+    allocate_kv_cache,
+    num_blocks_in,
+    resolve_max_model_len,
+)
+from nanoinfer.errors import ConfigError
+from nanoinfer.layers.attention import select_backend
+from nanoinfer.layers.sampler import sample
+from nanoinfer.models import get_model_class
+from nanoinfer.utils.context import PrefillMetadata
+from nanoinfer.utils.distributed import TensorParallel
+from nanoinfer.utils.loader import fill_with_random_weights, load_model
+
+logger = logging.getLogger("nanoinfer")
+
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """A launched step: its sampled ids on their way to the host, and the event that says they have come."""
+
+    token_ids: Tensor  # (num_sampled,) int32 in host memory
+    event: torch.cuda.Event | None  # None on a CPU, where a launched step is done
+
+
+class ModelRunner:
+    """Runs packets on one device.
+
+    config: the user's options. model_config: the model's sizes. folder: where its files are.
+    Raises ConfigError for an option that does not fit the device or the model, ModelError for the checkpoint.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TensorParallel | None = None
+    ) -> None:
+        started = time.perf_counter()
+        self.config = config
+        self.model_config = model_config
+        self.tp = tp or TensorParallel()
+        self.device = select_device(config.device)
+        self.dtype = select_dtype(config.dtype, model_config.dtype, self.device)
+        self.backend = select_backend(
+            config.attention_backend, self.device, self.dtype, model_config.head_dim, config.kvcache_block_size
+        )
+        self.graphs: DecodeGraphs | None = None
+        model_limit = self._model_limit()
+        self.model = self._load_model(folder, model_limit)
+        loaded = time.perf_counter()
+
+        num_blocks = config.num_kvcache_blocks
+        if self.device.type == "cuda":
+            self._allocate(num_blocks=1, max_model_len=model_limit)
+            free_bytes = self._measure_free_bytes()
+            num_blocks = num_blocks or self._num_blocks_in(free_bytes)
+        num_blocks = num_blocks or self._num_blocks_in(CPU_CACHE_BYTES)
+        self.max_model_len = resolve_max_model_len(
+            config.max_model_len, model_limit, num_blocks, config.kvcache_block_size
+        )
+        self._allocate(num_blocks, self.max_model_len)
+        sized = time.perf_counter()
+        if self._uses_graphs:
+            self.graphs = DecodeGraphs(self._decode_logits, graph_sizes(config.max_num_seqs), self.device)
+        logger.info(
+            "%s on %s in %s with attention by %s: weights %.1f s, warm-up %.1f s, graphs %.1f s; KV cache of %d blocks "
+            "of %d tokens, %.2f GiB; sequences up to %d tokens",
+            model_config.architecture,
+            self.device,
+            str(self.dtype).removeprefix("torch."),
+            self.backend.name,
+            loaded - started,
+            sized - loaded,
+            time.perf_counter() - sized,
+            num_blocks,
+            config.kvcache_block_size,
+            self.kv_cache.num_bytes / GIB,
+            self.max_model_len,
+        )
+
+    @torch.inference_mode()
+    def launch(self, packet: Packet) -> StepHandle:
+        """Start a step. Its token ids come in the packet's order: chunks that yield one, then decode rows."""
+        header = read_header(packet)
+        on_host, on_device = split(packet, header), split(self._to_device(packet), header)
+        self.state.apply(header, on_device)
+        token_ids = []
+        if header.num_chunks:
+            token_ids.append(self._prefill(header, on_device.chunks, on_host.chunks.tolist()))
+        if header.num_decode:
+            token_ids.append(self._decode(on_device.decode_rows.long()))
+        to_host = torch.cat(token_ids).to("cpu", non_blocking=True)  # into pinned memory
+        if self.device.type == "cpu":
+            return StepHandle(to_host, None)
+        event = torch.cuda.Event()
+        event.record()
+        return StepHandle(to_host, event)
+
+    def wait(self, handle: StepHandle) -> list[int]:
+        """The token ids of a launched step."""
+        if handle.event is not None:
+            handle.event.synchronize()
+        return handle.token_ids.tolist()
+
+    def close(self) -> None:
+        """Give the device's memory back. The runner cannot be used any more."""
+        self.graphs = None
+        for name in ("model", "kv_cache", "state"):
+            self.__dict__.pop(name, None)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def num_blocks(self) -> int:
+        return self.kv_cache.num_blocks
+
+    @property
+    def _uses_graphs(self) -> bool:
+        return self.device.type == "cuda" and not self.config.enforce_eager and not self.backend.needs_host
+
+    def _prefill(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> Tensor:
+        """Compute the chunks; sample for those that end their prompt."""
+        inputs = self.state.prefill_inputs(chunks, host_chunks, header)
+        hidden = self.model(inputs.token_ids, inputs.positions, self.kv_cache, inputs.metadata)
+        # Only the last chunk of a step may be cut short, so those that sample are the first ones.
+        num_samples = header.num_prefill_samples
+        last_tokens = inputs.metadata.cu_query_lens[1 : num_samples + 1].long() - 1
+        logits = self.model.compute_logits(hidden[last_tokens])
+        return self._sample(logits, chunks[:num_samples, 0].long())
+
+    def _decode(self, rows: Tensor) -> Tensor:
+        """One token for each row."""
+        logits = self.graphs.replay(rows) if self.graphs else self._decode_logits(rows)
+        return self._sample(logits, rows)
+
+    def _decode_logits(self, rows: Tensor) -> Tensor:
+        """Logits (num_rows, vocab_size) after the newest token of each row; what a CUDA graph captures."""
+        inputs = self.state.decode_inputs(rows)
+        hidden = self.model(inputs.token_ids, inputs.positions, self.kv_cache, inputs.metadata)
+        return self.model.compute_logits(hidden)
+
+    def _sample(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """Draw a token for each row and enter it in the tables."""
+        state = self.state
+        token_ids = sample(logits, state.temperatures[rows], state.seeds[rows], state.context_lens[rows])
+        state.append(rows, token_ids)
+        return token_ids
+
+    def _to_device(self, packet: Packet) -> Tensor:
+        on_host = torch.from_numpy(packet)
+        if self.device.type == "cpu":
+            return on_host
+        # PyTorch keeps pinned memory until the copy is done, so the next packet cannot overwrite this one.
+        return on_host.pin_memory().to(self.device, non_blocking=True)
+
+    def _model_limit(self) -> int:
+        """The longest sequence asked for, or that the model's positions allow."""
+        limit, requested = self.model_config.max_model_len, self.config.max_model_len
+        if requested is not None and requested > limit:
+            raise ConfigError(
+                f"max_model_len={requested} is above the model's own limit of {limit} tokens; use at most {limit}, or "
+                "a config.json with RoPE scaling"
+            )
+        return requested or limit
+
+    def _load_model(self, folder: Path, max_positions: int) -> torch.nn.Module:
+        model_class = get_model_class(self.model_config.architecture)
+        with torch.device(self.device), default_dtype(self.dtype):
+            model = model_class(self.model_config, max_positions, self.backend, self.tp)
+        if self.config.load_format == "dummy":
+            fill_with_random_weights(model, self.model_config.initializer_range, self.config.seed)
+        else:
+            load_model(model, folder)
+        return model.eval()
+
+    def _allocate(self, num_blocks: int, max_model_len: int) -> None:
+        """Make the cache and the tables."""
+        block_size = self.config.kvcache_block_size
+        self.kv_cache = allocate_kv_cache(self.model_config, num_blocks, block_size, self.dtype, self.device, self.tp)
+        self.state = DeviceState(self.config.max_num_seqs, max_model_len, block_size, self.device)
+
+    def _num_blocks_in(self, free_bytes: int) -> int:
+        return num_blocks_in(free_bytes, self.model_config, self.config.kvcache_block_size, self.dtype, self.tp)
+
+    def _measure_free_bytes(self) -> int:
+        """What gpu_memory_utilization leaves for the cache beside weights, tables, the largest step and the graphs.
+
+        Runs that step and captures two graphs; compilation is done on the way.
+        """
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self._run_largest_prefill()
+        step_bytes = torch.cuda.max_memory_allocated(self.device) - before
+        graph_bytes = self._measure_graph_bytes() if self._uses_graphs else 0
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(total * self.config.gpu_memory_utilization) - (total - free) - step_bytes - graph_bytes
+
+    def _run_largest_prefill(self) -> None:
+        """As many prompt tokens as a step may have, in sequences as long as they may be, and logits for all rows."""
+        num_tokens, longest = self.config.max_num_batched_tokens, self.state.token_ids.shape[1] - 1
+        lens = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
+        cu_lens = cumulated(torch.tensor(lens, dtype=torch.int32, device=self.device))
+        metadata = PrefillMetadata(
+            query_lens=tuple(lens),
+            context_lens=tuple(lens),
+            cu_query_lens=cu_lens,
+            cu_context_lens=cu_lens,
+            slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=self.device),
+            block_tables=self.state.block_tables[: len(lens)],
+        )
+        token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
+        positions = torch.arange(num_tokens, device=self.device) % longest
+        hidden = self.model(token_ids, positions, self.kv_cache, metadata)
+        rows = torch.arange(self.config.max_num_seqs, device=self.device)
+        self._sample(self.model.compute_logits(hidden[rows % num_tokens]), rows)
+
+    def _measure_graph_bytes(self) -> int:
+        """The memory of all graphs, from capturing the largest (which the others share) and one small one more."""
+        sizes = graph_sizes(self.config.max_num_seqs)
+        used = []
+        for trial in (sizes[-1:], [*sizes[-1:], *sizes[:1]]):
+            torch.cuda.empty_cache()
+            free_before, _ = torch.cuda.mem_get_info(self.device)
+            graphs = DecodeGraphs(self._decode_logits, trial, self.device)
+            torch.cuda.empty_cache()
+            used.append(free_before - torch.cuda.mem_get_info(self.device)[0])
+            del graphs
+        return used[0] + max(0, used[1] - used[0]) * (len(sizes) - 1)
+
+
+def select_device(requested: str) -> torch.device:
+    """The device that `requested` names; "auto" is CUDA where there is one. Raises ConfigError."""
+    if requested == "auto":
+        requested = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(requested)
+    except RuntimeError:
+        raise ConfigError(f"device={requested!r} is not known; use 'auto', 'cpu', 'cuda' or 'cuda:N'") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={requested!r} is not supported; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device={requested!r}, and PyTorch sees {count} GPUs; use device='auto' or 'cpu'")
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    return device
+
+
+def select_dtype(requested: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """The dtype that `requested` names; "auto" is the checkpoint's on CUDA, and float32 on a CPU."""
+    if requested == "auto":
+        requested = checkpoint if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, requested)
+    return dtype
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters made in this scope have `dtype`."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)

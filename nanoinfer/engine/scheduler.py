@@ -1,0 +1,193 @@
+"""Who runs next. Works on lengths alone: it needs no model, no device and no token of the step it schedules.
+
+A step is either prefill (prompts are computed, whole or in chunks) or decode (every running sequence gets one token).
+Prefill goes first, so that the decode batch is as full as it can be. A sequence is
+
+    WAITING --admit: a row, blocks for all its tokens--> RUNNING --stop token, or length--> FINISHED
+       ^                                                   |
+       '------preempt: blocks are short, youngest first----'
+
+Preemption frees a sequence's blocks and computes it again later, its generated tokens included (recomputation, as in
+PagedAttention, Kwon et al. 2023). The waiting queue is ordered by arrival, so that a preempted sequence, which came
+before all that still wait, is at its front without a rule of its own.
+"""
+
+import heapq
+
+from nanoinfer.engine.batch import NewBlock, PrefillChunk, ScheduledBatch
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.sequence import Sequence, SequenceStatus
+
+# Under a long queue, rows are refilled in groups: one prefill step for each finished sequence would stall all others.
+ADMISSION_GROUP = 16
+
+
+class Scheduler:
+    """Chooses the sequences of each step and gives out rows and blocks.
+
+    max_num_seqs: the most sequences in the running set. max_num_batched_tokens: the most tokens of a prefill step.
+    max_model_len: a sequence of so many tokens is finished. stop_token_ids: ids that end a completion.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        stop_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.stop_token_ids = stop_token_ids
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._waiting: list[tuple[int, Sequence]] = []  # a heap on arrival, which is the order of seq_id
+        self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
+        self._blocked: tuple[int, int] | None = None  # (seq_id, num_frees) of a queue head that did not fit
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def is_finished(self) -> bool:
+        return not self._waiting and not self.running
+
+    def add(self, seq: Sequence) -> None:
+        heapq.heappush(self._waiting, (seq.seq_id, seq))
+
+    def schedule(self) -> ScheduledBatch:
+        """Choose the next step and advance its sequences by it; the batch is empty when there is nothing to do."""
+        return self._schedule_prefill() or self._schedule_decode()
+
+    def update(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
+        """Append the sampled tokens, one for each of `batch.sampled`; return the sequences that finished."""
+        finished = []
+        for seq, token_id in zip(batch.sampled, token_ids, strict=True):
+            seq.token_ids.append(token_id)
+            seq.num_pending_tokens -= 1
+            if seq.num_computed_tokens % self.block_manager.block_size == 0:  # a block was filled
+                self.block_manager.cache_computed_blocks(seq)
+            seq.finish_reason = self._finish_reason(seq)
+            if seq.finish_reason is not None:
+                self._release(seq)
+                seq.status = SequenceStatus.FINISHED
+                finished.append(seq)
+        if finished:
+            self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
+        return finished
+
+    def discard(self, batch: ScheduledBatch) -> None:
+        """Undo a step that failed: its sequences go back to the queue, and what it was to cache is forgotten."""
+        block_size = self.block_manager.block_size
+        for chunk in batch.prefill:
+            first, end = chunk.start // block_size, (chunk.start + chunk.length) // block_size
+            self.block_manager.forget_blocks(chunk.seq.block_table[first:end])
+        for seq in [chunk.seq for chunk in batch.prefill] + batch.decode:
+            self._send_back(seq)
+
+    def abort(self, seq_ids: set[int]) -> None:
+        """Drop these sequences wherever they are; ids that are not known, or finished, are passed over."""
+        for seq in [seq for seq in self.running if seq.seq_id in seq_ids]:
+            self.running.remove(seq)
+            self._release(seq)
+            seq.status = SequenceStatus.FINISHED
+        self._waiting = [item for item in self._waiting if item[0] not in seq_ids]
+        heapq.heapify(self._waiting)
+
+    def _schedule_prefill(self) -> ScheduledBatch:
+        """Chunks of prompts begun earlier first, then of new ones, until the step's budget of tokens is used."""
+        batch = ScheduledBatch()
+        budget = self.max_num_batched_tokens
+        for seq in self.running:
+            if budget > 0 and seq.num_computed_tokens < seq.num_tokens - 1:
+                budget -= self._add_chunk(batch, seq, budget)
+        may_admit = bool(batch.prefill) or self._worth_admitting()
+        while budget > 0 and may_admit and self._free_rows and self._waiting:
+            seq = self._waiting[0][1]
+            if not self._try_admit(batch, seq):
+                break
+            budget -= self._add_chunk(batch, seq, budget)
+        return batch
+
+    def _schedule_decode(self) -> ScheduledBatch:
+        """One token for each running sequence; the youngest are preempted while blocks are short."""
+        needy = [seq for seq in self.running if self.block_manager.needs_block(seq)]
+        while len(needy) > self.block_manager.num_free_blocks:
+            youngest = max(self.running, key=lambda seq: seq.seq_id)
+            self.num_preemptions += 1
+            self._send_back(youngest)
+            needy = [seq for seq in needy if seq is not youngest]
+        batch = ScheduledBatch(decode=list(self.running))
+        for seq in needy:
+            column = len(seq.block_table)
+            assert seq.row is not None, f"sequence {seq.seq_id} is running and has no row"
+            batch.new_blocks.append(NewBlock(seq.row, column, self.block_manager.append_block(seq)))
+        for seq in batch.decode:
+            seq.num_computed_tokens += 1
+            seq.num_pending_tokens += 1
+        return batch
+
+    def _worth_admitting(self) -> bool:
+        """Hysteresis: with sequences to decode and a long queue, wait until a group of rows is free."""
+        group = min(ADMISSION_GROUP, max(1, self.max_num_seqs // 4))
+        return not self.running or len(self._free_rows) >= min(group, len(self._waiting))
+
+    def _try_admit(self, batch: ScheduledBatch, seq: Sequence) -> bool:
+        """Move the head of the queue into the running set if its blocks, and a reserve, are free."""
+        manager = self.block_manager
+        if self.running and self._blocked == (seq.seq_id, manager.num_frees):
+            return False
+        cached_block_ids = manager.find_cached_prefix(seq)
+        # Each running sequence will soon want another block; without that reserve a third of the work is done twice.
+        reserve = len(self.running) + 1 if self.running else 0
+        if manager.num_blocks_to_allocate(seq, cached_block_ids) + reserve > manager.num_free_blocks:
+            self._blocked = (seq.seq_id, manager.num_frees)
+            return False
+        heapq.heappop(self._waiting)
+        manager.allocate(seq, cached_block_ids)
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = seq.num_computed_tokens
+        seq.row = heapq.heappop(self._free_rows)
+        seq.status = SequenceStatus.RUNNING
+        self.running.append(seq)
+        batch.admitted.append(seq)
+        batch.new_blocks += [NewBlock(seq.row, column, block_id) for column, block_id in enumerate(seq.block_table)]
+        return True
+
+    def _add_chunk(self, batch: ScheduledBatch, seq: Sequence, budget: int) -> int:
+        """Schedule as much of `seq` as the budget allows; return the number of tokens."""
+        start = seq.num_computed_tokens
+        length = min(budget, seq.num_tokens - start)
+        samples = start + length == seq.num_tokens
+        batch.prefill.append(PrefillChunk(seq, start, length, samples))
+        seq.num_computed_tokens += length
+        # At once, so that an equal prompt admitted later in this very step shares the blocks.
+        self.block_manager.cache_computed_blocks(seq)
+        seq.num_pending_tokens += samples
+        return length
+
+    def _finish_reason(self, seq: Sequence) -> str | None:
+        params = seq.sampling_params
+        if not params.ignore_eos and seq.token_ids[-1] in self.stop_token_ids:
+            return "stop"
+        if seq.num_completion_tokens >= params.max_tokens or seq.num_tokens >= self.max_model_len:
+            return "length"
+        return None
+
+    def _send_back(self, seq: Sequence) -> None:
+        """Take everything from a running sequence and queue it again; its known tokens stay."""
+        self.running.remove(seq)
+        self._release(seq)
+        seq.num_pending_tokens = 0
+        seq.status = SequenceStatus.WAITING
+        self.add(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        assert seq.row is not None, f"sequence {seq.seq_id} is released and has no row"
+        heapq.heappush(self._free_rows, seq.row)
+        seq.row = None
+        self.block_manager.free(seq)

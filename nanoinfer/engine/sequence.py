@@ -1,0 +1,57 @@
+"""One request's tokens and how far the engine has come with them."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from nanoinfer.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()  # in the queue, holds no blocks and no row
+    RUNNING = auto()  # admitted: holds a row and the blocks of its tokens
+    FINISHED = auto()  # done or aborted, holds nothing
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and its completion.
+
+    `num_tokens` may run ahead of `token_ids`: a token that the device has sampled and the host has not collected is
+    counted (in `num_pending_tokens`) before its id is known. `num_computed_tokens` counts the tokens whose keys and
+    values are in the cache, or will be once every step launched so far has run; a sampled token gets its own in the
+    next step, so a finished sequence's last token never does.
+    """
+
+    seq_id: int
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int = 0  # of this request's random stream, 64 bits
+    token_ids: list[int] = field(init=False)  # prompt and collected completion
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: str | None = None
+    row: int | None = None  # line in the device tables while running
+    block_table: list[int] = field(default_factory=list)  # block i holds tokens [i * block_size, (i + 1) * block_size)
+    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at the first admission
+    prefix_hashes: list[tuple[int, bytes]] = field(default_factory=list)  # (chained hash, tokens) of each full block
+    prefix_serials: list[int] = field(default_factory=list)  # cache entry of each block computed so far
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def completion_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]

@@ -1,0 +1,30 @@
+"""The errors that nanoinfer raises on purpose.
+
+    NanoinferError
+    |-- ConfigError (ValueError)         an option of LLM, or two that do not go together
+    |-- ModelError (ValueError)          a model folder, config.json or checkpoint that cannot be used
+    |-- RequestError (ValueError)        a prompt or sampling parameter that cannot be served
+    `-- EngineClosedError (RuntimeError) a call to an engine that was closed
+
+Every message says what was wrong, the value, and what to do. Catching ValueError catches all that a user can mend.
+"""
+
+
+class NanoinferError(Exception):
+    """Anything that nanoinfer raises on purpose."""
+
+
+class ConfigError(NanoinferError, ValueError):
+    """An option of `LLM` is out of range, or does not fit the model or the device."""
+
+
+class ModelError(NanoinferError, ValueError):
+    """The model's folder, its config.json or its weights are missing, incomplete or of a kind not supported."""
+
+
+class RequestError(NanoinferError, ValueError):
+    """A prompt or a sampling parameter is invalid; nothing was queued."""
+
+
+class EngineClosedError(NanoinferError, RuntimeError):
+    """The engine was closed before this call."""

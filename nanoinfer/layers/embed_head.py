@@ -1,0 +1,41 @@
+"""The two ends of the model: token ids to vectors, and vectors to logits. Both are split by vocabulary."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.layers.linear import check_shape
+from nanoinfer.utils.distributed import TensorParallel
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows [start, start + local_size) of the embedding live on this rank; the others contribute zero."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.full_shape = (vocab_size, hidden_size)
+        self.local_size = tp.shard_size(vocab_size, "vocab_size")
+        self.start = tp.rank * self.local_size
+        self.weight = nn.Parameter(torch.empty(self.local_size, hidden_size), requires_grad=False)
+
+    def weight_loader(self, param: Tensor, full: Tensor) -> None:
+        check_shape(full, self.full_shape)
+        param.copy_(self.tp.shard(full, dim=0))
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """(num_tokens,) -> (num_tokens, hidden_size)."""
+        if self.tp.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.start
+        mine = (local >= 0) & (local < self.local_size)
+        vectors = F.embedding(local.clamp(0, self.local_size - 1), self.weight) * mine.unsqueeze(1)
+        return self.tp.all_reduce(vectors)
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    """The same split, used the other way round."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(num_rows, hidden_size) -> this rank's logits (num_rows, local_size)."""
+        return F.linear(hidden, self.weight)

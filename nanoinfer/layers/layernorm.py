@@ -1,0 +1,38 @@
+"""Root-mean-square normalisation (Zhang and Sennrich 2019), alone or after the residual stream's addition."""
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.utils.compile import compiled_on_cuda
+
+
+@compiled_on_cuda
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, in float32 inside; shape and dtype of `x`."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
+
+
+@compiled_on_cuda
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and x + residual itself."""
+    total = x + residual
+    wide = total.float()
+    wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight, total
+
+
+class RMSNorm(nn.Module):
+    """`norm(x)` normalises; `norm.add(x, residual)` adds first. Neither changes its inputs."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,0 +1,91 @@
+"""Linear layers that hold one rank's share of a weight, and know how to fill it from the full tensors of a checkpoint.
+
+A layer that packs several of a checkpoint's weights (q, k, v; gate, up) names them in `shards`. `weight_loader`
+copies a full tensor, or the part of it that this rank holds, into its place.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.errors import ModelError
+from nanoinfer.utils.distributed import TensorParallel
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the outputs split over the ranks.
+
+    output_sizes: the full sizes of the weights packed in this layer, by the name of their shard, in order.
+    """
+
+    def __init__(self, input_size: int, output_sizes: dict[str, int], bias: bool, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.full_sizes = output_sizes
+        self.local_sizes = {name: tp.shard_size(size, f"{name} output size") for name, size in output_sizes.items()}
+        local_size = sum(self.local_sizes.values())
+        self.weight = nn.Parameter(torch.empty(local_size, input_size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(local_size), requires_grad=False) if bias else None
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        return tuple(self.local_sizes)
+
+    def weight_loader(self, param: Tensor, full: Tensor, shard: str) -> None:
+        expected = (self.full_sizes[shard], *param.shape[1:])
+        check_shape(full, expected)
+        offset = 0
+        for name, size in self.local_sizes.items():
+            if name == shard:
+                param.narrow(0, offset, size).copy_(self.tp.shard(full, dim=0))
+            offset += size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """The gate and up projections of an MLP in one product."""
+
+    def __init__(self, input_size: int, intermediate_size: int, tp: TensorParallel) -> None:
+        super().__init__(input_size, {"gate": intermediate_size, "up": intermediate_size}, bias=False, tp=tp)
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """The query, key and value projections in one product, split by heads."""
+
+    def __init__(
+        self, input_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, tp: TensorParallel
+    ) -> None:
+        tp.shard_size(num_heads, "num_attention_heads")
+        tp.shard_size(num_kv_heads, "num_key_value_heads")
+        kv_size = num_kv_heads * head_dim
+        super().__init__(input_size, {"q": num_heads * head_dim, "k": kv_size, "v": kv_size}, bias=bias, tp=tp)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with the inputs split over the ranks; every rank gets the whole sum."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.full_shape = (output_size, input_size)
+        self.weight = nn.Parameter(
+            torch.empty(output_size, tp.shard_size(input_size, "row-parallel input size")), requires_grad=False
+        )
+        self.bias = nn.Parameter(torch.empty(output_size), requires_grad=False) if bias else None
+
+    def weight_loader(self, param: Tensor, full: Tensor) -> None:
+        check_shape(full, self.full_shape if param.dim() == 2 else self.full_shape[:1])
+        param.copy_(self.tp.shard(full, dim=1) if param.dim() == 2 else full)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # One rank adds the bias, so that the sum over the ranks has it once.
+        bias = self.bias if self.tp.rank == 0 else None
+        return self.tp.all_reduce(F.linear(x, self.weight, bias))
+
+
+def check_shape(full: Tensor, expected: tuple[int, ...]) -> None:
+    """Raise ModelError where a checkpoint's tensor has not the shape that config.json implies."""
+    if tuple(full.shape) != expected:
+        raise ModelError(f"the checkpoint has shape {tuple(full.shape)}, config.json implies {expected}")

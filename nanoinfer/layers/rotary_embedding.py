@@ -1,0 +1,102 @@
+"""Rotary position embedding (Su et al. 2021) and the ways in which checkpoints stretch it to longer contexts."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.config import ModelConfig
+from nanoinfer.errors import ModelError
+from nanoinfer.utils.compile import compiled_on_cuda
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@compiled_on_cuda
+def apply_rotary(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+    """Rotate the two halves of each head by its token's position, in float32.
+
+    x: (num_tokens, num_heads, head_dim). positions: (num_tokens,). cos_sin_cache: (max_positions, head_dim).
+    """
+    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)  # (num_tokens, 1, head_dim / 2) each
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates queries and keys by tables of cosines and sines that are computed once for `max_positions` positions."""
+
+    cos_sin_cache: Tensor
+
+    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+        super().__init__()
+        inv_freq, scale = rope_frequencies(config)
+        angles = torch.arange(max_positions, dtype=torch.float32).unsqueeze(1) * inv_freq
+        cache = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)  # (max_positions, head_dim) float32
+        self.register_buffer("cos_sin_cache", cache, persistent=False)
+
+    def forward(self, positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return apply_rotary(q, positions, self.cos_sin_cache), apply_rotary(k, positions, self.cos_sin_cache)
+
+
+def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """Angle per position of each pair of dimensions, (head_dim / 2,) float32, and a factor on cosines and sines.
+
+    Raises ModelError for a type that is not known, or one that lacks a parameter.
+    """
+    rope = config.rope
+    if rope.rope_type not in ROPE_TYPES:
+        raise ModelError(f"rope_type={rope.rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    inv_freq = 1.0 / rope.theta**exponents
+    try:
+        if rope.rope_type == "linear":
+            return inv_freq / rope.parameters["factor"], 1.0
+        if rope.rope_type == "llama3":
+            return _llama3(inv_freq, config), 1.0
+        if rope.rope_type == "yarn":
+            return _yarn(inv_freq, config)
+    except KeyError as error:
+        raise ModelError(f"rope_type={rope.rope_type!r} needs the parameter {error} in config.json") from None
+    return inv_freq, 1.0
+
+
+def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:
+    """Llama 3.1: slow frequencies are divided by `factor`, fast ones kept, those between are blended."""
+    p = config.rope.parameters
+    original, low, high = p["original_max_position_embeddings"], p["low_freq_factor"], p["high_freq_factor"]
+    turns = original * inv_freq / (2 * math.pi)  # rotations within the original context
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return inv_freq * keep + inv_freq / p["factor"] * (1 - keep)
+
+
+def _yarn(inv_freq: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023): as above with a ramp over dimensions, and a temperature on the attention."""
+    p, dim, base = config.rope.parameters, config.head_dim, config.rope.theta
+    factor = p["factor"]
+    original = p.get("original_max_position_embeddings") or config.max_position_embeddings
+
+    def dimension_of(turns: float) -> float:
+        """The (fractional) dimension pair that turns so often within the original context."""
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension_of(p.get("beta_fast") or 32.0), dimension_of(p.get("beta_slow") or 1.0)
+    if p.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    interpolate = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    stretched = inv_freq / factor * interpolate + inv_freq * (1 - interpolate)
+    return stretched, _yarn_attention_factor(p, factor)
+
+
+def _yarn_attention_factor(p: dict, factor: float) -> float:
+    def mscale(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if p.get("attention_factor") is not None:
+        return float(p["attention_factor"])
+    if p.get("mscale") and p.get("mscale_all_dim"):
+        return mscale(p["mscale"]) / mscale(p["mscale_all_dim"])
+    return mscale(1.0)

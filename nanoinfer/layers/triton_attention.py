@@ -1,0 +1,69 @@
+"""Attention on CUDA without flash-attn: our Triton kernels, and PyTorch's own variable-length attention for prefill."""
+
+import inspect
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from nanoinfer.kernels.paged_attention import paged_decode_attention
+from nanoinfer.kernels.store_kvcache import store_kvcache
+from nanoinfer.layers.attention import gather_context
+from nanoinfer.utils.context import DecodeMetadata, LayerCache, PrefillMetadata
+
+# PyTorch checks the head counts since it has this argument; before, grouped heads went through unasked.
+GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+MAX_GATHER_TOKENS = 65536  # contexts copied out of the cache at a time
+
+
+class TritonBackend:
+    """Cached prefixes are gathered for prefill, since PyTorch's function cannot page with its default kernels."""
+
+    name = "triton"
+    needs_host = False
+
+    def store(self, k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
+        store_kvcache(k, v, cache.k, cache.v, slot_mapping)
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
+        if not metadata.reads_cache:
+            return _attend(q, k, v, metadata, slice(0, len(metadata.query_lens)))
+        out, start = [], 0
+        for chunks in _context_groups(metadata.context_lens):
+            num_tokens = sum(metadata.query_lens[chunks])
+            context_k, context_v = gather_context(cache, metadata, chunks)
+            out.append(_attend(q[start : start + num_tokens], context_k, context_v, metadata, chunks))
+            start += num_tokens
+        return torch.cat(out)
+
+    def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> Tensor:
+        return paged_decode_attention(q, cache.k, cache.v, metadata.block_tables, metadata.context_lens)
+
+
+def _context_groups(context_lens: tuple[int, ...]) -> Iterator[slice]:
+    """Cut the chunks into runs whose contexts are at most MAX_GATHER_TOKENS together, or a single chunk."""
+    start = total = 0
+    for index, length in enumerate(context_lens):
+        if index > start and total + length > MAX_GATHER_TOKENS:
+            yield slice(start, index)
+            start, total = index, 0
+        total += length
+    yield slice(start, len(context_lens))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata, chunks: slice) -> Tensor:
+    cu_query_lens = metadata.cu_query_lens[chunks.start : chunks.stop + 1]
+    cu_context_lens = metadata.cu_context_lens[chunks.start : chunks.stop + 1]
+    return varlen_attn(
+        q,
+        k,
+        v,
+        cu_query_lens - cu_query_lens[0],
+        cu_context_lens - cu_context_lens[0],
+        max(metadata.query_lens[chunks]),
+        max(metadata.context_lens[chunks]),
+        window_size=(-1, 0),  # causal
+        **GROUPED_HEADS,
+    )

@@ -1,0 +1,125 @@
+"""The facade: prompts in, completions out."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.llm_engine import LLMEngine, Prompt
+from nanoinfer.errors import RequestError
+from nanoinfer.outputs import RequestOutput
+from nanoinfer.sampling_params import SamplingParams
+
+
+class LLM:
+    """A language model, loaded and ready.
+
+        with LLM("Qwen/Qwen3-0.6B") as llm:
+            outputs = llm.generate(["Hello", [1, 2, 3]], SamplingParams(temperature=0.6, max_tokens=256))
+
+    model: a local folder, or the id of a model on the Hugging Face hub. options, each by name (see `EngineConfig`):
+    dtype="auto", device="auto", tensor_parallel_size=1, max_model_len=None, max_num_seqs=512,
+    max_num_batched_tokens=16384, gpu_memory_utilization=0.9, kvcache_block_size=256, num_kvcache_blocks=None,
+    enable_prefix_caching=True, enforce_eager=False, attention_backend="auto", load_format="auto", seed=0.
+
+    Raises TypeError for an unknown option, ConfigError for a value out of range, ModelError for a model that cannot
+    be used.
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        self.engine = LLMEngine(EngineConfig.from_options(model, options))
+        self._unclaimed: list[RequestOutput] = []  # finished while `generate` waited for others
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; the outputs come in the order of the prompts.
+
+        prompts: a string, a list of token ids, or a list of these. sampling_params: for all, or a list with one for
+        each. use_tqdm: show finished requests and tokens a second. Raises RequestError for a prompt that cannot be
+        served; nothing is queued then, and nothing is left behind if the call fails later.
+        """
+        self.engine._check_open()
+        prompts = _as_list_of_prompts(prompts)
+        params = _one_for_each(sampling_params, len(prompts))
+        encoded = self.engine.encode(prompts)
+        request_ids = [self.engine.add_encoded(*request) for request in zip(prompts, encoded, params, strict=True)]
+        pending = set(request_ids)
+        outputs: dict[int, RequestOutput] = {}
+        try:
+            with tqdm(total=len(prompts), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+                while pending:
+                    for output in self.engine.step():
+                        if output.request_id in pending:
+                            pending.remove(output.request_id)
+                            outputs[output.request_id] = output
+                            bar.update()
+                        else:
+                            self._unclaimed.append(output)
+                    bar.set_postfix_str(self._rates(), refresh=False)
+        finally:
+            if pending:
+                self.engine.abort(list(pending))
+        return [outputs[request_id] for request_id in request_ids]
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queue a request for `step` to run and return its id. Raises RequestError for one that cannot be served."""
+        return self.engine.add_request(prompt, sampling_params or SamplingParams())
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; return the requests that finished, those that finished during a `generate` included."""
+        finished, self._unclaimed = self._unclaimed, []
+        return finished + self.engine.step()
+
+    def is_finished(self) -> bool:
+        """Whether `step` has nothing more to return."""
+        return self.engine.is_finished() and not self._unclaimed
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Free the model and the cache; closing twice is fine."""
+        self.engine.close()
+
+    exit = close  # nano-vllm's name
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _rates(self) -> str:
+        stats = self.engine.stats
+        prefill = stats.prefill_tokens / max(stats.prefill_seconds, 1e-9)
+        decode = stats.decode_tokens / max(stats.decode_seconds, 1e-9)
+        return f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s"
+
+
+def _as_list_of_prompts(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; give a string, a list of token ids, or a list of these"
+        )
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def _one_for_each(params: SamplingParams | list[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one for all, or one for each")
+    return list(params)

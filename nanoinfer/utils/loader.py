@@ -1,0 +1,118 @@
+"""Weights from safetensors files, memory-mapped, straight into the (packed) parameters of a model.
+
+Everything is accounted for: a parameter that no tensor fills, and a tensor that no parameter takes, are errors.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from nanoinfer.errors import ModelError
+
+PICKLED = ("*.bin", "*.pt", "*.pth")
+SHOWN = 8  # names listed in a message
+
+
+def load_model(model: nn.Module, folder: Path) -> None:
+    """Fill every parameter of `model` from the safetensors files in `folder`.
+
+    `model.packed_modules_mapping` renames the parts of packed modules, `model.ignored_weights` lists tensors to skip,
+    and a module with a `weight_loader(param, tensor[, shard])` places its own share. Raises ModelError where tensors
+    are missing, left over, or of another shape.
+    """
+    missing = {
+        (name, shard)
+        for name, _ in model.named_parameters()
+        for shard in getattr(model.get_submodule(name.rpartition(".")[0]), "shards", (None,))
+    }
+    left_over = []
+    for name, tensor in iterate_weights(folder):
+        if name in model.ignored_weights or name.endswith("rotary_emb.inv_freq"):  # a table that we compute
+            continue
+        param_name, shard = _target(name, model.packed_modules_mapping)
+        if (param_name, shard) not in missing:
+            left_over.append(name)
+            continue
+        try:
+            _place(model, param_name, shard, tensor)
+        except ModelError as error:
+            raise ModelError(f"{name} in {folder}: {error}; is this config.json that of the checkpoint?") from None
+        missing.discard((param_name, shard))
+    if missing:
+        names = [f"{name} ({shard})" if shard else name for name, shard in missing]
+        raise ModelError(f"{folder} lacks weights for {_listed(names)}; download the checkpoint again")
+    if left_over:
+        raise ModelError(f"{folder} has weights that the model does not know: {_listed(left_over)}")
+
+
+def fill_with_random_weights(model: nn.Module, std: float, seed: int) -> None:
+    """Draw every matrix and bias from N(0, std^2) and set every norm to 1: for tests and benchmarks."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, param in model.named_parameters():
+        if name.endswith("norm.weight"):
+            param.fill_(1.0)
+        else:
+            param.normal_(0.0, std, generator=generator)
+
+
+def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of every tensor in the folder's checkpoint; the tensors are views of mapped files."""
+    for path in _weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    yield name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"{path} is not a valid safetensors file ({error}); download it again") from None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    absent = [path.name for path in files if not path.exists()]
+    if absent:
+        raise ModelError(f"{folder} lacks {_listed(absent)}, which its index names; download the checkpoint again")
+    if not files:
+        if any(True for pattern in PICKLED for _ in folder.glob(pattern)):
+            raise ModelError(
+                f"{folder} has only pickled weights, which are refused: unpickling a file can run any code that is in "
+                "it; convert them with transformers' save_pretrained(safe_serialization=True)"
+            )
+        raise ModelError(f"{folder} has no *.safetensors file; download the checkpoint, or use load_format='dummy'")
+    return files
+
+
+def _target(name: str, packed: dict[str, tuple[str, str]]) -> tuple[str, str | None]:
+    """The parameter that a checkpoint's tensor fills, and the shard of it: (name, None) where they are one."""
+    parts = name.split(".")
+    if len(parts) > 1 and parts[-2] in packed:
+        parts[-2], shard = packed[parts[-2]]
+        return ".".join(parts), shard
+    return name, None
+
+
+def _place(model: nn.Module, param_name: str, shard: str | None, tensor: Tensor) -> None:
+    module = model.get_submodule(param_name.rpartition(".")[0])
+    param = model.get_parameter(param_name)
+    if shard is not None:
+        module.weight_loader(param, tensor, shard)
+    elif hasattr(module, "weight_loader"):
+        module.weight_loader(param, tensor)
+    elif param.shape != tensor.shape:
+        raise ModelError(f"the checkpoint has shape {tuple(tensor.shape)}, config.json implies {tuple(param.shape)}")
+    else:
+        param.copy_(tensor)
+
+
+def _listed(names: list[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

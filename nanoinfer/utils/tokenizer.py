@@ -1,0 +1,57 @@
+"""Text to token ids and back, by the model's own tokenizer from transformers, and the ids that end a completion."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.errors import ModelError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+
+
+class Tokenizer:
+    """A thin layer over a transformers tokenizer (`hf`)."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer  # slow to import, so only where text is wanted
+
+        try:
+            self.hf: Any = AutoTokenizer.from_pretrained(folder)
+        except Exception as error:
+            raise ModelError(f"the tokenizer in {folder} cannot be loaded ({error}); check its files") from error
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Encode plain texts in one batch, with the special tokens that the tokenizer adds.
+
+        A text that begins with the tokenizer's BOS, as one rendered by a chat template may, does not get a second.
+        """
+        if not texts:
+            return []
+        batch: list[list[int]] = self.hf(texts, verbose=False)["input_ids"]
+        bos, bos_id = self.hf.bos_token, self.hf.bos_token_id
+        return [
+            ids[1:] if bos and text.startswith(bos) and ids[:2] == [bos_id, bos_id] else ids
+            for text, ids in zip(texts, batch, strict=True)
+        ]
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Decode a completion without its special tokens."""
+        text: str = self.hf.decode(token_ids, skip_special_tokens=True)
+        return text
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer in `folder`, or None where there is none: prompts must then be token ids."""
+    return Tokenizer(folder) if any((folder / name).exists() for name in TOKENIZER_FILES) else None
+
+
+def read_stop_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The tokenizer's eos and those of generation_config.json (an id or a list) or, lacking that, of config.json."""
+    stop = {tokenizer.hf.eos_token_id} if tokenizer else set()
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.exists():
+            eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            stop.update(eos if isinstance(eos, list) else [eos])
+            break
+    return frozenset(token_id for token_id in stop if token_id is not None)
