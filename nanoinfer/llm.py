@@ -1,8 +1,9 @@
 """The facade: prompts in, completions out."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from tqdm.auto import tqdm
 
@@ -34,8 +35,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; the outputs come in the order of the prompts.
@@ -80,6 +81,11 @@ class LLM:
         """Whether `step` has nothing more to return."""
         return self.engine.is_finished() and not self._unclaimed
 
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, from transformers; None where the model's folder has none."""
+        return self.engine.tokenizer.hf if self.engine.tokenizer else None
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         self.engine.reset_prefix_cache()
@@ -105,19 +111,18 @@ class LLM:
         return f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s"
 
 
-def _as_list_of_prompts(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+def _as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
         raise RequestError(
             f"prompts is a {type(prompts).__name__}; give a string, a list of token ids, or a list of these"
         )
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [list(prompts)]
-    return list(prompts)
+    is_token_ids = bool(prompts) and all(isinstance(item, int) for item in prompts)
+    return cast("list[Prompt]", [list(prompts)] if is_token_ids else list(prompts))
 
 
-def _one_for_each(params: SamplingParams | list[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:

@@ -6,8 +6,9 @@ prompts to compute, and the rows to decode. It is one flat int32 array, so that 
 and one write to reach another process.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,13 +90,13 @@ class RowRecord(NamedTuple):
 
 
 class PacketSections(NamedTuple):
-    """A packet cut into its parts: views of one array, or of one tensor of the same content."""
+    """A packet cut into its parts: views of the array, or of a tensor on the device with the same content."""
 
-    row_records: Packet  # (num_admitted, 5): RowRecord
-    known_tokens: Packet  # (num_known_tokens,): the ids of the admitted sequences, one after another
-    new_blocks: Packet  # (num_new_blocks, 3): NewBlock
-    chunks: Packet  # (num_chunks, 3): row, start, length; the first num_prefill_samples of them yield a token
-    decode_rows: Packet  # (num_decode,)
+    row_records: Any  # (num_admitted, 5): RowRecord
+    known_tokens: Any  # (num_known_tokens,): the ids of the admitted sequences, one after another
+    new_blocks: Any  # (num_new_blocks, 3): NewBlock
+    chunks: Any  # (num_chunks, 3): row, start, length; the first num_prefill_samples of them yield a token
+    decode_rows: Any  # (num_decode,)
 
 
 def pack(batch: ScheduledBatch) -> Packet:
@@ -114,10 +115,10 @@ def pack(batch: ScheduledBatch) -> Packet:
         max_chunk_context=max((chunk.start + chunk.length for chunk in batch.prefill), default=0),
         num_decode=len(batch.decode),
     )
-    sections = [header, *records]
-    sections += [seq.token_ids for seq in batch.admitted]
-    sections += batch.new_blocks
-    sections += chunks
+    sections: list[Collection[int]] = [header, *records]
+    sections.extend(seq.token_ids for seq in batch.admitted)
+    sections.extend(batch.new_blocks)
+    sections.extend(chunks)
     sections.append([_row(seq) for seq in batch.decode])
     return np.concatenate([np.asarray(section, dtype=np.int32) for section in sections])
 
@@ -126,7 +127,7 @@ def read_header(packet: Packet) -> Header:
     return Header(*packet[: len(Header._fields)].tolist())
 
 
-def split(packet: Packet, header: Header) -> PacketSections:
+def split(packet: Any, header: Header) -> PacketSections:
     """Cut a packet (an array, or a tensor on the device) into views of its sections."""
     sizes = (
         (header.num_admitted, len(RowRecord._fields)),

@@ -5,6 +5,7 @@ sampled tokens from the sampler, on the device, before the host has seen them.
 """
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,16 +13,18 @@ from torch import Tensor
 from nanoinfer.engine.batch import Header, PacketSections
 from nanoinfer.utils.context import DecodeMetadata, PrefillMetadata, ragged_indices
 
+M = TypeVar("M", PrefillMetadata, DecodeMetadata)
+
 PADDING_ROW = -1  # indexes the last row, a scratch line whose context stays empty: padding may read and write it
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(Generic[M]):
     """What the model runs on: (num_tokens,) each, and where their keys and values go."""
 
     token_ids: Tensor
     positions: Tensor
-    metadata: PrefillMetadata | DecodeMetadata
+    metadata: M
 
 
 class DeviceState:
@@ -56,7 +59,9 @@ class DeviceState:
             rows, columns, block_ids = sections.new_blocks.long().unbind(1)
             self.block_tables[rows, columns] = block_ids.int()
 
-    def prefill_inputs(self, chunks: Tensor, host_chunks: list[list[int]], header: Header) -> StepInputs:
+    def prefill_inputs(
+        self, chunks: Tensor, host_chunks: list[list[int]], header: Header
+    ) -> StepInputs[PrefillMetadata]:
         """The tokens of all chunks end to end. chunks: (num_chunks, 3) as in the packet; host_chunks the same."""
         rows, starts, lens = chunks.long().unbind(1)
         cu_query_lens = cumulated(chunks[:, 2])
@@ -73,7 +78,7 @@ class DeviceState:
         )
         return StepInputs(self.token_ids[token_rows, positions], positions, metadata)
 
-    def decode_inputs(self, rows: Tensor) -> StepInputs:
+    def decode_inputs(self, rows: Tensor) -> StepInputs[DecodeMetadata]:
         """The newest token of each row; `rows` (num_rows,) int64 may contain PADDING_ROW."""
         context_lens = self.context_lens[rows]
         positions = (context_lens - 1).clamp(min=0).long()

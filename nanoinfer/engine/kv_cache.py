@@ -70,7 +70,7 @@ def resolve_max_model_len(requested: int | None, model_limit: int, num_blocks: i
         )
     if requested is None and model_limit > capacity:
         warnings.warn(
-            f"max_model_len is lowered from the model's {model_limit} tokens to {capacity}, all that the KV cache holds",
+            f"max_model_len is lowered from the model's {model_limit} tokens to {capacity}, all that the cache holds",
             stacklevel=2,
         )
     return min(requested or model_limit, capacity)

@@ -29,7 +29,7 @@ from nanoinfer.engine.kv_cache import (
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention import select_backend
 from nanoinfer.layers.sampler import sample
-from nanoinfer.models import get_model_class
+from nanoinfer.models import CausalLM, get_model_class
 from nanoinfer.utils.context import PrefillMetadata
 from nanoinfer.utils.distributed import TensorParallel
 from nanoinfer.utils.loader import fill_with_random_weights, load_model
@@ -185,7 +185,7 @@ class ModelRunner:
             )
         return requested or limit
 
-    def _load_model(self, folder: Path, max_positions: int) -> torch.nn.Module:
+    def _load_model(self, folder: Path, max_positions: int) -> CausalLM:
         model_class = get_model_class(self.model_config.architecture)
         with torch.device(self.device), default_dtype(self.dtype):
             model = model_class(self.model_config, max_positions, self.backend, self.tp)

@@ -1,6 +1,8 @@
 """Rotary position embedding (Su et al. 2021) and the ways in which checkpoints stretch it to longer contexts."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +93,7 @@ def _yarn(inv_freq: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
     return stretched, _yarn_attention_factor(p, factor)
 
 
-def _yarn_attention_factor(p: dict, factor: float) -> float:
+def _yarn_attention_factor(p: Mapping[str, Any], factor: float) -> float:
     def mscale(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from nanoinfer.layers.attention import gather_context
 from nanoinfer.utils.context import DecodeMetadata, LayerCache, PrefillMetadata
 
 # PyTorch checks the head counts since it has this argument; before, grouped heads went through unasked.
-GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED_HEADS: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 MAX_GATHER_TOKENS = 65536  # contexts copied out of the cache at a time
 
@@ -56,7 +57,7 @@ def _context_groups(context_lens: tuple[int, ...]) -> Iterator[slice]:
 def _attend(q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata, chunks: slice) -> Tensor:
     cu_query_lens = metadata.cu_query_lens[chunks.start : chunks.stop + 1]
     cu_context_lens = metadata.cu_context_lens[chunks.start : chunks.stop + 1]
-    return varlen_attn(
+    out: Any = varlen_attn(
         q,
         k,
         v,
@@ -67,3 +68,4 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata, chunks: 
         window_size=(-1, 0),  # causal
         **GROUPED_HEADS,
     )
+    return out

@@ -98,9 +98,10 @@ class Qwen3Model(nn.Module):
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
         hidden = self.embed_tokens(token_ids)  # (num_tokens, hidden_size)
-        residual = None
+        residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             hidden, residual = layer(positions, hidden, residual, kv_cache.layer(index), metadata)
+        assert residual is not None, "a model has at least one layer"
         hidden, _ = self.norm.add(hidden, residual)
         return hidden
 

@@ -6,6 +6,7 @@ Everything is accounted for: a parameter that no tensor fills, and a tensor that
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,8 +18,8 @@ PICKLED = ("*.bin", "*.pt", "*.pth")
 SHOWN = 8  # names listed in a message
 
 
-def load_model(model: nn.Module, folder: Path) -> None:
-    """Fill every parameter of `model` from the safetensors files in `folder`.
+def load_model(model: Any, folder: Path) -> None:
+    """Fill every parameter of `model`, an nn.Module, from the safetensors files in `folder`.
 
     `model.packed_modules_mapping` renames the parts of packed modules, `model.ignored_weights` lists tensors to skip,
     and a module with a `weight_loader(param, tensor[, shard])` places its own share. Raises ModelError where tensors
@@ -99,7 +100,7 @@ def _target(name: str, packed: dict[str, tuple[str, str]]) -> tuple[str, str | N
     return name, None
 
 
-def _place(model: nn.Module, param_name: str, shard: str | None, tensor: Tensor) -> None:
+def _place(model: Any, param_name: str, shard: str | None, tensor: Tensor) -> None:
     module = model.get_submodule(param_name.rpartition(".")[0])
     param = model.get_parameter(param_name)
     if shard is not None:

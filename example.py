@@ -1,0 +1,37 @@
+"""Ask a model a few questions. Without arguments: the tiny checkpoint that comes with nanoinfer, on any machine.
+
+python example.py [--model FOLDER_OR_HUB_ID] [--tensor-parallel-size N] [--prompt TEXT ...]
+"""
+
+import argparse
+
+from nanoinfer import LLM, SamplingParams, tiny_model_path
+
+PROMPTS = ["introduce yourself", "list all prime numbers within 100"]
+TINY_PROMPTS = ["What is 312 + 48?", "Sort 31, 4, 15, 9.", "Spell river backwards."]
+
+
+def as_chat(llm: LLM, question: str) -> str:
+    """The prompt of a conversation that begins with this question, in the model's own format."""
+    messages = [{"role": "user", "content": question}]
+    return llm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a local folder or a Hugging Face hub id, such as Qwen/Qwen3-0.6B")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
+    parser.add_argument("--prompt", nargs="+", metavar="TEXT", help="questions to ask instead")
+    args = parser.parse_args()
+
+    prompts = args.prompt or (PROMPTS if args.model else PROMPTS + TINY_PROMPTS)
+    # The tiny model knows one right answer to each of its questions: greedy decoding gives it.
+    sampling_params = SamplingParams(temperature=0.6 if args.model else 0, max_tokens=256)
+    with LLM(args.model or tiny_model_path(), tensor_parallel_size=args.tensor_parallel_size) as llm:
+        outputs = llm.generate([as_chat(llm, prompt) for prompt in prompts], sampling_params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        print(f"\n> {prompt}\n{output.text}")
+
+
+if __name__ == "__main__":
+    main()

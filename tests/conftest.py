@@ -1,0 +1,84 @@
+"""What the tests share: Triton's interpreter where there is no GPU, the skipping of GPU tests, random checkpoints.
+
+PyTorch does not import Triton by itself, so that there is time here to choose the interpreter.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+NUM_GPUS = torch.cuda.device_count()
+
+if NUM_GPUS == 0:
+    os.environ["TRITON_INTERPRET"] = "1"  # read once, when Triton is imported
+
+RANDOM_MODEL = {
+    "vocab_size": 512,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.1,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and NUM_GPUS < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if item.get_closest_marker("multi_gpu") and NUM_GPUS < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
+
+
+@pytest.fixture(scope="session")
+def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`random_checkpoint(**overrides)`: the folder of a random float32 Qwen3 without a tokenizer, built once.
+
+    The overrides are options of transformers' Qwen3Config; the rest is RANDOM_MODEL.
+    """
+    folders: dict[str, Path] = {}
+
+    def build(**overrides: Any) -> Path:
+        key = json.dumps(overrides, sort_keys=True)
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("checkpoint")
+            save_random_checkpoint(folders[key], overrides)
+        return folders[key]
+
+    return build
+
+
+def save_random_checkpoint(folder: Path, overrides: dict[str, Any]) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(Qwen3Config(**{**RANDOM_MODEL, **overrides}))
+        # Norms of 1 and biases of 0, as transformers draws them, would hide a norm or a bias that is left out.
+        for name, param in model.named_parameters():
+            if param.dim() == 1:
+                param.normal_(mean=1.0 if name.endswith("norm.weight") else 0.0, std=0.2)
+        model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def reference_model() -> Callable[[Path], Any]:
+    """`reference_model(folder)`: transformers' own model of a checkpoint, in float32 on the CPU, loaded once."""
+    models: dict[Path, Any] = {}
+
+    def load(folder: Path) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        if folder not in models:
+            models[folder] = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+        return models[folder]
+
+    return load

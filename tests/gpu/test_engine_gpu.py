@@ -1,0 +1,115 @@
+"""The engine on the GPU: its answers on the tiny checkpoint against the CPU's, over every backend and with graphs."""
+
+import importlib.util
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoinfer import LLM, SamplingParams, tiny_model_path
+from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
+
+pytestmark = pytest.mark.gpu
+
+BACKENDS = ["flash_attn", "triton", "torch"]
+GREEDY = SamplingParams(temperature=0, max_tokens=128)
+NEAR_TIE = 0.25  # in logits: bf16 keeps 8 bits, and the layers add up
+
+
+def skip_without(backend: str) -> None:
+    if backend == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("flash-attn is not installed")
+
+
+def chat_prompts(llm: LLM, questions: list[str]) -> list[str]:
+    return [
+        llm.tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        for question in questions
+    ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_the_tiny_checkpoint_answers_right(backend: str, enforce_eager: bool) -> None:
+    skip_without(backend)
+    examples = [example for task in TASKS for example in held_out_examples(task, 20, seed=5)]
+    with LLM(tiny_model_path(), attention_backend=backend, enforce_eager=enforce_eager) as llm:
+        outputs = llm.generate(chat_prompts(llm, [example.question for example in examples]), GREEDY, use_tqdm=False)
+    right = sum(output.text == example.answer for output, example in zip(outputs, examples, strict=True))
+    assert right >= 0.97 * len(examples)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enforce_eager": True},
+        {"max_num_batched_tokens": 100},
+        {"max_num_seqs": 13},
+        {"num_kvcache_blocks": 60, "max_model_len": 1024},
+    ],
+    ids=str,
+)
+def test_greedy_tokens_differ_from_the_cpu_only_at_near_ties(
+    random_checkpoint: Callable[..., Path], backend: str, options: dict
+) -> None:
+    skip_without(backend)
+    folder = random_checkpoint(num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 512, (n,), generator=generator).tolist() for n in (1, 5, 16, 100, 255, 256, 257, 511)]
+    prompts = prompts + [prompts[-1] + [3, 4], prompts[-2]] + [[i, i + 1] * 20 for i in range(20)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with LLM(folder, device="cpu") as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    with LLM(folder, dtype="bfloat16", attention_backend=backend, **options) as llm:
+        actual = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    model = reference_model(folder)
+    for prompt, mine, theirs in zip(prompts, actual, expected, strict=True):
+        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=True))))
+        if same < len(mine):
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + mine[:same]], device="cuda")).logits[0, -1]
+            gap = (logits[theirs[same]] - logits[mine[same]]).item()
+            spread = logits.std().item()
+            assert gap < NEAR_TIE * spread, f"token {same} of a prompt of {len(prompt)}: {gap} in logits of {spread}"
+
+
+def reference_model(folder: Path) -> torch.nn.Module:
+    from transformers import Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_graphs_and_eager_give_the_same_sampled_tokens(random_checkpoint: Callable[..., Path], backend: str) -> None:
+    skip_without(backend)
+    folder = random_checkpoint(num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    params = SamplingParams(temperature=0.8, max_tokens=30, ignore_eos=True)
+    results = []
+    for enforce_eager in (False, True):
+        with LLM(folder, dtype="bfloat16", attention_backend=backend, enforce_eager=enforce_eager) as llm:
+            # As many rows as a graph has, so that both see products of the same shape.
+            outputs = llm.generate([[i, i + 1, i + 2] for i in range(16)], params, use_tqdm=False)
+            results.append([output.token_ids for output in outputs])
+    agreement = sum(one == two for one, two in zip(*results, strict=True))
+    assert agreement >= 14, f"{agreement} of 16 requests agree"
+
+
+def test_the_cache_takes_what_the_user_grants(random_checkpoint: Callable[..., Path]) -> None:
+    free, total = torch.cuda.mem_get_info()
+    with LLM(random_checkpoint(), dtype="bfloat16", gpu_memory_utilization=0.5, max_num_seqs=64) as llm:
+        assert llm.engine.runner is not None
+        used = total - torch.cuda.mem_get_info()[0]
+        assert 0.45 * total < used < 0.51 * total
+        assert llm.engine.runner.kv_cache.num_bytes > 0.4 * total
+    assert torch.cuda.mem_get_info()[0] > free - 2**30  # close gives it back
+
+
+def test_too_little_memory_for_a_block_is_an_error_with_the_figures(random_checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match="left for the KV cache, and one block of 256 tokens takes"):
+        LLM(random_checkpoint(), dtype="bfloat16", gpu_memory_utilization=0.001)

@@ -1,0 +1,213 @@
+"""The engine from prompt to tokens on a CPU in float32, where equal computation means equal greedy tokens.
+
+Each path that could change what is computed (chunks, cached prefixes, preemption, block sizes) must not change it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from nanoinfer import LLM, RequestError, SamplingParams
+
+VOCAB_SIZE = 512
+LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65)  # around the edges of blocks of 16 tokens, and of 64
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+Checkpoint = Callable[..., Path]
+
+
+def random_prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def reference_tokens(model: Qwen3ForCausalLM, prompt: list[int], count: int) -> list[int]:
+    """Greedy decoding by transformers."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=None,
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def generate(folder: Path, prompts: list[list[int]], params: SamplingParams = GREEDY, **options: object) -> list:
+    with LLM(folder, device="cpu", **options) as llm:
+        return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 2, "tie_word_embeddings": True},
+        {"num_key_value_heads": 1, "attention_bias": True},
+        {"head_dim": 128, "attention_bias": True},
+        {"head_dim": 80},
+        {"num_attention_heads": 6, "num_key_value_heads": 3},
+        {
+            "max_position_embeddings": 128,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        },
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ],
+    ids=str,
+)
+def test_greedy_tokens_equal_those_of_transformers(random_checkpoint: Checkpoint, overrides: dict) -> None:
+    folder = random_checkpoint(**overrides)
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = random_prompts(LENGTHS)
+    expected = [reference_tokens(model, prompt, GREEDY.max_tokens) for prompt in prompts]
+    assert generate(folder, prompts, kvcache_block_size=16) == expected
+
+
+@pytest.mark.parametrize("length", [255, 256, 257])
+def test_lengths_around_the_edge_of_a_default_block_equal_transformers(
+    random_checkpoint: Checkpoint, length: int
+) -> None:
+    folder = random_checkpoint()
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    [prompt] = random_prompts((length,))
+    assert generate(folder, [prompt]) == [reference_tokens(model, prompt, GREEDY.max_tokens)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kvcache_block_size": 16},
+        {"kvcache_block_size": 48},
+        {"kvcache_block_size": 64},
+        {"max_num_batched_tokens": 16},
+        {"max_num_batched_tokens": 17},
+        {"max_num_batched_tokens": 1},
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 3},
+        {"enable_prefix_caching": False},
+        {"kvcache_block_size": 16, "max_num_batched_tokens": 50, "max_num_seqs": 4},
+    ],
+    ids=str,
+)
+def test_options_do_not_change_greedy_tokens(random_checkpoint: Checkpoint, options: dict) -> None:
+    folder = random_checkpoint()
+    prompts = random_prompts(LENGTHS)
+    assert generate(folder, prompts, **options) == generate(folder, prompts)
+
+
+def test_preemption_does_not_change_greedy_tokens(random_checkpoint: Checkpoint) -> None:
+    folder = random_checkpoint()
+    prompts = random_prompts((30,) * 8)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with LLM(folder, device="cpu", kvcache_block_size=16, num_kvcache_blocks=30, max_model_len=100) as llm:
+        tight = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        assert llm.engine.scheduler.num_preemptions > 0
+    assert tight == generate(folder, prompts, params)
+
+
+def test_a_warm_prefix_cache_does_not_change_greedy_tokens(random_checkpoint: Checkpoint) -> None:
+    prompts = random_prompts(LENGTHS)
+    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16) as llm:
+        cold = llm.generate(prompts, GREEDY, use_tqdm=False)
+        warm = llm.generate(prompts, GREEDY, use_tqdm=False)
+        llm.reset_prefix_cache()
+        cold_again = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.token_ids for output in warm] == [output.token_ids for output in cold]
+    assert [output.num_cached_tokens for output in cold] == [0] * len(LENGTHS)
+    # All full blocks but the one that holds the last token.
+    assert [output.num_cached_tokens for output in warm] == [(length - 1) // 16 * 16 for length in LENGTHS]
+    assert [output.num_cached_tokens for output in cold_again] == [0] * len(LENGTHS)
+
+
+def test_generated_blocks_are_found_by_the_next_turn(random_checkpoint: Checkpoint) -> None:
+    [prompt] = random_prompts((20,))
+    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16) as llm:
+        [first] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
+        [second] = llm.generate([prompt + first.token_ids + [7]], GREEDY, use_tqdm=False)
+    assert second.num_cached_tokens == 48  # of 49 computed tokens: the last one sampled never was
+
+
+def test_identical_prompts_of_one_step_share_their_blocks(random_checkpoint: Checkpoint) -> None:
+    [prompt] = random_prompts((50,))
+    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16) as llm:
+        outputs = llm.generate([prompt] * 3, GREEDY, use_tqdm=False)
+        assert llm.engine.stats.num_prefill_steps == 1
+    assert [output.num_cached_tokens for output in outputs] == [0, 48, 48]
+    assert outputs[0].token_ids == outputs[1].token_ids == outputs[2].token_ids
+
+
+def test_a_sequence_ends_at_max_model_len(random_checkpoint: Checkpoint) -> None:
+    [prompt] = random_prompts((20,))
+    with LLM(random_checkpoint(), device="cpu", max_model_len=32, kvcache_block_size=16) as llm:
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        [output] = llm.generate(prompt, params, use_tqdm=False)
+    assert len(output.token_ids) == 12
+    assert output.finish_reason == "length"
+
+
+def test_a_prompt_that_fills_the_cache_but_one_token_is_served(random_checkpoint: Checkpoint) -> None:
+    [prompt] = random_prompts((63,))
+    with LLM(random_checkpoint(), device="cpu", max_model_len=64, kvcache_block_size=16, num_kvcache_blocks=4) as llm:
+        [output] = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert len(output.token_ids) == 1
+        with pytest.raises(RequestError, match="64 tokens, and with one more exceeds max_model_len=64"):
+            llm.generate([[*prompt, 1]], GREEDY, use_tqdm=False)
+
+
+def test_the_model_limit_is_lowered_to_what_the_cache_holds_with_a_warning(random_checkpoint: Checkpoint) -> None:
+    with pytest.warns(UserWarning, match="lowered from the model's 2048 tokens to 64"):
+        llm = LLM(random_checkpoint(), device="cpu", kvcache_block_size=16, num_kvcache_blocks=4)
+    assert llm.engine.max_model_len == 64
+    llm.close()
+
+
+def test_an_explicit_max_model_len_beyond_cache_or_model_is_an_error(random_checkpoint: Checkpoint) -> None:
+    with pytest.raises(
+        ValueError, match=r"max_model_len=65 is more than the KV cache holds: 4 blocks of 16 tokens, 64"
+    ):
+        LLM(random_checkpoint(), device="cpu", kvcache_block_size=16, num_kvcache_blocks=4, max_model_len=65)
+    with pytest.raises(ValueError, match="max_model_len=2049 is above the model's own limit of 2048"):
+        LLM(random_checkpoint(), device="cpu", max_model_len=2049)
+
+
+def test_dummy_weights_need_only_a_config(random_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((random_checkpoint() / "config.json").read_text())
+    with LLM(tmp_path, device="cpu", load_format="dummy") as llm:
+        [output] = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+        assert len(output.token_ids) == 24
+        assert output.text == ""
+        with pytest.raises(RequestError, match="has no tokenizer; give the prompt as a list of token ids"):
+            llm.generate("Hello", GREEDY, use_tqdm=False)
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch(random_checkpoint: Checkpoint) -> None:
+    prompts = random_prompts((9, 20, 33, 5))
+    params = SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True)
+    together = generate(random_checkpoint(), prompts, params)
+    one_by_one = generate(random_checkpoint(), prompts, params, max_num_seqs=1)
+    assert together == one_by_one
+
+
+def test_equal_prompts_draw_different_samples_and_the_seed_decides(random_checkpoint: Checkpoint) -> None:
+    prompts = random_prompts((9,)) * 2
+    params = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
+    first = generate(random_checkpoint(), prompts, params, seed=1)
+    assert first[0] != first[1]
+    assert generate(random_checkpoint(), prompts, params, seed=1) == first
+    assert generate(random_checkpoint(), prompts, params, seed=2) != first

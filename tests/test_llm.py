@@ -1,0 +1,160 @@
+"""The facade: what a user calls, what comes back, and what happens to calls that make no sense."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nanoinfer import LLM, EngineClosedError, RequestError, RequestOutput, SamplingParams, tiny_model_path
+
+Checkpoint = Callable[..., Path]
+SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture
+def llm(random_checkpoint: Checkpoint) -> Iterator[LLM]:
+    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16, num_kvcache_blocks=64, max_model_len=256) as llm:
+        yield llm
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (9, 1, 4)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [len(output.token_ids) for output in outputs] == [9, 1, 4]
+    assert [output.finish_reason for output in outputs] == ["length"] * 3
+
+
+def test_one_prompt_may_stand_alone(llm: LLM) -> None:
+    assert len(llm.generate([1, 2, 3], SHORT, use_tqdm=False)) == 1
+    assert len(llm.generate([[1, 2, 3]], SHORT, use_tqdm=False)) == 1
+    assert llm.generate([], SHORT, use_tqdm=False) == []
+
+
+def test_without_sampling_params_the_defaults_apply(llm: LLM) -> None:
+    [output] = llm.generate([1, 2, 3], use_tqdm=False)
+    assert 1 <= len(output.token_ids) <= 64
+
+
+def test_as_many_sampling_params_as_prompts(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="2 sampling_params for 3 prompts"):
+        llm.generate([[1], [2], [3]], [SHORT, SHORT], use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt 1 is empty"),
+        ([1, 512], "prompt 1 has token id 512, outside the vocabulary; ids are 0 to 511"),
+        ([-1], "prompt 1 has token id -1, outside the vocabulary"),
+        ([1, "a"], "prompt 1 has 'a' among its token ids"),
+        ([1, True], "prompt 1 has True among its token ids"),
+        (7, "prompt 1 is a int; give a string or a list of token ids"),
+        (list(range(256)), "prompt 1 has 256 tokens, and with one more exceeds max_model_len=256"),
+    ],
+)
+def test_a_bad_prompt_is_refused_before_anything_is_queued(llm: LLM, prompt: list, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate([[1, 2], prompt], SHORT, use_tqdm=False)
+    assert llm.is_finished()
+    assert len(llm.generate([[1, 2]], SHORT, use_tqdm=False)) == 1
+
+
+def test_an_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match="no option 'max_num_seq'; did you mean 'max_num_seqs'"):
+        LLM(tiny_model_path(), max_num_seq=3)
+
+
+def test_add_request_and_step_are_the_loop_of_generate(llm: LLM) -> None:
+    ids = [llm.add_request([1, 2, 3], SHORT), llm.add_request([4, 5], SHORT)]
+    finished: list[RequestOutput] = []
+    while not llm.is_finished():
+        finished += llm.step()
+    assert [output.request_id for output in finished] == ids
+    assert llm.step() == []
+
+
+def test_requests_added_before_a_generate_are_not_lost_in_it(llm: LLM) -> None:
+    added = llm.add_request([1, 2, 3], SHORT)
+    [output] = llm.generate([[4, 5, 6]], SHORT, use_tqdm=False)
+    assert output.request_id != added
+    assert not llm.is_finished()
+    finished: list[RequestOutput] = []
+    while not llm.is_finished():
+        finished += llm.step()
+    assert [output.request_id for output in finished] == [added]
+
+
+@pytest.mark.parametrize("failing_step", [0, 1, 3])
+def test_a_failure_inside_generate_leaves_no_request_behind(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, failing_step: int
+) -> None:
+    expected = [output.token_ids for output in llm.generate([[1] * 40, [2] * 40], SHORT, use_tqdm=False)]
+    llm.reset_prefix_cache()
+    runner = llm.engine.runner
+    assert runner is not None
+    launch, count = runner.launch, 0
+
+    def fail_once(packet):  # type: ignore[no-untyped-def]
+        nonlocal count
+        count += 1
+        if count == failing_step + 1:
+            raise KeyboardInterrupt
+        return launch(packet)
+
+    monkeypatch.setattr(runner, "launch", fail_once)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1] * 40, [2] * 40], SHORT, use_tqdm=False)
+    assert llm.is_finished()
+    assert llm.engine.block_manager.num_used_blocks == 0
+    again = llm.generate([[1] * 40, [2] * 40], SHORT, use_tqdm=False)
+    assert [output.token_ids for output in again] == expected
+
+
+def test_close_twice_is_fine_and_later_calls_say_so(random_checkpoint: Checkpoint) -> None:
+    llm = LLM(random_checkpoint(), device="cpu")
+    llm.close()
+    llm.exit()
+    for call in (lambda: llm.generate([1]), lambda: llm.add_request([1]), llm.step, llm.reset_prefix_cache):
+        with pytest.raises(EngineClosedError, match="make a new LLM"):
+            call()
+
+
+def test_two_engines_live_side_by_side(random_checkpoint: Checkpoint) -> None:
+    with LLM(random_checkpoint(), device="cpu") as first, LLM(random_checkpoint(), device="cpu") as second:
+        one = first.generate([1, 2, 3], SHORT, use_tqdm=False)[0].token_ids
+        two = second.generate([1, 2, 3], SHORT, use_tqdm=False)[0].token_ids
+    assert one == two
+
+
+def test_the_progress_bar_shows_requests_and_rates(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate([[1, 2], [3]], SHORT, use_tqdm=True)
+    shown = capsys.readouterr().err
+    assert "2/2" in shown
+    assert "prefill" in shown
+    assert "decode" in shown
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("/no/such/folder", "there is no such folder"),
+        ("no-such-folder", "there is no such folder"),
+    ],
+)
+def test_a_missing_folder_is_named(model: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(model)
+
+
+def test_an_unknown_architecture_is_refused_with_the_list(tmp_path: Path, random_checkpoint: Checkpoint) -> None:
+    config = (random_checkpoint() / "config.json").read_text().replace("Qwen3ForCausalLM", "LlamaForCausalLM")
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match="'LlamaForCausalLM' is not supported; supported are Qwen3ForCausalLM"):
+        LLM(tmp_path, device="cpu", load_format="dummy")
+
+
+def test_a_cpu_that_cannot_use_a_backend_says_why(random_checkpoint: Checkpoint) -> None:
+    with pytest.raises(ValueError, match="attention_backend='flash_attn' runs on CUDA"):
+        LLM(random_checkpoint(), device="cpu", attention_backend="flash_attn")
