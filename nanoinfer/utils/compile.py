@@ -1,7 +1,7 @@
 """torch.compile for small operators: on CUDA they are fused into one kernel each, on a CPU they run as written."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -16,14 +16,15 @@ def compiled_on_cuda(function: Callable[P, R]) -> Callable[P, R]:
 
     The first argument decides: it must be a tensor. Shapes are dynamic, so that one compilation serves every batch.
     """
-    compiled = torch.compile(function, dynamic=True)
+
+    @cache
+    def compiled() -> Callable[P, R]:  # later than the import: loading the compiler takes seconds
+        return torch.compile(function, dynamic=True)
 
     @wraps(function)
     def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:
         first = args[0]
-        assert isinstance(first, Tensor), (
-            f"{function.__name__} is called with {type(first).__name__}, not a tensor, first"
-        )
-        return (compiled if first.is_cuda else function)(*args, **kwargs)
+        assert isinstance(first, Tensor), f"{function.__name__} takes a tensor first, not a {type(first).__name__}"
+        return (compiled() if first.is_cuda else function)(*args, **kwargs)
 
     return dispatch

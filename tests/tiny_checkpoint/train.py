@@ -3,10 +3,10 @@
 The checkpoint exists so that every test and example can run a real model offline. It has the exact architecture and
 chat format of Qwen3, is under 8 MB, and answers a few narrow kinds of question whose answers are checked by arithmetic.
 
-    python -m nanoinfer.assets.train_tiny_qwen3 --out DIR --device cuda --seconds 420
-    python -m nanoinfer.assets.train_tiny_qwen3 --evaluate DIR
+    python -m tests.tiny_checkpoint.train --out DIR --device cuda --seconds 420
+    python -m tests.tiny_checkpoint.train --evaluate DIR
 
-The questions come from tiny_tasks.py, their chat format and the tokenizer from tiny_chat.py. torch and transformers are
+The questions come from tasks.py, their chat format and the tokenizer from chat.py. torch and transformers are
 imported inside the functions that need them, so that importing this module costs nothing.
 """
 
@@ -23,7 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoinfer.assets.tiny_chat import (
+from tests.tiny_checkpoint.chat import (
     CHAT_TEMPLATE,
     END_OF_TEXT,
     IM_END,
@@ -34,7 +34,7 @@ from nanoinfer.assets.tiny_chat import (
     train_tokenizer,
     training_conversation,
 )
-from nanoinfer.assets.tiny_tasks import TASKS, held_out_examples, held_out_sums, is_held_out
+from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import Tensor
     from transformers import Qwen3ForCausalLM
-
-__all__ = ["TASKS", "evaluate", "held_out_examples", "held_out_sums", "is_held_out", "train"]
 
 MAX_POSITIONS = 4096
 
@@ -339,7 +337,7 @@ def train(args: argparse.Namespace) -> None:
         if step % 8 == 0 or args.device == "cpu":
             loss.item()  # keep the host from running far ahead of the clock
         now = time.monotonic()
-        progress = max(step / args.steps, (now - train_start) / (deadline - train_start))
+        progress = max(step / args.steps, (now - train_start) / max(deadline - train_start, 1e-9))
         if now < next_report and progress < 1.0:
             continue
         next_report = now + args.report_seconds
@@ -365,12 +363,13 @@ license: mit
 
 A {megabytes:.1f} MB language model with the architecture and the chat format of Qwen3, made so that nanoinfer's tests
 and examples run a real checkpoint without a download. It was trained from scratch by
-`nanoinfer/assets/train_tiny_qwen3.py` on text which that script generates; no other data and no other model's weights
+`tests/tiny_checkpoint/train.py` on text which that script generates; no other data and no other model's weights
 went into it.
 
 It answers eight kinds of question in English, directly and without reasoning. Accuracy is the share of {num_examples}
 examples whose whole answer comes out right under greedy decoding with the saved bfloat16 weights. These examples were
-not trained on, except for primes and introductions, where every answer is part of the training text.
+not trained on (the best weights were chosen by them), except for primes and introductions, where every answer is part
+of the training text.
 
 | task | example | answer | accuracy |
 |---|---|---|---|

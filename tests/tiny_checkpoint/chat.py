@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanoinfer.assets.tiny_tasks import TRAINED_WORDS, Example, training_example
+from tests.tiny_checkpoint.tasks import TRAINED_WORDS, Example, training_example
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

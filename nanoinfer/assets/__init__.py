@@ -1,1 +1,0 @@
-"""The bundled tiny checkpoint and the code that trains it."""
