@@ -4,13 +4,13 @@ Nothing that a run finds out (how many blocks fit, how long a sequence may be) i
 """
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.errors import ConfigError, ModelError
+from nanoinfer.utils.hub import read_json
 
 DTYPES = ("float32", "bfloat16", "float16")
 CHOICES = {
@@ -62,8 +62,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         # A Path, a torch.device or a torch.dtype says what it means as a string.
-        for name in ("model", "device", "dtype"):
-            object.__setattr__(self, name, str(getattr(self, name)).removeprefix("torch."))
+        object.__setattr__(self, "model", str(self.model))
+        object.__setattr__(self, "device", str(self.device))
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not known; use one of {', '.join(choices)}")
@@ -138,13 +139,9 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
         """Read `folder`/config.json. Raises ModelError where it is missing, not JSON, or lacks a size."""
-        path = folder / "config.json"
-        try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise ModelError(f"{folder} has no config.json; give the folder of a Hugging Face checkpoint") from None
-        except json.JSONDecodeError as error:
-            raise ModelError(f"{path} is not valid JSON ({error}); download the file again") from None
+        if not (folder / "config.json").exists():
+            raise ModelError(f"{folder} has no config.json; give the folder of a Hugging Face checkpoint")
+        return cls.from_dict(read_json(folder / "config.json"))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":

@@ -6,7 +6,6 @@ prompts to compute, and the rows to decode. It is one flat int32 array, so that 
 and one write to reach another process.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -115,11 +114,11 @@ def pack(batch: ScheduledBatch) -> Packet:
         max_chunk_context=max((chunk.start + chunk.length for chunk in batch.prefill), default=0),
         num_decode=len(batch.decode),
     )
-    sections: list[Collection[int]] = [header, *records]
+    sections: list[Any] = [header, *records]
     sections.extend(seq.token_ids for seq in batch.admitted)
     sections.extend(batch.new_blocks)
     sections.extend(chunks)
-    sections.append([_row(seq) for seq in batch.decode])
+    sections.append([seq.row for seq in batch.decode])
     return np.concatenate([np.asarray(section, dtype=np.int32) for section in sections])
 
 

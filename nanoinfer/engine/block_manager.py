@@ -78,7 +78,7 @@ class BlockManager:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that a prefix can be found in, whether in use or free."""
+        """Blocks with an entry in the cache, whether in use or free."""
         return len(self._cached)
 
     def find_cached_prefix(self, seq: Sequence) -> list[int]:
@@ -196,3 +196,5 @@ class BlockManager:
         if block.entry is not None:
             del self._cached[block.entry.hash]
             block.entry = None
+            if block.block_id in self._free:
+                self._free.move_to_end(block.block_id, last=False)

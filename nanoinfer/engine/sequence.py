@@ -25,7 +25,8 @@ class Sequence:
     seq_id: int
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
-    seed: int = 0  # of this request's random stream, 64 bits
+    seed: int = 0  # of this request's random stream, an int64
+    max_num_tokens: int = 0  # with so many tokens it is finished; the scheduler sets it
     token_ids: list[int] = field(init=False)  # prompt and collected completion
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None

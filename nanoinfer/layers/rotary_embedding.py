@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import ModelError
+from nanoinfer.layers.layernorm import RMSNorm, normalize
 from nanoinfer.utils.compile import compiled_on_cuda
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-@compiled_on_cuda
-def apply_rotary(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
     """Rotate the two halves of each head by its token's position, in float32.
 
     x: (num_tokens, num_heads, head_dim). positions: (num_tokens,). cos_sin_cache: (max_positions, head_dim).
@@ -25,8 +25,14 @@ def apply_rotary(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+@compiled_on_cuda
+def norm_and_rotate(x: Tensor, weight: Tensor, eps: float, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+    """RMSNorm of each head of x (num_tokens, num_heads, head_dim), then its rotation."""
+    return rotate(normalize(x, weight, eps), positions, cos_sin_cache)
+
+
 class RotaryEmbedding(nn.Module):
-    """Rotates queries and keys by tables of cosines and sines that are computed once for `max_positions` positions."""
+    """Normalises queries or keys, and rotates them by tables that are computed once for `max_positions` positions."""
 
     cos_sin_cache: Tensor
 
@@ -37,8 +43,9 @@ class RotaryEmbedding(nn.Module):
         cache = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)  # (max_positions, head_dim) float32
         self.register_buffer("cos_sin_cache", cache, persistent=False)
 
-    def forward(self, positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return apply_rotary(q, positions, self.cos_sin_cache), apply_rotary(k, positions, self.cos_sin_cache)
+    def forward(self, positions: Tensor, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Normalise each head of queries or keys x (num_tokens, num_heads, head_dim), then rotate it."""
+        return norm_and_rotate(x, norm.weight, norm.eps, positions, self.cos_sin_cache)
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:

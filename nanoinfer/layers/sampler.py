@@ -29,6 +29,7 @@ def sample_torch(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions:
     scores = logits.float()
     random = temperatures > 0
     if random.any():
+        scores = scores.clone()  # float32 logits were not copied above
         noise = gumbel_noise(seeds[random], positions[random], scores.shape[1])
         scores[random] += temperatures[random].unsqueeze(1) * noise
     return scores.argmax(dim=1).int()

@@ -44,10 +44,9 @@ class Qwen3Attention(nn.Module):
 
     def forward(self, positions: Tensor, hidden: Tensor, cache: LayerCache, metadata: Metadata) -> Tensor:
         q, k, v = self.qkv_proj(hidden).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q = self.q_norm(q.unflatten(-1, (-1, self.head_dim)))  # (num_tokens, num_heads, head_dim)
-        k = self.k_norm(k.unflatten(-1, (-1, self.head_dim)))  # (num_tokens, num_kv_heads, head_dim)
-        v = v.unflatten(-1, (-1, self.head_dim))
-        q, k = self.rotary_emb(positions, q, k)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))  # (num_tokens, heads, head_dim) each
+        q = self.rotary_emb(positions, q, self.q_norm)
+        k = self.rotary_emb(positions, k, self.k_norm)
         out = self.attn(q, k, v, cache, metadata)
         return self.o_proj(out.flatten(1))  # (num_tokens, hidden_size)
 

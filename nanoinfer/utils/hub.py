@@ -1,6 +1,8 @@
 """Where a model's files are: in a local folder, or in the Hugging Face hub's cache after a download."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from nanoinfer.errors import ModelError
 
@@ -21,16 +23,27 @@ def resolve_model_folder(model: str) -> Path:
         raise ModelError(f"model={model!r}: there is no such folder; give one, or a hub id such as 'Qwen/Qwen3-0.6B'")
 
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, allow_patterns=PATTERNS))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
             f"model={model!r} is no folder here, and could not be fetched from the hub ({reason}); check the spelling "
             "and the connection, or give a local folder"
         ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model. Raises ModelError where it is no such file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no text
+        raise ModelError(f"{path} is not valid JSON ({error}); download the file again") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a {type(content).__name__}, not an object; download the file again")
+    return content
 
 
 def _is_hub_id(model: str) -> bool:

@@ -3,7 +3,6 @@
 Everything is accounted for: a parameter that no tensor fills, and a tensor that no parameter takes, are errors.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nanoinfer.errors import ModelError
+from nanoinfer.utils.hub import read_json
 
 PICKLED = ("*.bin", "*.pt", "*.pth")
 SHOWN = 8  # names listed in a message
@@ -75,7 +75,10 @@ def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(f"{index} has no weight_map; download the file again")
+        files = sorted({folder / name for name in weight_map.values()})
     else:
         files = sorted(folder.glob("*.safetensors"))
     absent = [path.name for path in files if not path.exists()]

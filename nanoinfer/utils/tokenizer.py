@@ -1,10 +1,10 @@
 """Text to token ids and back, by the model's own tokenizer from transformers, and the ids that end a completion."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.errors import ModelError
+from nanoinfer.utils.hub import read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
@@ -51,7 +51,7 @@ def read_stop_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if path.exists():
-            eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            eos = read_json(path).get("eos_token_id")
             stop.update(eos if isinstance(eos, list) else [eos])
             break
     return frozenset(token_id for token_id in stop if token_id is not None)

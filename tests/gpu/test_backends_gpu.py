@@ -21,7 +21,9 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     return select_backend(request.param, torch.device("cuda"), torch.bfloat16, 128, BLOCK_SIZE)
 
 
-def random_case(lens: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, LayerCache, PrefillMetadata]:
+def random_case(
+    lens: list[tuple[int, int]],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, LayerCache, PrefillMetadata]:
     """Queries, keys, values and a cache with the prefixes in it, for chunks of (query_len, context_len)."""
     torch.manual_seed(0)
     shape = (NUM_BLOCKS, 2, BLOCK_SIZE, 128)

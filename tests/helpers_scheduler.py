@@ -1,0 +1,213 @@
+"""What the tests of scheduler and block manager share: short makers, and a device that runs packets without a model."""
+
+from collections import defaultdict
+from itertools import accumulate
+from random import Random
+
+from nanoinfer.engine.batch import ScheduledBatch, pack, read_header, split
+from nanoinfer.engine.block_manager import ROOT_SERIAL, BlockManager
+from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.sampling_params import SamplingParams
+
+EMPTY_TEXT = 0  # the fingerprint of no token at all
+
+
+def always_seven(data: bytes) -> int:
+    """The worst hash function there is: any two blocks collide."""
+    return 7
+
+
+def make_sequence(seq_id: int, prompt: list[int], max_tokens: int = 4, ignore_eos: bool = False) -> Sequence:
+    return Sequence(seq_id, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos))
+
+
+def make_scheduler(
+    num_blocks: int = 100,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 100,
+    max_model_len: int | None = None,
+    stop_token_ids: frozenset[int] = frozenset(),
+) -> Scheduler:
+    return Scheduler(
+        BlockManager(num_blocks, block_size),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len or num_blocks * block_size,
+        stop_token_ids=stop_token_ids,
+        reserved_tokens=block_size,  # a block for each running sequence
+    )
+
+
+def add_prompts(scheduler: Scheduler, *prompts: list[int], max_tokens: int = 4) -> list[Sequence]:
+    """Queue these prompts, numbered from 0."""
+    seqs = [make_sequence(seq_id, prompt, max_tokens) for seq_id, prompt in enumerate(prompts)]
+    for seq in seqs:
+        scheduler.add(seq)
+    return seqs
+
+
+def step(scheduler: Scheduler, token_id: int = 0) -> ScheduledBatch:
+    """One step in which every sequence gets `token_id`."""
+    batch = scheduler.schedule()
+    scheduler.update(batch, [token_id] * len(batch.sampled))
+    return batch
+
+
+def run_to_the_end(scheduler: Scheduler, max_steps: int = 100_000) -> list[ScheduledBatch]:
+    """Step until every request has finished; return the steps."""
+    batches = []
+    while not scheduler.is_finished():
+        batches.append(step(scheduler))
+        assert batches[-1], "nothing is scheduled and requests are left"
+        assert len(batches) <= max_steps, f"not finished after {max_steps} steps"
+    return batches
+
+
+def benchmark_requests(num_requests: int, max_prompt_token_id: int = 10_000) -> list[Sequence]:
+    """The benchmark's workload: 100 to 1024 random ids in, 100 to 1024 tokens out."""
+    randint = Random(0).randint
+    prompts = [[randint(0, max_prompt_token_id) for _ in range(randint(100, 1024))] for _ in range(num_requests)]
+    return [make_sequence(i, prompt, randint(100, 1024), ignore_eos=True) for i, prompt in enumerate(prompts)]
+
+
+def prefill(manager: BlockManager, seq: Sequence, use_cache: bool = True) -> list[int]:
+    """Give `seq` its blocks and compute all its tokens; return the ids of the blocks found in the cache."""
+    cached_block_ids = manager.find_cached_prefix(seq) if use_cache else []
+    manager.allocate(seq, cached_block_ids)
+    seq.num_computed_tokens = seq.num_tokens
+    manager.cache_computed_blocks(seq)
+    return cached_block_ids
+
+
+def reference_counts(manager: BlockManager) -> list[int]:
+    return [block.ref_count for block in manager._blocks]
+
+
+class FakeDevice:
+    """Runs packets as the real device does, with texts in place of keys and values.
+
+    A slot holds the fingerprint of the whole text it was computed from, a key's or value's true dependence. So a step
+    that reads a slot of another text, a stale one or one not written yet fails, and the next token, which depends on
+    the whole text, is right only if everything else was.
+    """
+
+    def __init__(self, block_size: int, vocab_size: int) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.slots: dict[tuple[int, int], int | None] = {}  # (block_id, offset) -> text up to and including that token
+        self.token_ids: dict[int, list[int]] = {}  # by row
+        self.block_tables: dict[int, dict[int, int]] = {}  # by row and column
+
+    def run(self, batch: ScheduledBatch, fails: bool = False) -> list[int]:
+        """Return the token ids of `batch.sampled`. A step that fails leaves garbage where it was to write."""
+        packet = pack(batch)
+        header = read_header(packet)
+        sections = split(packet, header)
+        known_tokens = iter(sections.known_tokens.tolist())
+        for row, num_tokens, *_ in sections.row_records.tolist():
+            self.token_ids[row] = [next(known_tokens) for _ in range(num_tokens)]
+            self.block_tables[row] = {}
+        for row, column, block_id in sections.new_blocks.tolist():
+            self.block_tables[row][column] = block_id
+
+        decode_rows = sections.decode_rows.tolist()
+        chunks = sections.chunks.tolist() + [[row, len(self.token_ids[row]) - 1, 1] for row in decode_rows]
+        for row, start, length in chunks:  # every layer writes all its keys and values before it reads any
+            texts = fingerprints(self.token_ids[row])
+            for position in range(start, start + length):
+                self.slots[self._slot(row, position)] = None if fails else texts[position]
+        if fails:
+            return []
+        for row, start, length in chunks:
+            texts = fingerprints(self.token_ids[row])
+            for position in range(start + length):
+                found = self.slots.get(self._slot(row, position))
+                assert found == texts[position], f"row {row} reads another text at position {position}"
+
+        sampled_rows = [row for row, _, _ in chunks[: header.num_prefill_samples]] + decode_rows
+        for row in sampled_rows:
+            self.token_ids[row].append(next_token(self.token_ids[row], self.vocab_size))
+        return [self.token_ids[row][-1] for row in sampled_rows]
+
+    def _slot(self, row: int, position: int) -> tuple[int, int]:
+        return self.block_tables[row][position // self.block_size], position % self.block_size
+
+
+def fingerprints(token_ids: list[int]) -> list[int]:
+    """One number for each prefix of `token_ids`, that of its whole text."""
+    return list(accumulate(token_ids, lambda text, token_id: hash((text, token_id)), initial=EMPTY_TEXT))[1:]
+
+
+def next_token(token_ids: list[int], vocab_size: int) -> int:
+    """The fake model: any token of the text changes what comes next."""
+    return fingerprints(token_ids)[-1] % vocab_size
+
+
+def completion_alone(seq: Sequence, scheduler: Scheduler, vocab_size: int) -> tuple[list[int], str]:
+    """What `seq` must generate, and why it ends: worked out with no cache, no batch and no scheduler."""
+    token_ids = list(seq.prompt_token_ids)
+    params = seq.sampling_params
+    while True:
+        token_ids.append(next_token(token_ids, vocab_size))
+        completion = token_ids[seq.num_prompt_tokens :]
+        if token_ids[-1] in scheduler.stop_token_ids and not params.ignore_eos:
+            return completion, "stop"
+        if len(completion) == params.max_tokens or len(token_ids) == scheduler.max_model_len:
+            return completion, "length"
+
+
+def check_batch(scheduler: Scheduler, batch: ScheduledBatch) -> None:
+    """What holds for every step that was scheduled."""
+    assert not (batch.prefill and batch.decode)
+    assert batch.num_prefill_tokens <= scheduler.max_num_batched_tokens
+    assert all(chunk.length > 0 for chunk in batch.prefill)
+    assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk may be cut"
+    if batch.decode:
+        assert batch.decode == scheduler.running
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    """What holds between any two calls of the scheduler: nothing is lost, shared by mistake or held twice."""
+    manager = scheduler.block_manager
+    waiting = [seq for _, seq in scheduler._waiting]
+    assert all(seq.status is SequenceStatus.RUNNING for seq in scheduler.running)
+    for seq in waiting:
+        assert seq.status is SequenceStatus.WAITING
+        assert (seq.row, seq.block_table, seq.num_computed_tokens, seq.num_pending_tokens) == (None, [], 0, 0)
+    if waiting and scheduler.running:
+        assert max(seq.seq_id for seq in scheduler.running) < min(seq.seq_id for seq in waiting), "not FIFO"
+
+    rows = [seq.row for seq in scheduler.running]
+    assert sorted(rows + scheduler._free_rows) == list(range(scheduler.max_num_seqs))
+
+    users = defaultdict(list)
+    for seq in scheduler.running:
+        assert len(seq.block_table) * manager.block_size >= seq.num_computed_tokens
+        for column, block_id in enumerate(seq.block_table):
+            users[block_id].append((column, seq.token_ids[: (column + 1) * manager.block_size]))
+    for block in manager._blocks:
+        assert block.ref_count == len(users[block.block_id])
+        assert (block.ref_count == 0) == (block.block_id in manager._free)
+        if block.ref_count > 1:
+            assert all(user == users[block.block_id][0] for user in users[block.block_id]), "not the same text"
+    assert manager.num_used_blocks == sum(block.ref_count > 0 for block in manager._blocks)
+    assert manager.num_free_blocks + manager.num_used_blocks == manager.num_blocks
+
+
+def check_cache_contents(manager: BlockManager, device: FakeDevice) -> None:
+    """Every entry that a lookup can reach names a block that holds just this text on the device."""
+    blocks = {block.entry.serial: block for block in manager._blocks if block.entry is not None}
+    assert len(blocks) == manager.num_cached_blocks
+    texts: dict[int, list[int] | None] = {ROOT_SERIAL: []}
+    for serial in sorted(blocks):  # a parent is entered before its children
+        block = blocks[serial]
+        assert manager._cached[block.entry.hash] is block
+        parent = texts.get(block.entry.parent_serial)
+        if parent is None:  # an orphan: no lookup can come past its parent
+            continue
+        texts[serial] = parent + memoryview(block.entry.tokens).cast("i").tolist()
+        expected = fingerprints(texts[serial])[-manager.block_size :]
+        held = [device.slots.get((block.block_id, offset)) for offset in range(manager.block_size)]
+        assert held == expected, f"block {block.block_id} is cached under a text that it does not hold"

@@ -1,0 +1,179 @@
+"""Random histories of scheduler and block manager: every request gets the answer that it would get alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from tests.helpers_scheduler import (
+    FakeDevice,
+    always_seven,
+    check_batch,
+    check_cache_contents,
+    check_invariants,
+    completion_alone,
+    make_sequence,
+)
+
+VOCAB_SIZE = 2  # so few that prompts share prefixes, and completions meet prompts
+STOP_TOKEN_ID = 0
+MAX_STEPS = 2000  # the longest history needs a few hundred
+
+
+@dataclass(frozen=True)
+class Options:
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    hash_function: Callable[[bytes], int]
+
+    @property
+    def max_model_len(self) -> int:
+        return self.num_blocks * self.block_size
+
+
+@dataclass(frozen=True)
+class Add:
+    prompt: list[int]
+    max_tokens: int
+    ignore_eos: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    fails: bool = False
+
+
+@dataclass(frozen=True)
+class Abort:
+    seq_ids: set[int]
+
+
+@dataclass(frozen=True)
+class ResetPrefixCache:
+    pass
+
+
+Event = Add | Step | Abort | ResetPrefixCache
+
+prompts = st.builds(
+    lambda num_shared, rest: [1] * num_shared + rest,
+    num_shared=st.integers(0, 12),
+    rest=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=4),
+)
+adds = st.builds(Add, prompt=prompts, max_tokens=st.integers(1, 24), ignore_eos=st.booleans())
+events = st.one_of(
+    adds,
+    adds,
+    st.just(Step()),
+    st.just(Step()),
+    st.just(Step()),
+    st.just(Step(fails=True)),
+    st.builds(Abort, seq_ids=st.sets(st.integers(0, 8), min_size=1, max_size=2)),
+    st.just(ResetPrefixCache()),
+)
+options = st.builds(
+    Options,
+    num_blocks=st.integers(2, 24),
+    block_size=st.integers(1, 4),
+    max_num_seqs=st.integers(1, 6),
+    max_num_batched_tokens=st.integers(1, 16),
+    hash_function=st.sampled_from([xxhash.xxh64_intdigest, always_seven]),
+)
+histories = st.builds(
+    lambda first_requests, events: first_requests + events,
+    st.lists(adds, min_size=1, max_size=8),
+    st.lists(events, min_size=2, max_size=40),
+)
+
+
+class History:
+    """An engine without a model; after each event everything that can be checked is checked."""
+
+    def __init__(self, options: Options) -> None:
+        self.manager = BlockManager(options.num_blocks, options.block_size, hash_function=options.hash_function)
+        self.scheduler = Scheduler(
+            self.manager,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=options.max_model_len,
+            stop_token_ids=frozenset({STOP_TOKEN_ID}),
+        )
+        self.device = FakeDevice(options.block_size, VOCAB_SIZE)
+        self.seqs: list[Sequence] = []
+        self.aborted: set[int] = set()
+        self.first_admissions: list[int] = []
+
+    def play(self, event: Event) -> None:
+        match event:
+            case Add(prompt, max_tokens, ignore_eos):
+                prompt = prompt[: self.scheduler.max_model_len - 1]
+                self.seqs.append(make_sequence(len(self.seqs), prompt, max_tokens, ignore_eos))
+                self.scheduler.add(self.seqs[-1])
+            case Step(fails):
+                self.step(fails)
+            case Abort(seq_ids):
+                self.aborted |= {
+                    seq.seq_id
+                    for seq in self.seqs
+                    if seq.seq_id in seq_ids and seq.status is not SequenceStatus.FINISHED
+                }
+                self.scheduler.abort(seq_ids)
+            case ResetPrefixCache():
+                self.manager.reset_prefix_cache()
+                assert self.manager.num_cached_blocks == 0
+        check_invariants(self.scheduler)
+        check_cache_contents(self.manager, self.device)
+
+    def step(self, fails: bool = False) -> None:
+        batch = self.scheduler.schedule()
+        assert bool(batch) != self.scheduler.is_finished()
+        check_batch(self.scheduler, batch)
+        check_invariants(self.scheduler)
+        self.first_admissions += [seq.seq_id for seq in batch.admitted if seq.seq_id not in self.first_admissions]
+        token_ids = self.device.run(batch, fails)
+        if fails:
+            self.scheduler.discard(batch)
+            return
+        for seq in self.scheduler.update(batch, token_ids):
+            assert (seq.completion_token_ids, seq.finish_reason) == completion_alone(seq, self.scheduler, VOCAB_SIZE)
+
+    def finish(self) -> None:
+        """Run what is left; nothing may leak."""
+        for _ in range(MAX_STEPS):
+            if self.scheduler.is_finished():
+                break
+            self.play(Step())
+        assert self.scheduler.is_finished(), f"not finished after {MAX_STEPS} steps"
+        assert {seq.seq_id for seq in self.seqs if seq.finish_reason is None} == self.aborted
+        assert self.first_admissions == sorted(self.first_admissions), "not first come, first served"
+        assert self.manager.num_free_blocks == self.manager.num_blocks
+
+
+def play(options: Options, events: list[Event]) -> None:
+    history = History(options)
+    for event in events:
+        history.play(event)
+    history.finish()
+
+
+@settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(options=options, events=histories)
+def test_in_any_history_every_request_gets_the_answer_it_would_get_alone(options: Options, events: list[Event]) -> None:
+    play(options, events)
+
+
+@pytest.mark.slow
+@settings(max_examples=20_000, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+@given(options=options, events=histories)
+def test_in_thousands_of_histories_every_request_gets_the_answer_it_would_get_alone(
+    options: Options, events: list[Event]
+) -> None:
+    play(options, events)

@@ -1,0 +1,129 @@
+"""Texts to token ids and back, and the ids that end a completion, with a tokenizer of seven words."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as WordTokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+
+from nanoinfer.errors import ModelError
+from nanoinfer.utils.tokenizer import Tokenizer, load_tokenizer, read_stop_token_ids
+
+WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, "<end>": 3, "one": 4, "two": 5, "three": 6}
+BOS, EOS = 1, 2
+
+
+def save_tokenizer(folder: Path, adds_bos: bool = True, eos: str | None = "</s>") -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    words = WordTokenizer(WordLevel(WORDS, unk_token="<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    if adds_bos:
+        words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    special = {"bos_token": "<s>"} | ({"eos_token": eos} if eos else {})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", **special)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    save_tokenizer(tmp_path)
+    return Tokenizer(tmp_path)
+
+
+def test_plain_text_gets_the_bos_that_the_tokenizer_adds(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode(["one two"]) == [[BOS, 4, 5]]
+
+
+def test_text_that_begins_with_bos_does_not_get_a_second(tokenizer: Tokenizer) -> None:
+    assert tokenizer.hf("<s>one two")["input_ids"] == [BOS, BOS, 4, 5], "the tokenizer itself adds it blindly"
+    assert tokenizer.encode(["<s>one two"]) == [[BOS, 4, 5]]
+
+
+def test_each_text_of_a_batch_is_treated_alone(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode(["<s>one", "three", "<s>"]) == [[BOS, 4], [BOS, 6], [BOS]]
+
+
+def test_two_written_bos_lose_only_the_one_that_was_added(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode(["<s><s>one"]) == [[BOS, BOS, 4]]
+
+
+def test_a_bos_in_the_middle_is_kept(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode(["one <s> <s> two"]) == [[BOS, 4, BOS, BOS, 5]]
+
+
+def test_a_tokenizer_that_adds_no_bos_keeps_what_is_written(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, adds_bos=False)
+    assert Tokenizer(tmp_path).encode(["one", "<s>one"]) == [[4], [BOS, 4]]
+
+
+def test_no_texts_are_no_lists(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode([]) == []
+
+
+def test_decoding_leaves_special_tokens_out(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([BOS, 4, 3, 6, EOS]) == "one three"
+    assert tokenizer.decode([]) == ""
+
+
+# --- loading ---
+
+
+def test_a_folder_without_tokenizer_files_has_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert load_tokenizer(tmp_path) is None
+
+
+def test_a_folder_with_tokenizer_files_has_one(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded is not None
+    assert loaded.encode(["two"]) == [[BOS, 5]]
+
+
+def test_a_damaged_tokenizer_is_refused_by_folder(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError) as error:
+        load_tokenizer(tmp_path)
+    assert str(error.value).startswith(f"the tokenizer in {tmp_path} cannot be loaded (")
+    assert str(error.value).endswith("check its files")
+
+
+# --- stop ids ---
+
+
+@pytest.mark.parametrize(
+    ("generation_eos", "stop"), [(3, {EOS, 3}), ([3, 6], {EOS, 3, 6}), (EOS, {EOS}), (None, {EOS}), ([], {EOS})]
+)
+def test_the_stop_ids_are_the_tokenizers_and_those_of_generation_config(
+    generation_eos: int | list[int] | None, stop: set[int], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation_eos}))
+    assert read_stop_token_ids(tmp_path, tokenizer) == stop
+
+
+def test_without_generation_config_the_stop_ids_of_config_json_count(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [5]}))
+    assert read_stop_token_ids(tmp_path, tokenizer) == {EOS, 5}
+
+
+def test_generation_config_comes_before_config_json(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 6}))
+    assert read_stop_token_ids(tmp_path, tokenizer) == {EOS, 6}
+
+
+def test_without_a_tokenizer_the_files_alone_decide(tmp_path: Path) -> None:
+    assert read_stop_token_ids(tmp_path, None) == frozenset()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert read_stop_token_ids(tmp_path, None) == {7, 8}
+
+
+def test_a_tokenizer_without_eos_adds_no_stop_id(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, eos=None)
+    assert read_stop_token_ids(tmp_path, Tokenizer(tmp_path)) == frozenset()
