@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -344,17 +345,23 @@ def compute_floor(
     )
 
 
-def median_seconds(work: Callable[[], object], synchronize: Callable[[], None]) -> float:
-    """The median time of `work`, called several times between two synchronisations so that launches overlap."""
-    inner, samples = 5, []
-    for _ in range(8):  # the first warms up
-        synchronize()
-        started = time.perf_counter()
-        for _ in range(inner):
+def median_seconds(work: Callable[[], object], on_gpu: bool) -> float:
+    """The median time of `work`, called often; on a GPU by the clock of the GPU, which the host does not hold up."""
+    import torch
+
+    if not on_gpu:
+        marks = []
+        for _ in range(8):
             work()
-        synchronize()
-        samples.append((time.perf_counter() - started) / inner)
-    return statistics.median(samples[1:])
+            marks.append(time.perf_counter())
+        return statistics.median(later - earlier for earlier, later in pairwise(marks))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(24)]
+    for event in events:
+        work()
+        event.record()
+    torch.cuda.synchronize()
+    # The first few warm up.
+    return statistics.median(earlier.elapsed_time(later) / 1e3 for earlier, later in pairwise(events[3:]))
 
 
 def measure_rates(device: str, dtype_name: str, num_cards: int = 1) -> Rates:
@@ -367,16 +374,15 @@ def measure_rates(device: str, dtype_name: str, num_cards: int = 1) -> Rates:
     import torch
 
     on_gpu = device == "cuda"
-    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     num_bytes = min(4 * GIB, torch.cuda.mem_get_info()[0] // 4) if on_gpu else GIB // 4
     data = torch.ones(num_bytes // 16 * 4, dtype=torch.float32, device=device)
     first, second = data.chunk(2)
-    read = data.nbytes / median_seconds(data.sum, synchronize)
-    copy = data.nbytes / median_seconds(lambda: first.copy_(second), synchronize)
+    read = data.nbytes / median_seconds(data.sum, on_gpu)
+    copy = data.nbytes / median_seconds(lambda: first.copy_(second), on_gpu)
 
     size = 8192 if on_gpu else 1024
     a, b = (torch.randn(size, size, dtype=getattr(torch, dtype_name), device=device) for _ in range(2))
-    matrix_rate = 2 * size**3 / median_seconds(lambda: a @ b, synchronize)
+    matrix_rate = 2 * size**3 / median_seconds(lambda: a @ b, on_gpu)
     method = (
         f"best of a sum ({read / 1e12:.3f} TB/s) and a copy ({copy / 1e12:.3f} TB/s) over {data.nbytes / GIB:.2f} GiB; "
         f"{dtype_name} product of random {size} x {size} matrices"

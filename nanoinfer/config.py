@@ -37,7 +37,8 @@ class EngineConfig:
     num_kvcache_blocks: how many blocks; None is what fits.
     enable_prefix_caching: reuse the KV blocks of prefixes seen before.
     enforce_eager: no CUDA graphs.
-    attention_backend: "auto", "flash_attn", "triton" or "torch".
+    attention_backend: "triton" (our kernels for decode; prefill by flash-attn where that is installed, else by
+        PyTorch), "flash_attn" (both by flash-attn), "torch" (plain), or "auto": the first of these that can serve.
     load_format: "auto" and "safetensors" read the checkpoint, "dummy" draws random weights from config.json alone.
     seed: what the random streams of all requests derive from.
 
@@ -79,7 +80,7 @@ class EngineConfig:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed!r} is not an int of 64 bits; use a whole number such as 0")
         utilization = self.gpu_memory_utilization
-        if not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
+        if isinstance(utilization, bool) or not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization={utilization!r} must lie in (0, 1]; 0.9 suits a card of one's own"
             )

@@ -1,4 +1,4 @@
-"""The Triton kernels against their PyTorch twins: on a GPU where there is one, else in Triton's interpreter."""
+"""The Triton kernels in Triton's interpreter, on the CPU, against their PyTorch twins. On a GPU: tests/gpu."""
 
 import math
 
@@ -16,15 +16,15 @@ from nanoinfer.kernels.paged_attention import paged_decode_attention  # noqa: E4
 from nanoinfer.kernels.sample import TILE, sample_triton  # noqa: E402
 from nanoinfer.kernels.store_kvcache import store_kvcache  # noqa: E402
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
+
 NAN = float("nan")
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels are compiled for the GPU here")
 def test_without_a_gpu_the_kernels_are_interpreted() -> None:
     assert triton.knobs.runtime.interpret
 
@@ -36,10 +36,10 @@ def test_without_a_gpu_the_kernels_are_interpreted() -> None:
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 80), (5, 96), (2, 64), (1, 128)])
 def test_store_writes_what_its_twin_writes(num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     """Blocks of 16 tokens, slots out of order, and one token in three without a slot."""
-    slots = torch.tensor([33, -1, 0, 15, -1, 16, 47, -1], device=DEVICE)
+    slots = torch.tensor([33, -1, 0, 15, -1, 16, 47, -1])
     k, v = (randn(len(slots), num_heads, head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
     shape = (3, num_heads, 16, head_dim)
-    ours, twin = (LayerCache(*(torch.full(shape, -7.0, dtype=dtype, device=DEVICE) for _ in "kv")) for _ in range(2))
+    ours, twin = (LayerCache(*(torch.full(shape, -7.0, dtype=dtype) for _ in "kv")) for _ in range(2))
     store_kvcache(k, v, ours.k, ours.v, slots)
     TorchBackend().store(k, v, twin, slots)
     assert torch.equal(ours.k, twin.k)
@@ -49,13 +49,13 @@ def test_store_writes_what_its_twin_writes(num_heads: int, head_dim: int, dtype:
 
 def test_store_reads_values_out_of_the_packed_projection() -> None:
     """Queries, keys and values of a token lie side by side: the values are strided, the rotated keys are not."""
-    num_heads, head_dim, slots = 3, 80, torch.tensor([5, 2, -1, 20], device=DEVICE)
+    num_heads, head_dim, slots = 3, 80, torch.tensor([5, 2, -1, 20])
     qkv = randn(4, 6 * num_heads * head_dim)
     v = qkv.split([4 * num_heads * head_dim, num_heads * head_dim, num_heads * head_dim], dim=-1)[2]
     v = v.unflatten(-1, (num_heads, head_dim))
     assert not v.is_contiguous()
     k = randn(4, num_heads, head_dim, seed=1)
-    ours, twin = (LayerCache(*(torch.zeros(2, 3, 16, 80, device=DEVICE) for _ in "kv")) for _ in range(2))
+    ours, twin = (LayerCache(*(torch.zeros(2, 3, 16, 80) for _ in "kv")) for _ in range(2))
     store_kvcache(k, v, ours.k, ours.v, slots)
     TorchBackend().store(k, v, twin, slots)
     assert torch.equal(ours.k, twin.k)
@@ -63,15 +63,15 @@ def test_store_reads_values_out_of_the_packed_projection() -> None:
 
 
 def test_store_of_no_tokens_writes_nothing() -> None:
-    cache = torch.zeros(1, 2, 16, 64, device=DEVICE)
+    cache = torch.zeros(1, 2, 16, 64)
     nothing = randn(0, 2, 64)
-    store_kvcache(nothing, nothing, cache, cache, torch.tensor([], dtype=torch.int64, device=DEVICE))
+    store_kvcache(nothing, nothing, cache, cache, torch.tensor([], dtype=torch.int64))
     assert cache.count_nonzero() == 0
 
 
 def test_store_refuses_what_it_would_misread() -> None:
-    k, cache = randn(2, 4, 64), torch.zeros(1, 4, 16, 64, device=DEVICE)
-    slots = torch.tensor([0, 1], device=DEVICE)
+    k, cache = randn(2, 4, 64), torch.zeros(1, 4, 16, 64)
+    slots = torch.tensor([0, 1])
     with pytest.raises(AssertionError, match="heads must be contiguous"):
         store_kvcache(k[:, ::2], k[:, ::2], cache, cache, slots)
     with pytest.raises(AssertionError, match="keys of the cache must be contiguous"):
@@ -97,7 +97,7 @@ def assert_decode_equals_its_twin(
     free = (1 + torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(0))).tolist()
     block_tables = torch.zeros(len(context_lens), max(num_blocks) + 1, dtype=torch.int32)
     shape = (len(free) + 1, num_kv_heads, block_size, head_dim)
-    cache = LayerCache(*(torch.full(shape, NAN, dtype=dtype, device=DEVICE) for _ in "kv"))
+    cache = LayerCache(*(torch.full(shape, NAN, dtype=dtype) for _ in "kv"))
     for row, (length, count) in enumerate(zip(context_lens, num_blocks, strict=True)):
         for column in range(count):
             block_tables[row, column] = block = free.pop()
@@ -108,8 +108,7 @@ def assert_decode_equals_its_twin(
                 )
     q = randn(len(context_lens), 2 * num_kv_heads * group, head_dim, dtype=dtype)
     q = q[:, : num_kv_heads * group] if strided else q[:, : num_kv_heads * group].contiguous()
-    block_tables = block_tables.to(DEVICE)
-    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    lens = torch.tensor(context_lens, dtype=torch.int32)
     out = paged_decode_attention(q, cache.k, cache.v, block_tables, lens)
 
     # The twin computes in float32, and on zeros where the cache is NaN.
@@ -145,18 +144,18 @@ def test_decode_reads_queries_out_of_wider_rows() -> None:
 
 
 def test_decode_of_padding_alone_is_zero() -> None:
-    cache = torch.full((1, 2, 16, 64), NAN, device=DEVICE)
-    tables, lens = (torch.zeros(*shape, dtype=torch.int32, device=DEVICE) for shape in ((3, 1), (3,)))
+    cache = torch.full((1, 2, 16, 64), NAN)
+    tables, lens = (torch.zeros(*shape, dtype=torch.int32) for shape in ((3, 1), (3,)))
     out = paged_decode_attention(randn(3, 4, 64), cache, cache, tables, lens)
     assert out.count_nonzero() == 0
 
 
 def test_decode_survives_scores_that_overflow_a_naive_softmax() -> None:
-    q = torch.full((1, 1, 64), 100.0, device=DEVICE)
-    k, v = torch.zeros(1, 1, 16, 64, device=DEVICE), torch.zeros(1, 1, 16, 64, device=DEVICE)
-    k[0, 0, :4] = torch.tensor([[-100.0], [100.0], [100.0], [99.0]], device=DEVICE)  # scores of 80,000 and so on
-    v[0, 0, :4] = torch.tensor([[1.0], [2.0], [4.0], [8.0]], device=DEVICE)
-    tables, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([[0]], [4]))
+    q = torch.full((1, 1, 64), 100.0)
+    k, v = torch.zeros(1, 1, 16, 64), torch.zeros(1, 1, 16, 64)
+    k[0, 0, :4] = torch.tensor([[-100.0], [100.0], [100.0], [99.0]])  # scores of 80,000 and so on
+    v[0, 0, :4] = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
+    tables, lens = (torch.tensor(x, dtype=torch.int32) for x in ([[0]], [4]))
     out = paged_decode_attention(q, k, v, tables, lens)
     torch.testing.assert_close(out, torch.full_like(out, 3.0))  # the mean of the two best
 
@@ -170,9 +169,9 @@ POSITIONS = [0, 0, 5, 100, 1, 131071, 3, 1]
 
 def sampling_arguments() -> tuple[Tensor, Tensor, Tensor]:
     return (
-        torch.tensor(TEMPERATURES, device=DEVICE),
-        torch.tensor(SEEDS, device=DEVICE),
-        torch.tensor(POSITIONS, dtype=torch.int32, device=DEVICE),
+        torch.tensor(TEMPERATURES),
+        torch.tensor(SEEDS),
+        torch.tensor(POSITIONS, dtype=torch.int32),
     )
 
 
@@ -187,9 +186,9 @@ def test_sample_draws_what_its_twin_draws(vocab_size: int, dtype: torch.dtype) -
 
 def test_sample_draws_what_its_twin_draws_from_flat_logits_with_many_seeds() -> None:
     """The noise alone decides: 64 draws from 1,500 ids that are all alike."""
-    seeds = torch.arange(64, device=DEVICE)
-    arguments = (torch.ones(64, device=DEVICE), seeds, (seeds * 3).int())
-    logits = torch.zeros(64, 1500, device=DEVICE)
+    seeds = torch.arange(64)
+    arguments = (torch.ones(64), seeds, (seeds * 3).int())
+    logits = torch.zeros(64, 1500)
     ids = sample_triton(logits, *arguments).tolist()
     assert ids == sample_torch(logits.clone(), *arguments).tolist()
     assert len(set(ids)) > 50
@@ -205,14 +204,14 @@ def test_sample_reads_rows_of_a_padded_matrix() -> None:
 
 @pytest.mark.parametrize("best", [[2, 3], [TILE - 1, TILE], [5, 2 * TILE + 5], [0, TILE, 2 * TILE]])
 def test_sample_gives_ties_to_the_lowest_id_within_and_across_tiles(best: list[int]) -> None:
-    logits = torch.zeros(1, 3 * TILE, device=DEVICE)
+    logits = torch.zeros(1, 3 * TILE)
     logits[0, best] = 1.0
-    zero = torch.zeros(1, device=DEVICE)
+    zero = torch.zeros(1)
     assert sample_triton(logits, zero, zero.long(), zero.int()).tolist() == [best[0]]
 
 
 def test_sample_never_draws_a_logit_of_minus_infinity() -> None:
-    logits = torch.full((len(SEEDS), TILE + 10), -math.inf, device=DEVICE)
+    logits = torch.full((len(SEEDS), TILE + 10), -math.inf)
     logits[:, TILE + 7] = -3.0  # the first tile has nothing to give
     assert sample_triton(logits, *sampling_arguments()).tolist() == [TILE + 7] * len(SEEDS)
 
@@ -225,7 +224,7 @@ def test_sample_leaves_the_logits_as_they_were() -> None:
 
 
 def test_sample_of_no_rows_is_empty() -> None:
-    nothing = torch.zeros(0, device=DEVICE)
-    ids = sample_triton(torch.zeros(0, 10, device=DEVICE), nothing, nothing.long(), nothing.int())
+    nothing = torch.zeros(0)
+    ids = sample_triton(torch.zeros(0, 10), nothing, nothing.long(), nothing.int())
     assert ids.tolist() == []
     assert ids.dtype == torch.int32

@@ -2,17 +2,22 @@
 
 Decode is bound by reading keys and values once. One program serves one KV head of one row; the query heads that share
 it are packed into a tile of 16 rows, so that the reads are shared and the products run on tensor cores. The softmax is
-computed online over tiles of the context (Milakov and Gimelshein 2018; Dao et al. 2022).
+computed online over tiles of the context (Milakov and Gimelshein 2018; Dao et al. 2022). Where there are too few rows
+to fill the GPU, each context is split between several programs and a second kernel combines their results
+(flash-decoding, Dao et al. 2023).
 """
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 MAX_TILE = 128  # tokens of the context in a tile
 QUERY_TILE = 16  # the fewest rows that tl.dot takes; the group of query heads is padded to it
+NUM_PROGRAMS = 1024  # what it takes to keep a large GPU's memory busy
+MAX_SPLITS = 64
 
 
 @triton.jit
@@ -22,7 +27,8 @@ def _paged_decode_kernel(
     v_cache_ptr,
     block_tables_ptr,
     context_lens_ptr,
-    out_ptr,
+    out_ptr,  # (num_rows, num_heads, splits, head_dim)
+    log_sums_ptr,  # (num_rows, num_heads, splits) float32: log2 of each part's softmax denominator
     scale_log2,  # head_dim ** -0.5 * log2(e): the softmax is computed in powers of two
     q_row_stride,
     block_table_stride,
@@ -30,24 +36,29 @@ def _paged_decode_kernel(
     group_size: tl.constexpr,
     block_size: tl.constexpr,
     head_dim: tl.constexpr,
+    splits: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,  # divides block_size, so a tile lies within one block
 ):
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
+    split = tl.program_id(2)
     context_len = tl.load(context_lens_ptr + row)
+    split_len = tl.cdiv(tl.cdiv(context_len, TILE), splits) * TILE
+    split_end = tl.minimum(context_len, (split + 1) * split_len)
 
     query = tl.arange(0, QUERIES)
     dim = tl.arange(0, head_dim)
     token = tl.arange(0, TILE)
-    is_query = (query < group_size)[:, None]
-    heads = (kv_head * group_size + query)[:, None] * head_dim + dim[None, :]  # offsets within a row
-    q = tl.load(q_ptr + row * q_row_stride + heads, mask=is_query, other=0.0)
+    is_query = query < group_size
+    head = kv_head * group_size + query
+    q_offsets = row * q_row_stride + head[:, None] * head_dim + dim[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=is_query[:, None], other=0.0)
 
     maximum = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     acc = tl.zeros((QUERIES, head_dim), tl.float32)
-    for start in range(0, context_len, TILE):
+    for start in range(split * split_len, split_end, TILE):
         block = tl.load(block_tables_ptr + row * block_table_stride + start // block_size).to(tl.int64)
         first = ((block * num_kv_heads + kv_head) * block_size + start % block_size) * head_dim
         tile = first + token[:, None] * head_dim + dim[None, :]
@@ -63,10 +74,36 @@ def _paged_decode_kernel(
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * decay + tl.sum(weights, axis=1)
         maximum = new_maximum
-    # A padding row has no context: its total is 0 and its output is 0.
+
+    # A part without tokens, or a padding row, has a total of 0: its output is 0 and its weight 2^-inf.
+    part = (row * num_kv_heads * group_size + head) * splits + split
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    out_row = row * (num_kv_heads * group_size * head_dim)
-    tl.store(out_ptr + out_row + heads, out.to(out_ptr.dtype.element_ty), mask=is_query)
+    out_offsets = part[:, None] * head_dim + dim[None, :]
+    tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=is_query[:, None])
+    if splits > 1:
+        log_sum = tl.where(total > 0, maximum + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+        tl.store(log_sums_ptr + part, log_sum, mask=is_query)
+
+
+@triton.jit
+def _combine_splits_kernel(parts_ptr, log_sums_ptr, out_ptr, head_dim: tl.constexpr, splits: tl.constexpr):
+    """One program weighs the parts of one head of one row by their share of the softmax denominator."""
+    head = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, splits)
+    dim = tl.arange(0, head_dim)
+    log_sums = tl.load(log_sums_ptr + head * splits + split)
+    maximum = tl.max(log_sums, axis=0)
+    weights = tl.exp2(log_sums - tl.where(maximum > float("-inf"), maximum, 0.0))
+    parts = tl.load(parts_ptr + (head * splits + split)[:, None] * head_dim + dim[None, :])
+    total = tl.sum(weights, axis=0)
+    out = tl.sum(parts * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + head * head_dim + dim, out.to(out_ptr.dtype.element_ty))
+
+
+def choose_splits(num_rows: int, num_kv_heads: int) -> int:
+    """Into how many parts to split each context, a power of two; it depends on shapes alone, as a CUDA graph must."""
+    wanted = max(1, NUM_PROGRAMS // max(1, num_rows * num_kv_heads))
+    return min(MAX_SPLITS, 1 << (wanted.bit_length() - 1))
 
 
 def paged_decode_attention(
@@ -81,14 +118,18 @@ def paged_decode_attention(
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group_size = num_heads // num_kv_heads
+    splits = choose_splits(num_rows, num_kv_heads)
     out = q.new_empty(q.shape)
-    _paged_decode_kernel[(num_rows, num_kv_heads)](
+    parts = out if splits == 1 else q.new_empty((num_rows, num_heads, splits, head_dim), dtype=torch.float32)
+    log_sums = out if splits == 1 else q.new_empty((num_rows, num_heads, splits), dtype=torch.float32)
+    _paged_decode_kernel[(num_rows, num_kv_heads, splits)](
         q,
         k_cache,
         v_cache,
         block_tables,
         context_lens,
-        out,
+        parts,
+        log_sums,
         head_dim**-0.5 * math.log2(math.e),
         q.stride(0),
         block_tables.stride(0),
@@ -96,9 +137,12 @@ def paged_decode_attention(
         group_size=group_size,
         block_size=block_size,
         head_dim=head_dim,
+        splits=splits,
         QUERIES=max(QUERY_TILE, triton.next_power_of_2(group_size)),
         TILE=math.gcd(block_size, MAX_TILE),
         num_warps=4,
         num_stages=3,
     )
+    if splits > 1:
+        _combine_splits_kernel[(num_rows * num_heads,)](parts, log_sums, out, head_dim=head_dim, splits=splits)
     return out

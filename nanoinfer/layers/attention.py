@@ -121,23 +121,26 @@ def select_backend(
     Raises ConfigError where the requested one cannot, with the reason.
     """
     obstacles = {
-        "flash_attn": _flash_attn_obstacle(device, dtype, head_dim, block_size),
         "triton": _triton_obstacle(device, dtype, head_dim),
+        "flash_attn": _flash_attn_obstacle(device, dtype, head_dim, block_size),
         "torch": None,
     }
     if requested == "auto":
         requested = next(name for name, obstacle in obstacles.items() if obstacle is None)
     if obstacles[requested] is not None:
         raise ConfigError(f"attention_backend={requested!r} {obstacles[requested]}, or use attention_backend='auto'")
-    if requested == "flash_attn":
+    if requested == "torch":
+        return TorchBackend()
+    flash_attn = None
+    if obstacles["flash_attn"] is None:
         from nanoinfer.layers.flash_attention import FlashAttentionBackend
 
-        return FlashAttentionBackend()
-    if requested == "triton":
-        from nanoinfer.layers.triton_attention import TritonBackend
+        flash_attn = FlashAttentionBackend()
+        if requested == "flash_attn":
+            return flash_attn
+    from nanoinfer.layers.triton_attention import TritonBackend
 
-        return TritonBackend()
-    return TorchBackend()
+    return TritonBackend(flash_attn)
 
 
 def _flash_attn_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:

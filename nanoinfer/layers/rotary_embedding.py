@@ -22,7 +22,8 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
     """
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)  # (num_tokens, 1, head_dim / 2) each
     first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat([half.to(x.dtype) for half in rotated], dim=-1)
 
 
 @compiled_on_cuda

@@ -1,4 +1,4 @@
-"""Attention on CUDA without flash-attn: our Triton kernels, and PyTorch's own variable-length attention for prefill."""
+"""The default on CUDA: our Triton kernels for decode, and for prefill flash-attn or else PyTorch's own attention."""
 
 import inspect
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from nanoinfer.kernels.paged_attention import paged_decode_attention
 from nanoinfer.kernels.store_kvcache import store_kvcache
-from nanoinfer.layers.attention import gather_context
+from nanoinfer.layers.attention import AttentionBackend, gather_context
 from nanoinfer.utils.context import DecodeMetadata, LayerCache, PrefillMetadata
 
 # PyTorch checks the head counts since it has this argument; before, grouped heads went through unasked.
@@ -20,15 +20,24 @@ MAX_GATHER_TOKENS = 65536  # contexts copied out of the cache at a time
 
 
 class TritonBackend:
-    """Cached prefixes are gathered for prefill, since PyTorch's function cannot page with its default kernels."""
+    """Decode by `kernels/paged_attention.py`, which reads the cache faster than flash-attn 2 does.
 
-    name = "triton"
+    flash_attn: what computes prefill, or None for PyTorch's variable-length attention. That cannot page with its
+    default kernels, so cached prefixes are gathered for it.
+    """
+
     needs_host = False
+
+    def __init__(self, flash_attn: AttentionBackend | None = None) -> None:
+        self.flash_attn = flash_attn
+        self.name = "triton, flash_attn in prefill" if flash_attn else "triton"
 
     def store(self, k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
         store_kvcache(k, v, cache.k, cache.v, slot_mapping)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
+        if self.flash_attn:
+            return self.flash_attn.prefill(q, k, v, cache, metadata)
         if not metadata.reads_cache:
             return _attend(q, k, v, metadata, slice(0, len(metadata.query_lens)))
         out, start = [], 0

@@ -15,9 +15,9 @@ def resolve_model_folder(model: str) -> Path:
     Raises ModelError where there is no such folder and the hub has no such model, or cannot be reached.
     """
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if model and folder.is_dir():
         return folder
-    if folder.exists():
+    if folder.is_file():
         raise ModelError(f"model={model!r} is a file; give the folder that holds config.json")
     if not _is_hub_id(model):
         raise ModelError(f"model={model!r}: there is no such folder; give one, or a hub id such as 'Qwen/Qwen3-0.6B'")

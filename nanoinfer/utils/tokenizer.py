@@ -29,10 +29,8 @@ class Tokenizer:
             return []
         batch: list[list[int]] = self.hf(texts, verbose=False)["input_ids"]
         bos, bos_id = self.hf.bos_token, self.hf.bos_token_id
-        return [
-            ids[1:] if bos and text.startswith(bos) and ids[:2] == [bos_id, bos_id] else ids
-            for text, ids in zip(texts, batch, strict=True)
-        ]
+        adds_bos = bos is not None and self.hf("")["input_ids"][:1] == [bos_id]
+        return [ids[1:] if adds_bos and text.startswith(bos) else ids for text, ids in zip(texts, batch, strict=True)]
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode a completion without its special tokens."""

@@ -14,10 +14,14 @@ pytestmark = pytest.mark.gpu
 BLOCK_SIZE, NUM_BLOCKS, WIDTH = 256, 64, 6
 
 
-@pytest.fixture(params=["flash_attn", "triton", "torch"])
+@pytest.fixture(params=["flash_attn", "triton", "triton without flash_attn", "torch"])
 def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     if request.param == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         pytest.skip("flash-attn is not installed")
+    if request.param == "triton without flash_attn":
+        from nanoinfer.layers.triton_attention import TritonBackend
+
+        return TritonBackend()
     return select_backend(request.param, torch.device("cuda"), torch.bfloat16, 128, BLOCK_SIZE)
 
 

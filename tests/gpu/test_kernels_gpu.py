@@ -67,6 +67,23 @@ def test_paged_decode_attention_equals_its_twin(
     torch.testing.assert_close(actual[1:].float(), expected[1:], atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize(("num_rows", "longest"), [(1, 32_000), (3, 9000), (8, 2048), (40, 1024), (200, 600)])
+def test_split_contexts_equal_their_twin(num_rows: int, longest: int) -> None:
+    from nanoinfer.kernels.paged_attention import choose_splits, paged_decode_attention
+
+    torch.manual_seed(0)
+    cache = random_cache(200, 8, 256, 128, torch.bfloat16)
+    context_lens = torch.randint(1, longest, (num_rows,), dtype=torch.int32, device="cuda")
+    context_lens[-1] = longest
+    tables = torch.randint(0, 200, (num_rows, -(-longest // 256)), dtype=torch.int32, device="cuda")
+    q = torch.randn(num_rows, 16, 128, dtype=torch.bfloat16, device="cuda")
+    assert (choose_splits(num_rows, 8) > 1) == (num_rows <= 64)
+    actual = paged_decode_attention(q, cache.k, cache.v, tables, context_lens)
+    wide = LayerCache(cache.k.float(), cache.v.float())
+    expected = TorchBackend().decode(q.float(), wide, DecodeMetadata(torch.empty(0), context_lens, tables))
+    torch.testing.assert_close(actual.float(), expected, atol=1e-2, rtol=1e-2)
+
+
 @pytest.mark.parametrize("vocab_size", [1000, 4096, 151936])
 def test_sampling_equals_its_twin(vocab_size: int) -> None:
     torch.manual_seed(0)
