@@ -39,6 +39,7 @@ class EngineConfig:
     enforce_eager: no CUDA graphs.
     attention_backend: "triton" (our kernels for decode; prefill by flash-attn where that is installed, else by
         PyTorch), "flash_attn" (both by flash-attn), "torch" (plain), or "auto": the first of these that can serve.
+    overlap: launch each step before the last one's tokens are collected, so that the GPU does not wait for the host.
     load_format: "auto" and "safetensors" read the checkpoint, "dummy" draws random weights from config.json alone.
     seed: what the random streams of all requests derive from.
 
@@ -58,6 +59,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     attention_backend: str = "auto"
+    overlap: bool = True
     load_format: str = "auto"
     seed: int = 0
 
@@ -74,7 +76,7 @@ class EngineConfig:
         for name in ("max_model_len", "num_kvcache_blocks"):
             if getattr(self, name) is not None:
                 self._check_positive_int(name)
-        for name in ("enable_prefix_caching", "enforce_eager"):
+        for name in ("enable_prefix_caching", "enforce_eager", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a bool; use True or False")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:

@@ -77,7 +77,7 @@ def prefill(manager: BlockManager, seq: Sequence, use_cache: bool = True) -> lis
     cached_block_ids = manager.find_cached_prefix(seq) if use_cache else []
     manager.allocate(seq, cached_block_ids)
     seq.num_computed_tokens = seq.num_tokens
-    manager.cache_computed_blocks(seq)
+    manager.cache_blocks(seq, seq.num_computed_tokens)
     return cached_block_ids
 
 
@@ -158,14 +158,19 @@ def completion_alone(seq: Sequence, scheduler: Scheduler, vocab_size: int) -> tu
             return completion, "length"
 
 
-def check_batch(scheduler: Scheduler, batch: ScheduledBatch) -> None:
+def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool) -> None:
     """What holds for every step that was scheduled."""
     assert not (batch.prefill and batch.decode)
     assert batch.num_prefill_tokens <= scheduler.max_num_batched_tokens
     assert all(chunk.length > 0 for chunk in batch.prefill)
     assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk may be cut"
     if batch.decode:
-        assert batch.decode == scheduler.running
+        assert all(seq.num_tokens <= seq.max_num_tokens for seq in batch.decode), "longer than it may be"
+        left_out = [seq for seq in scheduler.running if seq not in batch.decode]
+        assert all(in_flight and seq.num_tokens == seq.max_num_tokens for seq in left_out), (
+            "its last token is in flight"
+        )
+        assert batch.decode == [seq for seq in scheduler.running if seq not in left_out]
 
 
 def check_invariants(scheduler: Scheduler) -> None:

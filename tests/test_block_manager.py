@@ -195,10 +195,10 @@ def test_a_block_is_cached_once_it_is_computed_and_not_before() -> None:
     manager.allocate(seq, [])
     assert manager.find_cached_prefix(equal) == []
     seq.num_computed_tokens = 3
-    manager.cache_computed_blocks(seq)
+    manager.cache_blocks(seq, seq.num_computed_tokens)
     assert manager.find_cached_prefix(equal) == [0]
     seq.num_computed_tokens = 5
-    manager.cache_computed_blocks(seq)
+    manager.cache_blocks(seq, seq.num_computed_tokens)
     assert manager.find_cached_prefix(equal) == [0, 1]
 
 
@@ -208,7 +208,7 @@ def test_generated_blocks_are_cached_like_prompt_blocks() -> None:
     prefill(manager, seq)
     seq.token_ids.append(4)
     seq.num_computed_tokens += 1
-    manager.cache_computed_blocks(seq)
+    manager.cache_blocks(seq, seq.num_computed_tokens)
     assert manager.find_cached_prefix(make_sequence(1, [1, 2, 3, 4, 5])) == [0, 1]
 
 
@@ -320,7 +320,7 @@ def test_resetting_the_cache_leaves_running_sequences_their_blocks() -> None:
 
     seq.token_ids.append(4)  # the running sequence fills its next block
     seq.num_computed_tokens += 1
-    manager.cache_computed_blocks(seq)
+    manager.cache_blocks(seq, seq.num_computed_tokens)
     assert manager.find_cached_prefix(equal) == []  # what came before it was forgotten
 
     prefill(manager, equal)

@@ -3,6 +3,8 @@
 Each path that could change what is computed (chunks, cached prefixes, preemption, block sizes) must not change it.
 """
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,6 +103,8 @@ def test_lengths_around_the_edge_of_a_default_block_equal_transformers(
         {"max_num_seqs": 1},
         {"max_num_seqs": 3},
         {"enable_prefix_caching": False},
+        {"overlap": False},
+        {"overlap": False, "kvcache_block_size": 16, "max_num_batched_tokens": 50, "max_num_seqs": 4},
         {"kvcache_block_size": 16, "max_num_batched_tokens": 50, "max_num_seqs": 4},
     ],
     ids=str,
@@ -114,8 +118,8 @@ def test_options_do_not_change_greedy_tokens(random_checkpoint: Checkpoint, opti
 def test_preemption_does_not_change_greedy_tokens(random_checkpoint: Checkpoint) -> None:
     folder = random_checkpoint()
     prompts = random_prompts((30,) * 8)
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    with LLM(folder, device="cpu", kvcache_block_size=16, num_kvcache_blocks=30, max_model_len=100) as llm:
+    params = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
+    with LLM(folder, device="cpu", kvcache_block_size=16, num_kvcache_blocks=60, max_model_len=300) as llm:
         tight = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
         assert llm.engine.scheduler.num_preemptions > 0
     assert tight == generate(folder, prompts, params)
@@ -150,6 +154,24 @@ def test_identical_prompts_of_one_step_share_their_blocks(random_checkpoint: Che
         assert llm.engine.stats.num_prefill_steps == 1
     assert [output.num_cached_tokens for output in outputs] == [0, 48, 48]
     assert outputs[0].token_ids == outputs[1].token_ids == outputs[2].token_ids
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_stop_token_ends_a_sequence_and_nothing_after_it_is_shown(
+    random_checkpoint: Checkpoint, tmp_path: Path, overlap: bool
+) -> None:
+    prompts = random_prompts(LENGTHS)
+    free = generate(random_checkpoint(), prompts)
+    stop_token_ids = {tokens[5] for tokens in free}
+    shutil.copytree(random_checkpoint(), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(stop_token_ids)}))
+    with LLM(tmp_path, device="cpu", kvcache_block_size=16, overlap=overlap, max_num_seqs=4) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+        assert llm.engine.stats.decode_tokens == sum(len(output.token_ids) - 1 for output in outputs)
+        assert llm.engine.block_manager.num_used_blocks == 0
+    for output, tokens in zip(outputs, free, strict=True):
+        end = next(i for i, token_id in enumerate(tokens) if token_id in stop_token_ids) + 1
+        assert (output.token_ids, output.finish_reason) == (tokens[:end], "stop")
 
 
 def test_a_sequence_ends_at_max_model_len(random_checkpoint: Checkpoint) -> None:

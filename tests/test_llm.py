@@ -86,30 +86,42 @@ def test_requests_added_before_a_generate_are_not_lost_in_it(llm: LLM) -> None:
     assert [output.request_id for output in finished] == [added]
 
 
+@pytest.mark.parametrize("method", ["launch", "wait"])
 @pytest.mark.parametrize("failing_step", [0, 1, 3])
 def test_a_failure_inside_generate_leaves_no_request_behind(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, failing_step: int
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, failing_step: int, method: str
 ) -> None:
     expected = [output.token_ids for output in llm.generate([[1] * 40, [2] * 40], SHORT, use_tqdm=False)]
     llm.reset_prefix_cache()
     runner = llm.engine.runner
     assert runner is not None
-    launch, count = runner.launch, 0
+    original, count = getattr(runner, method), 0
 
-    def fail_once(packet):  # type: ignore[no-untyped-def]
+    def fail_once(argument):  # type: ignore[no-untyped-def]
         nonlocal count
         count += 1
         if count == failing_step + 1:
             raise KeyboardInterrupt
-        return launch(packet)
+        return original(argument)
 
-    monkeypatch.setattr(runner, "launch", fail_once)
+    monkeypatch.setattr(runner, method, fail_once)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1] * 40, [2] * 40], SHORT, use_tqdm=False)
     assert llm.is_finished()
     assert llm.engine.block_manager.num_used_blocks == 0
     again = llm.generate([[1] * 40, [2] * 40], SHORT, use_tqdm=False)
     assert [output.token_ids for output in again] == expected
+
+
+def test_a_request_that_finished_while_another_was_aborted_is_not_lost(llm: LLM) -> None:
+    kept = llm.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    dropped = llm.add_request([4, 5, 6], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    assert llm.step() == llm.step() == []  # the last token of the first request is in flight
+    llm.engine.abort([dropped])
+    assert not llm.is_finished()
+    assert [output.request_id for output in llm.step()] == [kept]
+    assert llm.is_finished()
+    assert llm.engine.block_manager.num_used_blocks == 0
 
 
 def test_close_twice_is_fine_and_later_calls_say_so(random_checkpoint: Checkpoint) -> None:

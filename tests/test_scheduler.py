@@ -347,7 +347,7 @@ def test_a_failed_prefill_leaves_all_requests_queued_and_nothing_cached() -> Non
     batch = scheduler.schedule()
     assert chunks(batch) == [(0, 0, 5, True), (1, 4, 1, True), (2, 0, 2, False)]
     assert scheduler.block_manager.num_cached_blocks == 3
-    scheduler.discard(batch)
+    scheduler.discard([batch])
     assert scheduler.block_manager.num_cached_blocks == 0
     assert scheduler.block_manager.num_used_blocks == 0
     assert (scheduler.num_waiting, scheduler.running) == (3, [])
@@ -362,7 +362,7 @@ def test_a_failed_chunk_takes_back_the_block_that_it_was_to_complete_and_no_othe
     step(scheduler)  # tokens 0 to 5: one block, and half of the next
     batch = scheduler.schedule()
     assert scheduler.block_manager.num_cached_blocks == 2
-    scheduler.discard(batch)
+    scheduler.discard([batch])
     assert scheduler.block_manager.num_cached_blocks == 1
     assert chunks(scheduler.schedule()) == [(0, 4, 6, True)]
 
@@ -374,7 +374,7 @@ def test_a_failed_prefill_leaves_what_earlier_steps_cached() -> None:
     scheduler.add(make_sequence(1, [1, 2, 5, 6, 7]))
     batch = scheduler.schedule()
     assert chunks(batch) == [(1, 2, 3, True)]
-    scheduler.discard(batch)
+    scheduler.discard([batch])
     assert ids(scheduler.running) == [0]
     assert scheduler.block_manager.find_cached_prefix(make_sequence(2, [1, 2, 5, 6, 7])) == [0]
 
@@ -383,7 +383,7 @@ def test_a_failed_decode_leaves_all_requests_queued_with_their_tokens() -> None:
     scheduler = make_scheduler(block_size=2)
     first, second = add_prompts(scheduler, [1, 2, 3], [4, 5])
     step(scheduler, 9)
-    scheduler.discard(scheduler.schedule())
+    scheduler.discard([scheduler.schedule()])
     check_invariants(scheduler)
     assert [seq.token_ids for seq in (first, second)] == [[1, 2, 3, 9], [4, 5, 9]]
     assert scheduler.block_manager.num_cached_blocks == 2  # the prompts' own; not [3, 9], which was being computed
@@ -398,7 +398,7 @@ def test_every_request_finishes_though_a_step_failed(failing_step: int) -> None:
         step(scheduler)
     batch = scheduler.schedule()
     assert batch
-    scheduler.discard(batch)
+    scheduler.discard([batch])
     check_invariants(scheduler)
     run_to_the_end(scheduler)
     assert [seq.num_completion_tokens for seq in seqs] == [3, 3, 3]

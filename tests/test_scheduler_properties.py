@@ -8,6 +8,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -33,6 +34,8 @@ class Options:
     max_num_seqs: int
     max_num_batched_tokens: int
     hash_function: Callable[[bytes], int]
+    reserved_tokens: int
+    overlap: bool  # a step is scheduled and run before the tokens of the last one are collected
 
     @property
     def max_model_len(self) -> int:
@@ -86,6 +89,8 @@ options = st.builds(
     max_num_seqs=st.integers(1, 6),
     max_num_batched_tokens=st.integers(1, 16),
     hash_function=st.sampled_from([xxhash.xxh64_intdigest, always_seven]),
+    reserved_tokens=st.integers(0, 4),
+    overlap=st.booleans(),
 )
 histories = st.builds(
     lambda first_requests, events: first_requests + events,
@@ -105,8 +110,11 @@ class History:
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_model_len=options.max_model_len,
             stop_token_ids=frozenset({STOP_TOKEN_ID}),
+            reserved_tokens=options.reserved_tokens,
         )
         self.device = FakeDevice(options.block_size, VOCAB_SIZE)
+        self.overlap = options.overlap
+        self.in_flight: list[tuple[ScheduledBatch, list[int] | None]] = []  # None: it failed
         self.seqs: list[Sequence] = []
         self.aborted: set[int] = set()
         self.first_admissions: list[int] = []
@@ -120,6 +128,7 @@ class History:
             case Step(fails):
                 self.step(fails)
             case Abort(seq_ids):
+                self.collect_all_but(0)
                 self.aborted |= {
                     seq.seq_id
                     for seq in self.seqs
@@ -130,20 +139,31 @@ class History:
                 self.manager.reset_prefix_cache()
                 assert self.manager.num_cached_blocks == 0
         check_invariants(self.scheduler)
-        check_cache_contents(self.manager, self.device)
+        if all(token_ids is not None for _, token_ids in self.in_flight):
+            check_cache_contents(self.manager, self.device)
 
     def step(self, fails: bool = False) -> None:
-        batch = self.scheduler.schedule()
-        assert bool(batch) != self.scheduler.is_finished()
-        check_batch(self.scheduler, batch)
+        in_flight = bool(self.in_flight)
+        batch = self.scheduler.schedule(in_flight)
+        assert in_flight or bool(batch) != self.scheduler.is_finished()
+        check_batch(self.scheduler, batch, in_flight)
         check_invariants(self.scheduler)
         self.first_admissions += [seq.seq_id for seq in batch.admitted if seq.seq_id not in self.first_admissions]
-        token_ids = self.device.run(batch, fails)
-        if fails:
-            self.scheduler.discard(batch)
-            return
-        for seq in self.scheduler.update(batch, token_ids):
-            assert (seq.completion_token_ids, seq.finish_reason) == completion_alone(seq, self.scheduler, VOCAB_SIZE)
+        if batch:
+            fails = fails or any(token_ids is None for _, token_ids in self.in_flight)  # what follows a failure fails
+            token_ids = self.device.run(batch, fails)
+            self.in_flight.append((batch, None if fails else token_ids))
+        self.collect_all_but(1 if batch and self.overlap else 0)
+
+    def collect_all_but(self, max_in_flight: int) -> None:
+        while len(self.in_flight) > max_in_flight:
+            if self.in_flight[0][1] is None:
+                self.scheduler.discard([batch for batch, _ in self.in_flight])
+                self.in_flight.clear()
+                return
+            for seq in self.scheduler.update(*self.in_flight.pop(0)):
+                expected = completion_alone(seq, self.scheduler, VOCAB_SIZE)
+                assert (seq.completion_token_ids, seq.finish_reason) == expected
 
     def finish(self) -> None:
         """Run what is left; nothing may leak."""
@@ -151,6 +171,7 @@ class History:
             if self.scheduler.is_finished():
                 break
             self.play(Step())
+        self.collect_all_but(0)
         assert self.scheduler.is_finished(), f"not finished after {MAX_STEPS} steps"
         assert {seq.seq_id for seq in self.seqs if seq.finish_reason is None} == self.aborted
         assert self.first_admissions == sorted(self.first_admissions), "not first come, first served"

@@ -131,11 +131,14 @@ class BlockManager:
         seq.block_table.append(block_id)
         return block_id
 
-    def cache_computed_blocks(self, seq: Sequence) -> None:
-        """Enter the full blocks of `seq` that are computed, or will be by a step already scheduled, in the cache."""
+    def cache_blocks(self, seq: Sequence, num_computed_tokens: int) -> None:
+        """Enter the full blocks among the first `num_computed_tokens` of `seq` in the cache.
+
+        These tokens are computed, or will be by a step already scheduled, which every later step can rely on.
+        """
         if not self.enable_prefix_caching:
             return
-        for index in range(len(seq.prefix_serials), seq.num_computed_tokens // self.block_size):
+        for index in range(len(seq.prefix_serials), num_computed_tokens // self.block_size):
             key, tokens = self._prefix_hash(seq, index)
             parent_serial = seq.prefix_serials[-1] if seq.prefix_serials else ROOT_SERIAL
             known = self._cached.get(key)

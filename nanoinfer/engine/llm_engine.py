@@ -2,16 +2,18 @@
 
 import struct
 import time
+from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
 from nanoinfer.config import EngineConfig, ModelConfig
-from nanoinfer.engine.batch import pack
+from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.model_runner import ModelRunner
+from nanoinfer.engine.model_runner import ModelRunner, StepHandle
 from nanoinfer.engine.scheduler import Scheduler
-from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import EngineClosedError, RequestError
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
@@ -31,6 +33,25 @@ class EngineStats:
     decode_tokens: int = 0  # tokens generated in decode steps; a request's first comes out of its prefill
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+
+    def add(self, batch: ScheduledBatch, num_decoded: int, seconds: float) -> None:
+        """Count a collected step, in which `num_decoded` sequences got a token that was wanted."""
+        if batch.prefill:
+            self.num_prefill_steps += 1
+            self.prefill_tokens += batch.num_prefill_tokens
+            self.prefill_seconds += seconds
+        else:
+            self.num_decode_steps += 1
+            self.decode_tokens += num_decoded
+            self.decode_seconds += seconds
+
+
+class Step(NamedTuple):
+    """A launched step: what was scheduled, where its tokens will be, and when it was launched (perf_counter)."""
+
+    batch: ScheduledBatch
+    handle: StepHandle
+    started: float
 
 
 class LLMEngine:
@@ -54,6 +75,9 @@ class LLMEngine:
             stop_token_ids=read_stop_token_ids(folder, self.tokenizer),
         )
         self.stats = EngineStats()
+        self._in_flight: deque[Step] = deque()  # launched and not collected, the oldest first
+        self._collected: list[RequestOutput] = []  # finished and not returned
+        self._last_collected = 0.0  # perf_counter
         self._num_requests = 0
         self._prompts: dict[int, str] = {}  # of unfinished requests that were given as text
 
@@ -83,38 +107,31 @@ class LLMEngine:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return the requests that it finished. A step that fails leaves all requests queued."""
-        runner = self._check_open()
-        started = time.perf_counter()
-        batch = self.scheduler.schedule()
-        if not batch:
-            return []
-        try:
-            token_ids = runner.wait(runner.launch(pack(batch)))
-        except BaseException:
-            self.scheduler.discard(batch)
-            raise
-        finished = self.scheduler.update(batch, token_ids)
-        seconds = time.perf_counter() - started
-        if batch.prefill:
-            self.stats.num_prefill_steps += 1
-            self.stats.prefill_tokens += batch.num_prefill_tokens
-            self.stats.prefill_seconds += seconds
-        else:
-            self.stats.num_decode_steps += 1
-            self.stats.decode_tokens += len(batch.decode)
-            self.stats.decode_seconds += seconds
-        return [self._output(seq) for seq in finished]
+        """Launch the next step, collect the one before it, and return the requests that finished.
+
+        The list may be empty: the first step of all has nothing to collect. If a step fails, the requests that were
+        in it are queued again and the error is raised.
+        """
+        launched = self._launch()
+        max_in_flight = 1 if launched and self.config.overlap else 0
+        while len(self._in_flight) > max_in_flight:
+            self._collect()
+        finished, self._collected = self._collected, []
+        return finished
 
     def abort(self, request_ids: list[int]) -> None:
         """Drop these requests and what they hold; those that are finished are passed over."""
-        self.scheduler.abort(set(request_ids))
+        while self._in_flight:
+            self._collect()
+        dropped = set(request_ids)
+        self._collected = [output for output in self._collected if output.request_id not in dropped]
+        self.scheduler.abort(dropped)
         for request_id in request_ids:
             self._prompts.pop(request_id, None)
 
     def is_finished(self) -> bool:
-        """Whether every request has finished."""
-        return self.scheduler.is_finished()
+        """Whether every request has finished and was returned."""
+        return self.scheduler.is_finished() and not self._collected
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -124,8 +141,46 @@ class LLMEngine:
     def close(self) -> None:
         """Free the model and the cache. Closing twice is fine; other calls then raise EngineClosedError."""
         if self.runner is not None:
+            self._in_flight.clear()
             self.runner.close()
             self.runner = None
+
+    def _launch(self) -> bool:
+        """Schedule a step and start it; False when there is nothing to do before the one in flight is collected."""
+        runner = self._check_open()
+        started = time.perf_counter()
+        batch = self.scheduler.schedule(in_flight=bool(self._in_flight))
+        if not batch:
+            return False
+        try:
+            self._in_flight.append(Step(batch, runner.launch(pack(batch)), started))
+        except BaseException:
+            self._discard(batch)
+            raise
+        return True
+
+    def _collect(self) -> None:
+        """Wait for the oldest step in flight and keep the outputs of the requests that it finished."""
+        runner, step = self._check_open(), self._in_flight[0]
+        try:
+            token_ids = runner.wait(step.handle)
+        except BaseException:
+            self._discard()
+            raise
+        self._in_flight.popleft()
+        num_decoded = sum(seq.status is SequenceStatus.RUNNING for seq in step.batch.decode)
+        finished = self.scheduler.update(step.batch, token_ids)
+        self._collected += [self._output(seq) for seq in finished]
+        # Steps overlap: each counts from its launch, or from the end of the one before it.
+        now = time.perf_counter()
+        self.stats.add(step.batch, num_decoded, now - max(step.started, self._last_collected))
+        self._last_collected = now
+
+    def _discard(self, *batches: ScheduledBatch) -> None:
+        """Queue the sequences of all steps in flight, and of these batches, again."""
+        in_flight = [step.batch for step in self._in_flight]
+        self._in_flight.clear()
+        self.scheduler.discard([*in_flight, *batches])
 
     def _check_open(self) -> ModelRunner:
         if self.runner is None:

@@ -69,19 +69,31 @@ class Scheduler:
         seq.max_num_tokens = min(seq.num_prompt_tokens + seq.sampling_params.max_tokens, self.max_model_len)
         heapq.heappush(self._waiting, (seq.seq_id, seq))
 
-    def schedule(self) -> ScheduledBatch:
-        """Choose the next step and advance its sequences by it; the batch is empty when there is nothing to do."""
-        return self._schedule_prefill() or self._schedule_decode()
+    def schedule(self, in_flight: bool = False) -> ScheduledBatch:
+        """Choose the next step and advance its sequences by it.
+
+        in_flight: whether a scheduled step has not been given to `update` yet. The batch is empty when there is
+        nothing to do, or nothing until that step is collected: blocks are taken from a sequence only when its tokens
+        are known.
+        """
+        return self._schedule_prefill() or self._schedule_decode(in_flight)
 
     def update(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
-        """Append the sampled tokens, one for each of `batch.sampled`; return the sequences that finished."""
+        """Append the sampled tokens, one for each of `batch.sampled`; return the sequences that finished.
+
+        A stop token is known only when the next step may be under way: what that one samples for a finished sequence
+        is dropped here. Its row and blocks may be given out again all the same, since steps run in their order.
+        """
         finished = []
         block_size = self.block_manager.block_size
         for seq, token_id in zip(batch.sampled, token_ids, strict=True):
+            if seq.status is SequenceStatus.FINISHED:
+                continue
             seq.token_ids.append(token_id)
             seq.num_pending_tokens -= 1
-            if seq.num_computed_tokens % block_size == 0:  # a block was filled
-                self.block_manager.cache_computed_blocks(seq)
+            num_computed = len(seq.token_ids) - 1  # by this step and those before it
+            if num_computed % block_size == 0:
+                self.block_manager.cache_blocks(seq, num_computed)
             if token_id in self.stop_token_ids and not seq.sampling_params.ignore_eos:
                 seq.finish_reason = "stop"
             elif len(seq.token_ids) >= seq.max_num_tokens:
@@ -95,14 +107,16 @@ class Scheduler:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
         return finished
 
-    def discard(self, batch: ScheduledBatch) -> None:
-        """Undo a step that failed: its sequences go back to the queue, and what it was to cache is forgotten."""
+    def discard(self, batches: list[ScheduledBatch]) -> None:
+        """Undo steps that failed: their sequences go back to the queue, and what they were to cache is forgotten."""
         block_size = self.block_manager.block_size
-        for chunk in batch.prefill:
+        chunks = [chunk for batch in batches for chunk in batch.prefill]
+        for chunk in chunks:
             first, end = chunk.start // block_size, (chunk.start + chunk.length) // block_size
             self.block_manager.forget_blocks(chunk.seq.block_table[first:end])
-        for seq in [chunk.seq for chunk in batch.prefill] + batch.decode:
-            self._send_back(seq)
+        for seq in [chunk.seq for chunk in chunks] + [seq for batch in batches for seq in batch.decode]:
+            if seq.status is SequenceStatus.RUNNING:
+                self._send_back(seq)
 
     def abort(self, seq_ids: set[int]) -> None:
         """Drop these sequences wherever they are; ids that are not known, or finished, are passed over."""
@@ -131,15 +145,20 @@ class Scheduler:
             budget -= self._add_chunk(batch, seq, budget)
         return batch
 
-    def _schedule_decode(self) -> ScheduledBatch:
+    def _schedule_decode(self, in_flight: bool) -> ScheduledBatch:
         """One token for each running sequence; the youngest are preempted while blocks are short."""
-        needy = [seq for seq in self.running if self.block_manager.needs_block(seq)]
+        # One whose last token is in flight has nothing more to run.
+        decode = [seq for seq in self.running if seq.num_tokens < seq.max_num_tokens]
+        needy = [seq for seq in decode if self.block_manager.needs_block(seq)]
+        if in_flight and len(needy) > self.block_manager.num_free_blocks:
+            return ScheduledBatch()
         while len(needy) > self.block_manager.num_free_blocks:
-            youngest = max(self.running, key=lambda seq: seq.seq_id)
+            youngest = max(decode, key=lambda seq: seq.seq_id)
             self.num_preemptions += 1
             self._send_back(youngest)
+            decode.remove(youngest)
             needy = [seq for seq in needy if seq is not youngest]
-        batch = ScheduledBatch(decode=list(self.running))
+        batch = ScheduledBatch(decode=decode)
         for seq in needy:
             column = len(seq.block_table)
             assert seq.row is not None, f"sequence {seq.seq_id} is running and has no row"
@@ -183,7 +202,7 @@ class Scheduler:
         batch.prefill.append(PrefillChunk(seq, start, length, samples))
         seq.num_computed_tokens += length
         # At once, so that an equal prompt admitted later in this very step shares the blocks.
-        self.block_manager.cache_computed_blocks(seq)
+        self.block_manager.cache_blocks(seq, seq.num_computed_tokens)
         seq.num_pending_tokens += samples
         return length
 

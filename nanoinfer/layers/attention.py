@@ -143,13 +143,23 @@ def select_backend(
     return TritonBackend(flash_attn)
 
 
-def _flash_attn_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+def _gpu_obstacle(device: torch.device, dtype: torch.dtype, package: str) -> str | None:
+    """Why a backend that needs a recent GPU, 16 bits, Triton and `package` cannot serve; None where it can."""
     if device.type != "cuda":
         return f"runs on CUDA, and device is {device.type!r}; use a GPU"
-    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("triton") is None:
-        return "needs the packages flash-attn and triton; install them (the extra 'flash-attn')"
+    missing = [name for name in ("triton", package) if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"needs the package {missing[0].replace('_', '-')}; install it"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"needs a GPU of compute capability 8.0 or more, and {torch.cuda.get_device_name(device)} has less"
     if dtype == torch.float32:
         return "computes in 16 bits, and dtype is 'float32'; use dtype='bfloat16'"
+    return None
+
+
+def _flash_attn_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    if obstacle := _gpu_obstacle(device, dtype, "flash_attn"):
+        return obstacle
     if head_dim % 8 != 0 or head_dim > 256:
         return f"takes a head_dim that is a multiple of 8 up to 256, and the model has {head_dim}; use another model"
     if block_size % 256 != 0:
@@ -158,12 +168,8 @@ def _flash_attn_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int
 
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    if device.type != "cuda":
-        return f"runs on CUDA, and device is {device.type!r}; use a GPU"
-    if importlib.util.find_spec("triton") is None:
-        return "needs the package triton; install it"
-    if dtype == torch.float32:
-        return "computes in 16 bits, and dtype is 'float32'; use dtype='bfloat16'"
+    if obstacle := _gpu_obstacle(device, dtype, "triton"):
+        return obstacle
     if head_dim not in (64, 128):
         return f"takes a head_dim of 64 or 128, and the model has {head_dim}; use another model"
     return None
