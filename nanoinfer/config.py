@@ -4,15 +4,26 @@ Nothing that a run finds out (how many blocks fit, how long a sequence may be) i
 """
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoinfer.errors import ConfigError, ModelError
 from nanoinfer.utils.hub import read_json
 
+T = TypeVar("T", int, float)
+
 DTYPES = ("float32", "bfloat16", "float16")
+# What config.json may ask for that is not built in, and the value that does not ask for it.
+UNSUPPORTED_UNLESS = {
+    "use_sliding_window": False,
+    "quantization_config": None,
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
+}
 CHOICES = {
     "dtype": ("auto", *DTYPES),
     "attention_backend": ("auto", "flash_attn", "triton", "torch"),
@@ -96,8 +107,9 @@ class EngineConfig:
 
     def _check_positive_int(self, name: str) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+        object.__setattr__(self, name, int(value))  # NumPy's integers, say
 
     @classmethod
     def from_options(cls, model: str | Path, options: Mapping[str, Any]) -> "EngineConfig":
@@ -149,34 +161,35 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         """Read the fields of a config.json; what the engine would have to ignore is refused."""
-        if raw.get("use_sliding_window"):
-            raise ModelError(
-                "use_sliding_window=true: sliding-window attention is not supported; use a model without it"
-            )
-        if raw.get("quantization_config"):
-            raise ModelError("quantization_config: quantised checkpoints are not supported; use the bf16 original")
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ModelError(f"hidden_act={raw['hidden_act']!r} is not supported; only 'silu' is")
-        num_heads = _required(raw, "num_attention_heads")
-        hidden_size = _required(raw, "hidden_size")
-        num_kv_heads = raw.get("num_key_value_heads") or num_heads
+        for name, supported in UNSUPPORTED_UNLESS.items():
+            if raw.get(name, supported) not in (supported, None):
+                raise ModelError(
+                    f"config.json has {name}={raw[name]!r}, which is not supported; use a model without it"
+                )
+        num_heads = _number(raw, "num_attention_heads")
+        num_kv_heads = _number(raw, "num_key_value_heads", default=num_heads)
         if num_heads % num_kv_heads != 0:
             raise ModelError(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}")
-        architectures = raw.get("architectures") or ["(none)"]
+        head_dim = _number(raw, "head_dim", default=128)  # Qwen3's default, not hidden_size / num_attention_heads
+        if head_dim % 2 != 0:
+            raise ModelError(f"head_dim={head_dim} is odd; rotary embedding turns pairs of dimensions")
+        architectures = raw.get("architectures") or ["(none)"]  # which the registry refuses
+        if not isinstance(architectures, list):
+            raise ModelError(f"config.json has architectures={architectures!r}; it must be a list of names")
         return cls(
-            architecture=architectures[0],
-            vocab_size=_required(raw, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=_required(raw, "intermediate_size"),
-            num_hidden_layers=_required(raw, "num_hidden_layers"),
+            architecture=str(architectures[0]),
+            vocab_size=_number(raw, "vocab_size"),
+            hidden_size=_number(raw, "hidden_size"),
+            intermediate_size=_number(raw, "intermediate_size"),
+            num_hidden_layers=_number(raw, "num_hidden_layers"),
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
-            head_dim=raw.get("head_dim") or 128,  # Qwen3's default, not hidden_size / num_attention_heads
-            max_position_embeddings=raw.get("max_position_embeddings", 32768),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            initializer_range=raw.get("initializer_range", 0.02),
-            tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            attention_bias=raw.get("attention_bias", False),
+            head_dim=head_dim,
+            max_position_embeddings=_number(raw, "max_position_embeddings", default=32768),
+            rms_norm_eps=_number(raw, "rms_norm_eps", float, default=1e-6),
+            initializer_range=_number(raw, "initializer_range", float, default=0.02),
+            tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
+            attention_bias=_flag(raw, "attention_bias"),
             dtype=_read_dtype(raw),
             rope=_read_rope(raw),
         )
@@ -193,11 +206,21 @@ class ModelConfig:
         return self.max_position_embeddings
 
 
-def _required(raw: Mapping[str, Any], name: str) -> int:
+def _number(raw: Mapping[str, Any], name: str, kind: type[T] = int, default: T | None = None) -> T:
+    """A positive number; null and a missing one mean the default, where there is one."""
+    value = default if raw.get(name) is None else raw[name]
+    kinds = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+        wanted = "a whole number of at least 1" if kind is int else "a positive number"
+        raise ModelError(f"config.json has {name}={value!r}; it must be {wanted}")
+    return kind(value)
+
+
+def _flag(raw: Mapping[str, Any], name: str) -> bool:
     value = raw.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"config.json has {name}={value!r}; it must be a whole number of at least 1")
-    return value
+    if value is not None and not isinstance(value, bool):
+        raise ModelError(f"config.json has {name}={value!r}; it must be true or false")
+    return bool(value)
 
 
 def _read_dtype(raw: Mapping[str, Any]) -> str:
@@ -210,8 +233,22 @@ def _read_dtype(raw: Mapping[str, Any]) -> str:
 
 def _read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    parameters = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    old_spelling = parameters.pop("type", "default")
-    rope_type = parameters.pop("rope_type", old_spelling)
-    theta = parameters.pop("rope_theta", raw.get("rope_theta", 10000.0))
-    return RopeConfig(rope_type=rope_type, theta=float(theta), parameters=parameters)
+    parameters: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        part = raw.get(name) or {}
+        if not isinstance(part, Mapping) or any(isinstance(value, Mapping) for value in part.values()):
+            raise ModelError(f"config.json has {name}={part!r}; one set of numbers for all layers is supported")
+        parameters |= part
+    old_spelling = parameters.pop("type", None)
+    rope_type = parameters.pop("rope_type", old_spelling) or "default"
+    theta = {"rope_theta": parameters.pop("rope_theta", None) or raw.get("rope_theta")}
+    for name in ("factor", "original_max_position_embeddings"):
+        if parameters.get(name) is not None:
+            parameters[name] = _number(parameters, name, float if name == "factor" else int)
+    if rope_type == "default" and "factor" in parameters:
+        raise ModelError(
+            f"config.json has RoPE parameters {parameters!r} and no rope_type; say which type they belong to"
+        )
+    return RopeConfig(
+        rope_type=str(rope_type), theta=_number(theta, "rope_theta", float, 10000.0), parameters=parameters
+    )

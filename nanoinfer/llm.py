@@ -1,6 +1,8 @@
 """The facade: prompts in, completions out."""
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -8,7 +10,7 @@ from typing import Any, cast
 from tqdm.auto import tqdm
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.llm_engine import LLMEngine, Prompt
+from nanoinfer.engine.llm_engine import EngineStats, LLMEngine, Prompt
 from nanoinfer.errors import RequestError
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
@@ -23,7 +25,7 @@ class LLM:
     model: a local folder, or the id of a model on the Hugging Face hub. options, each by name (see `EngineConfig`):
     dtype="auto", device="auto", tensor_parallel_size=1, max_model_len=None, max_num_seqs=512,
     max_num_batched_tokens=16384, gpu_memory_utilization=0.9, kvcache_block_size=256, num_kvcache_blocks=None,
-    enable_prefix_caching=True, enforce_eager=False, attention_backend="auto", load_format="auto", seed=0.
+    enable_prefix_caching=True, enforce_eager=False, attention_backend="auto", overlap=True, load_format="auto", seed=0.
 
     Raises TypeError for an unknown option, ConfigError for a value out of range, ModelError for a model that cannot
     be used.
@@ -45,37 +47,37 @@ class LLM:
         each. use_tqdm: show finished requests and tokens a second. Raises RequestError for a prompt that cannot be
         served; nothing is queued then, and nothing is left behind if the call fails later.
         """
-        self.engine._check_open()
         prompts = _as_list_of_prompts(prompts)
         params = _one_for_each(sampling_params, len(prompts))
         encoded = self.engine.encode(prompts)
-        request_ids = [self.engine.add_encoded(*request) for request in zip(prompts, encoded, params, strict=True)]
-        pending = set(request_ids)
+        request_ids: list[int] = []
         outputs: dict[int, RequestOutput] = {}
         try:
-            with tqdm(total=len(prompts), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-                while pending:
+            for request in zip(prompts, encoded, params, strict=True):
+                request_ids.append(self.engine.add_encoded(*request))
+            wanted = set(request_ids)
+            with Progress(self.engine.stats, len(prompts), use_tqdm) as progress:
+                while len(outputs) < len(wanted):
                     for output in self.engine.step():
-                        if output.request_id in pending:
-                            pending.remove(output.request_id)
+                        if output.request_id in wanted:
                             outputs[output.request_id] = output
-                            bar.update()
                         else:
                             self._unclaimed.append(output)
-                    bar.set_postfix_str(self._rates(), refresh=False)
+                    progress.show(len(outputs))
         finally:
-            if pending:
-                self.engine.abort(list(pending))
+            if len(outputs) < len(request_ids):
+                self.engine.abort([request_id for request_id in request_ids if request_id not in outputs])
         return [outputs[request_id] for request_id in request_ids]
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a request for `step` to run and return its id. Raises RequestError for one that cannot be served."""
-        return self.engine.add_request(prompt, sampling_params or SamplingParams())
+        return self.engine.add_request(prompt, *_one_for_each(sampling_params, 1))
 
     def step(self) -> list[RequestOutput]:
         """Run one step; return the requests that finished, those that finished during a `generate` included."""
-        finished, self._unclaimed = self._unclaimed, []
-        return finished + self.engine.step()
+        finished = self.engine.step()
+        finished, self._unclaimed = self._unclaimed + finished, []
+        return finished
 
     def is_finished(self) -> bool:
         """Whether `step` has nothing more to return."""
@@ -104,11 +106,34 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _rates(self) -> str:
-        stats = self.engine.stats
-        prefill = stats.prefill_tokens / max(stats.prefill_seconds, 1e-9)
-        decode = stats.decode_tokens / max(stats.decode_seconds, 1e-9)
-        return f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s"
+
+class Progress:
+    """The progress bar of a `generate`: finished requests, and the tokens a second of its own steps so far."""
+
+    def __init__(self, stats: EngineStats, num_requests: int, use_tqdm: bool) -> None:
+        self._stats, self._before = stats, replace(stats)
+        self._bar = tqdm(total=num_requests, desc="Generating", unit="req", disable=not use_tqdm)
+        self._shown = 0.0  # monotonic time
+
+    def show(self, num_finished: int) -> None:
+        """Redraw, a few times a second at most, whether or not a request has finished."""
+        self._bar.n = num_finished
+        if time.monotonic() - self._shown > 0.2 or num_finished == self._bar.total:
+            now, before = self._stats, self._before
+            prefill = _rate(now.prefill_tokens - before.prefill_tokens, now.prefill_seconds - before.prefill_seconds)
+            decode = _rate(now.decode_tokens - before.decode_tokens, now.decode_seconds - before.decode_seconds)
+            self._bar.set_postfix_str(f"prefill {prefill} tok/s, decode {decode} tok/s")  # draws
+            self._shown = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+
+def _rate(count: int, seconds: float) -> str:
+    return f"{count / seconds:.0f}" if seconds > 0 else "0"
 
 
 def _as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -125,6 +150,10 @@ def _as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, (list, tuple)) or not all(isinstance(item, SamplingParams) for item in params):
+        raise RequestError(
+            f"sampling_params={params!r}; give a SamplingParams for all prompts, or a list with one for each"
+        )
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one for all, or one for each")
     return list(params)

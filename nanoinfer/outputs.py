@@ -11,7 +11,8 @@ class CompletionOutput:
     index: which of the request's completions this is, from 0.
     text: the decoded completion without its stop token and other special tokens; "" when there is no tokenizer.
     token_ids: the generated ids, the stop token included.
-    finish_reason: "stop" (a stop token) or "length" (max_tokens or max_model_len reached).
+    finish_reason: "stop" (a stop token), "length" (max_tokens or max_model_len reached), or "error" (the model's logits
+        were NaN or infinite; the tokens before that are kept).
     """
 
     index: int

@@ -1,9 +1,11 @@
 """How one request is to be sampled: chosen by the user, validated once, never changed."""
 
-import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from nanoinfer.errors import RequestError
+
+MAX_TEMPERATURE = 1e6  # far past where every token is as likely as any other
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +24,16 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
+        if isinstance(self.temperature, bool) or not isinstance(self.temperature, Real):
             raise RequestError(
                 f"temperature={self.temperature!r} is not a number; use 0 for greedy or a positive number"
             )
-        if not math.isfinite(self.temperature) or self.temperature < 0:
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:  # NaN fails it too
             raise RequestError(
-                f"temperature={self.temperature} must be finite and at least 0; use 0 for greedy or a positive number"
+                f"temperature={self.temperature} must be finite and at least 0, and at most {MAX_TEMPERATURE:g}; use 0 "
+                "for greedy or a positive number"
             )
-        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int):
+        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, Integral):
             raise RequestError(f"max_tokens={self.max_tokens!r} is not an int; use a whole number of at least 1")
         if self.max_tokens < 1:
             raise RequestError(

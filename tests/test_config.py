@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -281,9 +282,12 @@ def test_a_size_that_is_no_positive_whole_number_is_refused(value: Any) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"use_sliding_window": True}, "use_sliding_window=true: sliding-window attention is not supported; use a"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints are not supported; use the bf16"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only 'silu' is"),
+        ({"use_sliding_window": True}, "use_sliding_window=True, which is not supported; use a model without it"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config={'quant_method': 'gptq'}, which",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu', which is not supported"),
         ({"torch_dtype": "float64"}, "config.json has dtype='float64'; supported are float32, bfloat16, float16"),
         ({"dtype": "float8_e4m3fn"}, "config.json has dtype='float8_e4m3fn'; supported are float32, bfloat16, float16"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
@@ -346,3 +350,40 @@ def test_a_config_json_that_is_no_json_object_is_refused(content: bytes, tmp_pat
 def test_the_longest_sequence_follows_from_the_rotary_type(rope_scaling: dict[str, Any] | None, limit: int) -> None:
     config = ModelConfig.from_dict({**QWEN3, "max_position_embeddings": 1024, "rope_scaling": rope_scaling})
     assert config.max_model_len == limit
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"num_key_value_heads": "2"}, "num_key_value_heads='2'; it must be a whole number of at least 1"),
+        ({"head_dim": -64}, "head_dim=-64; it must be a whole number of at least 1"),
+        ({"head_dim": 63}, "head_dim=63 is odd"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small'; it must be a positive number"),
+        ({"rope_theta": "x"}, "rope_theta='x'; it must be a positive number"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings=0; it must be a whole number of at least 1"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false'; it must be true or false"),
+        ({"architectures": "Qwen3ForCausalLM"}, "architectures='Qwen3ForCausalLM'; it must be a list of names"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear'; one set of numbers for all layers is supported"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "factor='4'; it must be a positive number"),
+        ({"rope_scaling": {"factor": 4}}, "and no rope_type"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "one set of numbers for all layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, which is not supported"),
+    ],
+    ids=str,
+)
+def test_a_value_that_makes_no_sense_is_named(entry: dict[str, Any], message: str) -> None:
+    raw = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with pytest.raises(ModelError) as error:
+        ModelConfig.from_dict({**raw, **entry})
+    assert message in str(error.value)
+
+
+def test_null_stands_for_the_default() -> None:
+    raw = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2}
+    names = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling")
+    assert ModelConfig.from_dict({**raw, **dict.fromkeys(names)}) == ModelConfig.from_dict(raw)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    config = EngineConfig.from_options("model", {"max_num_seqs": np.int64(3)})
+    assert type(config.max_num_seqs) is int

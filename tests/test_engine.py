@@ -75,7 +75,7 @@ def generate(folder: Path, prompts: list[list[int]], params: SamplingParams = GR
 )
 def test_greedy_tokens_equal_those_of_transformers(random_checkpoint: Checkpoint, overrides: dict) -> None:
     folder = random_checkpoint(**overrides)
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = Qwen3ForCausalLM.from_pretrained(folder).float().eval()
     prompts = random_prompts(LENGTHS)
     expected = [reference_tokens(model, prompt, GREEDY.max_tokens) for prompt in prompts]
     assert generate(folder, prompts, kvcache_block_size=16) == expected
@@ -86,7 +86,7 @@ def test_lengths_around_the_edge_of_a_default_block_equal_transformers(
     random_checkpoint: Checkpoint, length: int
 ) -> None:
     folder = random_checkpoint()
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = Qwen3ForCausalLM.from_pretrained(folder).float().eval()
     [prompt] = random_prompts((length,))
     assert generate(folder, [prompt]) == [reference_tokens(model, prompt, GREEDY.max_tokens)]
 

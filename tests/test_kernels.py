@@ -228,3 +228,16 @@ def test_sample_of_no_rows_is_empty() -> None:
     ids = sample_triton(torch.zeros(0, 10), nothing, nothing.long(), nothing.int())
     assert ids.tolist() == []
     assert ids.dtype == torch.int32
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_sampling_kernel_gives_no_token_for_a_row_without_a_finite_best(value: float, temperature: float) -> None:
+    from nanoinfer.kernels.sample import sample_triton
+
+    logits = torch.zeros(3, 5000)
+    logits[1, 4500] = value
+    if value < 0:
+        logits[1] = value
+    ids = sample_triton(logits, torch.full((3,), temperature), torch.arange(3), torch.arange(3, dtype=torch.int32))
+    assert (ids >= 0).tolist() == [True, False, True]

@@ -1,7 +1,7 @@
 """The layers against transformers, against a naive attention, and cut over two ranks against the whole."""
 
-import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -394,7 +394,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def pretend_installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in packages else None)
+    monkeypatch.setattr(attention, "import_error", lambda name: None if name in packages else ImportError("not there"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -437,9 +437,9 @@ def test_a_backend_that_cannot_serve_the_model_says_why(
 @pytest.mark.parametrize(
     ("requested", "installed", "reason"),
     [
-        ("flash_attn", ["triton"], "needs the packages flash-attn and triton; install them (the extra 'flash-attn')"),
-        ("flash_attn", ["flash_attn"], "needs the packages flash-attn and triton; install them"),
-        ("triton", ["flash_attn"], "needs the package triton; install it"),
+        ("flash_attn", ["triton"], "needs the package flash-attn, which cannot be imported (not there); install it"),
+        ("flash_attn", ["flash_attn"], "needs the package triton, which cannot be imported (not there); install it"),
+        ("triton", ["flash_attn"], "needs the package triton, which cannot be imported (not there); install it"),
     ],
 )
 def test_a_backend_that_is_not_installed_says_what_to_install(
@@ -459,8 +459,6 @@ def test_auto_on_cuda_without_flash_attn_takes_the_fastest_that_serves(
     dtype: torch.dtype, head_dim: int, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    from nanoinfer.layers import triton_attention  # noqa: F401 (imported before find_spec is replaced)
-
     pretend_installed(monkeypatch, "triton")
     assert select_backend("auto", CUDA, dtype, head_dim, block_size=16).name == chosen
 
@@ -468,3 +466,10 @@ def test_auto_on_cuda_without_flash_attn_takes_the_fastest_that_serves(
 def test_auto_on_cuda_falls_back_on_the_plain_backend_for_other_head_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_installed(monkeypatch, "triton")
     assert select_backend("auto", CUDA, torch.bfloat16, head_dim=80, block_size=256).name == "torch"
+
+
+def test_a_package_that_is_broken_counts_as_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_package.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert str(attention.import_error("broken_package")) == "undefined symbol"
+    assert attention.import_error("json") is None

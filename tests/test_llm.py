@@ -1,9 +1,13 @@
 """The facade: what a user calls, what comes back, and what happens to calls that make no sense."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, EngineClosedError, RequestError, RequestOutput, SamplingParams, tiny_model_path
 
@@ -40,6 +44,18 @@ def test_without_sampling_params_the_defaults_apply(llm: LLM) -> None:
 def test_as_many_sampling_params_as_prompts(llm: LLM) -> None:
     with pytest.raises(RequestError, match="2 sampling_params for 3 prompts"):
         llm.generate([[1], [2], [3]], [SHORT, SHORT], use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", [[SHORT, None], {"max_tokens": 3}, 3, "greedy"])
+def test_sampling_params_of_another_kind_are_refused_before_anything_is_queued(llm: LLM, params: object) -> None:
+    with pytest.raises(RequestError, match="give a SamplingParams for all prompts, or a list with one for each"):
+        llm.generate([[1], [2]], params, use_tqdm=False)  # type: ignore[arg-type]
+    assert llm.is_finished()
+
+
+def test_numpy_integers_are_token_ids(llm: LLM) -> None:
+    [output] = llm.generate([list(np.array([1, 2, 3]))], SHORT, use_tqdm=False)
+    assert output.prompt_token_ids == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +138,48 @@ def test_a_request_that_finished_while_another_was_aborted_is_not_lost(llm: LLM)
     assert [output.request_id for output in llm.step()] == [kept]
     assert llm.is_finished()
     assert llm.engine.block_manager.num_used_blocks == 0
+
+
+def test_outputs_of_a_step_are_kept_when_the_text_of_one_cannot_be_made(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [llm.add_request([1, 2, 3], SHORT), llm.add_request([4, 5, 6], SHORT)]
+    original, failures = llm.engine._output, [KeyboardInterrupt]
+
+    def fail_once(seq):  # type: ignore[no-untyped-def]
+        if failures:
+            raise failures.pop()
+        return original(seq)
+
+    monkeypatch.setattr(llm.engine, "_output", fail_once)
+    for _ in range(4):
+        llm.step()
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
+    finished: list[RequestOutput] = []
+    while not llm.is_finished():
+        finished += llm.step()
+    assert [output.request_id for output in finished] == ids
+
+
+def test_a_request_whose_logits_are_nan_ends_in_an_error_and_harms_no_other(
+    random_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Token 7 has an embedding of NaN: prompts with it are lost, before, beside and after the others."""
+    shutil.copytree(random_checkpoint(), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    good, bad = [[11] * 20, [12] * 40, [13] * 3], [[7] * 20, [12] * 35 + [7]]
+    options = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 24, "max_model_len": 256}
+    with LLM(random_checkpoint(), **options) as llm:
+        expected = [output.token_ids for output in llm.generate(good, SHORT, use_tqdm=False)]
+    with LLM(tmp_path, **options) as llm:
+        for _ in range(3):
+            outputs = llm.generate([bad[0], *good, bad[1]], SHORT, use_tqdm=False)
+            assert [output.finish_reason for output in outputs] == ["error", *["length"] * 3, "error"]
+            assert [output.token_ids for output in outputs] == [[], *expected, []]
+        assert llm.engine.block_manager.num_used_blocks == 0
 
 
 def test_close_twice_is_fine_and_later_calls_say_so(random_checkpoint: Checkpoint) -> None:

@@ -226,3 +226,14 @@ def test_on_a_cpu_the_specification_is_what_runs() -> None:
     logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(0))
     arguments = (torch.ones(3), tensor(1, 2, 3), tensor(4, 5, 6).int())
     assert torch.equal(sample(logits.clone(), *arguments), sample_torch(logits.clone(), *arguments))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_finite_best_gives_no_token(value: float, temperature: float) -> None:
+    logits = torch.zeros(3, 8)
+    logits[1, 5] = value
+    if value < 0:
+        logits[1] = value
+    ids = sample(logits, torch.full((3,), temperature), torch.arange(3), torch.arange(3, dtype=torch.int32))
+    assert (ids >= 0).tolist() == [True, False, True]

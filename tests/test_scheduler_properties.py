@@ -173,7 +173,7 @@ class History:
             self.play(Step())
         self.collect_all_but(0)
         assert self.scheduler.is_finished(), f"not finished after {MAX_STEPS} steps"
-        assert {seq.seq_id for seq in self.seqs if seq.finish_reason is None} == self.aborted
+        assert {seq.seq_id for seq in self.seqs if seq.finish_reason == "abort"} == self.aborted
         assert self.first_admissions == sorted(self.first_admissions), "not first come, first served"
         assert self.manager.num_free_blocks == self.manager.num_blocks
 

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from nanoinfer.engine.sequence import Sequence
 
+NO_TOKEN = -1  # in place of a sampled id where the logits were NaN or infinite
+
 Packet = NDArray[np.int32]
 
 
@@ -73,8 +75,6 @@ class Header(NamedTuple):
     num_chunks: int
     num_prefill_tokens: int
     num_prefill_samples: int
-    max_chunk_len: int
-    max_chunk_context: int  # the longest context, cached tokens included, that a chunk attends to
     num_decode: int
 
 
@@ -110,8 +110,6 @@ def pack(batch: ScheduledBatch) -> Packet:
         num_chunks=len(chunks),
         num_prefill_tokens=batch.num_prefill_tokens,
         num_prefill_samples=sum(chunk.samples for chunk in batch.prefill),
-        max_chunk_len=max((chunk.length for chunk in batch.prefill), default=0),
-        max_chunk_context=max((chunk.start + chunk.length for chunk in batch.prefill), default=0),
         num_decode=len(batch.decode),
     )
     sections: list[Any] = [header, *records]

@@ -18,17 +18,17 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Captures `decode`, a function of rows (num_rows,) int64 that returns logits (num_rows, vocab_size).
+    """Captures `decode`, a function of rows (num_rows,) int64 that returns hidden states (num_rows, hidden_size).
 
-    Everything else that `decode` reads must stay where it is in memory; the results share a pool of memory, so a
-    replay overwrites the logits of the one before.
+    Everything else that `decode` reads must stay where it is in memory. The graphs share a pool of memory; what they
+    return must stay out of it for each size, so it is the hidden states, far smaller than the logits.
     """
 
     def __init__(self, decode: Callable[[Tensor], Tensor], sizes: list[int], device: torch.device) -> None:
         self.sizes = sizes
         self._rows = torch.full((max(sizes),), PADDING_ROW, dtype=torch.int64, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._logits: dict[int, Tensor] = {}
+        self._hidden: dict[int, Tensor] = {}
         self._size_for = [min(size for size in sizes if size >= count) for count in range(max(sizes) + 1)]
         pool = None
         # The largest first: the smaller ones then fit into its memory.
@@ -37,14 +37,14 @@ class DecodeGraphs:
             decode(rows)  # compile and warm up outside the capture
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._logits[size] = decode(rows)
+                self._hidden[size] = decode(rows)
             pool = pool or graph.pool()
             self._graphs[size] = graph
 
     def replay(self, rows: Tensor) -> Tensor:
-        """Logits (num_rows, vocab_size) of these rows, valid until the next replay."""
+        """Hidden states (num_rows, hidden_size) of these rows, valid until the next replay."""
         size = self._size_for[len(rows)]
         self._rows[: len(rows)] = rows
         self._rows[len(rows) : size] = PADDING_ROW
         self._graphs[size].replay()
-        return self._logits[size][: len(rows)]
+        return self._hidden[size][: len(rows)]

@@ -94,7 +94,7 @@ class DeviceState:
 
     def append(self, rows: Tensor, token_ids: Tensor) -> None:
         """Enter a sampled token for each row (num_rows,) int64; padding must have been cut off."""
-        self.token_ids[rows, self.context_lens[rows].long()] = token_ids
+        self.token_ids[rows, self.context_lens[rows].long()] = token_ids.clamp(min=0)  # NO_TOKEN is no valid id
         self.context_lens[rows] += 1
 
     def _slots(self, block_tables: Tensor, lines: Tensor, positions: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The KV cache's size and memory, and how long a sequence it can hold."""
 
+import math
 import warnings
 
 import numpy as np
@@ -22,7 +23,7 @@ def cache_shape(config: ModelConfig, num_blocks: int, block_size: int, tp: Tenso
 
 def num_blocks_in(free_bytes: int, config: ModelConfig, block_size: int, dtype: torch.dtype, tp: TensorParallel) -> int:
     """The blocks that fit into `free_bytes`. Raises ConfigError where not one does."""
-    bytes_per_block = 2 * int(np.prod(cache_shape(config, 1, block_size, tp))) * dtype.itemsize
+    bytes_per_block = 2 * math.prod(cache_shape(config, 1, block_size, tp)) * dtype.itemsize
     if free_bytes < bytes_per_block:
         raise ConfigError(
             f"{free_bytes / GIB:.2f} GiB are left for the KV cache, and one block of {block_size} tokens takes "
@@ -42,19 +43,19 @@ def allocate_kv_cache(
 ) -> KVCache:
     """A cache of zeros: what was never written must not be NaN, since 0 x NaN is NaN."""
     shape = cache_shape(config, num_blocks, block_size, tp)
-    if device.type == "cpu":
-        # NumPy's zeros are pages that cost neither time nor memory until they are written; PyTorch's are written.
-        num_bytes = int(np.prod(shape)) * dtype.itemsize
-        k, v = (torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape) for _ in range(2))
-        return KVCache(k, v)
+    num_bytes = math.prod(shape) * dtype.itemsize  # of the keys, and of the values
     try:
-        return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
-    except torch.OutOfMemoryError:
-        num_gib = 2 * int(np.prod(shape)) * dtype.itemsize / GIB
+        if device.type == "cpu":
+            # NumPy's zeros cost neither time nor memory until they are written; PyTorch writes its own at once.
+            k, v = (torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape) for _ in range(2))
+        else:
+            k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+    except (torch.OutOfMemoryError, MemoryError, ValueError):  # the last: NumPy's for sizes beyond any address
         raise ConfigError(
-            f"num_kvcache_blocks={num_blocks} needs {num_gib:.1f} GiB, more than is free on {device}; lower it, or "
-            "leave it out to take what fits"
+            f"num_kvcache_blocks={num_blocks} needs {2 * num_bytes / GIB:.1f} GiB, more than {device} has free; lower "
+            "it, or leave it out to take what fits"
         ) from None
+    return KVCache(k, v)
 
 
 def resolve_max_model_len(requested: int | None, model_limit: int, num_blocks: int, block_size: int) -> int:

@@ -1,9 +1,11 @@
 """The engine's loop: requests in, finished outputs out, one step at a time."""
 
+import logging
 import struct
 import time
 from collections import deque
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 import xxhash
@@ -19,6 +21,8 @@ from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.hub import resolve_model_folder
 from nanoinfer.utils.tokenizer import load_tokenizer, read_stop_token_ids
+
+logger = logging.getLogger("nanoinfer")
 
 Prompt = str | list[int]
 
@@ -58,10 +62,11 @@ class LLMEngine:
     """Holds the requests and drives scheduler and runner. Most users want `LLM`, which wraps it."""
 
     def __init__(self, config: EngineConfig) -> None:
-        folder = resolve_model_folder(config.model)
+        folder = resolve_model_folder(config.model, with_weights=config.load_format != "dummy")
         self.config = config
         self.model_config = ModelConfig.from_folder(folder)
         self.tokenizer = load_tokenizer(folder)
+        stop_token_ids = read_stop_token_ids(folder, self.tokenizer)
         self.runner: ModelRunner | None = ModelRunner(config, self.model_config, folder)
         self.max_model_len = self.runner.max_model_len
         self.block_manager = BlockManager(
@@ -72,27 +77,33 @@ class LLMEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            stop_token_ids=read_stop_token_ids(folder, self.tokenizer),
+            stop_token_ids=stop_token_ids,
         )
         self.stats = EngineStats()
         self._in_flight: deque[Step] = deque()  # launched and not collected, the oldest first
-        self._collected: list[RequestOutput] = []  # finished and not returned
+        self._finished: deque[Sequence] = deque()  # their outputs are still to be made
+        self._outputs: list[RequestOutput] = []  # made and not returned
         self._last_collected = 0.0  # perf_counter
         self._num_requests = 0
         self._prompts: dict[int, str] = {}  # of unfinished requests that were given as text
 
     def encode(self, prompts: list[Prompt]) -> list[list[int]]:
         """Token ids of each prompt, texts in one batch. Raises RequestError for one that cannot be served."""
+        self._check_open()
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if texts and self.tokenizer is None:
             raise RequestError(f"{self.config.model} has no tokenizer; give the prompt as a list of token ids")
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, str) and not _is_valid_unicode(prompt):
+                raise RequestError(
+                    f"prompt {index} has a lone surrogate, which is no character; decode its bytes as UTF-8"
+                )
         encoded = iter(self.tokenizer.encode(texts) if self.tokenizer else [])
         all_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
         return [self._validated(ids, index) for index, ids in enumerate(all_ids)]
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
         """Queue a request and return its id. Raises RequestError for a prompt that cannot be served."""
-        self._check_open()
         return self.add_encoded(prompt, self.encode([prompt])[0], sampling_params)
 
     def add_encoded(self, prompt: Prompt, token_ids: list[int], sampling_params: SamplingParams) -> int:
@@ -116,22 +127,24 @@ class LLMEngine:
         max_in_flight = 1 if launched and self.config.overlap else 0
         while len(self._in_flight) > max_in_flight:
             self._collect()
-        finished, self._collected = self._collected, []
-        return finished
+        self._make_outputs()
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def abort(self, request_ids: list[int]) -> None:
         """Drop these requests and what they hold; those that are finished are passed over."""
         while self._in_flight:
             self._collect()
         dropped = set(request_ids)
-        self._collected = [output for output in self._collected if output.request_id not in dropped]
+        self._finished = deque(seq for seq in self._finished if seq.seq_id not in dropped)
+        self._outputs = [output for output in self._outputs if output.request_id not in dropped]
         self.scheduler.abort(dropped)
         for request_id in request_ids:
             self._prompts.pop(request_id, None)
 
     def is_finished(self) -> bool:
         """Whether every request has finished and was returned."""
-        return self.scheduler.is_finished() and not self._collected
+        return self.scheduler.is_finished() and not self._finished and not self._outputs
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -160,7 +173,7 @@ class LLMEngine:
         return True
 
     def _collect(self) -> None:
-        """Wait for the oldest step in flight and keep the outputs of the requests that it finished."""
+        """Wait for the oldest step in flight and keep the sequences that it finished."""
         runner, step = self._check_open(), self._in_flight[0]
         try:
             token_ids = runner.wait(step.handle)
@@ -169,12 +182,16 @@ class LLMEngine:
             raise
         self._in_flight.popleft()
         num_decoded = sum(seq.status is SequenceStatus.RUNNING for seq in step.batch.decode)
-        finished = self.scheduler.update(step.batch, token_ids)
-        self._collected += [self._output(seq) for seq in finished]
+        self._finished += self.scheduler.update(step.batch, token_ids)
         # Steps overlap: each counts from its launch, or from the end of the one before it.
         now = time.perf_counter()
         self.stats.add(step.batch, num_decoded, now - max(step.started, self._last_collected))
         self._last_collected = now
+
+    def _make_outputs(self) -> None:
+        while self._finished:  # one at a time, so that an error in one loses no other
+            self._outputs.append(self._output(self._finished[0]))
+            self._finished.popleft()
 
     def _discard(self, *batches: ScheduledBatch) -> None:
         """Queue the sequences of all steps in flight, and of these batches, again."""
@@ -195,8 +212,10 @@ class LLMEngine:
         if not token_ids:
             raise RequestError(f"{which} is empty; give at least one token")
         if not all(type(token_id) is int for token_id in token_ids):
-            wrong = next(token_id for token_id in token_ids if type(token_id) is not int)
-            raise RequestError(f"{which} has {wrong!r} among its token ids; they must be ints")
+            for item in token_ids:
+                if not isinstance(item, Integral) or isinstance(item, bool):
+                    raise RequestError(f"{which} has {item!r} among its token ids; they must be ints")
+            token_ids = [int(token_id) for token_id in token_ids]  # NumPy's, say
         vocab_size = self.model_config.vocab_size
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
@@ -211,6 +230,8 @@ class LLMEngine:
     def _output(self, seq: Sequence) -> RequestOutput:
         token_ids = seq.completion_token_ids
         assert seq.finish_reason is not None, f"sequence {seq.seq_id} is returned before it finished"
+        if seq.finish_reason == "error":
+            logger.warning("request %d ends in an error: its logits are NaN or infinite", seq.seq_id)
         shown = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
         text = self.tokenizer.decode(shown) if self.tokenizer else ""
         return RequestOutput(
@@ -220,3 +241,11 @@ class LLMEngine:
             num_cached_tokens=seq.num_cached_tokens or 0,
             outputs=[CompletionOutput(0, text, token_ids, seq.finish_reason)],
         )
+
+
+def _is_valid_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

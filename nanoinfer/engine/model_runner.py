@@ -8,7 +8,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,11 +52,9 @@ class ModelRunner:
     Raises ConfigError for an option that does not fit the device or the model, ModelError for the checkpoint.
     """
 
-    @torch.inference_mode()
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TensorParallel | None = None
     ) -> None:
-        started = time.perf_counter()
         self.config = config
         self.model_config = model_config
         self.tp = tp or TensorParallel()
@@ -66,6 +64,20 @@ class ModelRunner:
             config.attention_backend, self.device, self.dtype, model_config.head_dim, config.kvcache_block_size
         )
         self.graphs: DecodeGraphs | None = None
+        try:
+            with torch.inference_mode(), self._on_device():
+                self._prepare(folder)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"{self.device} has too little memory for the model and the largest step ({error}); lower "
+                f"max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}, free "
+                "the memory that other programs hold, or use a smaller model"
+            ) from error
+
+    def _prepare(self, folder: Path) -> None:
+        """Load the model, size and allocate the cache, capture the graphs."""
+        started = time.perf_counter()
+        config = self.config
         model_limit = self._model_limit()
         self.model = self._load_model(folder, model_limit)
         loaded = time.perf_counter()
@@ -82,11 +94,11 @@ class ModelRunner:
         self._allocate(num_blocks, self.max_model_len)
         sized = time.perf_counter()
         if self._uses_graphs:
-            self.graphs = DecodeGraphs(self._decode_logits, graph_sizes(config.max_num_seqs), self.device)
+            self.graphs = DecodeGraphs(self._decode_hidden, graph_sizes(config.max_num_seqs), self.device)
         logger.info(
             "%s on %s in %s with attention by %s: weights %.1f s, warm-up %.1f s, graphs %.1f s; KV cache of %d blocks "
             "of %d tokens, %.2f GiB; sequences up to %d tokens",
-            model_config.architecture,
+            self.model_config.architecture,
             self.device,
             str(self.dtype).removeprefix("torch."),
             self.backend.name,
@@ -99,9 +111,12 @@ class ModelRunner:
             self.max_model_len,
         )
 
-    @torch.inference_mode()
     def launch(self, packet: Packet) -> StepHandle:
         """Start a step. Its token ids come in the packet's order: chunks that yield one, then decode rows."""
+        with torch.inference_mode(), self._on_device():
+            return self._launch(packet)
+
+    def _launch(self, packet: Packet) -> StepHandle:
         header = read_header(packet)
         on_host, on_device = split(packet, header), split(self._to_device(packet), header)
         self.state.apply(header, on_device)
@@ -126,8 +141,7 @@ class ModelRunner:
     def close(self) -> None:
         """Give the device's memory back. The runner cannot be used any more."""
         self.graphs = None
-        for name in ("model", "kv_cache", "state"):
-            self.__dict__.pop(name, None)
+        del self.model, self.kv_cache, self.state
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -139,6 +153,10 @@ class ModelRunner:
     @property
     def _uses_graphs(self) -> bool:
         return self.device.type == "cuda" and not self.config.enforce_eager and not self.backend.needs_host
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Makes our GPU the current one: which that is belongs to the thread, and other engines may use another."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _prefill(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> Tensor:
         """Compute the chunks; sample for those that end their prompt."""
@@ -152,14 +170,13 @@ class ModelRunner:
 
     def _decode(self, rows: Tensor) -> Tensor:
         """One token for each row."""
-        logits = self.graphs.replay(rows) if self.graphs else self._decode_logits(rows)
-        return self._sample(logits, rows)
+        hidden = self.graphs.replay(rows) if self.graphs else self._decode_hidden(rows)
+        return self._sample(self.model.compute_logits(hidden), rows)
 
-    def _decode_logits(self, rows: Tensor) -> Tensor:
-        """Logits (num_rows, vocab_size) after the newest token of each row; what a CUDA graph captures."""
+    def _decode_hidden(self, rows: Tensor) -> Tensor:
+        """Hidden states (num_rows, hidden_size) of the newest token of each row; what a CUDA graph captures."""
         inputs = self.state.decode_inputs(rows)
-        hidden = self.model(inputs.token_ids, inputs.positions, self.kv_cache, inputs.metadata)
-        return self.model.compute_logits(hidden)
+        return self.model(inputs.token_ids, inputs.positions, self.kv_cache, inputs.metadata)
 
     def _sample(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Draw a token for each row and enter it in the tables."""
@@ -244,7 +261,7 @@ class ModelRunner:
         for trial in (sizes[-1:], [*sizes[-1:], *sizes[:1]]):
             torch.cuda.empty_cache()
             free_before, _ = torch.cuda.mem_get_info(self.device)
-            graphs = DecodeGraphs(self._decode_logits, trial, self.device)
+            graphs = DecodeGraphs(self._decode_hidden, trial, self.device)
             torch.cuda.empty_cache()
             used.append(free_before - torch.cuda.mem_get_info(self.device)[0])
             del graphs
@@ -266,7 +283,6 @@ def select_device(requested: str) -> torch.device:
         if (device.index or 0) >= count:
             raise ConfigError(f"device={requested!r}, and PyTorch sees {count} GPUs; use device='auto' or 'cpu'")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        torch.cuda.set_device(device)
     return device
 
 

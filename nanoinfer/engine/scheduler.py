@@ -14,7 +14,7 @@ before all that still wait, is at its front without a rule of its own.
 
 import heapq
 
-from nanoinfer.engine.batch import NewBlock, PrefillChunk, ScheduledBatch
+from nanoinfer.engine.batch import NO_TOKEN, NewBlock, PrefillChunk, ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 
@@ -30,7 +30,8 @@ class Scheduler:
 
     max_num_seqs: the most sequences in the running set. max_num_batched_tokens: the most tokens of a prefill step.
     max_model_len: a sequence of so many tokens is finished. stop_token_ids: ids that end a completion.
-    reserved_tokens: room in the cache that an admission leaves free for each running sequence to grow into.
+    reserved_tokens: room in the cache that an admission leaves free for each running sequence to grow into, or less
+    where the sequence will end before.
     """
 
     def __init__(
@@ -89,20 +90,20 @@ class Scheduler:
         for seq, token_id in zip(batch.sampled, token_ids, strict=True):
             if seq.status is SequenceStatus.FINISHED:
                 continue
-            seq.token_ids.append(token_id)
             seq.num_pending_tokens -= 1
+            if token_id == NO_TOKEN:
+                # What it wrote to the cache may be NaN as well, so nobody may find it there.
+                self.block_manager.forget_blocks(seq.block_table)
+                finished.append(self._finish(seq, "error"))
+                continue
+            seq.token_ids.append(token_id)
             num_computed = len(seq.token_ids) - 1  # by this step and those before it
             if num_computed % block_size == 0:
                 self.block_manager.cache_blocks(seq, num_computed)
             if token_id in self.stop_token_ids and not seq.sampling_params.ignore_eos:
-                seq.finish_reason = "stop"
+                finished.append(self._finish(seq, "stop"))
             elif len(seq.token_ids) >= seq.max_num_tokens:
-                seq.finish_reason = "length"
-            else:
-                continue
-            self._release(seq)
-            seq.status = SequenceStatus.FINISHED
-            finished.append(seq)
+                finished.append(self._finish(seq, "length"))
         if finished:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
         return finished
@@ -122,11 +123,10 @@ class Scheduler:
         """Drop these sequences wherever they are; ids that are not known, or finished, are passed over."""
         for seq in [seq for seq in self.running if seq.seq_id in seq_ids]:
             self.running.remove(seq)
-            self._release(seq)
-            seq.status = SequenceStatus.FINISHED
+            self._finish(seq, "abort")
         for _, seq in self._waiting:
             if seq.seq_id in seq_ids:
-                seq.status = SequenceStatus.FINISHED
+                seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"
         self._waiting = [item for item in self._waiting if item[0] not in seq_ids]
         heapq.heapify(self._waiting)
 
@@ -135,12 +135,16 @@ class Scheduler:
         batch = ScheduledBatch()
         budget = self.max_num_batched_tokens
         for seq in self.running:
+            # A prompt with one token left is in the state of a decoding sequence, and is run as one.
             if budget > 0 and seq.num_computed_tokens + 1 < len(seq.token_ids):
                 budget -= self._add_chunk(batch, seq, budget)
-        may_admit = bool(batch.prefill) or self._worth_admitting()
-        while budget > 0 and may_admit and self._free_rows and self._waiting:
+        if not (batch.prefill or self._worth_admitting()):
+            return batch
+        growth = sum(self._growth(seq) for seq in self.running) if self._waiting else 0
+        while budget > 0 and self._free_rows and self._waiting:
             seq = self._waiting[0][1]
-            if not self._try_admit(batch, seq):
+            growth += self._growth(seq)
+            if not self._try_admit(batch, seq, growth):
                 break
             budget -= self._add_chunk(batch, seq, budget)
         return batch
@@ -173,13 +177,17 @@ class Scheduler:
         group = min(ADMISSION_GROUP, max(1, self.max_num_seqs // 4))
         return not self.running or len(self._free_rows) >= min(group, len(self._waiting))
 
-    def _try_admit(self, batch: ScheduledBatch, seq: Sequence) -> bool:
-        """Move the head of the queue into the running set if its blocks, and a reserve, are free."""
+    def _growth(self, seq: Sequence) -> int:
+        """Tokens of room to keep for a running sequence."""
+        return min(self.reserved_tokens, seq.max_num_tokens - seq.num_tokens)
+
+    def _try_admit(self, batch: ScheduledBatch, seq: Sequence, growth: int) -> bool:
+        """Move the head of the queue into the running set if its blocks, and those for `growth` tokens, are free."""
         manager = self.block_manager
         if self.running and self._blocked == (seq.seq_id, manager.num_frees):
             return False
         cached_block_ids = manager.find_cached_prefix(seq)
-        reserve = -(-(len(self.running) + 1) * self.reserved_tokens // manager.block_size) if self.running else 0
+        reserve = -(-growth // manager.block_size) if self.running else 0
         if manager.num_blocks_to_allocate(seq, cached_block_ids) + reserve > manager.num_free_blocks:
             self._blocked = (seq.seq_id, manager.num_frees)
             return False
@@ -213,6 +221,12 @@ class Scheduler:
         seq.num_pending_tokens = 0
         seq.status = SequenceStatus.WAITING
         self.add(seq)
+
+    def _finish(self, seq: Sequence, reason: str) -> Sequence:
+        self._release(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        return seq
 
     def _release(self, seq: Sequence) -> None:
         assert seq.row is not None, f"sequence {seq.seq_id} is released and has no row"

@@ -51,6 +51,7 @@ def _best_in_tile_kernel(
         r0, r1, r2, r3 = tl.philox(seed, counter, zero + position, zero, zero)
         bits = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
         scores += temperature * _gumbel(bits)
+    scores = tl.where(scores == scores, scores, float("inf"))  # NaN wins too, so that it is seen
     best_score, best = tl.max(scores, axis=0, return_indices=True)
     tl.store(best_scores_ptr + row * num_tiles + tile, best_score)
     tl.store(best_ids_ptr + row * num_tiles + tile, tile * TILE + best)
@@ -61,12 +62,13 @@ def _best_of_tiles_kernel(best_scores_ptr, best_ids_ptr, out_ptr, num_tiles, TIL
     row = tl.program_id(0)
     tile = tl.arange(0, TILES)
     scores = tl.load(best_scores_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
-    best = tl.argmax(scores, axis=0)  # ties go to the lower tile, so to the lower id
-    tl.store(out_ptr + row, tl.load(best_ids_ptr + row * num_tiles + best))
+    best_score, best = tl.max(scores, axis=0, return_indices=True)  # ties go to the lower tile, so to the lower id
+    is_finite = tl.abs(best_score) < float("inf")
+    tl.store(out_ptr + row, tl.where(is_finite, tl.load(best_ids_ptr + row * num_tiles + best), -1))
 
 
 def sample_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Draw a token id for each row: (num_rows,) int32.
+    """Draw a token id for each row: (num_rows,) int32; -1 for a row with NaN or infinity among its scores.
 
     logits: (num_rows, vocab_size), rows contiguous. temperatures: (num_rows,) float32, 0 for greedy.
     seeds: (num_rows,) int64. positions: (num_rows,) the drawn token's place in its sequence.

@@ -3,7 +3,7 @@
 The plain backend is the specification of the others, the one for CPUs, and the one for what they do not support.
 """
 
-import importlib.util
+import importlib
 from typing import Protocol
 
 import torch
@@ -89,6 +89,8 @@ class TorchBackend:
             rows = slice(start, start + group)
             tables = metadata.block_tables[rows, :num_blocks]
             k, v = (side[tables].transpose(1, 2).flatten(2, 3) for side in cache)  # (rows, kv_heads, max_context, dim)
+            for side in (k, v):  # what lies past a context may be NaN, and 0 x NaN is NaN
+                side.masked_fill_(~visible[rows].transpose(2, 3), 0)
             out[rows] = F.scaled_dot_product_attention(q[rows], k, v, attn_mask=visible[rows])
         return out.view(num_rows, num_heads, head_dim)
 
@@ -143,14 +145,23 @@ def select_backend(
     return TritonBackend(flash_attn)
 
 
+def import_error(package: str) -> ImportError | None:
+    """Why `package` cannot be imported: it is not installed, say, or was built for another PyTorch."""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        return error
+    return None
+
+
 def _gpu_obstacle(device: torch.device, dtype: torch.dtype, package: str) -> str | None:
     """Why a backend that needs a recent GPU, 16 bits, Triton and `package` cannot serve; None where it can."""
     if device.type != "cuda":
         return f"runs on CUDA, and device is {device.type!r}; use a GPU"
-    missing = [name for name in ("triton", package) if importlib.util.find_spec(name) is None]
-    if missing:
-        return f"needs the package {missing[0].replace('_', '-')}; install it"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    for name in ("triton", package):
+        if error := import_error(name):
+            return f"needs the package {name.replace('_', '-')}, which cannot be imported ({error}); install it"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return f"needs a GPU of compute capability 8.0 or more, and {torch.cuda.get_device_name(device)} has less"
     if dtype == torch.float32:
         return "computes in 16 bits, and dtype is 'float32'; use dtype='bfloat16'"

@@ -13,6 +13,8 @@ MASK32 = 0xFFFFFFFF
 def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """Draw a token id for each row from softmax(logits / temperature), or the best where that is 0: (num_rows,) int32.
 
+    A row with NaN or infinity among its scores gives -1.
+
     logits: (num_rows, vocab_size). temperatures: (num_rows,) float32. seeds: (num_rows,) int64.
     positions: (num_rows,) int32, the drawn token's place in its sequence. The noise depends on (seed, position,
     vocabulary id) and nothing else.
@@ -32,7 +34,8 @@ def sample_torch(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions:
         scores = scores.clone()  # float32 logits were not copied above
         noise = gumbel_noise(seeds[random], positions[random], scores.shape[1])
         scores[random] += temperatures[random].unsqueeze(1) * noise
-    return scores.argmax(dim=1).int()
+    best = torch.where(scores.isnan(), torch.inf, scores).max(dim=1)
+    return torch.where(best.values.isfinite(), best.indices, -1).int()
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

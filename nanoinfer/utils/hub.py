@@ -6,10 +6,11 @@ from typing import Any
 
 from nanoinfer.errors import ModelError
 
-PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # no pickled weights
+PATTERNS = ["*.json", "*.txt", "*.jinja", "*.model"]
+WEIGHTS = ["*.safetensors"]  # no pickled ones
 
 
-def resolve_model_folder(model: str) -> Path:
+def resolve_model_folder(model: str, with_weights: bool = True) -> Path:
     """The local folder of `model`, a path or a hub id such as "Qwen/Qwen3-0.6B"; what is cached is not fetched again.
 
     Raises ModelError where there is no such folder and the hub has no such model, or cannot be reached.
@@ -26,9 +27,9 @@ def resolve_model_folder(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=PATTERNS))
+        return Path(snapshot_download(model, allow_patterns=PATTERNS + WEIGHTS * with_weights))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ModelError(
             f"model={model!r} is no folder here, and could not be fetched from the hub ({reason}); check the spelling "
             "and the connection, or give a local folder"

@@ -45,11 +45,15 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
 def read_stop_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
     """The tokenizer's eos and those of generation_config.json (an id or a list) or, lacking that, of config.json."""
-    stop = {tokenizer.hf.eos_token_id} if tokenizer else set()
+    stop: set[Any] = {tokenizer.hf.eos_token_id} if tokenizer else set()
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if path.exists():
             eos = read_json(path).get("eos_token_id")
-            stop.update(eos if isinstance(eos, list) else [eos])
+            listed = eos if isinstance(eos, list) else [eos]
+            if not all(item is None or isinstance(item, int) for item in listed):
+                raise ModelError(f"{path} has eos_token_id={eos!r}; it must be an id or a list of ids")
+            stop.update(listed)
             break
-    return frozenset(token_id for token_id in stop if token_id is not None)
+    stop.discard(None)
+    return frozenset(stop)

@@ -2,11 +2,13 @@
 
 import importlib.util
 import itertools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams, tiny_model_path
 from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
@@ -51,7 +53,7 @@ def test_the_tiny_checkpoint_answers_right(backend: str, enforce_eager: bool) ->
         {"enforce_eager": True},
         {"max_num_batched_tokens": 100},
         {"max_num_seqs": 13},
-        {"num_kvcache_blocks": 60, "max_model_len": 1024},
+        {"overlap": False},
     ],
     ids=str,
 )
@@ -85,6 +87,56 @@ def reference_model(folder: Path) -> torch.nn.Module:
     return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_preemption_changes_no_answer_of_the_tiny_checkpoint(backend: str) -> None:
+    skip_without(backend)
+    examples = held_out_examples("primes", 64, seed=3)
+    options = {"num_kvcache_blocks": 10, "max_model_len": 512, "max_num_batched_tokens": 300}
+    with LLM(tiny_model_path(), attention_backend=backend, **options) as llm:
+        llm.engine.scheduler.reserved_tokens = 0
+        prompts = [[1] * 200 + llm.tokenizer(p)["input_ids"] for p in chat_prompts(llm, [e.question for e in examples])]
+        tight = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert llm.engine.scheduler.num_preemptions > 0
+    with LLM(tiny_model_path(), attention_backend=backend, max_model_len=512) as llm:
+        roomy = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert llm.engine.scheduler.num_preemptions == 0
+    same = sum(one.token_ids == two.token_ids for one, two in zip(tight, roomy, strict=True))
+    assert same >= 60, f"{same} of 64 requests agree"
+
+
+def test_the_engine_runs_without_flash_attn_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanoinfer.layers import attention
+
+    monkeypatch.setattr(attention, "_flash_attn_obstacle", lambda *_: "is hidden by this test")
+    examples = [example for task in TASKS for example in held_out_examples(task, 20, seed=6)]
+    with LLM(tiny_model_path()) as llm:
+        assert llm.engine.runner is not None
+        assert llm.engine.runner.backend.name == "triton"
+        outputs = llm.generate(chat_prompts(llm, [example.question for example in examples]), GREEDY, use_tqdm=False)
+    right = sum(output.text == example.answer for output, example in zip(outputs, examples, strict=True))
+    assert right >= 0.97 * len(examples)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_request_whose_logits_are_nan_harms_no_other(
+    random_checkpoint: Callable[..., Path], tmp_path: Path, backend: str
+) -> None:
+    skip_without(backend)
+    shutil.copytree(random_checkpoint(), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    good, bad = [[11] * 20, [12] * 300, [13] * 3], [[7] * 20, [12] * 280 + [7]]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    options = {"dtype": "bfloat16", "attention_backend": backend, "num_kvcache_blocks": 24, "max_model_len": 1024}
+    with LLM(tmp_path, **options) as llm:
+        expected = [output.token_ids for output in llm.generate(good, params, use_tqdm=False)]
+        for _ in range(3):
+            outputs = llm.generate([bad[0], *good, bad[1]], params, use_tqdm=False)
+            assert [output.finish_reason for output in outputs] == ["error", *["length"] * 3, "error"]
+            assert [output.token_ids for output in outputs] == [[], *expected, []]
+
+
 @pytest.mark.parametrize("backend", BACKENDS[:2])
 def test_graphs_and_eager_give_the_same_sampled_tokens(random_checkpoint: Callable[..., Path], backend: str) -> None:
     skip_without(backend)
@@ -102,7 +154,9 @@ def test_graphs_and_eager_give_the_same_sampled_tokens(random_checkpoint: Callab
 
 def test_the_cache_takes_what_the_user_grants(random_checkpoint: Callable[..., Path]) -> None:
     free, total = torch.cuda.mem_get_info()
-    with LLM(random_checkpoint(), dtype="bfloat16", gpu_memory_utilization=0.5, max_num_seqs=64) as llm:
+    # A vocabulary as large as Qwen3's: logits are the largest thing that a step makes.
+    folder = random_checkpoint(vocab_size=151936)
+    with LLM(folder, dtype="bfloat16", gpu_memory_utilization=0.5, max_num_seqs=512) as llm:
         assert llm.engine.runner is not None
         used = total - torch.cuda.mem_get_info()[0]
         assert 0.45 * total < used < 0.51 * total

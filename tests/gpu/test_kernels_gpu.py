@@ -100,6 +100,18 @@ def test_sampling_equals_its_twin(vocab_size: int) -> None:
         assert (actual == expected).float().mean() > 0.98  # logarithms differ in the last bit: near ties may flip
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sampling_gives_no_token_for_a_row_without_a_finite_best(value: float, temperature: float) -> None:
+    logits = torch.zeros(4, 151936, dtype=torch.bfloat16, device="cuda")
+    logits[1, 151935] = value
+    logits[2] = value
+    temperatures, numbers = torch.full((4,), temperature, device="cuda"), torch.arange(4, device="cuda")
+    ids = sample(logits, temperatures, numbers, numbers.int())
+    assert (ids >= 0).tolist() == [True, False, False, True]
+    assert int(ids.max()) < 151936
+
+
 def test_sampling_draws_from_the_softmax() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0], device="cuda").expand(100_000, 4)
     ones = torch.ones(100_000, device="cuda")
