@@ -129,9 +129,9 @@ def test_a_scheduled_sequence_counts_the_token_that_its_step_will_sample() -> No
     scheduler = make_scheduler()
     (seq,) = add_prompts(scheduler, [1, 2])
     batch = scheduler.schedule()
-    assert (seq.num_tokens, seq.num_completion_tokens, seq.completion_token_ids) == (3, 1, [])
+    assert (seq.num_tokens, seq.completion_token_ids) == (3, [])
     scheduler.update(batch, [5])
-    assert (seq.num_tokens, seq.num_completion_tokens, seq.completion_token_ids) == (3, 1, [5])
+    assert (seq.num_tokens, seq.completion_token_ids) == (3, [5])
 
 
 # Endings.
@@ -163,8 +163,8 @@ def test_max_tokens_ends_a_completion() -> None:
     scheduler.add(one)
     scheduler.add(three)
     run_to_the_end(scheduler)
-    assert (one.finish_reason, one.num_completion_tokens) == ("length", 1)
-    assert (three.finish_reason, three.num_completion_tokens) == ("length", 3)
+    assert (one.finish_reason, len(one.completion_token_ids)) == ("length", 1)
+    assert (three.finish_reason, len(three.completion_token_ids)) == ("length", 3)
 
 
 def test_a_stop_token_as_the_last_allowed_one_is_still_a_stop() -> None:
@@ -401,7 +401,7 @@ def test_every_request_finishes_though_a_step_failed(failing_step: int) -> None:
     scheduler.discard([batch])
     check_invariants(scheduler)
     run_to_the_end(scheduler)
-    assert [seq.num_completion_tokens for seq in seqs] == [3, 3, 3]
+    assert [len(seq.completion_token_ids) for seq in seqs] == [3, 3, 3]
     assert scheduler.block_manager.num_used_blocks == 0
 
 
@@ -415,7 +415,7 @@ def test_a_running_sequence_can_be_aborted() -> None:
     assert scheduler.block_manager.num_used_blocks == 1
     check_invariants(scheduler)
     run_to_the_end(scheduler)
-    assert second.num_completion_tokens == 4
+    assert len(second.completion_token_ids) == 4
 
 
 def test_a_sequence_can_be_aborted_between_two_chunks() -> None:
@@ -433,7 +433,7 @@ def test_a_waiting_sequence_can_be_aborted() -> None:
     scheduler.abort({0, 1, 99})
     assert scheduler.num_waiting == 1
     run_to_the_end(scheduler)
-    assert [seq.num_completion_tokens for seq in (first, second, third)] == [0, 0, 1]
+    assert [len(seq.completion_token_ids) for seq in (first, second, third)] == [0, 0, 1]
 
 
 def test_an_aborted_sequence_is_finished_wherever_it_was() -> None:

@@ -7,8 +7,6 @@ go out. `launch` starts a step and `wait` collects it, so that the caller may do
 import gc
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +29,7 @@ from nanoinfer.layers.attention import select_backend
 from nanoinfer.layers.sampler import sample
 from nanoinfer.models import CausalLM, get_model_class
 from nanoinfer.utils.context import PrefillMetadata
+from nanoinfer.utils.device import current_device, default_dtype, select_device, select_dtype
 from nanoinfer.utils.distributed import TensorParallel
 from nanoinfer.utils.loader import fill_with_random_weights, load_model
 
@@ -65,7 +64,7 @@ class ModelRunner:
         )
         self.graphs: DecodeGraphs | None = None
         try:
-            with torch.inference_mode(), self._on_device():
+            with torch.inference_mode(), current_device(self.device):
                 self._prepare(folder)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -113,7 +112,7 @@ class ModelRunner:
 
     def launch(self, packet: Packet) -> StepHandle:
         """Start a step. Its token ids come in the packet's order: chunks that yield one, then decode rows."""
-        with torch.inference_mode(), self._on_device():
+        with torch.inference_mode(), current_device(self.device):
             return self._launch(packet)
 
     def _launch(self, packet: Packet) -> StepHandle:
@@ -153,10 +152,6 @@ class ModelRunner:
     @property
     def _uses_graphs(self) -> bool:
         return self.device.type == "cuda" and not self.config.enforce_eager and not self.backend.needs_host
-
-    def _on_device(self) -> AbstractContextManager[None]:
-        """Makes our GPU the current one: which that is belongs to the thread, and other engines may use another."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _prefill(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> Tensor:
         """Compute the chunks; sample for those that end their prompt."""
@@ -266,40 +261,3 @@ class ModelRunner:
             used.append(free_before - torch.cuda.mem_get_info(self.device)[0])
             del graphs
         return used[0] + max(0, used[1] - used[0]) * (len(sizes) - 1)
-
-
-def select_device(requested: str) -> torch.device:
-    """The device that `requested` names; "auto" is CUDA where there is one. Raises ConfigError."""
-    if requested == "auto":
-        requested = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(requested)
-    except RuntimeError:
-        raise ConfigError(f"device={requested!r} is not known; use 'auto', 'cpu', 'cuda' or 'cuda:N'") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={requested!r} is not supported; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise ConfigError(f"device={requested!r}, and PyTorch sees {count} GPUs; use device='auto' or 'cpu'")
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    return device
-
-
-def select_dtype(requested: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The dtype that `requested` names; "auto" is the checkpoint's on CUDA, and float32 on a CPU."""
-    if requested == "auto":
-        requested = checkpoint if device.type == "cuda" else "float32"
-    dtype: torch.dtype = getattr(torch, requested)
-    return dtype
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters made in this scope have `dtype`."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)

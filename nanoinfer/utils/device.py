@@ -1,0 +1,50 @@
+"""Which device and dtype an engine runs on, and scopes in which they apply."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from nanoinfer.errors import ConfigError
+
+
+def select_device(requested: str) -> torch.device:
+    """The device that `requested` names; "auto" is CUDA where there is one. Raises ConfigError."""
+    if requested == "auto":
+        requested = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(requested)
+    except RuntimeError:
+        raise ConfigError(f"device={requested!r} is not known; use 'auto', 'cpu', 'cuda' or 'cuda:N'") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={requested!r} is not supported; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device={requested!r}, and PyTorch sees {count} GPUs; use device='auto' or 'cpu'")
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    return device
+
+
+def select_dtype(requested: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """The dtype that `requested` names; "auto" is the checkpoint's on CUDA, and float32 on a CPU."""
+    if requested == "auto":
+        requested = checkpoint if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, requested)
+    return dtype
+
+
+def current_device(device: torch.device) -> AbstractContextManager[None]:
+    """Makes a GPU the current one: which that is belongs to the thread, and other engines may use another."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters made in this scope have `dtype`."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
