@@ -282,6 +282,12 @@ def test_pickled_weights_beside_safetensors_are_ignored(tmp_path: Path) -> None:
     load(tmp_path)
 
 
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    save_file(checkpoint_tensors(), tmp_path / "model.safetensors")
+    save_file({"model.norm.weight": torch.zeros(6)}, tmp_path / "other.safetensors")
+    assert_error(tmp_path, "has model.norm.weight in two of its files")
+
+
 def test_an_empty_folder_is_refused_with_the_remedy(tmp_path: Path) -> None:
     assert_error(tmp_path, "has no *.safetensors file; download the checkpoint, or use load_format='dummy'")
 

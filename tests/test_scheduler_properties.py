@@ -1,5 +1,6 @@
 """Random histories of scheduler and block manager: every request gets the answer that it would get alone."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -117,6 +118,7 @@ class History:
         self.in_flight: list[tuple[ScheduledBatch, list[int] | None]] = []  # None: it failed
         self.seqs: list[Sequence] = []
         self.aborted: set[int] = set()
+        self.seen: Counter[str] = Counter()  # what happened, so that a test can tell that it does
         self.first_admissions: list[int] = []
 
     def play(self, event: Event) -> None:
@@ -152,6 +154,11 @@ class History:
         if batch:
             fails = fails or any(token_ids is None for _, token_ids in self.in_flight)  # what follows a failure fails
             token_ids = self.device.run(batch, fails)
+            self.seen["several running"] += len(self.scheduler.running) > 1
+            self.seen["blocks shared"] += any(block.ref_count > 1 for block in self.manager._blocks)
+            self.seen["chunks cut"] += any(not chunk.samples for chunk in batch.prefill)
+            self.seen["overlaps"] += in_flight
+            self.seen["failures"] += fails
             self.in_flight.append((batch, None if fails else token_ids))
         self.collect_all_but(1 if batch and self.overlap else 0)
 
@@ -172,23 +179,32 @@ class History:
                 break
             self.play(Step())
         self.collect_all_but(0)
+        self.seen["preemptions"] += self.scheduler.num_preemptions
         assert self.scheduler.is_finished(), f"not finished after {MAX_STEPS} steps"
         assert {seq.seq_id for seq in self.seqs if seq.finish_reason == "abort"} == self.aborted
         assert self.first_admissions == sorted(self.first_admissions), "not first come, first served"
         assert self.manager.num_free_blocks == self.manager.num_blocks
 
 
-def play(options: Options, events: list[Event]) -> None:
+def play(options: Options, events: list[Event]) -> Counter[str]:
     history = History(options)
     for event in events:
         history.play(event)
     history.finish()
+    return history.seen
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(options=options, events=histories)
-def test_in_any_history_every_request_gets_the_answer_it_would_get_alone(options: Options, events: list[Event]) -> None:
-    play(options, events)
+def test_in_any_history_every_request_gets_the_answer_it_would_get_alone() -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    @given(options=options, events=histories)
+    def play_all(options: Options, events: list[Event]) -> None:
+        seen.update(play(options, events))
+
+    play_all()
+    wanted = ("several running", "blocks shared", "chunks cut", "overlaps", "failures", "preemptions")
+    assert all(seen[event] >= 100 for event in wanted), f"the histories are too tame: {seen}"
 
 
 @pytest.mark.slow

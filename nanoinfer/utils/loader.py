@@ -30,8 +30,11 @@ def load_model(model: Any, folder: Path) -> None:
         for name, _ in model.named_parameters()
         for shard in getattr(model.get_submodule(name.rpartition(".")[0]), "shards", (None,))
     }
-    left_over = []
+    seen, left_over = set(), []
     for name, tensor in iterate_weights(folder):
+        if name in seen:
+            raise ModelError(f"{folder} has {name} in two of its files; remove the file that is not of this checkpoint")
+        seen.add(name)
         if name in model.ignored_weights or name.endswith("rotary_emb.inv_freq"):  # a table that we compute
             continue
         param_name, shard = _target(name, model.packed_modules_mapping)
