@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -143,7 +144,7 @@ def _as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         raise RequestError(
             f"prompts is a {type(prompts).__name__}; give a string, a list of token ids, or a list of these"
         )
-    is_token_ids = bool(prompts) and all(isinstance(item, int) for item in prompts)
+    is_token_ids = bool(prompts) and all(isinstance(item, Integral) for item in prompts)
     return cast("list[Prompt]", [list(prompts)] if is_token_ids else list(prompts))
 
 

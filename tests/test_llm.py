@@ -54,8 +54,11 @@ def test_sampling_params_of_another_kind_are_refused_before_anything_is_queued(l
 
 
 def test_numpy_integers_are_token_ids(llm: LLM) -> None:
-    [output] = llm.generate([list(np.array([1, 2, 3]))], SHORT, use_tqdm=False)
-    assert output.prompt_token_ids == [1, 2, 3]
+    prompt = list(np.array([1, 2, 3]))
+    for prompts in (prompt, [prompt]):
+        [output] = llm.generate(prompts, SHORT, use_tqdm=False)
+        assert output.prompt_token_ids == [1, 2, 3]
+        assert {type(token_id) for token_id in output.prompt_token_ids} == {int}
 
 
 @pytest.mark.parametrize(

@@ -112,12 +112,10 @@ def pack(batch: ScheduledBatch) -> Packet:
         num_prefill_samples=sum(chunk.samples for chunk in batch.prefill),
         num_decode=len(batch.decode),
     )
-    sections: list[Any] = [header, *records]
-    sections.extend(seq.token_ids for seq in batch.admitted)
-    sections.extend(batch.new_blocks)
-    sections.extend(chunks)
-    sections.append([seq.row for seq in batch.decode])
-    return np.concatenate([np.asarray(section, dtype=np.int32) for section in sections])
+    known_tokens = [seq.token_ids for seq in batch.admitted]
+    decode_rows = [seq.row for seq in batch.decode]
+    sections: list[Any] = [header, records, *known_tokens, batch.new_blocks, chunks, decode_rows]
+    return np.concatenate([np.asarray(section, dtype=np.int32).ravel() for section in sections])
 
 
 def read_header(packet: Packet) -> Header:

@@ -21,7 +21,7 @@ from nanoinfer.engine.sequence import Sequence, SequenceStatus
 # Under a long queue, rows are refilled in groups: one prefill step for each finished sequence would stall all others.
 ADMISSION_GROUP = 16
 # On nano-vllm's benchmark with 400 blocks of 256 tokens, 64 recomputes 5% of the prompt tokens, 128 none, and 256 none
-# either but takes 14% more decode steps.
+# either but takes 10% more decode steps.
 RESERVED_TOKENS = 128
 
 
