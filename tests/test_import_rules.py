@@ -149,7 +149,7 @@ def test_the_public_names_are_there_and_llm_is_imported_when_asked_for() -> None
 
 
 def test_every_module_of_the_cpu_path_imports_without_triton_and_flash_attn() -> None:
-    """Two of them run, too: a compiled operator and the sampler."""
+    """Two of them run, too: an operator that has a kernel, and the sampler."""
     on_cpu = [
         name
         for name in MODULES

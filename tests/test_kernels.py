@@ -1,22 +1,27 @@
 """The Triton kernels in Triton's interpreter, on the CPU, against their PyTorch twins. On a GPU: tests/gpu."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
 
 import pytest
 import torch
 from torch import Tensor
 
+from nanoinfer.layers import activation, layernorm, rotary_embedding
 from nanoinfer.layers.attention import TorchBackend
 from nanoinfer.layers.sampler import sample_torch
 from nanoinfer.utils.context import DecodeMetadata, LayerCache
 
 triton = pytest.importorskip("triton")
 
+from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
 from nanoinfer.kernels import paged_attention  # noqa: E402
+from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
+from nanoinfer.kernels import silu_and_mul as silu_kernels  # noqa: E402
 from nanoinfer.kernels.paged_attention import paged_decode_attention  # noqa: E402
 from nanoinfer.kernels.sample import TILE, sample_triton  # noqa: E402
-from nanoinfer.kernels.store_kvcache import store_kvcache  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
 
@@ -42,55 +47,197 @@ def test_without_a_gpu_the_kernels_are_interpreted() -> None:
     assert triton.knobs.runtime.interpret
 
 
-# --- store_kvcache ---
+def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
+    """Equal but for the last bit of a few elements: sums are taken in another order, and quotients rounded."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    tolerance = 4 * torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 80), (5, 96), (2, 64), (1, 128)])
-def test_store_writes_what_its_twin_writes(num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Blocks of 16 tokens, slots out of order, and one token in three without a slot."""
-    slots = torch.tensor([33, -1, 0, 15, -1, 16, 47, -1])
-    k, v = (randn(len(slots), num_heads, head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
-    shape = (3, num_heads, 16, head_dim)
-    ours, twin = (LayerCache(*(torch.full(shape, -7.0, dtype=dtype) for _ in "kv")) for _ in range(2))
-    store_kvcache(k, v, ours.k, ours.v, slots)
-    TorchBackend().store(k, v, twin, slots)
-    assert torch.equal(ours.k, twin.k)
-    assert torch.equal(ours.v, twin.v)
-    assert (ours.k != -7.0).any(dim=-1).sum() == 5 * num_heads  # five tokens are written, and nothing else
+# --- rms_norm ---
+
+DTYPES = [torch.float32, torch.float16]
 
 
-def test_store_reads_values_out_of_the_packed_projection() -> None:
-    """Queries, keys and values of a token lie side by side: the values are strided, the rotated keys are not."""
-    num_heads, head_dim, slots = 3, 80, torch.tensor([5, 2, -1, 20])
-    qkv = randn(4, 6 * num_heads * head_dim)
-    v = qkv.split([4 * num_heads * head_dim, num_heads * head_dim, num_heads * head_dim], dim=-1)[2]
-    v = v.unflatten(-1, (num_heads, head_dim))
-    assert not v.is_contiguous()
-    k = randn(4, num_heads, head_dim, seed=1)
-    ours, twin = (LayerCache(*(torch.zeros(2, 3, 16, 80) for _ in "kv")) for _ in range(2))
-    store_kvcache(k, v, ours.k, ours.v, slots)
-    TorchBackend().store(k, v, twin, slots)
-    assert torch.equal(ours.k, twin.k)
-    assert torch.equal(ours.v, twin.v)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 3, 96, 128, 1000, 1024, 2560, 5120, 8192])
+def test_rms_norm_of_rows_of_any_size_equals_its_twin(size: int, dtype: torch.dtype) -> None:
+    x, weight = 3 * randn(3, size, dtype=dtype), 1 + 0.3 * randn(size, seed=1, dtype=dtype)
+    unchanged = x.clone()
+    assert_nearly_equal(rms_norm_kernels.rms_norm(x, weight, 1e-5), layernorm.rms_norm(x, weight, 1e-5))
+    assert torch.equal(x, unchanged)
 
 
-def test_store_of_no_tokens_writes_nothing() -> None:
-    cache = torch.zeros(1, 2, 16, 64)
-    nothing = randn(0, 2, 64)
-    store_kvcache(nothing, nothing, cache, cache, torch.tensor([], dtype=torch.int64))
-    assert cache.count_nonzero() == 0
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 96, 1024, 5120])
+def test_add_rms_norm_equals_its_twin(size: int, dtype: torch.dtype) -> None:
+    x, residual, weight = randn(3, size, dtype=dtype), randn(3, size, seed=1, dtype=dtype), randn(size, dtype=dtype)
+    unchanged = x.clone(), residual.clone()
+    out, total = rms_norm_kernels.add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_total = layernorm.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, expected_total), "the sum is rounded before it is normalised"
+    assert_nearly_equal(out, expected)
+    assert torch.equal(x, unchanged[0])
+    assert torch.equal(residual, unchanged[1])
 
 
-def test_store_refuses_what_it_would_misread() -> None:
-    k, cache = randn(2, 4, 64), torch.zeros(1, 4, 16, 64)
-    slots = torch.tensor([0, 1])
-    with pytest.raises(AssertionError, match="heads must be contiguous"):
-        store_kvcache(k[:, ::2], k[:, ::2], cache, cache, slots)
+def test_rms_norm_reads_rows_out_of_wider_ones() -> None:
+    wide, wider, weight = randn(4, 100), randn(4, 200, seed=1), randn(60)
+    x, residual = wide[:, 20:80], wider[:, 100:160]
+    actual = rms_norm_kernels.add_rms_norm(x, residual, weight, 1e-5)
+    for ours, twin in zip(actual, layernorm.add_rms_norm(x, residual, weight, 1e-5), strict=True):
+        assert_nearly_equal(ours, twin)
+    with pytest.raises(AssertionError, match="residual must be contiguous in its last dimension"):
+        rms_norm_kernels.add_rms_norm(x, wider[:, 0:120:2], weight, 1e-5)
+
+
+def test_rms_norm_takes_any_number_of_dimensions_and_no_rows() -> None:
+    weight = randn(64)
+    for shape in ((64,), (2, 3, 64), (0, 64)):
+        x = randn(*shape)
+        assert_nearly_equal(rms_norm_kernels.rms_norm(x, weight, 1e-5), layernorm.rms_norm(x, weight, 1e-5))
+
+
+def test_rms_norm_keeps_a_row_of_zeros_finite_and_nan_in_its_row() -> None:
+    x = torch.tensor([[0.0, 0.0], [NAN, 1.0], [3.0, 3.0]])
+    out = rms_norm_kernels.rms_norm(x, torch.ones(2), 1e-6)
+    assert out[0].tolist() == [0.0, 0.0]
+    assert out[1].isnan().all()
+    torch.testing.assert_close(out[2], torch.ones(2))
+
+
+# --- silu_and_mul ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 7, 160, 1024, 1025, 3072])
+def test_silu_and_mul_of_any_size_equals_its_twin(size: int, dtype: torch.dtype) -> None:
+    gate_up = 4 * randn(3, 2 * size, dtype=dtype)
+    unchanged = gate_up.clone()
+    assert_nearly_equal(silu_kernels.silu_and_mul(gate_up), activation.silu_and_mul(gate_up))
+    assert torch.equal(gate_up, unchanged)
+
+
+def test_silu_and_mul_reads_rows_out_of_wider_ones() -> None:
+    gate_up = randn(4, 100)[:, 20:80]
+    assert_nearly_equal(silu_kernels.silu_and_mul(gate_up), activation.silu_and_mul(gate_up))
+
+
+def test_silu_and_mul_of_no_tokens_is_empty() -> None:
+    assert silu_kernels.silu_and_mul(randn(0, 10)).shape == (0, 5)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # by the interpreter
+def test_silu_closes_the_gate_where_its_exponential_overflows() -> None:
+    gate_up = torch.tensor([[-200.0, 200.0, 1.0, 2.0]])  # gates, then ups
+    assert silu_kernels.silu_and_mul(gate_up).tolist() == [[0.0, 400.0]]
+
+
+# --- norm_rope_store ---
+
+
+@dataclass
+class HeadsStep:
+    """What the step from the qkv product to attention is given, and a cache of -7 for it to write to."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    has_norms: bool = True
+    slots: tuple[int, ...] = (33, -1, 0, 15, -1, 16, 47, -1)  # of 48, out of order; -1: no slot
+
+    def run(self, norm_rope_store: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
+        """The results, by name, of the kernel or of its twin; the packed rows are cut out of wider ones."""
+        num_tokens, size = len(self.slots), (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        qkv = 3 * randn(num_tokens, size + 16, dtype=self.dtype)[:, :size]
+        weights = None
+        if self.has_norms:
+            weights = tuple(1 + 0.3 * randn(self.head_dim, seed=seed, dtype=self.dtype) for seed in (1, 2))
+        positions = torch.tensor([0, 1, 2, 39, 39, 7, 20, 0])[:num_tokens]
+        angles = randn(40, self.head_dim // 2, seed=3)
+        table = torch.cat([angles.cos(), angles.sin()], dim=1)
+        shape = (48 // self.block_size, self.num_kv_heads, self.block_size, self.head_dim)
+        k_cache, v_cache = (torch.full(shape, -7.0, dtype=self.dtype) for _ in "kv")
+        slots = torch.tensor(self.slots, dtype=torch.int64)
+        q, k, v = norm_rope_store(qkv, weights, 1e-5, positions, table, k_cache, v_cache, slots)
+        assert q.shape == (num_tokens, self.num_heads, self.head_dim)
+        assert k.shape == v.shape == (num_tokens, self.num_kv_heads, self.head_dim)
+        return {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
+
+
+def assert_step_equals_its_twin(step: HeadsStep) -> dict[str, Tensor]:
+    actual, expected = step.run(norm_rope_store_kernels.norm_rope_store), step.run(rotary_embedding.norm_rope_store)
+    for name in actual:
+        assert_nearly_equal(actual[name], expected[name])
+    assert torch.equal(actual["v"], expected["v"])
+    return actual
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("head_dim", [2, 64, 80, 96, 100, 128, 256])
+def test_heads_of_any_size_are_normalised_rotated_and_stored_as_by_the_twin(
+    head_dim: int, has_norms: bool, dtype: torch.dtype
+) -> None:
+    """Five tokens with a slot, three without."""
+    out = assert_step_equals_its_twin(HeadsStep(head_dim=head_dim, has_norms=has_norms, dtype=dtype))
+    for side in ("k", "v"):
+        written = (out[f"{side}_cache"] != -7.0).any(dim=-1)
+        assert written.sum() == 5 * 2, "nothing else is written"
+        assert torch.equal(out[f"{side}_cache"][2, :, 1], out[side][0]), "slot 33 of blocks of 16"
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 3), (5, 5), (6, 3), (10, 5), (7, 1), (16, 8)])
+@pytest.mark.parametrize("tile", ["SMALL_TILE", "LARGE_TILE"])
+def test_any_number_of_heads_equals_its_twin(
+    num_heads: int, num_kv_heads: int, tile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that hold queries, keys and values together, and heads past the last, included."""
+    if tile == "LARGE_TILE":
+        monkeypatch.setattr(norm_rope_store_kernels, "FEW_TOKENS", 0)
+    assert_step_equals_its_twin(HeadsStep(num_heads, num_kv_heads))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 48])
+def test_slots_in_blocks_of_any_size_are_found(block_size: int) -> None:
+    assert_step_equals_its_twin(HeadsStep(block_size=block_size))
+
+
+def test_tokens_without_a_slot_are_normalised_and_rotated_all_the_same() -> None:
+    out = assert_step_equals_its_twin(HeadsStep(slots=(-1, -1)))
+    assert (out["k_cache"] == -7.0).all()
+
+
+def test_a_step_of_no_tokens_writes_nothing() -> None:
+    out = assert_step_equals_its_twin(HeadsStep(slots=()))
+    assert (out["v_cache"] == -7.0).all()
+
+
+def test_a_slot_past_two_to_the_31_elements_is_reached() -> None:
+    """The caches are 4 GiB of virtual memory each, of which the test touches a page."""
+    num_blocks = 2**31 // (2 * 16 * 64) + 1
+    k_cache, v_cache = (torch.empty(num_blocks, 2, 16, 64, dtype=torch.float16) for _ in "kv")
+    qkv, table = randn(1, 6 * 64, dtype=torch.float16), torch.tensor([[1.0] * 32 + [0.0] * 32])
+    zero, last_slot = torch.tensor([0]), torch.tensor([num_blocks * 16 - 1])
+    _, k, v = norm_rope_store_kernels.norm_rope_store(qkv, None, 1e-5, zero, table, k_cache, v_cache, last_slot)
+    assert torch.equal(k_cache[-1, :, -1], k[0])
+    assert torch.equal(v_cache[-1, :, -1], v[0])
+
+
+def test_norm_rope_store_refuses_what_it_would_misread() -> None:
+    qkv, table, zero = randn(1, 3 * 64), randn(1, 64), torch.tensor([0])
+    cache = torch.zeros(1, 1, 16, 64)
+    strided = torch.zeros(1, 1, 32, 64)[:, :, ::2]
+    run = norm_rope_store_kernels.norm_rope_store
+    with pytest.raises(AssertionError, match="rows of qkv must be contiguous"):
+        run(randn(1, 6 * 64)[:, ::2], None, 1e-5, zero, table, cache, cache, zero)
     with pytest.raises(AssertionError, match="keys of the cache must be contiguous"):
-        store_kvcache(k, k, cache.transpose(1, 2), cache, slots)
+        run(qkv, None, 1e-5, zero, table, strided, cache, zero)
     with pytest.raises(AssertionError, match="values of the cache must be contiguous"):
-        store_kvcache(k, k, cache, cache.transpose(1, 2), slots)
+        run(qkv, None, 1e-5, zero, table, cache, strided, zero)
 
 
 # --- paged_decode_attention ---

@@ -1,7 +1,9 @@
 """The layers against transformers, against a naive attention, and cut over two ranks against the whole."""
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,9 +22,10 @@ from nanoinfer.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from nanoinfer.utils.compile import compiled_on_cuda
+from nanoinfer.layers.rotary_embedding import store
 from nanoinfer.utils.context import DecodeMetadata, LayerCache, PrefillMetadata, ragged_indices
 from nanoinfer.utils.distributed import TensorParallel
+from nanoinfer.utils.kernel import triton_on_cuda
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -88,13 +91,8 @@ def test_silu_and_mul_gates_the_second_half_by_the_first() -> None:
     assert gate_up.tolist() == [[0.0, 1.0, -1.0, 2.0, 3.0, 10.0]]
 
 
-def test_a_function_compiled_on_cuda_runs_as_written_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_nothing(*args: object, **kwargs: object) -> object:
-        return lambda *args: pytest.fail("the compiled function was called")
-
-    monkeypatch.setattr(torch, "compile", compile_nothing)
-
-    @compiled_on_cuda
+def test_a_function_with_a_kernel_runs_as_written_on_a_cpu() -> None:
+    @triton_on_cuda("nanoinfer.kernels.of_nothing")
     def double(x: Tensor) -> Tensor:
         return x + x
 
@@ -103,9 +101,35 @@ def test_a_function_compiled_on_cuda_runs_as_written_on_a_cpu(monkeypatch: pytes
     assert double.__wrapped__(3) == 6
 
 
-def test_a_function_compiled_on_cuda_wants_a_tensor_first() -> None:
-    with pytest.raises(AssertionError, match="tensor"):
-        compiled_on_cuda(lambda x: x)(3)
+class CudaTensor(Tensor):
+    """A tensor that only says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_on_cuda_the_function_of_the_same_name_runs_where_triton_is_installed(
+    has_triton: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kernel_of_this_test.py").write_text("def double(x): return 'kernel'")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "triton" and has_triton else None)
+
+    @triton_on_cuda("kernel_of_this_test")
+    def double(x: Tensor) -> str:
+        return "plain"
+
+    assert double(torch.ones(1)) == "plain"
+    assert double(torch.ones(1).as_subclass(CudaTensor)) == ("kernel" if has_triton else "plain")
+
+
+def test_a_function_with_a_kernel_wants_a_tensor_first() -> None:
+    with pytest.raises(AssertionError, match="double takes a tensor first, not a int"):
+        triton_on_cuda("nanoinfer.kernels.of_nothing")(double)(3)
+
+
+def double(x: int) -> int:
+    return 2 * x
 
 
 # --- linear layers and the two ends, whole and cut over two ranks ---
@@ -284,10 +308,18 @@ def prefill_metadata(sequences: PagedSequences, query_lens: list[int], context_l
     )
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata | DecodeMetadata) -> Tensor:
+    """The layer, on heads of 8 dimensions that are neither normalised nor turned."""
+    no_turn = SimpleNamespace(cos_sin_cache=torch.tensor([[1.0] * 4 + [0.0] * 4]))
+    qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
+    layer = Attention(no_turn, norm_eps=1e-6, backend=TorchBackend())
+    return layer(qkv, None, torch.zeros(len(q), dtype=torch.int64), cache, metadata)
+
+
 def test_store_puts_each_token_into_its_slot_and_skips_slot_minus_one() -> None:
     cache = LayerCache(torch.zeros(2, 1, 4, 1), torch.zeros(2, 1, 4, 1))  # 2 blocks of 4 tokens, 1 head of 1 dimension
     k = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(4, 1, 1)
-    TorchBackend().store(k, 10 * k, cache, torch.tensor([6, -1, 0, 3]))
+    store(k, 10 * k, *cache, torch.tensor([6, -1, 0, 3]))
     assert cache.k.flatten(1).tolist() == [[3, 0, 0, 4], [0, 0, 1, 0]]
     assert cache.v.flatten(1).tolist() == [[30, 0, 0, 40], [0, 0, 10, 0]]
 
@@ -295,7 +327,7 @@ def test_store_puts_each_token_into_its_slot_and_skips_slot_minus_one() -> None:
 def test_store_keeps_heads_apart() -> None:
     cache = LayerCache(torch.zeros(1, 2, 2, 1), torch.zeros(1, 2, 2, 1))
     k = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])  # (token, head, dimension)
-    TorchBackend().store(k, -k, cache, torch.tensor([0, 1]))
+    store(k, -k, *cache, torch.tensor([0, 1]))
     assert cache.k[0].flatten(1).tolist() == [[1, 3], [2, 4]]  # head 0 of both tokens, then head 1
     assert cache.v[0].flatten(1).tolist() == [[-1, -3], [-2, -4]]
 
@@ -311,7 +343,7 @@ def test_prefill_of_mixed_chunks_equals_naive_attention(group: int, block_size: 
     context_lens, query_lens = MIXED, [1, 15, 4, 1, 30, 96]
     sequences = page(context_lens, block_size, num_kv_heads=2)
     for k, v, slots, length in zip(sequences.k, sequences.v, sequences.slots, query_lens, strict=True):
-        TorchBackend().store(k[:-length], v[:-length], sequences.cache, slots[:-length])  # computed before
+        store(k[:-length], v[:-length], *sequences.cache, slots[:-length])  # computed before
     q = randn(sum(query_lens), 2 * group, 8)
     new_k, new_v = (
         torch.cat([x[-length:] for x, length in zip(side, query_lens, strict=True)])
@@ -319,7 +351,7 @@ def test_prefill_of_mixed_chunks_equals_naive_attention(group: int, block_size: 
     )
     metadata = prefill_metadata(sequences, query_lens, context_lens)
     assert metadata.reads_cache
-    out = Attention(TorchBackend())(q, new_k, new_v, sequences.cache, metadata)
+    out = attend(q, new_k, new_v, sequences.cache, metadata)
     chunks = zip(q.split(query_lens), sequences.k, sequences.v, strict=True)
     expected = torch.cat([naive_attention(*chunk) for chunk in chunks])
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
@@ -345,7 +377,7 @@ def test_decode_of_mixed_contexts_equals_naive_attention(
     monkeypatch.setattr(attention, "MAX_GATHER_ELEMENTS", max_gather_elements)
     sequences = page(MIXED, block_size, num_kv_heads=2)
     for k, v, slots in zip(sequences.k, sequences.v, sequences.slots, strict=True):
-        TorchBackend().store(k[:-1], v[:-1], sequences.cache, slots[:-1])  # computed before
+        store(k[:-1], v[:-1], *sequences.cache, slots[:-1])  # computed before
     newest_k, newest_v = (torch.stack([x[-1] for x in side]) for side in (sequences.k, sequences.v))
     metadata = DecodeMetadata(
         slot_mapping=torch.stack([slots[-1] for slots in sequences.slots]),
@@ -353,7 +385,7 @@ def test_decode_of_mixed_contexts_equals_naive_attention(
         block_tables=sequences.block_tables,
     )
     q = randn(len(MIXED), 2 * group, 8)
-    out = Attention(TorchBackend())(q, newest_k, newest_v, sequences.cache, metadata)
+    out = attend(q, newest_k, newest_v, sequences.cache, metadata)
     rows = zip(q.split(1), sequences.k, sequences.v, strict=True)
     expected = torch.cat([naive_attention(*row) for row in rows])
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
@@ -361,7 +393,7 @@ def test_decode_of_mixed_contexts_equals_naive_attention(
 
 def test_padding_rows_of_a_decode_write_nothing_and_disturb_nobody() -> None:
     sequences = page([5], block_size=16, num_kv_heads=1)
-    TorchBackend().store(sequences.k[0][:-1], sequences.v[0][:-1], sequences.cache, sequences.slots[0][:-1])
+    store(sequences.k[0][:-1], sequences.v[0][:-1], *sequences.cache, sequences.slots[0][:-1])
     padded = DecodeMetadata(
         slot_mapping=torch.tensor([-1, int(sequences.slots[0][-1]), -1]),
         context_lens=torch.tensor([0, 5, 0], dtype=torch.int32),
@@ -369,7 +401,7 @@ def test_padding_rows_of_a_decode_write_nothing_and_disturb_nobody() -> None:
     )
     newest_k, newest_v = (x[0][-1:].repeat(3, 1, 1) for x in (sequences.k, sequences.v))
     q = randn(3, 2, 8)
-    out = Attention(TorchBackend())(q, newest_k, newest_v, sequences.cache, padded)
+    out = attend(q, newest_k, newest_v, sequences.cache, padded)
     expected = naive_attention(q[1:2], sequences.k[0], sequences.v[0])
     torch.testing.assert_close(out[1:2].double(), expected, rtol=1e-5, atol=1e-5)
     assert sequences.cache.k.any(dim=-1).sum() == 5, "five tokens are stored"
@@ -378,7 +410,7 @@ def test_padding_rows_of_a_decode_write_nothing_and_disturb_nobody() -> None:
 def test_a_decode_of_padding_alone_is_no_error() -> None:
     sequences = page([1], block_size=16, num_kv_heads=1)
     metadata = DecodeMetadata(torch.tensor([-1]), torch.tensor([0], dtype=torch.int32), sequences.block_tables)
-    out = Attention(TorchBackend())(randn(1, 1, 8), randn(1, 1, 8), randn(1, 1, 8), sequences.cache, metadata)
+    out = attend(randn(1, 1, 8), randn(1, 1, 8), randn(1, 1, 8), sequences.cache, metadata)
     assert out.shape == (1, 1, 8)
 
 

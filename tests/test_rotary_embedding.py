@@ -12,8 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import ModelError
-from nanoinfer.layers.layernorm import RMSNorm
-from nanoinfer.layers.rotary_embedding import ROPE_TYPES, RotaryEmbedding, rope_frequencies, rotate
+from nanoinfer.layers.rotary_embedding import ROPE_TYPES, RotaryEmbedding, norm_rope_store, rope_frequencies, rotate
 
 SIZES = {
     "vocab_size": 8,
@@ -109,19 +108,38 @@ def rotated_by_transformers(config: Qwen3Config, x: Tensor, positions: Tensor) -
     return rotated.squeeze(0).transpose(0, 1)
 
 
-def test_heads_are_normalised_before_they_are_rotated() -> None:
+def test_queries_and_keys_are_normalised_then_rotated_and_stored() -> None:
+    """Four query heads over two KV heads; the third of four tokens has no slot."""
     theirs, ours = both_configs(DEFAULT, head_dim=64, theta=10000.0)
-    norm, their_norm = RMSNorm(64, eps=1e-6), Qwen3RMSNorm(64, eps=1e-6)
-    weight = 1 + 0.3 * randn(64, seed=1)
-    norm.weight.copy_(weight)
-    their_norm.weight.data.copy_(weight)
-    positions = torch.tensor([0, 1, 2, 30])
-    x = 5 * randn(len(positions), 4, 64)
-    unchanged = x.clone()
-    out = RotaryEmbedding(ours, max_positions=31)(positions, x, norm)
-    expected = rotated_by_transformers(theirs, their_norm(x).detach(), positions)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(x, unchanged)
+    norms = [Qwen3RMSNorm(64, eps=1e-6) for _ in "qk"]
+    for seed, norm in enumerate(norms):
+        norm.weight.data.copy_(1 + 0.3 * randn(64, seed=seed))
+    positions, slots = torch.tensor([0, 1, 2, 30]), torch.tensor([5, 0, -1, 18])
+    qkv = 5 * randn(len(positions), 8 * 64)
+    expected_q, expected_k, expected_v = qkv.clone().unflatten(1, (8, 64)).split([4, 2, 2], dim=1)
+    expected_q = rotated_by_transformers(theirs, norms[0](expected_q).detach(), positions)
+    expected_k = rotated_by_transformers(theirs, norms[1](expected_k).detach(), positions)
+    k_cache, v_cache = torch.zeros(2, 2, 16, 64), torch.zeros(2, 2, 16, 64)
+    weights = (norms[0].weight.data, norms[1].weight.data)
+    table = RotaryEmbedding(ours, max_positions=31).cos_sin_cache
+    q, k, v = norm_rope_store(qkv, weights, 1e-6, positions, table, k_cache, v_cache, slots)
+    torch.testing.assert_close(q, expected_q, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(k, expected_k, rtol=1e-5, atol=1e-5)
+    assert torch.equal(v, expected_v)
+    for token, (block, offset) in {0: (0, 5), 1: (0, 0), 3: (1, 2)}.items():
+        assert torch.equal(k_cache[block, :, offset], k[token])
+        assert torch.equal(v_cache[block, :, offset], v[token])
+    assert k_cache.any(dim=-1).sum() == v_cache.any(dim=-1).sum() == 3 * 2
+
+
+def test_without_norms_queries_and_keys_are_only_rotated() -> None:
+    half_turn = torch.tensor([[-1.0, 0.0]])  # cosine and sine
+    qkv = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])  # one head each of two dimensions
+    cache = torch.zeros(2, 1, 1, 1, 2)
+    zero = torch.tensor([0])
+    q, k, v = norm_rope_store(qkv, None, 1e-6, zero, half_turn, *cache, zero)
+    assert (q.tolist(), k.tolist(), v.tolist()) == ([[[-1.0, -2.0]]], [[[-3.0, -4.0]]], [[[5.0, 6.0]]])
+    assert cache.flatten().tolist() == [-3.0, -4.0, 5.0, 6.0]
 
 
 def test_position_0_changes_nothing_and_one_quarter_turn_swaps_the_halves() -> None:

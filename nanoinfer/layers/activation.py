@@ -3,10 +3,10 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.utils.compile import compiled_on_cuda
+from nanoinfer.utils.kernel import triton_on_cuda
 
 
-@compiled_on_cuda
+@triton_on_cuda("nanoinfer.kernels.silu_and_mul")
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, for gate and up side by side: (num_tokens, 2 * size) -> (num_tokens, size)."""
     gate, up = gate_up.chunk(2, dim=-1)

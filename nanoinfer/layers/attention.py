@@ -11,22 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.errors import ConfigError
+from nanoinfer.layers.rotary_embedding import RotaryEmbedding, norm_rope_store
 from nanoinfer.utils.context import DecodeMetadata, LayerCache, Metadata, PrefillMetadata, ragged_indices
 
 MAX_GATHER_ELEMENTS = 2**24  # of keys that the plain decode gathers at a time: 64 MiB in float32
 
 
 class AttentionBackend(Protocol):
-    """Writes keys and values to the cache and attends to them, causally, scaled by head_dim ** -0.5.
+    """Attends to keys and values of the cache, causally, scaled by head_dim ** -0.5.
 
     q: (num_tokens, num_heads, head_dim). k, v: (num_tokens, num_kv_heads, head_dim). Results have the shape of q.
     """
 
     name: str
     needs_host: bool  # whether decode reads lengths on the host, so that it cannot be captured in a CUDA graph
-
-    def store(self, k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
-        """Write each token's key and value to its slot; slot -1 writes nothing."""
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
         """Attend from the step's chunks, whose keys and values (k, v) are in the cache already."""
@@ -36,14 +34,26 @@ class AttentionBackend(Protocol):
 
 
 class Attention(nn.Module):
-    """Store this step's keys and values, then attend."""
+    """What lies between the qkv product and the output product: norms, rotation, the write to the cache, attention."""
 
-    def __init__(self, backend: AttentionBackend) -> None:
+    def __init__(self, rotary_emb: RotaryEmbedding, norm_eps: float, backend: AttentionBackend) -> None:
         super().__init__()
+        self.rotary_emb = rotary_emb
+        self.norm_eps = norm_eps
         self.backend = backend
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: Metadata) -> Tensor:
-        self.backend.store(k, v, cache, metadata.slot_mapping)
+    def forward(
+        self,
+        qkv: Tensor,
+        norm_weights: tuple[Tensor, Tensor] | None,
+        positions: Tensor,
+        cache: LayerCache,
+        metadata: Metadata,
+    ) -> Tensor:
+        """Attend from all tokens of the step: (num_tokens, num_heads, head_dim). See `norm_rope_store` for shapes."""
+        q, k, v = norm_rope_store(
+            qkv, norm_weights, self.norm_eps, positions, self.rotary_emb.cos_sin_cache, *cache, metadata.slot_mapping
+        )
         if isinstance(metadata, PrefillMetadata):
             return self.backend.prefill(q, k, v, cache, metadata)
         return self.backend.decode(q, cache, metadata)
@@ -54,14 +64,6 @@ class TorchBackend:
 
     name = "torch"
     needs_host = True
-
-    def store(self, k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
-        block_size = cache.k.shape[2]
-        kept = slot_mapping >= 0
-        slots = slot_mapping[kept]
-        blocks, offsets = slots // block_size, slots % block_size
-        cache.k[blocks, :, offsets] = k[kept]
-        cache.v[blocks, :, offsets] = v[kept]
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
         out = torch.empty_like(q)

@@ -1,9 +1,8 @@
-"""Attention by flash-attn 2 (Dao 2023), with our Triton kernel for the write to the cache."""
+"""Attention by flash-attn 2 (Dao 2023)."""
 
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from nanoinfer.kernels.store_kvcache import store_kvcache
 from nanoinfer.utils.context import DecodeMetadata, LayerCache, PrefillMetadata
 
 
@@ -12,9 +11,6 @@ class FlashAttentionBackend:
 
     name = "flash_attn"
     needs_host = False
-
-    def store(self, k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
-        store_kvcache(k, v, cache.k, cache.v, slot_mapping)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
         block_tables = None

@@ -3,24 +3,22 @@
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.utils.compile import compiled_on_cuda
+from nanoinfer.utils.kernel import triton_on_cuda
 
 
-def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+@triton_on_cuda("nanoinfer.kernels.rms_norm")
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, in float32 inside; shape and dtype of `x`."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return wide.to(x.dtype) * weight
 
 
-rms_norm = compiled_on_cuda(normalize)
-
-
-@compiled_on_cuda
+@triton_on_cuda("nanoinfer.kernels.rms_norm")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of x + residual, and x + residual itself."""
     total = x + residual
-    return normalize(total, weight, eps), total
+    return rms_norm(total, weight, eps), total
 
 
 class RMSNorm(nn.Module):

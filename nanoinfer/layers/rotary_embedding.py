@@ -1,4 +1,7 @@
-"""Rotary position embedding (Su et al. 2021) and the ways in which checkpoints stretch it to longer contexts."""
+"""Rotary position embedding (Su et al. 2021) and the ways in which checkpoints stretch it to longer contexts.
+
+The rotation stands between other small operations on each head, and is computed together with them.
+"""
 
 import math
 from collections.abc import Mapping
@@ -9,8 +12,8 @@ from torch import Tensor, nn
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import ModelError
-from nanoinfer.layers.layernorm import RMSNorm, normalize
-from nanoinfer.utils.compile import compiled_on_cuda
+from nanoinfer.layers.layernorm import rms_norm
+from nanoinfer.utils.kernel import triton_on_cuda
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -26,14 +29,44 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
     return torch.cat([half.to(x.dtype) for half in rotated], dim=-1)
 
 
-@compiled_on_cuda
-def norm_and_rotate(x: Tensor, weight: Tensor, eps: float, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
-    """RMSNorm of each head of x (num_tokens, num_heads, head_dim), then its rotation."""
-    return rotate(normalize(x, weight, eps), positions, cos_sin_cache)
+def store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write each token's key and value (num_tokens, num_kv_heads, head_dim) to its slot; slot -1 writes nothing."""
+    kept = slot_mapping >= 0
+    slots, block_size = slot_mapping[kept], k_cache.shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    k_cache[blocks, :, offsets] = k[kept]
+    v_cache[blocks, :, offsets] = v[kept]
+
+
+@triton_on_cuda("nanoinfer.kernels.norm_rope_store")
+def norm_rope_store(
+    qkv: Tensor,
+    norm_weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the packed qkv product to attention: RMSNorm and rotation of queries and keys, the write to the cache.
+
+    qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), of use to nobody afterwards.
+    norm_weights: (head_dim,) each, of queries and of keys; None for a model without norms.
+    Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim). Other shapes as above.
+    """
+    _, num_kv_heads, _, head_dim = k_cache.shape
+    heads = qkv.unflatten(1, (-1, head_dim))
+    q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    if norm_weights is not None:
+        q, k = (rms_norm(x, weight, eps) for x, weight in zip((q, k), norm_weights, strict=True))
+    q, k = (rotate(x, positions, cos_sin_cache) for x in (q, k))
+    store(k, v, k_cache, v_cache, slot_mapping)
+    return q, k, v
 
 
 class RotaryEmbedding(nn.Module):
-    """Normalises queries or keys, and rotates them by tables that are computed once for `max_positions` positions."""
+    """The cosines and sines of `max_positions` positions, computed once: (max_positions, head_dim) float32."""
 
     cos_sin_cache: Tensor
 
@@ -41,12 +74,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         inv_freq, scale = rope_frequencies(config)
         angles = torch.arange(max_positions, dtype=torch.float32).unsqueeze(1) * inv_freq
-        cache = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)  # (max_positions, head_dim) float32
+        cache = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)
         self.register_buffer("cos_sin_cache", cache, persistent=False)
-
-    def forward(self, positions: Tensor, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Normalise each head of queries or keys x (num_tokens, num_heads, head_dim), then rotate it."""
-        return norm_and_rotate(x, norm.weight, norm.eps, positions, self.cos_sin_cache)
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:

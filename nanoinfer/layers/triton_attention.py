@@ -1,4 +1,4 @@
-"""The default on CUDA: our Triton kernels for decode, and for prefill flash-attn or else PyTorch's own attention."""
+"""The default on CUDA: our Triton kernel for decode, and for prefill flash-attn or else PyTorch's own attention."""
 
 import inspect
 from collections.abc import Iterator
@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from nanoinfer.kernels.paged_attention import paged_decode_attention
-from nanoinfer.kernels.store_kvcache import store_kvcache
 from nanoinfer.layers.attention import AttentionBackend, gather_context
 from nanoinfer.utils.context import DecodeMetadata, LayerCache, PrefillMetadata
 
@@ -31,9 +30,6 @@ class TritonBackend:
     def __init__(self, flash_attn: AttentionBackend | None = None) -> None:
         self.flash_attn = flash_attn
         self.name = "triton, flash_attn in prefill" if flash_attn else "triton"
-
-    def store(self, k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
-        store_kvcache(k, v, cache.k, cache.v, slot_mapping)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
         if self.flash_attn:

@@ -23,9 +23,6 @@ class Qwen3Attention(nn.Module):
         self, config: ModelConfig, rotary_emb: RotaryEmbedding, backend: AttentionBackend, tp: TensorParallel
     ) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        self.q_size = tp.shard_size(config.num_attention_heads, "num_attention_heads") * config.head_dim
-        self.kv_size = tp.shard_size(config.num_key_value_heads, "num_key_value_heads") * config.head_dim
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             config.head_dim,
@@ -39,15 +36,11 @@ class Qwen3Attention(nn.Module):
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.rotary_emb = rotary_emb
-        self.attn = Attention(backend)
+        self.attn = Attention(rotary_emb, config.rms_norm_eps, backend)
 
     def forward(self, positions: Tensor, hidden: Tensor, cache: LayerCache, metadata: Metadata) -> Tensor:
-        q, k, v = self.qkv_proj(hidden).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))  # (num_tokens, heads, head_dim) each
-        q = self.rotary_emb(positions, q, self.q_norm)
-        k = self.rotary_emb(positions, k, self.k_norm)
-        out = self.attn(q, k, v, cache, metadata)
+        qkv = self.qkv_proj(hidden)  # (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
+        out = self.attn(qkv, (self.q_norm.weight, self.k_norm.weight), positions, cache, metadata)
         return self.o_proj(out.flatten(1))  # (num_tokens, hidden_size)
 
 

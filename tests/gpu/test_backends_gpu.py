@@ -7,6 +7,7 @@ import torch
 
 from nanoinfer.engine.device_state import cumulated
 from nanoinfer.layers.attention import AttentionBackend, TorchBackend, select_backend
+from nanoinfer.layers.rotary_embedding import store
 from nanoinfer.utils.context import DecodeMetadata, LayerCache, PrefillMetadata
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +60,7 @@ def random_case(
 )
 def test_prefill_equals_plain_attention(backend: AttentionBackend, lens: list[tuple[int, int]]) -> None:
     q, k, v, cache, metadata = random_case(lens)
-    backend.store(k, v, cache, metadata.slot_mapping)
+    store(k, v, *cache, metadata.slot_mapping)
     actual = backend.prefill(q, k, v, cache, metadata)
     wide = LayerCache(cache.k.float(), cache.v.float())
     expected = TorchBackend().prefill(q.float(), k.float(), v.float(), wide, metadata)

@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from torch import Tensor
 
+from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.attention import TorchBackend
+from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
+from nanoinfer.layers.rotary_embedding import norm_rope_store
 from nanoinfer.layers.sampler import sample, sample_torch
 from nanoinfer.utils.context import DecodeMetadata, LayerCache
 
@@ -15,29 +19,97 @@ def random_cache(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: 
     return LayerCache(*(torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2)))
 
 
-@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(8, 128), (2, 64), (3, 80), (5, 96)])
-def test_store_writes_each_key_and_value_to_its_slot(num_kv_heads: int, head_dim: int) -> None:
-    from nanoinfer.kernels.store_kvcache import store_kvcache
+def randn(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
 
+
+def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
+    """Equal but for the last bit of a few elements: sums are taken in another order, and quotients rounded."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    expected = expected.cuda()
+    eps = torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual, expected, rtol=4 * eps, atol=16 * eps)
+    if actual.dtype != torch.float32 and actual.numel() > 10_000:
+        assert (actual != expected).float().mean() < 0.01
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ROWS = [1, 7, 256, 4096]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("size", [96, 1000, 1024, 2560, 4096, 5120, 8192])
+def test_rms_norm_equals_its_twin_on_the_cpu(size: int, num_rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    expected = random_cache(20, num_kv_heads, 16, head_dim, torch.bfloat16)
-    actual = LayerCache(expected.k.clone(), expected.v.clone())
-    qkv = torch.randn(50, 3, num_kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
-    slots = torch.randperm(320, device="cuda")[:50]
+    x, residual = (randn(num_rows, size + 8, dtype=dtype)[:, :size] for _ in range(2))
+    weight = randn(size, dtype=dtype)
+    unchanged = x.clone(), residual.clone()
+    on_cpu = x.cpu(), residual.cpu()
+    assert_nearly_equal(rms_norm(x, weight, 1e-6), rms_norm(on_cpu[0], weight.cpu(), 1e-6))
+    out, total = add_rms_norm(x, residual, weight, 1e-6)
+    expected, expected_total = add_rms_norm(*on_cpu, weight.cpu(), 1e-6)
+    assert_nearly_equal(out, expected)
+    assert torch.equal(total, expected_total.cuda())
+    assert torch.equal(x, unchanged[0])
+    assert torch.equal(residual, unchanged[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", ROWS)
+@pytest.mark.parametrize("size", [160, 1001, 3072, 12288])
+def test_silu_and_mul_equals_its_twin_on_the_cpu(size: int, num_tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate_up = 3 * randn(num_tokens, 2 * size, dtype=dtype)
+    assert_nearly_equal(silu_and_mul(gate_up), silu_and_mul(gate_up.cpu()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", ROWS)
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(16, 8, 128), (32, 8, 128), (64, 8, 128), (8, 2, 64), (10, 5, 96), (9, 3, 80), (3, 1, 256), (2, 1, 100)],
+)
+def test_norm_rope_store_equals_its_twin_on_the_cpu(
+    num_heads: int, num_kv_heads: int, head_dim: int, has_norms: bool, num_tokens: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    qkv = 3 * randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    weights = weights_on_cpu = None
+    if has_norms:
+        weights = tuple(1 + 0.3 * randn(head_dim, dtype=dtype) for _ in "qk")
+        weights_on_cpu = tuple(weight.cpu() for weight in weights)
+    angles = torch.randn(5000, head_dim // 2, device="cuda")
+    table = torch.cat([angles.cos(), angles.sin()], dim=1)
+    positions = torch.randint(0, 5000, (num_tokens,), device="cuda")
+    slots = torch.randperm(320 * 16, device="cuda")[:num_tokens]
     slots[::7] = -1
-    store_kvcache(qkv[:, 1], qkv[:, 2], actual.k, actual.v, slots)
-    TorchBackend().store(qkv[:, 1], qkv[:, 2], expected, slots)
-    assert torch.equal(actual.k, expected.k)
-    assert torch.equal(actual.v, expected.v)
+    expected_cache = random_cache(320, num_kv_heads, 16, head_dim, dtype)
+    cache = LayerCache(expected_cache.k.clone(), expected_cache.v.clone())
+    expected_cache = LayerCache(expected_cache.k.cpu(), expected_cache.v.cpu())
+    expected = norm_rope_store(
+        qkv.cpu(), weights_on_cpu, 1e-6, positions.cpu(), table.cpu(), *expected_cache, slots.cpu()
+    )
+    actual = norm_rope_store(qkv, weights, 1e-6, positions, table, *cache, slots)
+    for ours, twin in zip((*actual, *cache), (*expected, *expected_cache), strict=True):
+        assert_nearly_equal(ours, twin)
+    q, k, v = actual
+    assert torch.equal(v, expected[2].cuda())
+    kept = slots >= 0
+    blocks, offsets = slots[kept] // 16, slots[kept] % 16
+    assert torch.equal(cache.k[blocks, :, offsets], k[kept])
+    assert torch.equal(cache.v[blocks, :, offsets], v[kept])
+    assert q.data_ptr() == qkv.data_ptr(), "in place"
 
 
-def test_store_reaches_slots_past_two_to_the_31_elements() -> None:
-    from nanoinfer.kernels.store_kvcache import store_kvcache
-
+def test_norm_rope_store_reaches_slots_past_two_to_the_31_elements() -> None:
     num_blocks = 2**31 // (256 * 8 * 128) + 8  # 4 GiB of keys and as many of values
     cache = LayerCache(*(torch.zeros(num_blocks, 8, 256, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)))
-    k, v = torch.randn(2, 1, 8, 128, dtype=torch.bfloat16, device="cuda")
-    store_kvcache(k, v, cache.k, cache.v, torch.tensor([num_blocks * 256 - 1], device="cuda"))
+    qkv, table = randn(1, 32 * 128, dtype=torch.bfloat16), torch.ones(1, 128, device="cuda")
+    position, slot = torch.tensor([0], device="cuda"), torch.tensor([num_blocks * 256 - 1], device="cuda")
+    _, k, v = norm_rope_store(qkv, None, 1e-6, position, table, *cache, slot)
     assert torch.equal(cache.k[-1, :, -1], k[0])
     assert torch.equal(cache.v[-1, :, -1], v[0])
     assert cache.k.count_nonzero() == k.count_nonzero()

@@ -1,0 +1,137 @@
+"""From the packed qkv product to attention in one pass. Twin: in `layers/rotary_embedding.py`.
+
+Each head of the queries and keys is normalised and rotated where it lies; keys and values go to their slots of the
+paged cache. A program holds a few heads of one token as two tiles (heads, head_dim / 2), the halves that the rotation
+mixes, so that no data moves between threads but for the sum of squares.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# (elements of a half tile, warps) of a program: many small programs for latency, fewer for throughput.
+FEW_TOKENS = 1024
+SMALL_TILE = (256, 1)
+LARGE_TILE = (1024, 4)
+
+
+@triton.jit
+def _norm_rope_store_kernel(
+    qkv_ptr,
+    q_weight_ptr,  # None, and k_weight_ptr with it: no norms
+    k_weight_ptr,
+    positions_ptr,
+    cos_sin_ptr,  # (max_positions, head_dim) float32: cosines, then sines
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_mapping_ptr,
+    token_stride,
+    eps,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    block_size: tl.constexpr,
+    half_dim: tl.constexpr,
+    num_groups: tl.constexpr,
+    HEADS: tl.constexpr,  # heads for each program
+    HALF_DIM: tl.constexpr,  # half_dim, rounded up to a power of two
+):
+    token = (tl.program_id(0) // num_groups).to(tl.int64)
+    head = tl.program_id(0) % num_groups * HEADS + tl.arange(0, HEADS)[:, None]  # queries, then keys, then values
+    dim = tl.arange(0, HALF_DIM)[None, :]
+    is_query = head < num_heads
+    is_rotated = head < num_heads + num_kv_heads  # a query or a key
+    in_half = dim < half_dim
+    mask = (head < num_heads + 2 * num_kv_heads) & in_half
+
+    slot = tl.load(slot_mapping_ptr + token)  # int64: a large cache has more than 2^31 elements
+    cos_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * half_dim) + dim
+    first_ptr = qkv_ptr + token * token_stride + head * (2 * half_dim) + dim
+    first = tl.load(first_ptr, mask=mask, other=0.0)
+    second = tl.load(first_ptr + half_dim, mask=mask, other=0.0)
+    cos = tl.load(cos_ptr, mask=in_half)
+    sin = tl.load(cos_ptr + half_dim, mask=in_half)
+
+    x1, x2 = first.to(tl.float32), second.to(tl.float32)
+    if q_weight_ptr is not None:
+        q_weight1 = tl.load(q_weight_ptr + dim, mask=in_half)
+        q_weight2 = tl.load(q_weight_ptr + half_dim + dim, mask=in_half)
+        k_weight1 = tl.load(k_weight_ptr + dim, mask=in_half)
+        k_weight2 = tl.load(k_weight_ptr + half_dim + dim, mask=in_half)
+        mean_square = tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * half_dim)
+        scale = tl.rsqrt(mean_square + eps)[:, None]
+        # Rounded after the division and after the weight, as PyTorch does it.
+        x1 = (x1 * scale).to(first.dtype).to(tl.float32) * tl.where(is_query, q_weight1, k_weight1).to(tl.float32)
+        x2 = (x2 * scale).to(first.dtype).to(tl.float32) * tl.where(is_query, q_weight2, k_weight2).to(tl.float32)
+        x1, x2 = x1.to(first.dtype).to(tl.float32), x2.to(first.dtype).to(tl.float32)
+    first = tl.where(is_rotated, (x1 * cos - x2 * sin).to(first.dtype), first)
+    second = tl.where(is_rotated, (x2 * cos + x1 * sin).to(first.dtype), second)
+    tl.store(first_ptr, first, mask=mask & is_rotated)
+    tl.store(first_ptr + half_dim, second, mask=mask & is_rotated)
+
+    if slot >= 0:
+        is_key = mask & is_rotated & (head >= num_heads)
+        is_value = mask & (head >= num_heads + num_kv_heads)
+        kv_head = tl.where(is_rotated, head - num_heads, head - num_heads - num_kv_heads)
+        block, offset = slot // block_size, slot % block_size
+        target = ((block * num_kv_heads + kv_head) * block_size + offset) * (2 * half_dim) + dim
+        tl.store(k_cache_ptr + target, first, mask=is_key)
+        tl.store(k_cache_ptr + target + half_dim, second, mask=is_key)
+        tl.store(v_cache_ptr + target, first, mask=is_value)
+        tl.store(v_cache_ptr + target + half_dim, second, mask=is_value)
+
+
+def norm_rope_store(
+    qkv: Tensor,
+    norm_weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise and rotate queries and keys in place, and copy keys and values to their slots; slot -1 is skipped.
+
+    qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), rows contiguous; head_dim even.
+    norm_weights: (head_dim,) each, of queries and of keys, in the dtype of qkv; None for a model without norms.
+    positions: (num_tokens,) int. cos_sin_cache: (max_positions, head_dim) float32, contiguous.
+    k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous.
+    slot_mapping: (num_tokens,) int64, block_id * block_size + offset.
+    Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim), views of qkv.
+    """
+    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    heads = qkv.unflatten(1, (-1, head_dim))
+    num_tokens, num_all_heads, _ = heads.shape
+    num_heads = num_all_heads - 2 * num_kv_heads
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    q_weight, k_weight = norm_weights or (None, None)
+    assert qkv.stride(1) == 1, f"the rows of qkv must be contiguous, strides {qkv.stride()}"
+    assert k_cache.is_contiguous(), "the keys of the cache must be contiguous"
+    assert v_cache.is_contiguous(), "the values of the cache must be contiguous"
+    if num_tokens == 0:
+        return q, k, v
+    padded_half_dim = triton.next_power_of_2(head_dim // 2)
+    tile, num_warps = SMALL_TILE if num_tokens <= FEW_TOKENS else LARGE_TILE
+    heads_per_program = max(1, tile // padded_half_dim)
+    num_groups = triton.cdiv(num_all_heads, heads_per_program)
+    _norm_rope_store_kernel[(num_tokens * num_groups,)](
+        qkv,
+        q_weight,
+        k_weight,
+        positions,
+        cos_sin_cache,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        qkv.stride(0),
+        eps,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        half_dim=head_dim // 2,
+        num_groups=num_groups,
+        HEADS=heads_per_program,
+        HALF_DIM=padded_half_dim,
+        num_warps=num_warps,
+    )
+    return q, k, v

@@ -1,0 +1,36 @@
+"""How a function in plain PyTorch gets a Triton kernel for CUDA, and stays its specification."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def triton_on_cuda(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """For CUDA tensors, call the function of the same name in `module` instead, where Triton is installed.
+
+    The first argument decides: it must be a tensor. `__wrapped__` is the plain version.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @cache
+        def on_cuda() -> Callable[..., Any]:  # later than the import of the layers, which work without Triton
+            if importlib.util.find_spec("triton") is None:
+                return function
+            return getattr(importlib.import_module(module), function.__name__)
+
+        @wraps(function)
+        def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:
+            first = args[0]
+            assert isinstance(first, Tensor), f"{function.__name__} takes a tensor first, not a {type(first).__name__}"
+            return (on_cuda() if first.is_cuda else function)(*args, **kwargs)
+
+        return dispatch
+
+    return decorate
