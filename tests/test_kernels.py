@@ -191,13 +191,8 @@ def test_heads_of_any_size_are_normalised_rotated_and_stored_as_by_the_twin(
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 3), (5, 5), (6, 3), (10, 5), (7, 1), (16, 8)])
-@pytest.mark.parametrize("tile", ["SMALL_TILE", "LARGE_TILE"])
-def test_any_number_of_heads_equals_its_twin(
-    num_heads: int, num_kv_heads: int, tile: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_number_of_heads_equals_its_twin(num_heads: int, num_kv_heads: int) -> None:
     """Programs that hold queries, keys and values together, and heads past the last, included."""
-    if tile == "LARGE_TILE":
-        monkeypatch.setattr(norm_rope_store_kernels, "FEW_TOKENS", 0)
     assert_step_equals_its_twin(HeadsStep(num_heads, num_kv_heads))
 
 

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# (elements of a half tile, warps) of a program: many small programs for latency, fewer for throughput.
-FEW_TOKENS = 1024
-SMALL_TILE = (256, 1)
-LARGE_TILE = (1024, 4)
+NUM_WARPS = 4
+# Four elements for each thread: 16 bytes of a float32, 8 of a 16-bit type. So all tiles are laid out alike over the
+# threads, and all loads can be in flight together; with more, tiles of 16 bits would have to be rearranged.
+TILE = NUM_WARPS * 32 * 4
 
 
 @triton.jit
@@ -37,31 +37,34 @@ def _norm_rope_store_kernel(
 ):
     token = (tl.program_id(0) // num_groups).to(tl.int64)
     head = tl.program_id(0) % num_groups * HEADS + tl.arange(0, HEADS)[:, None]  # queries, then keys, then values
-    dim = tl.arange(0, HALF_DIM)[None, :]
+    dim = tl.broadcast_to(tl.arange(0, HALF_DIM)[None, :], HEADS, HALF_DIM)
     is_query = head < num_heads
     is_rotated = head < num_heads + num_kv_heads  # a query or a key
-    in_half = dim < half_dim
-    mask = (head < num_heads + 2 * num_kv_heads) & in_half
+    mask = (head < num_heads + 2 * num_kv_heads) & (dim < half_dim)
+    is_key = mask & is_rotated & (head >= num_heads)
+    is_value = mask & (head >= num_heads + num_kv_heads)
 
     slot = tl.load(slot_mapping_ptr + token)  # int64: a large cache has more than 2^31 elements
     cos_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * half_dim) + dim
     first_ptr = qkv_ptr + token * token_stride + head * (2 * half_dim) + dim
     first = tl.load(first_ptr, mask=mask, other=0.0)
     second = tl.load(first_ptr + half_dim, mask=mask, other=0.0)
-    cos = tl.load(cos_ptr, mask=in_half)
-    sin = tl.load(cos_ptr + half_dim, mask=in_half)
+    cos = tl.load(cos_ptr, mask=mask)
+    sin = tl.load(cos_ptr + half_dim, mask=mask)
 
     x1, x2 = first.to(tl.float32), second.to(tl.float32)
     if q_weight_ptr is not None:
-        q_weight1 = tl.load(q_weight_ptr + dim, mask=in_half)
-        q_weight2 = tl.load(q_weight_ptr + half_dim + dim, mask=in_half)
-        k_weight1 = tl.load(k_weight_ptr + dim, mask=in_half)
-        k_weight2 = tl.load(k_weight_ptr + half_dim + dim, mask=in_half)
+        q_weight1 = tl.load(q_weight_ptr + dim, mask=mask & is_query)
+        q_weight2 = tl.load(q_weight_ptr + half_dim + dim, mask=mask & is_query)
+        k_weight1 = tl.load(k_weight_ptr + dim, mask=is_key)
+        k_weight2 = tl.load(k_weight_ptr + half_dim + dim, mask=is_key)
+        weight1 = tl.where(is_query, q_weight1, k_weight1).to(tl.float32)
+        weight2 = tl.where(is_query, q_weight2, k_weight2).to(tl.float32)
         mean_square = tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * half_dim)
         scale = tl.rsqrt(mean_square + eps)[:, None]
         # Rounded after the division and after the weight, as PyTorch does it.
-        x1 = (x1 * scale).to(first.dtype).to(tl.float32) * tl.where(is_query, q_weight1, k_weight1).to(tl.float32)
-        x2 = (x2 * scale).to(first.dtype).to(tl.float32) * tl.where(is_query, q_weight2, k_weight2).to(tl.float32)
+        x1 = (x1 * scale).to(first.dtype).to(tl.float32) * weight1
+        x2 = (x2 * scale).to(first.dtype).to(tl.float32) * weight2
         x1, x2 = x1.to(first.dtype).to(tl.float32), x2.to(first.dtype).to(tl.float32)
     first = tl.where(is_rotated, (x1 * cos - x2 * sin).to(first.dtype), first)
     second = tl.where(is_rotated, (x2 * cos + x1 * sin).to(first.dtype), second)
@@ -69,8 +72,6 @@ def _norm_rope_store_kernel(
     tl.store(first_ptr + half_dim, second, mask=mask & is_rotated)
 
     if slot >= 0:
-        is_key = mask & is_rotated & (head >= num_heads)
-        is_value = mask & (head >= num_heads + num_kv_heads)
         kv_head = tl.where(is_rotated, head - num_heads, head - num_heads - num_kv_heads)
         block, offset = slot // block_size, slot % block_size
         target = ((block * num_kv_heads + kv_head) * block_size + offset) * (2 * half_dim) + dim
@@ -111,8 +112,7 @@ def norm_rope_store(
     if num_tokens == 0:
         return q, k, v
     padded_half_dim = triton.next_power_of_2(head_dim // 2)
-    tile, num_warps = SMALL_TILE if num_tokens <= FEW_TOKENS else LARGE_TILE
-    heads_per_program = max(1, tile // padded_half_dim)
+    heads_per_program = max(1, TILE // padded_half_dim)
     num_groups = triton.cdiv(num_all_heads, heads_per_program)
     _norm_rope_store_kernel[(num_tokens * num_groups,)](
         qkv,
@@ -132,6 +132,6 @@ def norm_rope_store(
         num_groups=num_groups,
         HEADS=heads_per_program,
         HALF_DIM=padded_half_dim,
-        num_warps=num_warps,
+        num_warps=NUM_WARPS,
     )
     return q, k, v
