@@ -1,9 +1,11 @@
 """The Triton kernels in Triton's interpreter, on the CPU, against their PyTorch twins. On a GPU: tests/gpu."""
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from types import ModuleType
 
 import pytest
 import torch
@@ -53,6 +55,26 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
     assert actual.shape == expected.shape
     tolerance = 4 * torch.finfo(expected.dtype).eps
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+# --- the way from a layer to its kernel ---
+
+
+@pytest.mark.parametrize(
+    ("twin", "kernels"),
+    [
+        (layernorm.rms_norm, rms_norm_kernels),
+        (layernorm.add_rms_norm, rms_norm_kernels),
+        (activation.silu_and_mul, silu_kernels),
+        (rotary_embedding.norm_rope_store, norm_rope_store_kernels),
+    ],
+)
+def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(
+    twin: Callable[..., object], kernels: ModuleType
+) -> None:
+    kernel = getattr(kernels, twin.__name__)
+    assert inspect.getclosurevars(twin).nonlocals["on_cuda"]() is kernel
+    assert inspect.signature(kernel) == inspect.signature(twin)
 
 
 # --- rms_norm ---

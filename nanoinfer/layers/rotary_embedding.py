@@ -53,7 +53,8 @@ def norm_rope_store(
 
     qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), of use to nobody afterwards.
     norm_weights: (head_dim,) each, of queries and of keys; None for a model without norms.
-    Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim). Other shapes as above.
+    k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim). slot_mapping: (num_tokens,) int64, or -1.
+    Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim).
     """
     _, num_kv_heads, _, head_dim = k_cache.shape
     heads = qkv.unflatten(1, (-1, head_dim))

@@ -35,7 +35,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
 
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-ROWS = [1, 7, 256, 4096]
+ROWS = [1, 7, 2048]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,7 +70,7 @@ def test_silu_and_mul_equals_its_twin_on_the_cpu(size: int, num_tokens: int, dty
 @pytest.mark.parametrize("has_norms", [True, False])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
-    [(16, 8, 128), (32, 8, 128), (64, 8, 128), (8, 2, 64), (10, 5, 96), (9, 3, 80), (3, 1, 256), (2, 1, 100)],
+    [(16, 8, 128), (32, 8, 128), (8, 2, 64), (10, 5, 96), (9, 3, 80), (3, 1, 256), (2, 1, 100)],
 )
 def test_norm_rope_store_equals_its_twin_on_the_cpu(
     num_heads: int, num_kv_heads: int, head_dim: int, has_norms: bool, num_tokens: int, dtype: torch.dtype
