@@ -104,6 +104,17 @@ def test_add_rms_norm_equals_its_twin(size: int, dtype: torch.dtype) -> None:
     assert torch.equal(residual, unchanged[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_add_rms_norm_adds_up_partial_sums_in_float32(dtype: torch.dtype) -> None:
+    parts, residual, weight = randn(4, 3, 96), randn(3, 96, seed=1, dtype=dtype), randn(96, dtype=dtype)
+    out, total = rms_norm_kernels.add_rms_norm(parts, residual, weight, 1e-5)
+    expected, expected_total = layernorm.add_rms_norm(parts, residual, weight, 1e-5)
+    assert out.dtype == total.dtype == dtype
+    assert_nearly_equal(total, expected_total)
+    assert_nearly_equal(out, expected)
+    assert_nearly_equal(total, (parts[0] + parts[1] + parts[2] + parts[3] + residual).to(dtype))
+
+
 def test_rms_norm_reads_rows_out_of_wider_ones() -> None:
     wide, wider, weight = randn(4, 100), randn(4, 200, seed=1), randn(60)
     x, residual = wide[:, 20:80], wider[:, 100:160]

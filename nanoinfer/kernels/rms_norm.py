@@ -17,9 +17,11 @@ def _rms_norm_kernel(
     weight_ptr,
     out_ptr,
     total_ptr,
+    x_part_stride,
     x_row_stride,
     residual_row_stride,
     eps,
+    num_parts: tl.constexpr,  # of x, to be added up
     size: tl.constexpr,
     SIZE: tl.constexpr,  # rounded up to a power of two
 ):
@@ -27,15 +29,19 @@ def _rms_norm_kernel(
     column = tl.arange(0, SIZE)
     mask = column < size
     weight = tl.load(weight_ptr + column, mask=mask)  # first: it waits for no other kernel's result
-    x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0)
+    x_ptrs = x_ptr + row * x_row_stride + column
+    wide = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, num_parts):
+        wide += tl.load(x_ptrs + part * x_part_stride, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(total_ptr + row * size + column, x, mask=mask)
-    wide = x.to(tl.float32)
+        total = (wide + residual.to(tl.float32)).to(residual.dtype)
+        tl.store(total_ptr + row * size + column, total, mask=mask)
+        wide = total.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    out = wide.to(x.dtype).to(tl.float32) * weight.to(tl.float32)
-    tl.store(out_ptr + row * size + column, out.to(x.dtype), mask=mask)
+    # Rounded after the division and after the weight, as PyTorch does it.
+    out = wide.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
+    tl.store(out_ptr + row * size + column, out.to(weight.dtype), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -44,38 +50,42 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x: (..., size), the last dimension contiguous. weight: (size,) in the dtype of x.
     """
     out = x.new_empty(x.shape)
-    _launch(x, None, weight, out, None, eps)
+    _launch(x.reshape(1, -1, x.shape[-1]), None, weight, out, None, eps)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and x + residual itself, rounded to their dtype before it is normalised.
+    """The norm of x + residual, and x + residual itself, rounded to its dtype before it is normalised.
 
-    x, residual: (..., size), the last dimension contiguous. weight: (size,). All have one dtype.
+    x: (..., size) as residual, or (parts, ..., size), partial sums of any dtype. The last dimension is contiguous.
+    residual: (..., size). weight: (size,) in the dtype of residual, as are the results.
     """
-    out, total = x.new_empty(x.shape), x.new_empty(x.shape)
-    _launch(x, residual, weight, out, total, eps)
+    size = x.shape[-1]
+    out, total = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+    parts = x.reshape(len(x) if x.dim() > residual.dim() else 1, -1, size)
+    _launch(parts, residual.reshape(-1, size), weight, out, total, eps)
     return out, total
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float) -> None:
-    size = x.shape[-1]
-    rows = x.reshape(-1, size)
-    residual_rows = None if residual is None else residual.reshape(-1, size)
-    for name, tensor in (("x", rows), ("residual", residual_rows)):
-        assert tensor is None or tensor.stride(1) == 1, f"{name} must be contiguous in its last dimension"
-    if len(rows) == 0:
+    """x: (parts, rows, size). residual: (rows, size)."""
+    num_parts, num_rows, size = x.shape
+    for name, tensor in (("x", x), ("residual", residual)):
+        assert tensor is None or tensor.stride(-1) == 1, f"{name} must be contiguous in its last dimension"
+    if num_rows == 0:
         return
     padded_size = triton.next_power_of_2(size)
-    _rms_norm_kernel[(len(rows),)](
-        rows,
-        residual_rows,
+    _rms_norm_kernel[(num_rows,)](
+        x,
+        residual,
         weight,
         out,
         total,
-        rows.stride(0),
-        0 if residual_rows is None else residual_rows.stride(0),
+        x.stride(0),
+        x.stride(1),
+        0 if residual is None else residual.stride(0),
         eps,
+        num_parts=num_parts,
         size=size,
         SIZE=padded_size,
         num_warps=min(MAX_WARPS, max(1, padded_size // 512)),  # 16 elements for each thread

@@ -16,8 +16,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton_on_cuda("nanoinfer.kernels.rms_norm")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and x + residual itself."""
-    total = x + residual
+    """The norm of x + residual, and x + residual itself; an `x` with a dimension more is summed over it first."""
+    if x.dim() > residual.dim():
+        x = x.sum(0)
+    total = (x + residual).to(residual.dtype)
     return rms_norm(total, weight, eps), total
 
 

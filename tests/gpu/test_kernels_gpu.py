@@ -7,9 +7,11 @@ from torch import Tensor
 from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.attention import TorchBackend
 from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
+from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.layers.rotary_embedding import norm_rope_store
 from nanoinfer.layers.sampler import sample, sample_torch
 from nanoinfer.utils.context import DecodeMetadata, LayerCache
+from nanoinfer.utils.distributed import TensorParallel
 
 pytestmark = pytest.mark.gpu
 
@@ -54,6 +56,24 @@ def test_rms_norm_equals_its_twin_on_the_cpu(size: int, num_rows: int, dtype: to
     assert torch.equal(total, expected_total.cuda())
     assert torch.equal(x, unchanged[0])
     assert torch.equal(residual, unchanged[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_tokens", "parts"), [(1, 4), (7, 4), (256, 4), (257, 1)])
+def test_a_decode_step_gets_partial_sums_of_its_row_parallel_products(
+    num_tokens: int, parts: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    layer = RowParallelLinear(3072, 1024, bias=False, tp=TensorParallel()).to("cuda", dtype)
+    layer.weight.data = randn(1024, 3072, dtype=dtype) * 0.02
+    x, residual = randn(num_tokens, 3072, dtype=dtype), randn(num_tokens, 1024, dtype=dtype)
+    weight = randn(1024, dtype=dtype)
+    product = layer(x)
+    assert product.shape[:-2] == ((parts,) if parts > 1 else ())
+    whole = x.float() @ layer.weight.float().t() + residual.float()
+    out, total = add_rms_norm(product, residual, weight, 1e-6)
+    torch.testing.assert_close(total.float(), whole, rtol=2 * torch.finfo(dtype).eps, atol=0.02)
+    assert_nearly_equal(out, rms_norm(total, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
