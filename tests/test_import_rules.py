@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "engine.batch": ["engine.sequence"],
     "engine.scheduler": ["engine.batch", "engine.block_manager", "engine.sequence"],
     "engine.kv_cache": ["config", "errors", "utils"],
-    "engine.device_state": ["engine.batch", "utils"],
+    "engine.device_state": ["engine.batch", "layers", "utils"],
     "engine.cuda_graphs": ["engine.device_state"],
     "engine.model_runner": [
         "config",

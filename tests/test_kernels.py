@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers import activation, layernorm, rotary_embedding
+from nanoinfer.layers import activation, layernorm, rotary_embedding, sampler
 from nanoinfer.layers.attention import TorchBackend
-from nanoinfer.layers.sampler import sample_torch
+from nanoinfer.layers.sampler import sample
 from nanoinfer.utils.context import DecodeMetadata, LayerCache
 
 triton = pytest.importorskip("triton")
@@ -23,7 +23,7 @@ from nanoinfer.kernels import paged_attention  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
 from nanoinfer.kernels import silu_and_mul as silu_kernels  # noqa: E402
 from nanoinfer.kernels.paged_attention import paged_decode_attention  # noqa: E402
-from nanoinfer.kernels.sample import TILE, sample_triton  # noqa: E402
+from nanoinfer.kernels.sample import GROUP_SIZE, TILE_GROUPS, sample_and_append_triton  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
 
@@ -378,12 +378,27 @@ SEEDS = [0, 1, -1, 2**40 + 3, 7, 2**63 - 1, -(2**63), 1]
 POSITIONS = [0, 0, 5, 100, 1, 131071, 3, 1]
 
 
+TILE = TILE_GROUPS * GROUP_SIZE.value
+
+
 def sampling_arguments() -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        torch.tensor(TEMPERATURES),
-        torch.tensor(SEEDS),
-        torch.tensor(POSITIONS, dtype=torch.int32),
-    )
+    return torch.tensor(TEMPERATURES), torch.tensor(SEEDS), torch.tensor(POSITIONS, dtype=torch.int32)
+
+
+def sample_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """The kernel's ids, from tables of as many rows, in which they must be found."""
+    num_rows = len(logits)
+    width = max(positions.tolist(), default=0) + 1
+    token_ids, context_lens = torch.full((num_rows, width), 7, dtype=torch.int32), positions.int().clone()
+    ids = sample_and_append_triton(logits, torch.arange(num_rows), temperatures, seeds, token_ids, context_lens)
+    assert torch.equal(context_lens, positions.int() + 1)
+    assert torch.equal(token_ids[torch.arange(num_rows), positions.long()], ids.clamp(min=0))
+    assert (token_ids != 7).sum() <= num_rows
+    return ids
+
+
+def test_sample_has_groups_as_large_as_its_twin() -> None:
+    assert GROUP_SIZE.value == sampler.GROUP_SIZE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -392,7 +407,7 @@ def test_sample_draws_what_its_twin_draws(vocab_size: int, dtype: torch.dtype) -
     logits = 3 * randn(len(SEEDS), vocab_size, dtype=dtype)
     ids = sample_triton(logits, *sampling_arguments())
     assert ids.dtype == torch.int32
-    assert ids.tolist() == sample_torch(logits.clone(), *sampling_arguments()).tolist()
+    assert ids.tolist() == sample(logits.clone(), *sampling_arguments()).tolist()
 
 
 def test_sample_draws_what_its_twin_draws_from_flat_logits_with_many_seeds() -> None:
@@ -401,7 +416,7 @@ def test_sample_draws_what_its_twin_draws_from_flat_logits_with_many_seeds() -> 
     arguments = (torch.ones(64), seeds, (seeds * 3).int())
     logits = torch.zeros(64, 1500)
     ids = sample_triton(logits, *arguments).tolist()
-    assert ids == sample_torch(logits.clone(), *arguments).tolist()
+    assert ids == sample(logits.clone(), *arguments).tolist()
     assert len(set(ids)) > 50
 
 
@@ -409,7 +424,7 @@ def test_sample_reads_rows_of_a_padded_matrix() -> None:
     padded = randn(len(SEEDS), 600)
     padded[:, 500:] = 1e9
     logits = padded[:, :500]
-    expected = sample_torch(logits.clone(), *sampling_arguments())
+    expected = sample(logits.clone(), *sampling_arguments())
     assert torch.equal(sample_triton(logits, *sampling_arguments()), expected)
 
 
@@ -444,11 +459,20 @@ def test_sample_of_no_rows_is_empty() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_sampling_kernel_gives_no_token_for_a_row_without_a_finite_best(value: float, temperature: float) -> None:
-    from nanoinfer.kernels.sample import sample_triton
-
     logits = torch.zeros(3, 5000)
     logits[1, 4500] = value
     if value < 0:
         logits[1] = value
     ids = sample_triton(logits, torch.full((3,), temperature), torch.arange(3), torch.arange(3, dtype=torch.int32))
     assert (ids >= 0).tolist() == [True, False, True]
+
+
+def test_sample_leaves_the_tables_alone_where_rows_are_padding() -> None:
+    token_ids, context_lens = torch.full((5, 4), 9, dtype=torch.int32), torch.tensor([1, 2, 3, 0, 0]).int()
+    logits = torch.eye(5)[[3, 1, 4, 2]]
+    rows = torch.tensor([2, -1, 0, -1])
+    ids = sample_and_append_triton(logits, rows, torch.zeros(5), torch.zeros(5).long(), token_ids, context_lens)
+    assert ids.tolist() == [3, -1, 4, -1]
+    assert token_ids[[0, 2]].tolist() == [[9, 4, 9, 9], [9, 9, 9, 3]]
+    assert token_ids[[1, 3, 4]].eq(9).all()
+    assert context_lens.tolist() == [2, 2, 4, 0, 0]

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers import sampler
-from nanoinfer.layers.sampler import gumbel_noise, philox, sample, sample_torch
+from nanoinfer.layers.sampler import GROUP_SIZE, exponential, philox, sample, sample_and_append
 
 MASK32 = 0xFFFFFFFF
 
@@ -55,66 +54,77 @@ def test_the_reference_gives_the_known_answers_of_random123(
 
 
 def test_philox_gives_the_known_answer_for_zeros() -> None:
-    numbers = philox(tensor(0), tensor(0), tensor(0))
+    numbers = philox(tensor(0), tensor(0), tensor(0), 0)
     assert [hex(number.item()) for number in numbers] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, MASK32, 2**32, 2**63 - 1, -(2**63), 0x299F31D0A4093822])
-@pytest.mark.parametrize("counter", [(0, 0), (1, 0), (0, 1), (38000, 131071), (MASK32, MASK32)])
-def test_philox_equals_the_reference(seed: int, counter: tuple[int, int]) -> None:
-    numbers = philox(tensor(seed), tensor(counter[0]), tensor(counter[1]))
+@pytest.mark.parametrize("counter", [(0, 0, 0), (1, 0, 1), (0, 1, 0), (38000, 131071, 1), (MASK32, MASK32, MASK32)])
+def test_philox_equals_the_reference(seed: int, counter: tuple[int, int, int]) -> None:
+    numbers = philox(tensor(seed), tensor(counter[0]), tensor(counter[1]), counter[2])
     key = (seed & MASK32, (seed >> 32) & MASK32)
-    assert tuple(number.item() for number in numbers) == philox_in_python((*counter, 0, 0), key)
+    assert tuple(number.item() for number in numbers) == philox_in_python((*counter, 0), key)
 
 
 def test_philox_broadcasts_seeds_against_counters() -> None:
-    together = philox(tensor(3, 4).unsqueeze(1), tensor(0, 1, 2), tensor(5, 6).unsqueeze(1))
+    together = philox(tensor(3, 4).unsqueeze(1), tensor(0, 1, 2), tensor(5, 6).unsqueeze(1), 1)
     assert together[0].shape == (2, 3)
-    alone = philox(tensor(4), tensor(2), tensor(6))
+    alone = philox(tensor(4), tensor(2), tensor(6), 1)
     assert [numbers[1, 2] for numbers in together] == [numbers[0] for numbers in alone]
 
 
 # --- noise ---
 
 
-def test_neighbouring_ids_share_one_call_of_philox() -> None:
-    noise = gumbel_noise(tensor(7), tensor(5), vocab_size=6)
-    numbers = [*philox_in_python((0, 5, 0, 0), (7, 0)), *philox_in_python((1, 5, 0, 0), (7, 0))[:2]]
-    expected = [-math.log(-math.log1p(-(number + 0.5) / 2**32)) for number in numbers]
-    assert noise.squeeze(0).tolist() == pytest.approx(expected, abs=1e-5)
+def test_an_exponential_number_has_the_mean_and_the_variance_of_its_distribution() -> None:
+    bits = torch.stack(philox(tensor(7), torch.arange(50000), tensor(9), 0))
+    numbers = exponential(bits).double()
+    # The mean of 200,000 draws is good to 1 / sqrt(200,000), about 0.002.
+    assert numbers.mean().item() == pytest.approx(1.0, abs=0.01)
+    assert numbers.var().item() == pytest.approx(1.0, abs=0.03)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 3, 4, 5])
-def test_a_smaller_vocabulary_sees_the_first_of_the_same_noise(vocab_size: int) -> None:
-    noise = gumbel_noise(tensor(7), tensor(5), vocab_size)
-    assert torch.equal(noise, gumbel_noise(tensor(7), tensor(5), 8)[:, :vocab_size])
-
-
-def test_the_noise_has_the_mean_and_the_variance_of_a_gumbel_distribution() -> None:
-    noise = gumbel_noise(tensor(0, 1, 2, 3), tensor(9, 9, 9, 9), vocab_size=50000).double()
-    # The mean of 200,000 draws is good to 1.28 / sqrt(200,000), about 0.003.
-    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
-    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.03)
-
-
-@pytest.mark.parametrize("bits", [0, 1, 2**31, MASK32 - 255, MASK32 - 1, MASK32])
-def test_the_noise_is_finite_for_any_bits(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def constant(seed: Tensor, counter0: Tensor, counter1: Tensor) -> tuple[Tensor, ...]:
-        shape = torch.broadcast_shapes(seed.shape, counter0.shape, counter1.shape)
-        return tuple(torch.full(shape, bits) for _ in range(4))
-
-    monkeypatch.setattr(sampler, "philox", constant)
-    noise = gumbel_noise(tensor(0), tensor(0), vocab_size=8)
-    assert noise.isfinite().all()
+@pytest.mark.parametrize("bits", [0, 1, 100, 2**31, MASK32 - 255, MASK32 - 1, MASK32])
+def test_the_noise_is_finite_and_right_for_any_bits(bits: int) -> None:
+    """The smallest are the winners' noise: log(1 - u) written plainly would be 0 for them."""
     uniform = min((bits + 0.5) / 2**32, 1 - 2**-24)
-    assert noise[0, 0].item() == pytest.approx(-math.log(-math.log1p(-uniform)), rel=1e-5, abs=1e-5)
+    assert exponential(tensor(bits)).item() == pytest.approx(-math.log1p(-uniform), rel=1e-6)
 
 
-def test_the_smallest_numbers_give_different_noise_and_the_smallest_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The winners' noise: log(1 - u) written plainly would be 0 for all of these."""
-    monkeypatch.setattr(sampler, "philox", lambda *counters: tuple(tensor(bits).view(1, 1) for bits in (0, 1, 2, 100)))
-    noise = gumbel_noise(tensor(0), tensor(0), vocab_size=4)
-    assert noise.squeeze(0).tolist() == pytest.approx([22.87, 21.77, 21.26, 17.57], abs=0.01)
+def draw_in_python(logits: list[float], temperature: float, seed: int, position: int) -> int:
+    """The draw as `sample` states it, in Python's double precision."""
+
+    def exponential(counter: tuple[int, ...], word: int) -> float:
+        bits = philox_in_python(counter, (seed & MASK32, (seed >> 32) & MASK32))[word]
+        return -math.log1p(-min((bits + 0.5) / 2**32, 1 - 2**-24))
+
+    def noisy_score(group: int) -> float:
+        members = logits[group * GROUP_SIZE : (group + 1) * GROUP_SIZE]
+        rate = sum(math.exp(logit / temperature) for logit in members)
+        return math.log(rate) - math.log(exponential((group // 4, position, 0, 0), group % 4))
+
+    group = max(range(-(-len(logits) // GROUP_SIZE)), key=noisy_score)
+    ids = range(group * GROUP_SIZE, min((group + 1) * GROUP_SIZE, len(logits)))
+    return max(ids, key=lambda i: logits[i] / temperature - math.log(exponential((i, position, 1, 0), 0)))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_draws_are_those_of_the_definition(temperature: float) -> None:
+    logits = torch.randn(8 * GROUP_SIZE + 3, generator=torch.Generator().manual_seed(1))
+    seeds, positions = torch.arange(40) * 2**30, torch.arange(40)
+    expected = [
+        draw_in_python(logits.tolist(), temperature, seed, position)
+        for seed, position in zip(seeds.tolist(), positions.tolist(), strict=True)
+    ]
+    assert draw(logits, temperature, seeds, positions).tolist() == expected
+
+
+@pytest.mark.parametrize("vocab_size", [1, 3, 4, 5, GROUP_SIZE, GROUP_SIZE + 1])
+def test_ids_without_a_chance_change_no_draw(vocab_size: int) -> None:
+    logits = torch.full((8 * GROUP_SIZE,), -math.inf)
+    logits[:vocab_size] = 0.0
+    seeds = torch.arange(100)
+    assert torch.equal(draw(logits, 1.0, seeds, seeds), draw(logits[:vocab_size], 1.0, seeds, seeds))
 
 
 # --- draws ---
@@ -145,24 +155,41 @@ CRITICAL_VALUE = 24.3  # of chi-square with 7 degrees of freedom at 0.1%
 EIGHT_LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, 0.7])
 
 
+PLACES = {
+    "in one group": [0, 1, 2, 3, 4, 5, 6, 7],
+    "each in a group of its own": [0, 9, 18, 27, 36, 45, 54, 63],
+    "in groups of three, two and one": [0, 3, 7, 8, 9, 20, 30, 63],
+}
+placed = pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+
+
+def placed_logits(places: list[int]) -> Tensor:
+    """EIGHT_LOGITS for the ids `places` of 64; the others are never drawn."""
+    return torch.full((64,), -math.inf).index_put((tensor(*places),), EIGHT_LOGITS)
+
+
 def chi_square(ids: Tensor, probabilities: Tensor) -> float:
     expected = len(ids) * probabilities
     counts = torch.bincount(ids, minlength=len(probabilities))
     return ((counts - expected) ** 2 / expected).sum().item()
 
 
+@placed
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_draws_over_seeds_follow_the_softmax(temperature: float) -> None:
+def test_draws_over_seeds_follow_the_softmax(temperature: float, places: list[int]) -> None:
     seeds = torch.arange(20000)
-    ids = draw(EIGHT_LOGITS, temperature, seeds, torch.zeros_like(seeds))
-    assert chi_square(ids, (EIGHT_LOGITS / temperature).softmax(dim=0)) < CRITICAL_VALUE
+    ids = draw(placed_logits(places), temperature, seeds, torch.zeros_like(seeds))
+    drawn = (ids.unsqueeze(1) == tensor(*places)).int().argmax(1)
+    assert chi_square(drawn, (EIGHT_LOGITS / temperature).softmax(dim=0)) < CRITICAL_VALUE
 
 
+@placed
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_draws_over_positions_follow_the_softmax(temperature: float) -> None:
+def test_draws_over_positions_follow_the_softmax(temperature: float, places: list[int]) -> None:
     positions = torch.arange(20000)
-    ids = draw(EIGHT_LOGITS, temperature, torch.full_like(positions, 12345), positions)
-    assert chi_square(ids, (EIGHT_LOGITS / temperature).softmax(dim=0)) < CRITICAL_VALUE
+    ids = draw(placed_logits(places), temperature, torch.full_like(positions, 12345), positions)
+    drawn = (ids.unsqueeze(1) == tensor(*places)).int().argmax(1)
+    assert chi_square(drawn, (EIGHT_LOGITS / temperature).softmax(dim=0)) < CRITICAL_VALUE
 
 
 def test_the_chi_square_test_sees_a_wrong_temperature() -> None:
@@ -203,9 +230,8 @@ def test_another_seed_or_another_position_is_another_stream() -> None:
 
 
 def test_the_upper_half_of_a_seed_counts() -> None:
-    low = gumbel_noise(tensor(5), tensor(0), vocab_size=8)
-    high = gumbel_noise(tensor(5 + (1 << 40)), tensor(0), vocab_size=8)
-    assert not torch.equal(low, high)
+    ids = draw(torch.zeros(1000), 1.0, tensor(5, 5 + (1 << 40)), tensor(0, 0))
+    assert ids[0] != ids[1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 100.0])
@@ -222,12 +248,6 @@ def test_a_tiny_temperature_takes_the_best_and_a_huge_one_takes_any() -> None:
     assert chi_square(draw(EIGHT_LOGITS, 1e6, seeds, seeds), torch.full((8,), 1 / 8)) < CRITICAL_VALUE
 
 
-def test_on_a_cpu_the_specification_is_what_runs() -> None:
-    logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(0))
-    arguments = (torch.ones(3), tensor(1, 2, 3), tensor(4, 5, 6).int())
-    assert torch.equal(sample(logits.clone(), *arguments), sample_torch(logits.clone(), *arguments))
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_without_a_finite_best_gives_no_token(value: float, temperature: float) -> None:
@@ -237,3 +257,37 @@ def test_a_row_without_a_finite_best_gives_no_token(value: float, temperature: f
         logits[1] = value
     ids = sample(logits, torch.full((3,), temperature), torch.arange(3), torch.arange(3, dtype=torch.int32))
     assert (ids >= 0).tolist() == [True, False, True]
+
+
+# --- tables ---
+
+
+def test_a_sampled_token_is_entered_in_its_row_and_padding_changes_nothing() -> None:
+    token_ids, context_lens = torch.full((5, 4), 9, dtype=torch.int32), torch.tensor([1, 2, 3, 0, 0]).int()
+    logits = torch.eye(5)[[3, 1, 4, 2]]
+    ids = sample_and_append(
+        logits, tensor(2, -1, 0, -1), torch.zeros(5), torch.zeros(5).long(), token_ids, context_lens
+    )
+    assert ids.dtype == torch.int32
+    assert ids.tolist() == [3, -1, 4, -1]
+    assert token_ids[[0, 2]].tolist() == [[9, 4, 9, 9], [9, 9, 9, 3]]
+    assert token_ids[[1, 3]].eq(9).all()
+    assert context_lens.tolist() == [2, 2, 4, 0, 0]
+
+
+def test_a_row_without_a_finite_best_gets_a_valid_id_in_the_table() -> None:
+    token_ids, context_lens = torch.full((2, 3), 9, dtype=torch.int32), torch.tensor([1, 0]).int()
+    logits = torch.full((1, 4), math.nan)
+    ids = sample_and_append(logits, tensor(0), torch.ones(2), torch.zeros(2).long(), token_ids, context_lens)
+    assert ids.tolist() == [-1]
+    assert token_ids[0].tolist() == [9, 0, 9]
+    assert context_lens.tolist() == [2, 0]
+
+
+def test_a_draw_takes_temperature_seed_and_position_from_its_row() -> None:
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    temperatures, seeds = torch.tensor([1.0, 0.0, 5.0, 0.0]), tensor(11, 22, 33, 0)
+    token_ids, context_lens = torch.zeros(4, 60, dtype=torch.int32), torch.tensor([50, 7, 9, 0]).int()
+    rows = tensor(2, 0, 1)
+    expected = sample(logits, temperatures[rows], seeds[rows], context_lens[rows])
+    assert torch.equal(sample_and_append(logits, rows, temperatures, seeds, token_ids, context_lens), expected)

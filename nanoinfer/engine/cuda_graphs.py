@@ -18,17 +18,17 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Captures `decode`, a function of rows (num_rows,) int64 that returns hidden states (num_rows, hidden_size).
+    """Captures `decode`, a function of rows (num_rows,) int32 that returns their sampled ids (num_rows,) int32.
 
-    Everything else that `decode` reads must stay where it is in memory. The graphs share a pool of memory; what they
-    return must stay out of it for each size, so it is the hidden states, far smaller than the logits.
+    Everything else that `decode` reads or writes must stay where it is in memory. The graphs share a pool of memory:
+    what one works with, the logits first of all, lies where the others' does. Only the ids are kept for each size.
     """
 
     def __init__(self, decode: Callable[[Tensor], Tensor], sizes: list[int], device: torch.device) -> None:
-        self.sizes = sizes
-        self._rows = torch.full((max(sizes),), PADDING_ROW, dtype=torch.int64, device=device)
+        self._padding = torch.full((max(sizes),), PADDING_ROW, dtype=torch.int32, device=device)
+        self._rows = self._padding.clone()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._hidden: dict[int, Tensor] = {}
+        self._token_ids: dict[int, Tensor] = {}
         self._size_for = [min(size for size in sizes if size >= count) for count in range(max(sizes) + 1)]
         pool = None
         # The largest first: the smaller ones then fit into its memory.
@@ -37,14 +37,13 @@ class DecodeGraphs:
             decode(rows)  # compile and warm up outside the capture
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._hidden[size] = decode(rows)
+                self._token_ids[size] = decode(rows)
             pool = pool or graph.pool()
             self._graphs[size] = graph
 
     def replay(self, rows: Tensor) -> Tensor:
-        """Hidden states (num_rows, hidden_size) of these rows, valid until the next replay."""
+        """The ids sampled for these rows (num_rows,) int32: (num_rows,) int32, valid until the next replay."""
         size = self._size_for[len(rows)]
-        self._rows[: len(rows)] = rows
-        self._rows[len(rows) : size] = PADDING_ROW
+        torch.cat((rows, self._padding[len(rows) : size]), out=self._rows[:size])
         self._graphs[size].replay()
-        return self._hidden[size][: len(rows)]
+        return self._token_ids[size][: len(rows)]

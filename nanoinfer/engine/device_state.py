@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from nanoinfer.engine.batch import Header, PacketSections
+from nanoinfer.layers.sampler import sample_and_append
 from nanoinfer.utils.context import DecodeMetadata, PrefillMetadata, ragged_indices
 
 M = TypeVar("M", PrefillMetadata, DecodeMetadata)
 
-PADDING_ROW = -1  # indexes the last row, a scratch line whose context stays empty: padding may read and write it
+PADDING_ROW = -1  # indexes the last row, a scratch line whose context stays empty, for padding to read
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class StepInputs(Generic[M]):
 class DeviceState:
     """The tables of `max_num_seqs` rows, and a scratch row after them.
 
-    token_ids: (rows, max_model_len + 1) int32; column `context_lens` of the scratch row is written by padding.
+    token_ids: (rows, max_model_len + 1) int32.
     context_lens: (rows,) int32, known tokens: those whose keys and values are computed, and the newest.
     block_tables: (rows, max_blocks) int32. temperatures: (rows,) float32. seeds: (rows,) int64.
     """
@@ -92,10 +93,9 @@ class DeviceState:
         )
         return StepInputs(self.token_ids[rows, positions], positions, metadata)
 
-    def append(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Enter a sampled token for each row (num_rows,) int64; padding must have been cut off."""
-        self.token_ids[rows, self.context_lens[rows].long()] = token_ids.clamp(min=0)  # NO_TOKEN is no valid id
-        self.context_lens[rows] += 1
+    def sample(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """Draw and enter the next token of each row (num_rows,) int64; logits: (num_rows, vocab_size)."""
+        return sample_and_append(logits, rows, self.temperatures, self.seeds, self.token_ids, self.context_lens)
 
     def _slots(self, block_tables: Tensor, lines: Tensor, positions: Tensor) -> Tensor:
         """block_id * block_size + offset of each position, (num_tokens,) int64."""

@@ -26,7 +26,6 @@ from nanoinfer.engine.kv_cache import (
 )
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention import select_backend
-from nanoinfer.layers.sampler import sample
 from nanoinfer.models import CausalLM, get_model_class
 from nanoinfer.utils.context import PrefillMetadata
 from nanoinfer.utils.device import current_device, default_dtype, select_device, select_dtype
@@ -93,7 +92,7 @@ class ModelRunner:
         self._allocate(num_blocks, self.max_model_len)
         sized = time.perf_counter()
         if self._uses_graphs:
-            self.graphs = DecodeGraphs(self._decode_hidden, graph_sizes(config.max_num_seqs), self.device)
+            self.graphs = DecodeGraphs(self._decode, graph_sizes(config.max_num_seqs), self.device)
         logger.info(
             "%s on %s in %s with attention by %s: weights %.1f s, warm-up %.1f s, graphs %.1f s; KV cache of %d blocks "
             "of %d tokens, %.2f GiB; sequences up to %d tokens",
@@ -123,8 +122,10 @@ class ModelRunner:
         if header.num_chunks:
             token_ids.append(self._prefill(header, on_device.chunks, on_host.chunks.tolist()))
         if header.num_decode:
-            token_ids.append(self._decode(on_device.decode_rows.long()))
-        to_host = torch.cat(token_ids).to("cpu", non_blocking=True)  # into pinned memory
+            decode = self.graphs.replay if self.graphs else self._decode
+            token_ids.append(decode(on_device.decode_rows))
+        sampled = token_ids[0] if len(token_ids) == 1 else torch.cat(token_ids)
+        to_host = sampled.to("cpu", non_blocking=True)  # into pinned memory, before the next replay on the same stream
         if self.device.type == "cpu":
             return StepHandle(to_host, None)
         event = torch.cuda.Event()
@@ -161,24 +162,14 @@ class ModelRunner:
         num_samples = header.num_prefill_samples
         last_tokens = inputs.metadata.cu_query_lens[1 : num_samples + 1].long() - 1
         logits = self.model.compute_logits(hidden[last_tokens])
-        return self._sample(logits, chunks[:num_samples, 0].long())
+        return self.state.sample(logits, chunks[:num_samples, 0].long())
 
     def _decode(self, rows: Tensor) -> Tensor:
-        """One token for each row."""
-        hidden = self.graphs.replay(rows) if self.graphs else self._decode_hidden(rows)
-        return self._sample(self.model.compute_logits(hidden), rows)
-
-    def _decode_hidden(self, rows: Tensor) -> Tensor:
-        """Hidden states (num_rows, hidden_size) of the newest token of each row; what a CUDA graph captures."""
+        """One token for each row (num_rows,) int32, from the tables and into them: what a CUDA graph captures."""
+        rows = rows.long()
         inputs = self.state.decode_inputs(rows)
-        return self.model(inputs.token_ids, inputs.positions, self.kv_cache, inputs.metadata)
-
-    def _sample(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Draw a token for each row and enter it in the tables."""
-        state = self.state
-        token_ids = sample(logits, state.temperatures[rows], state.seeds[rows], state.context_lens[rows])
-        state.append(rows, token_ids)
-        return token_ids
+        hidden = self.model(inputs.token_ids, inputs.positions, self.kv_cache, inputs.metadata)
+        return self.state.sample(self.model.compute_logits(hidden), rows)
 
     def _to_device(self, packet: Packet) -> Tensor:
         on_host = torch.from_numpy(packet)
@@ -247,7 +238,7 @@ class ModelRunner:
         positions = torch.arange(num_tokens, device=self.device) % longest
         hidden = self.model(token_ids, positions, self.kv_cache, metadata)
         rows = torch.arange(self.config.max_num_seqs, device=self.device)
-        self._sample(self.model.compute_logits(hidden[rows % num_tokens]), rows)
+        self.state.sample(self.model.compute_logits(hidden[rows % num_tokens]), rows)
 
     def _measure_graph_bytes(self) -> int:
         """The memory of all graphs, from capturing the largest (which the others share) and one small one more."""
@@ -256,7 +247,7 @@ class ModelRunner:
         for trial in (sizes[-1:], [*sizes[-1:], *sizes[:1]]):
             torch.cuda.empty_cache()
             free_before, _ = torch.cuda.mem_get_info(self.device)
-            graphs = DecodeGraphs(self._decode_hidden, trial, self.device)
+            graphs = DecodeGraphs(self._decode, trial, self.device)
             torch.cuda.empty_cache()
             used.append(free_before - torch.cuda.mem_get_info(self.device)[0])
             del graphs

@@ -1,9 +1,13 @@
-"""Draw one token for each row straight from the logits. Twin: `sample_torch` in `layers/sampler.py`.
+"""Draw one token for each row straight from the logits. Twin: `sample_and_append_torch` in `layers/sampler.py`.
 
-argmax(logits + temperature * gumbel noise) is a draw from softmax(logits / temperature) (Gumbel 1954; Maddison et al.
-2014), and greedy at temperature 0. So nothing is normalised, sorted or copied: the logits are read once. The noise is
-Philox-4x32-10 (Salmon et al. 2011) of (the request's seed, the token's position, the vocabulary id), so that a
-request's random stream is its own, whatever else is in the batch.
+argmax(logits + temperature * Gumbel noise) is a draw from softmax(logits / temperature) (Gumbel 1954), so nothing is
+normalised, sorted or copied. The largest noisy logit of a group of ids is itself logsumexp(logits of the group) plus
+Gumbel noise, whichever id it belongs to (Maddison et al. 2014, "A* sampling"). So the draw is made from the top down:
+a group of eight ids, with one noise each, and then an id within the group. That is an eighth of the random numbers
+and logarithms, and the logits are read at the speed of the memory.
+
+The noise is Philox-4x32-10 (Salmon et al. 2011) of (the request's seed, the token's position, the group or the id), so
+that a request's random stream is its own, whatever else is in the batch.
 """
 
 import torch
@@ -11,90 +15,146 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 4096  # vocabulary ids for each program
+GROUP_SIZE = tl.constexpr(8)  # part of the specification: it decides what is drawn
+TILE_GROUPS = 512  # groups for each program
 
 
 @triton.jit
-def _gumbel(bits):
-    """32 random bits to standard Gumbel noise, -log(E) with E exponential."""
+def _exponential(bits):
+    """32 random bits to a standard exponential number, -log(1 - u); its -log is standard Gumbel noise."""
     uniform = (bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
     uniform = tl.minimum(uniform, 0.99999994)  # the float32 below 1
     # log(1 - u) is coarse where u is small, which is where the winners are: two terms more of the series there.
     series = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333333))
-    return -tl.log(tl.where(uniform < 1e-3, series, -tl.log(1.0 - uniform)))
+    return tl.where(uniform < 1e-3, series, -tl.log(1.0 - uniform))
 
 
 @triton.jit
 def _best_in_tile_kernel(
     logits_ptr,
+    rows_ptr,
     temperatures_ptr,
     seeds_ptr,
-    positions_ptr,
+    context_lens_ptr,
     best_scores_ptr,
-    best_ids_ptr,
+    best_groups_ptr,
     vocab_size,
-    logits_row_stride,
+    logits_stride,
     num_tiles,
-    TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    ids = tile * TILE + tl.arange(0, TILE)
-    mask = ids < vocab_size
-    scores = tl.load(logits_ptr + row * logits_row_stride + ids, mask=mask, other=float("-inf")).to(tl.float32)
-    temperature = tl.load(temperatures_ptr + row)
-    if temperature > 0:
-        seed = tl.load(seeds_ptr + row)
-        position = tl.load(positions_ptr + row).to(tl.int32)
-        counter = tile * (TILE // 4) + tl.arange(0, TILE // 4)  # one Philox call serves four neighbouring ids
-        zero = counter * 0
-        r0, r1, r2, r3 = tl.philox(seed, counter, zero + position, zero, zero)
-        bits = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
-        scores += temperature * _gumbel(bits)
-    scores = tl.where(scores == scores, scores, float("inf"))  # NaN wins too, so that it is seen
-    best_score, best = tl.max(scores, axis=0, return_indices=True)
-    tl.store(best_scores_ptr + row * num_tiles + tile, best_score)
-    tl.store(best_ids_ptr + row * num_tiles + tile, tile * TILE + best)
+    """The best group of one tile of a row's logits, and its noisy score."""
+    line, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows_ptr + line).to(tl.int64)
+    if row >= 0:
+        ids = (tile * GROUPS + tl.arange(0, GROUPS)[:, None]) * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
+        scores = tl.load(logits_ptr + line * logits_stride + ids, mask=ids < vocab_size, other=float("-inf"))
+        scores = scores.to(tl.float32)
+        temperature = tl.load(temperatures_ptr + row)
+        if temperature > 0:
+            peak = tl.max(tl.max(scores, axis=1), axis=0)
+            reference = tl.where(tl.abs(peak) < float("inf"), peak, 0.0)
+            scale = tl.minimum(1.44269504 / temperature, 3e38)
+            sums = tl.sum(tl.exp2((scores - reference) * scale), axis=1)
+            counter = tile * (GROUPS // 4) + tl.arange(0, GROUPS // 4)
+            zero = counter * 0
+            position = zero + tl.load(context_lens_ptr + row)
+            r0, r1, r2, r3 = tl.philox(tl.load(seeds_ptr + row), counter, position, zero, zero)
+            bits = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
+            race = sums / _exponential(bits)
+            race = tl.where(race == race, race, float("inf"))
+            fastest, best = tl.max(race, axis=0, return_indices=True)
+            best_score = tl.where(fastest < float("inf"), peak, float("inf"))
+            if tl.abs(best_score) < float("inf"):
+                best_score += temperature * tl.log(fastest)
+        else:
+            scores = tl.where(scores == scores, scores, float("inf"))
+            best_score, best = tl.max(tl.max(scores, axis=1), axis=0, return_indices=True)
+        tl.store(best_scores_ptr + line * num_tiles + tile, best_score)
+        tl.store(best_groups_ptr + line * num_tiles + tile, tile * GROUPS + best)
 
 
 @triton.jit
-def _best_of_tiles_kernel(best_scores_ptr, best_ids_ptr, out_ptr, num_tiles, TILES: tl.constexpr):
-    row = tl.program_id(0)
-    tile = tl.arange(0, TILES)
-    scores = tl.load(best_scores_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
-    best_score, best = tl.max(scores, axis=0, return_indices=True)  # ties go to the lower tile, so to the lower id
-    is_finite = tl.abs(best_score) < float("inf")
-    tl.store(out_ptr + row, tl.where(is_finite, tl.load(best_ids_ptr + row * num_tiles + best), -1))
+def _append_best_kernel(
+    logits_ptr,
+    rows_ptr,
+    temperatures_ptr,
+    seeds_ptr,
+    token_ids_ptr,
+    context_lens_ptr,
+    best_scores_ptr,
+    best_groups_ptr,
+    out_ptr,
+    vocab_size,
+    logits_stride,
+    token_ids_stride,
+    num_tiles,
+    TILES: tl.constexpr,
+):
+    """The best id of a row's best group, into the tables and `out`."""
+    line = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + line).to(tl.int64)
+    if row >= 0:
+        tile = tl.arange(0, TILES)
+        scores = tl.load(best_scores_ptr + line * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
+        best_score, best_tile = tl.max(scores, axis=0, return_indices=True)  # ties go to the lower tile, so lower ids
+        group = tl.load(best_groups_ptr + line * num_tiles + best_tile)
+        ids = group * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
+        scores = tl.load(logits_ptr + line * logits_stride + ids, mask=ids < vocab_size, other=float("-inf"))
+        position = tl.load(context_lens_ptr + row)
+        zero = ids * 0
+        bits, _, _, _ = tl.philox(tl.load(seeds_ptr + row), ids, zero + position, zero + 1, zero)
+        noise = -tl.log(_exponential(bits))
+        _, best = tl.max(scores.to(tl.float32) + tl.load(temperatures_ptr + row) * noise, axis=0, return_indices=True)
+        token_id = tl.where(tl.abs(best_score) < float("inf"), group * GROUP_SIZE + best, -1)
+        tl.store(out_ptr + line, token_id)
+        tl.store(token_ids_ptr + row * token_ids_stride + position, tl.maximum(token_id, 0))
+        tl.store(context_lens_ptr + row, position + 1)
+    else:
+        tl.store(out_ptr + line, -1)
 
 
-def sample_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Draw a token id for each row: (num_rows,) int32; -1 for a row with NaN or infinity among its scores.
-
-    logits: (num_rows, vocab_size), rows contiguous. temperatures: (num_rows,) float32, 0 for greedy.
-    seeds: (num_rows,) int64. positions: (num_rows,) the drawn token's place in its sequence.
-    """
-    num_rows, vocab_size = logits.shape
+def sample_and_append_triton(
+    logits: Tensor, rows: Tensor, temperatures: Tensor, seeds: Tensor, token_ids: Tensor, context_lens: Tensor
+) -> Tensor:
+    """See `sample_and_append` in `layers/sampler.py`. The logits of a row and the tables must be contiguous."""
+    (num_rows, vocab_size), device = logits.shape, logits.device
     assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
-    num_tiles = triton.cdiv(vocab_size, TILE)
-    best_scores = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits.device)
-    best_ids = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=logits.device)
-    out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    num_tiles = triton.cdiv(vocab_size, TILE_GROUPS * GROUP_SIZE.value)
+    best_scores = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=device)
+    best_groups = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=device)
+    out = torch.empty(num_rows, dtype=torch.int32, device=device)
     if num_rows == 0:
         return out
     _best_in_tile_kernel[(num_rows, num_tiles)](
         logits,
+        rows,
         temperatures,
         seeds,
-        positions,
+        context_lens,
         best_scores,
-        best_ids,
+        best_groups,
         vocab_size,
         logits.stride(0),
         num_tiles,
-        TILE=TILE,
+        GROUPS=TILE_GROUPS,
         num_warps=4,
     )
-    _best_of_tiles_kernel[(num_rows,)](
-        best_scores, best_ids, out, num_tiles, TILES=triton.next_power_of_2(num_tiles), num_warps=1
+    _append_best_kernel[(num_rows,)](
+        logits,
+        rows,
+        temperatures,
+        seeds,
+        token_ids,
+        context_lens,
+        best_scores,
+        best_groups,
+        out,
+        vocab_size,
+        logits.stride(0),
+        token_ids.stride(0),
+        num_tiles,
+        TILES=triton.next_power_of_2(num_tiles),
+        num_warps=1,
     )
     return out

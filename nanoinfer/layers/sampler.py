@@ -1,59 +1,80 @@
-"""From logits to token ids: one kernel on CUDA, and its specification in plain PyTorch."""
+"""From logits to token ids: two kernels on CUDA, and their specification in plain PyTorch."""
 
 import importlib.util
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+GROUP_SIZE = 8  # neighbouring ids that compete as one before they compete with each other; as in kernels/sample.py
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MASK32 = 0xFFFFFFFF
 
 
+def sample_and_append(
+    logits: Tensor, rows: Tensor, temperatures: Tensor, seeds: Tensor, token_ids: Tensor, context_lens: Tensor
+) -> Tensor:
+    """Draw the next token of each row of the tables and enter it there: the ids, (num_rows,) int32.
+
+    A row with NaN or infinity among its scores yields -1, and 0 in the table.
+
+    logits: (num_rows, vocab_size). rows: (num_rows,) int64, lines of the tables; -1 is padding, which yields -1 and
+    changes nothing (the last line, which it indexes, must be a spare one).
+    Tables: temperatures (lines,) float32, seeds (lines,) int64, token_ids (lines, max_tokens) int32 and context_lens
+    (lines,) int32, the number of known tokens, which is the column of the new one.
+    """
+    if logits.is_cuda and importlib.util.find_spec("triton") is not None:
+        from nanoinfer.kernels.sample import sample_and_append_triton
+
+        return sample_and_append_triton(logits, rows, temperatures, seeds, token_ids, context_lens)
+    positions = context_lens[rows]
+    ids = torch.where(rows >= 0, sample(logits, temperatures[rows], seeds[rows], positions), -1)
+    token_ids[rows, positions.long()] = ids.clamp(min=0)
+    context_lens[rows] = positions + (rows >= 0)
+    return ids
+
+
 def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """Draw a token id for each row from softmax(logits / temperature), or the best where that is 0: (num_rows,) int32.
 
-    A row with NaN or infinity among its scores gives -1.
+    It has the largest logit + temperature * Gumbel noise (Gumbel 1954), found from the top down: first the group of
+    ids, then the id (Maddison et al. 2014, "A* sampling"). The noise depends on (seed, position, vocabulary id) and
+    nothing else. A row with NaN or infinity among its scores gives -1.
 
     logits: (num_rows, vocab_size). temperatures: (num_rows,) float32. seeds: (num_rows,) int64.
-    positions: (num_rows,) int32, the drawn token's place in its sequence. The noise depends on (seed, position,
-    vocabulary id) and nothing else.
+    positions: (num_rows,) int32, the drawn token's place in its sequence.
     """
-    if logits.is_cuda and importlib.util.find_spec("triton") is not None:
-        from nanoinfer.kernels.sample import sample_triton
-
-        return sample_triton(logits, temperatures, seeds, positions)
-    return sample_torch(logits, temperatures, seeds, positions)
-
-
-def sample_torch(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """The specification of `kernels/sample.py`."""
     scores = logits.float()
-    random = temperatures > 0
-    if random.any():
-        scores = scores.clone()  # float32 logits were not copied above
-        noise = gumbel_noise(seeds[random], positions[random], scores.shape[1])
-        scores[random] += temperatures[random].unsqueeze(1) * noise
-    best = torch.where(scores.isnan(), torch.inf, scores).max(dim=1)
-    return torch.where(best.values.isfinite(), best.indices, -1).int()
+    scores = torch.where(scores.isnan(), torch.inf, scores)
+    scores = F.pad(scores, (0, -scores.shape[1] % GROUP_SIZE), value=-torch.inf).unflatten(1, (-1, GROUP_SIZE))
+    peaks = scores.amax(dim=(1, 2), keepdim=True)
+    seeds, positions, temperatures = (column.unsqueeze(1) for column in (seeds, positions.long(), temperatures))
+    # A group's weights are its rate in a race of exponential arrivals. One Philox call serves four groups.
+    weights = ((scores - peaks) / temperatures.unsqueeze(2)).exp().sum(2)  # (num_rows, num_groups)
+    counters = torch.arange(-(-weights.shape[1] // 4), device=logits.device)
+    bits = torch.stack(philox(seeds, counters, positions, 0), dim=-1).flatten(1)[:, : weights.shape[1]]
+    race = torch.where(temperatures > 0, weights / exponential(bits), scores.amax(2))
+    group = race.argmax(1, keepdim=True)
+    ids = group * GROUP_SIZE + torch.arange(GROUP_SIZE, device=logits.device)  # (num_rows, GROUP_SIZE)
+    noise = -exponential(philox(seeds, ids, positions, 1)[0]).log()
+    scores = scores.take_along_dim(group.unsqueeze(2), dim=1).squeeze(1) + temperatures * noise
+    best = ids.gather(1, scores.argmax(1, keepdim=True))
+    return torch.where(peaks.isfinite().flatten(1), best, -1).squeeze(1).int()
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise for each (seed, position) and vocabulary id: (num_rows, vocab_size) float32."""
-    counters = torch.arange(-(-vocab_size // 4), device=seeds.device)  # one Philox call serves four neighbouring ids
-    bits = torch.stack(philox(seeds.unsqueeze(1), counters, positions.long().unsqueeze(1)), dim=-1)
-    bits = bits.flatten(1)[:, :vocab_size]
+def exponential(bits: Tensor) -> Tensor:
+    """32 random bits to a standard exponential number, float32; its -log is standard Gumbel noise."""
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    # log(1 - u) is coarse where u is small, which is where the winners are.
-    return -torch.log(-torch.log1p(-uniform))
+    return -torch.log1p(-uniform)  # log(1 - u) is coarse where u is small, which is where the winners are
 
 
-def philox(seed: Tensor, counter0: Tensor, counter1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox-4x32-10 (Salmon et al. 2011) of the counters (counter0, counter1, 0, 0): four 32-bit numbers, as int64."""
+def philox(seed: Tensor, counter0: Tensor, counter1: Tensor, counter2: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox-4x32-10 (Salmon et al. 2011) of the counters and a 0: four 32-bit numbers, as int64."""
     key0, key1 = seed & MASK32, (seed >> 32) & MASK32
     shape = torch.broadcast_shapes(seed.shape, counter0.shape, counter1.shape)
     c0, c1 = counter0.expand(shape), counter1.expand(shape)
-    c2 = c3 = torch.zeros(shape, dtype=torch.int64, device=seed.device)
+    c2, c3 = torch.full(shape, counter2, device=seed.device), torch.zeros(shape, dtype=torch.int64, device=seed.device)
     for _ in range(10):
         # The products may pass 2^63: int64 wraps round, and the masked shift reads the right bits all the same.
         product0, product1 = c0 * PHILOX_MULTIPLIERS[0], c2 * PHILOX_MULTIPLIERS[1]

@@ -9,7 +9,7 @@ from nanoinfer.layers.attention import TorchBackend
 from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.layers.rotary_embedding import norm_rope_store
-from nanoinfer.layers.sampler import sample, sample_torch
+from nanoinfer.layers.sampler import sample, sample_and_append
 from nanoinfer.utils.context import DecodeMetadata, LayerCache
 from nanoinfer.utils.distributed import TensorParallel
 
@@ -176,7 +176,20 @@ def test_split_contexts_equal_their_twin(num_rows: int, longest: int) -> None:
     torch.testing.assert_close(actual.float(), expected, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("vocab_size", [1000, 4096, 151936])
+def sample_by_kernel(
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """The kernel's ids, from tables of as many rows, in which they must be found."""
+    rows = torch.arange(len(logits), device="cuda")
+    token_ids = torch.zeros(len(rows), int(positions.max()) + 1, dtype=torch.int32, device="cuda")
+    context_lens = positions.int().clone()
+    ids = sample_and_append(logits, rows, temperatures, seeds, token_ids, context_lens)
+    assert torch.equal(context_lens, positions.int() + 1)
+    assert torch.equal(token_ids[rows, positions.long()], ids.clamp(min=0))
+    return ids
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 1003, 4096, 151936])
 def test_sampling_equals_its_twin(vocab_size: int) -> None:
     torch.manual_seed(0)
     logits = torch.randn(64, vocab_size, device="cuda") * 3
@@ -185,11 +198,23 @@ def test_sampling_equals_its_twin(vocab_size: int) -> None:
     seeds = torch.randint(-(2**62), 2**62, (64,), device="cuda")
     positions = torch.randint(0, 40000, (64,), dtype=torch.int32, device="cuda")
     for dtype in (torch.float32, torch.bfloat16):
-        actual = sample(logits.to(dtype), temperatures, seeds, positions)
-        expected = sample_torch(logits.to(dtype), temperatures, seeds, positions)
+        actual = sample_by_kernel(logits.to(dtype), temperatures, seeds, positions)
+        expected = sample(logits.to(dtype), temperatures, seeds, positions)
         greedy = temperatures == 0
         assert torch.equal(actual[greedy], logits.to(dtype)[greedy].argmax(1).int())
         assert (actual == expected).float().mean() > 0.98  # logarithms differ in the last bit: near ties may flip
+
+
+def test_sampling_leaves_the_tables_alone_where_rows_are_padding() -> None:
+    token_ids = torch.full((5, 4), 9, dtype=torch.int32, device="cuda")
+    context_lens = torch.tensor([1, 2, 3, 0, 0], dtype=torch.int32, device="cuda")
+    logits = torch.eye(5, device="cuda")[[3, 1, 4, 2]]
+    rows, zeros = torch.tensor([2, -1, 0, -1], device="cuda"), torch.zeros(5, device="cuda")
+    ids = sample_and_append(logits, rows, zeros, zeros.long(), token_ids, context_lens)
+    assert ids.tolist() == [3, -1, 4, -1]
+    assert token_ids[[0, 2]].tolist() == [[9, 4, 9, 9], [9, 9, 9, 3]]
+    assert token_ids[[1, 3, 4]].eq(9).all()
+    assert context_lens.tolist() == [2, 2, 4, 0, 0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -199,16 +224,18 @@ def test_sampling_gives_no_token_for_a_row_without_a_finite_best(value: float, t
     logits[1, 151935] = value
     logits[2] = value
     temperatures, numbers = torch.full((4,), temperature, device="cuda"), torch.arange(4, device="cuda")
-    ids = sample(logits, temperatures, numbers, numbers.int())
+    ids = sample_by_kernel(logits, temperatures, numbers, numbers)
     assert (ids >= 0).tolist() == [True, False, False, True]
     assert int(ids.max()) < 151936
 
 
-def test_sampling_draws_from_the_softmax() -> None:
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0], device="cuda").expand(100_000, 4)
-    ones = torch.ones(100_000, device="cuda")
-    drawn = sample(logits, ones, torch.arange(100_000, device="cuda"), torch.arange(100_000, device="cuda").int())
-    observed = drawn.bincount(minlength=4).double().cpu()
-    expected = torch.softmax(logits[0].double(), 0).cpu() * 100_000
+@pytest.mark.parametrize("places", [[0, 1, 2, 3], [0, 9, 5000, 9000], [7, 8, 15, 4096]])
+def test_sampling_draws_from_the_softmax(places: list[int]) -> None:
+    logits = torch.full((10_000,), -torch.inf, device="cuda")
+    logits[places] = torch.tensor([2.0, 1.0, 0.0, -1.0], device="cuda")
+    ones, seeds = torch.ones(100_000, device="cuda"), torch.arange(100_000, device="cuda")
+    drawn = sample_by_kernel(logits.expand(100_000, -1), ones, seeds, seeds % 100)
+    observed = drawn.bincount(minlength=10_000)[places].double().cpu()
+    expected = torch.softmax(logits[places].double(), 0).cpu() * 100_000
     chi_square = ((observed - expected) ** 2 / expected).sum()
     assert chi_square < 21.1  # 3 degrees of freedom, p = 0.0001
