@@ -54,22 +54,22 @@ def test_the_reference_gives_the_known_answers_of_random123(
 
 
 def test_philox_gives_the_known_answer_for_zeros() -> None:
-    numbers = philox(tensor(0), tensor(0), tensor(0), 0)
+    numbers = philox(tensor(0), tensor(0), tensor(0), tensor(0))
     assert [hex(number.item()) for number in numbers] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, MASK32, 2**32, 2**63 - 1, -(2**63), 0x299F31D0A4093822])
 @pytest.mark.parametrize("counter", [(0, 0, 0), (1, 0, 1), (0, 1, 0), (38000, 131071, 1), (MASK32, MASK32, MASK32)])
 def test_philox_equals_the_reference(seed: int, counter: tuple[int, int, int]) -> None:
-    numbers = philox(tensor(seed), tensor(counter[0]), tensor(counter[1]), counter[2])
+    numbers = philox(tensor(seed), tensor(counter[0]), tensor(counter[1]), tensor(counter[2]))
     key = (seed & MASK32, (seed >> 32) & MASK32)
     assert tuple(number.item() for number in numbers) == philox_in_python((*counter, 0), key)
 
 
 def test_philox_broadcasts_seeds_against_counters() -> None:
-    together = philox(tensor(3, 4).unsqueeze(1), tensor(0, 1, 2), tensor(5, 6).unsqueeze(1), 1)
+    together = philox(tensor(3, 4).unsqueeze(1), tensor(0, 1, 2), tensor(5, 6).unsqueeze(1), tensor(1))
     assert together[0].shape == (2, 3)
-    alone = philox(tensor(4), tensor(2), tensor(6), 1)
+    alone = philox(tensor(4), tensor(2), tensor(6), tensor(1))
     assert [numbers[1, 2] for numbers in together] == [numbers[0] for numbers in alone]
 
 
@@ -77,7 +77,7 @@ def test_philox_broadcasts_seeds_against_counters() -> None:
 
 
 def test_an_exponential_number_has_the_mean_and_the_variance_of_its_distribution() -> None:
-    bits = torch.stack(philox(tensor(7), torch.arange(50000), tensor(9), 0))
+    bits = torch.stack(philox(tensor(7), torch.arange(50000), tensor(9), tensor(0)))
     numbers = exponential(bits).double()
     # The mean of 200,000 draws is good to 1 / sqrt(200,000), about 0.002.
     assert numbers.mean().item() == pytest.approx(1.0, abs=0.01)
@@ -156,16 +156,16 @@ EIGHT_LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, 0.7])
 
 
 PLACES = {
-    "in one group": [0, 1, 2, 3, 4, 5, 6, 7],
-    "each in a group of its own": [0, 9, 18, 27, 36, 45, 54, 63],
-    "in groups of three, two and one": [0, 3, 7, 8, 9, 20, 30, 63],
+    "in one group": [0, 1, 2, 3, 4, 5, 6, 15],
+    "each in a group of its own": [0, 17, 34, 51, 68, 85, 102, 119],
+    "in groups of three, two and one": [0, 7, 15, 16, 17, 40, 60, 127],
 }
 placed = pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
 
 
 def placed_logits(places: list[int]) -> Tensor:
-    """EIGHT_LOGITS for the ids `places` of 64; the others are never drawn."""
-    return torch.full((64,), -math.inf).index_put((tensor(*places),), EIGHT_LOGITS)
+    """EIGHT_LOGITS for the ids `places` of 128; the others are never drawn."""
+    return torch.full((128,), -math.inf).index_put((tensor(*places),), EIGHT_LOGITS)
 
 
 def chi_square(ids: Tensor, probabilities: Tensor) -> float:

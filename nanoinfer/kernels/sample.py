@@ -1,10 +1,10 @@
-"""Draw one token for each row straight from the logits. Twin: `sample_and_append_torch` in `layers/sampler.py`.
+"""Draw one token for each row straight from the logits, and enter it in the tables. Twin: `sample_and_append` on a CPU.
 
 argmax(logits + temperature * Gumbel noise) is a draw from softmax(logits / temperature) (Gumbel 1954), so nothing is
-normalised, sorted or copied. The largest noisy logit of a group of ids is itself logsumexp(logits of the group) plus
-Gumbel noise, whichever id it belongs to (Maddison et al. 2014, "A* sampling"). So the draw is made from the top down:
-a group of eight ids, with one noise each, and then an id within the group. That is an eighth of the random numbers
-and logarithms, and the logits are read at the speed of the memory.
+normalised, sorted or copied. The largest noisy logit of a group of ids is itself the group's logsumexp plus Gumbel
+noise, whichever id it belongs to (Maddison et al. 2014, "A* sampling"). So the draw is made from the top down: first a
+group of neighbouring ids, with one noise for each group, then an id of that group. That saves nearly all of the random
+numbers and logarithms, and what is left is close to the time of reading the logits.
 
 The noise is Philox-4x32-10 (Salmon et al. 2011) of (the request's seed, the token's position, the group or the id), so
 that a request's random stream is its own, whatever else is in the batch.
@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GROUP_SIZE = tl.constexpr(8)  # part of the specification: it decides what is drawn
-TILE_GROUPS = 512  # groups for each program
+GROUP_SIZE = tl.constexpr(16)  # ids; part of the specification, since it decides what is drawn
+INF = tl.constexpr(float("inf"))
+TILE_GROUPS = 128  # groups for each program, which is one warp: no barriers
 
 
 @triton.jit
@@ -43,32 +44,36 @@ def _best_in_tile_kernel(
     num_tiles,
     GROUPS: tl.constexpr,
 ):
-    """The best group of one tile of a row's logits, and its noisy score."""
+    """The group with the best noisy score in one tile of a row's logits."""
     line, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.load(rows_ptr + line).to(tl.int64)
+    row = tl.load(rows_ptr + line)
     if row >= 0:
-        ids = (tile * GROUPS + tl.arange(0, GROUPS)[:, None]) * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
-        scores = tl.load(logits_ptr + line * logits_stride + ids, mask=ids < vocab_size, other=float("-inf"))
-        scores = scores.to(tl.float32)
+        # Half a group is 16 bytes, one load of one thread: its sums need no exchange between threads.
+        half: tl.constexpr = GROUP_SIZE // 2
+        ids = (tile * GROUPS + tl.arange(0, GROUPS)[:, None]) * GROUP_SIZE + tl.arange(0, half)[None, :]
+        logits_ptr += line * logits_stride
+        left = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=-INF).to(tl.float32)
+        right = tl.load(logits_ptr + ids + half, mask=ids + half < vocab_size, other=-INF).to(tl.float32)
         temperature = tl.load(temperatures_ptr + row)
         if temperature > 0:
-            peak = tl.max(tl.max(scores, axis=1), axis=0)
-            reference = tl.where(tl.abs(peak) < float("inf"), peak, 0.0)
-            scale = tl.minimum(1.44269504 / temperature, 3e38)
-            sums = tl.sum(tl.exp2((scores - reference) * scale), axis=1)
-            counter = tile * (GROUPS // 4) + tl.arange(0, GROUPS // 4)
+            # A race: group's weight / exponential is exp(noisy score / temperature), and one logarithm is for all.
+            peak = tl.max(tl.max(tl.maximum(left, right), axis=1), axis=0)
+            reference = tl.where(tl.abs(peak) < INF, peak, 0.0)
+            scale = tl.minimum(1.44269504 / temperature, 3e38)  # exp(x / temperature) = 2 ** (x * scale)
+            weights = tl.exp2((left - reference) * scale) + tl.exp2((right - reference) * scale)
+            counter = tile * (GROUPS // 4) + tl.arange(0, GROUPS // 4)  # one Philox call serves four groups
             zero = counter * 0
             position = zero + tl.load(context_lens_ptr + row)
             r0, r1, r2, r3 = tl.philox(tl.load(seeds_ptr + row), counter, position, zero, zero)
             bits = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
-            race = sums / _exponential(bits)
-            race = tl.where(race == race, race, float("inf"))
+            race = tl.sum(weights, axis=1) / _exponential(bits)
+            race = tl.where(race == race, race, INF)  # NaN and infinity win, so that they are seen
             fastest, best = tl.max(race, axis=0, return_indices=True)
-            best_score = tl.where(fastest < float("inf"), peak, float("inf"))
-            if tl.abs(best_score) < float("inf"):
+            best_score = tl.where(fastest < INF, peak, INF)
+            if tl.abs(best_score) < INF:
                 best_score += temperature * tl.log(fastest)
         else:
-            scores = tl.where(scores == scores, scores, float("inf"))
+            scores = tl.maximum(tl.where(left == left, left, INF), tl.where(right == right, right, INF))
             best_score, best = tl.max(tl.max(scores, axis=1), axis=0, return_indices=True)
         tl.store(best_scores_ptr + line * num_tiles + tile, best_score)
         tl.store(best_groups_ptr + line * num_tiles + tile, tile * GROUPS + best)
@@ -91,22 +96,22 @@ def _append_best_kernel(
     num_tiles,
     TILES: tl.constexpr,
 ):
-    """The best id of a row's best group, into the tables and `out`."""
+    """The best id of a row's best group, entered in the tables and in `out`."""
     line = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows_ptr + line).to(tl.int64)
+    row = tl.load(rows_ptr + line)
     if row >= 0:
         tile = tl.arange(0, TILES)
-        scores = tl.load(best_scores_ptr + line * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
+        scores = tl.load(best_scores_ptr + line * num_tiles + tile, mask=tile < num_tiles, other=-INF)
         best_score, best_tile = tl.max(scores, axis=0, return_indices=True)  # ties go to the lower tile, so lower ids
         group = tl.load(best_groups_ptr + line * num_tiles + best_tile)
         ids = group * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
-        scores = tl.load(logits_ptr + line * logits_stride + ids, mask=ids < vocab_size, other=float("-inf"))
+        scores = tl.load(logits_ptr + line * logits_stride + ids, mask=ids < vocab_size, other=-INF)
         position = tl.load(context_lens_ptr + row)
         zero = ids * 0
         bits, _, _, _ = tl.philox(tl.load(seeds_ptr + row), ids, zero + position, zero + 1, zero)
         noise = -tl.log(_exponential(bits))
         _, best = tl.max(scores.to(tl.float32) + tl.load(temperatures_ptr + row) * noise, axis=0, return_indices=True)
-        token_id = tl.where(tl.abs(best_score) < float("inf"), group * GROUP_SIZE + best, -1)
+        token_id = tl.where(tl.abs(best_score) < INF, group * GROUP_SIZE + best, -1)
         tl.store(out_ptr + line, token_id)
         tl.store(token_ids_ptr + row * token_ids_stride + position, tl.maximum(token_id, 0))
         tl.store(context_lens_ptr + row, position + 1)
@@ -117,7 +122,7 @@ def _append_best_kernel(
 def sample_and_append_triton(
     logits: Tensor, rows: Tensor, temperatures: Tensor, seeds: Tensor, token_ids: Tensor, context_lens: Tensor
 ) -> Tensor:
-    """See `sample_and_append` in `layers/sampler.py`. The logits of a row and the tables must be contiguous."""
+    """As `sample_and_append` in `layers/sampler.py`; the logits of a row must be contiguous."""
     (num_rows, vocab_size), device = logits.shape, logits.device
     assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
     num_tiles = triton.cdiv(vocab_size, TILE_GROUPS * GROUP_SIZE.value)
@@ -138,7 +143,7 @@ def sample_and_append_triton(
         logits.stride(0),
         num_tiles,
         GROUPS=TILE_GROUPS,
-        num_warps=4,
+        num_warps=1,
     )
     _append_best_kernel[(num_rows,)](
         logits,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GROUP_SIZE = 8  # neighbouring ids that compete as one before they compete with each other; as in kernels/sample.py
+GROUP_SIZE = 16  # neighbouring ids that compete as one before they compete with each other; as in kernels/sample.py
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MASK32 = 0xFFFFFFFF
@@ -50,14 +50,15 @@ def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tenso
     scores = F.pad(scores, (0, -scores.shape[1] % GROUP_SIZE), value=-torch.inf).unflatten(1, (-1, GROUP_SIZE))
     peaks = scores.amax(dim=(1, 2), keepdim=True)
     seeds, positions, temperatures = (column.unsqueeze(1) for column in (seeds, positions.long(), temperatures))
-    # A group's weights are its rate in a race of exponential arrivals. One Philox call serves four groups.
+    zero = torch.zeros_like(positions)
+    # Groups race: exp(noisy score / temperature) is weights over an exponential. One Philox call serves four groups.
     weights = ((scores - peaks) / temperatures.unsqueeze(2)).exp().sum(2)  # (num_rows, num_groups)
     counters = torch.arange(-(-weights.shape[1] // 4), device=logits.device)
-    bits = torch.stack(philox(seeds, counters, positions, 0), dim=-1).flatten(1)[:, : weights.shape[1]]
+    bits = torch.stack(philox(seeds, counters, positions, zero), dim=-1).flatten(1)[:, : weights.shape[1]]
     race = torch.where(temperatures > 0, weights / exponential(bits), scores.amax(2))
     group = race.argmax(1, keepdim=True)
     ids = group * GROUP_SIZE + torch.arange(GROUP_SIZE, device=logits.device)  # (num_rows, GROUP_SIZE)
-    noise = -exponential(philox(seeds, ids, positions, 1)[0]).log()
+    noise = -exponential(philox(seeds, ids, positions, zero + 1)[0]).log()
     scores = scores.take_along_dim(group.unsqueeze(2), dim=1).squeeze(1) + temperatures * noise
     best = ids.gather(1, scores.argmax(1, keepdim=True))
     return torch.where(peaks.isfinite().flatten(1), best, -1).squeeze(1).int()
@@ -69,12 +70,10 @@ def exponential(bits: Tensor) -> Tensor:
     return -torch.log1p(-uniform)  # log(1 - u) is coarse where u is small, which is where the winners are
 
 
-def philox(seed: Tensor, counter0: Tensor, counter1: Tensor, counter2: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox-4x32-10 (Salmon et al. 2011) of the counters and a 0: four 32-bit numbers, as int64."""
+def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox-4x32-10 (Salmon et al. 2011) of the counters (c0, c1, c2, 0): four 32-bit numbers, as int64."""
     key0, key1 = seed & MASK32, (seed >> 32) & MASK32
-    shape = torch.broadcast_shapes(seed.shape, counter0.shape, counter1.shape)
-    c0, c1 = counter0.expand(shape), counter1.expand(shape)
-    c2, c3 = torch.full(shape, counter2, device=seed.device), torch.zeros(shape, dtype=torch.int64, device=seed.device)
+    c3 = torch.zeros_like(c2)
     for _ in range(10):
         # The products may pass 2^63: int64 wraps round, and the masked shift reads the right bits all the same.
         product0, product1 = c0 * PHILOX_MULTIPLIERS[0], c2 * PHILOX_MULTIPLIERS[1]
