@@ -23,7 +23,7 @@ from nanoinfer.kernels import paged_attention  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
 from nanoinfer.kernels import silu_and_mul as silu_kernels  # noqa: E402
 from nanoinfer.kernels.paged_attention import paged_decode_attention  # noqa: E402
-from nanoinfer.kernels.sample import GROUP_SIZE, TILE_GROUPS, sample_and_append_triton  # noqa: E402
+from nanoinfer.kernels.sample import GROUP_SIZE, TILE_GROUPS, sample_and_append  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
 
@@ -390,7 +390,7 @@ def sample_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions
     num_rows = len(logits)
     width = max(positions.tolist(), default=0) + 1
     token_ids, context_lens = torch.full((num_rows, width), 7, dtype=torch.int32), positions.int().clone()
-    ids = sample_and_append_triton(logits, torch.arange(num_rows), temperatures, seeds, token_ids, context_lens)
+    ids = sample_and_append(logits, torch.arange(num_rows), temperatures, seeds, token_ids, context_lens)
     assert torch.equal(context_lens, positions.int() + 1)
     assert torch.equal(token_ids[torch.arange(num_rows), positions.long()], ids.clamp(min=0))
     assert (token_ids != 7).sum() <= num_rows
@@ -471,7 +471,7 @@ def test_sample_leaves_the_tables_alone_where_rows_are_padding() -> None:
     token_ids, context_lens = torch.full((5, 4), 9, dtype=torch.int32), torch.tensor([1, 2, 3, 0, 0]).int()
     logits = torch.eye(5)[[3, 1, 4, 2]]
     rows = torch.tensor([2, -1, 0, -1])
-    ids = sample_and_append_triton(logits, rows, torch.zeros(5), torch.zeros(5).long(), token_ids, context_lens)
+    ids = sample_and_append(logits, rows, torch.zeros(5), torch.zeros(5).long(), token_ids, context_lens)
     assert ids.tolist() == [3, -1, 4, -1]
     assert token_ids[[0, 2]].tolist() == [[9, 4, 9, 9], [9, 9, 9, 3]]
     assert token_ids[[1, 3, 4]].eq(9).all()

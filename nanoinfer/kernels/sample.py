@@ -119,7 +119,7 @@ def _append_best_kernel(
         tl.store(out_ptr + line, -1)
 
 
-def sample_and_append_triton(
+def sample_and_append(
     logits: Tensor, rows: Tensor, temperatures: Tensor, seeds: Tensor, token_ids: Tensor, context_lens: Tensor
 ) -> Tensor:
     """As `sample_and_append` in `layers/sampler.py`; the logits of a row must be contiguous."""

@@ -1,10 +1,10 @@
 """From logits to token ids: two kernels on CUDA, and their specification in plain PyTorch."""
 
-import importlib.util
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from nanoinfer.utils.kernel import triton_on_cuda
 
 GROUP_SIZE = 16  # neighbouring ids that compete as one before they compete with each other; as in kernels/sample.py
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -12,6 +12,7 @@ PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MASK32 = 0xFFFFFFFF
 
 
+@triton_on_cuda("nanoinfer.kernels.sample")
 def sample_and_append(
     logits: Tensor, rows: Tensor, temperatures: Tensor, seeds: Tensor, token_ids: Tensor, context_lens: Tensor
 ) -> Tensor:
@@ -24,10 +25,6 @@ def sample_and_append(
     Tables: temperatures (lines,) float32, seeds (lines,) int64, token_ids (lines, max_tokens) int32 and context_lens
     (lines,) int32, the number of known tokens, which is the column of the new one.
     """
-    if logits.is_cuda and importlib.util.find_spec("triton") is not None:
-        from nanoinfer.kernels.sample import sample_and_append_triton
-
-        return sample_and_append_triton(logits, rows, temperatures, seeds, token_ids, context_lens)
     positions = context_lens[rows]
     ids = torch.where(rows >= 0, sample(logits, temperatures[rows], seeds[rows], positions), -1)
     token_ids[rows, positions.long()] = ids.clamp(min=0)
