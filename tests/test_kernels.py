@@ -22,7 +22,7 @@ from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa
 from nanoinfer.kernels import paged_attention  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
 from nanoinfer.kernels import silu_and_mul as silu_kernels  # noqa: E402
-from nanoinfer.kernels.paged_attention import paged_decode_attention  # noqa: E402
+from nanoinfer.kernels.paged_attention import paged_decode_attention, plan_decode  # noqa: E402
 from nanoinfer.kernels.sample import GROUP_SIZE, TILE_GROUPS, sample_and_append  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
@@ -271,6 +271,10 @@ def test_norm_rope_store_refuses_what_it_would_misread() -> None:
 # --- paged_decode_attention ---
 
 
+def decode(q: Tensor, cache: LayerCache, tables: Tensor, lens: Tensor) -> Tensor:
+    return paged_decode_attention(q, cache.k, cache.v, *plan_decode(lens, tables, *cache.k.shape[2:]))
+
+
 def assert_decode_equals_its_twin(
     context_lens: list[int],
     block_size: int,
@@ -297,7 +301,7 @@ def assert_decode_equals_its_twin(
     q = randn(len(context_lens), 2 * num_kv_heads * group, head_dim, dtype=dtype)
     q = q[:, : num_kv_heads * group] if strided else q[:, : num_kv_heads * group].contiguous()
     lens = torch.tensor(context_lens, dtype=torch.int32)
-    out = paged_decode_attention(q, cache.k, cache.v, block_tables, lens)
+    out = decode(q, cache, block_tables, lens)
 
     # The twin computes in float32, and on zeros where the cache is NaN.
     twin_cache = LayerCache(*(side.float().nan_to_num(0.0) for side in cache))
@@ -339,7 +343,7 @@ def test_decode_reads_queries_out_of_wider_rows() -> None:
 def test_decode_of_padding_alone_is_zero() -> None:
     cache = torch.full((1, 2, 16, 64), NAN)
     tables, lens = (torch.zeros(*shape, dtype=torch.int32) for shape in ((3, 1), (3,)))
-    out = paged_decode_attention(randn(3, 4, 64), cache, cache, tables, lens)
+    out = decode(randn(3, 4, 64), LayerCache(cache, cache), tables, lens)
     assert out.count_nonzero() == 0
 
 
@@ -350,25 +354,58 @@ def test_decode_survives_scores_that_overflow_a_naive_softmax() -> None:
     k[0, 0, :4] = torch.tensor([[-100.0], [100.0], [100.0], [99.0]])  # scores of 80,000 and so on
     v[0, 0, :4] = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
     tables, lens = (torch.tensor(x, dtype=torch.int32) for x in ([[0]], [4]))
-    out = paged_decode_attention(q, k, v, tables, lens)
+    out = decode(q, LayerCache(k, v), tables, lens)
     torch.testing.assert_close(out, torch.full_like(out, 3.0))  # the mean of the two best
 
 
 @loops_are_interpreted
-@pytest.mark.parametrize("num_programs", [1, 16, 1024])
-def test_decode_does_not_depend_on_how_the_contexts_are_split(
+@pytest.mark.parametrize("num_programs", [1, 2, 6, 16, 1000])
+def test_decode_does_not_depend_on_how_the_contexts_are_shared_out(
     num_programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_attention, "NUM_PROGRAMS", num_programs)
-    assert paged_attention.choose_splits(num_rows=4, num_kv_heads=2) == {1: 1, 16: 2, 1024: 64}[num_programs]
+    """7 tiles of 32 tokens: for one program, for one each KV head, cut within and between rows, and some left over."""
+    monkeypatch.setattr(paged_attention, "_launch_options", lambda device: (num_programs, False, {}))
     cache = LayerCache(randn(8, 2, 32, 64, seed=1), randn(8, 2, 32, 64, seed=2))
     tables = torch.tensor([[3, 1, 7], [0, 5, 2], [4, 4, 4], [6, 0, 1]], dtype=torch.int32)
     lens = torch.tensor([96, 33, 0, 1], dtype=torch.int32)
     q = randn(4, 4, 64)
     expected = TorchBackend().decode(q, cache, DecodeMetadata(torch.empty(0), lens, tables))
-    actual = paged_decode_attention(q, cache.k, cache.v, tables, lens)
+    actual = decode(q, cache, tables, lens)
     torch.testing.assert_close(actual[lens > 0], expected[lens > 0])
     assert not actual[2].any()
+
+
+@loops_are_interpreted
+def test_a_plan_lists_the_tiles_of_all_rows_end_to_end() -> None:
+    tables = torch.tensor([[3, 1], [9, 9], [2, 9]], dtype=torch.int32)
+    lens = torch.tensor([70, 0, 48], dtype=torch.int32)
+    tiles, row_starts = plan_decode(lens, tables, block_size=48, head_dim=128)
+    assert row_starts.tolist() == [0, 5, 6, 9]
+    assert tiles[:9].tolist() == [  # slot of the first token, visible tokens, row, whether it is the row's last
+        [144, 16, 0, 0],
+        [160, 16, 0, 0],
+        [176, 16, 0, 0],
+        [48, 16, 0, 0],
+        [64, 6, 0, 1],
+        [432, 0, 1, 1],  # an empty context has a tile, in which nothing is visible
+        [96, 16, 2, 0],
+        [112, 16, 2, 0],
+        [128, 16, 2, 1],
+    ]
+
+
+@loops_are_interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy warns of NaN
+def test_a_row_of_nan_does_not_spoil_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_attention, "_launch_options", lambda device: (2, False, {}))  # one for each KV head
+    cache = LayerCache(randn(8, 2, 32, 64, seed=1), randn(8, 2, 32, 64, seed=2))
+    tables, lens = (torch.tensor(x, dtype=torch.int32) for x in ([[3, 1], [0, 5]], [40, 40]))
+    q = randn(2, 4, 64)
+    expected = decode(q, cache, tables, lens)[1]
+    q[0] = NAN
+    actual = decode(q, cache, tables, lens)
+    assert actual[0].isnan().all()
+    assert torch.equal(actual[1], expected)
 
 
 # --- sample ---

@@ -168,7 +168,8 @@ class ModelRunner:
         """One token for each row (num_rows,) int32, from the tables and into them: what a CUDA graph captures."""
         rows = rows.long()
         inputs = self.state.decode_inputs(rows)
-        hidden = self.model(inputs.token_ids, inputs.positions, self.kv_cache, inputs.metadata)
+        metadata = self.backend.plan(inputs.metadata, self.kv_cache)
+        hidden = self.model(inputs.token_ids, inputs.positions, self.kv_cache, metadata)
         return self.state.sample(self.model.compute_logits(hidden), rows)
 
     def _to_device(self, packet: Packet) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, norm_rope_store
-from nanoinfer.utils.context import DecodeMetadata, LayerCache, Metadata, PrefillMetadata, ragged_indices
+from nanoinfer.utils.context import DecodeMetadata, KVCache, LayerCache, Metadata, PrefillMetadata, ragged_indices
 
 MAX_GATHER_ELEMENTS = 2**24  # of keys that the plain decode gathers at a time: 64 MiB in float32
 
@@ -28,6 +28,10 @@ class AttentionBackend(Protocol):
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
         """Attend from the step's chunks, whose keys and values (k, v) are in the cache already."""
+
+    def plan(self, metadata: DecodeMetadata, cache: KVCache) -> DecodeMetadata:
+        """Add what `decode` works out once a step for all layers: nothing, unless a backend says otherwise."""
+        return metadata
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> Tensor:
         """Attend from one token for each row; a row with a context of 0 tokens gives anything but an error."""
@@ -59,7 +63,7 @@ class Attention(nn.Module):
         return self.backend.decode(q, cache, metadata)
 
 
-class TorchBackend:
+class TorchBackend(AttentionBackend):
     """Plain PyTorch: for a CPU, and the twin that the other backends are tested against."""
 
     name = "torch"

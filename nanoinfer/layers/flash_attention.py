@@ -3,10 +3,11 @@
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
+from nanoinfer.layers.attention import AttentionBackend
 from nanoinfer.utils.context import DecodeMetadata, LayerCache, PrefillMetadata
 
 
-class FlashAttentionBackend:
+class FlashAttentionBackend(AttentionBackend):
     """flash-attn reads our head-major cache through a transposed view: it asks only for unit stride in head_dim."""
 
     name = "flash_attn"

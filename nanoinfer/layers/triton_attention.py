@@ -2,15 +2,16 @@
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from nanoinfer.kernels.paged_attention import paged_decode_attention
+from nanoinfer.kernels.paged_attention import paged_decode_attention, plan_decode
 from nanoinfer.layers.attention import AttentionBackend, gather_context
-from nanoinfer.utils.context import DecodeMetadata, LayerCache, PrefillMetadata
+from nanoinfer.utils.context import DecodeMetadata, DecodePlan, KVCache, LayerCache, PrefillMetadata
 
 # PyTorch checks the head counts since it has this argument; before, grouped heads went through unasked.
 GROUPED_HEADS: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -18,7 +19,7 @@ GROUPED_HEADS: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(v
 MAX_GATHER_TOKENS = 65536  # contexts copied out of the cache at a time
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     """Decode by `kernels/paged_attention.py`, which reads the cache faster than flash-attn 2 does.
 
     flash_attn: what computes prefill, or None for PyTorch's variable-length attention. That cannot page with its
@@ -44,8 +45,14 @@ class TritonBackend:
             start += num_tokens
         return torch.cat(out)
 
+    def plan(self, metadata: DecodeMetadata, cache: KVCache) -> DecodeMetadata:
+        block_size, head_dim = cache.k.shape[-2:]
+        plan = plan_decode(metadata.context_lens, metadata.block_tables, block_size, head_dim)
+        return replace(metadata, plan=DecodePlan(*plan))
+
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> Tensor:
-        return paged_decode_attention(q, cache.k, cache.v, metadata.block_tables, metadata.context_lens)
+        assert metadata.plan is not None, "decode takes metadata that went through `plan`"
+        return paged_decode_attention(q, cache.k, cache.v, *metadata.plan)
 
 
 def _context_groups(context_lens: tuple[int, ...]) -> Iterator[slice]:

@@ -61,6 +61,13 @@ class PrefillMetadata:
         return self.query_lens != self.context_lens
 
 
+class DecodePlan(NamedTuple):
+    """The contexts of a decode step, cut into tiles laid end to end: see `kernels/paged_attention.py`."""
+
+    tiles: Tensor  # (max_tiles, 4) int32
+    row_starts: Tensor  # (num_rows + 1,) int32
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeMetadata:
     """A step that computes one token for each row. Padding rows have a context of 0 tokens."""
@@ -68,6 +75,7 @@ class DecodeMetadata:
     slot_mapping: Tensor  # (num_rows,) int64: where this step's key and value go; -1 skips the write
     context_lens: Tensor  # (num_rows,) int32: tokens each query attends to, its own included
     block_tables: Tensor  # (num_rows, max_blocks) int32
+    plan: DecodePlan | None = None  # what a backend works out once for all layers
 
 
 Metadata = PrefillMetadata | DecodeMetadata

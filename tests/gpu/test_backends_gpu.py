@@ -8,7 +8,7 @@ import torch
 from nanoinfer.engine.device_state import cumulated
 from nanoinfer.layers.attention import AttentionBackend, TorchBackend, select_backend
 from nanoinfer.layers.rotary_embedding import store
-from nanoinfer.utils.context import DecodeMetadata, LayerCache, PrefillMetadata
+from nanoinfer.utils.context import DecodeMetadata, KVCache, LayerCache, PrefillMetadata
 
 pytestmark = pytest.mark.gpu
 
@@ -80,6 +80,7 @@ def test_decode_equals_plain_attention(backend: AttentionBackend) -> None:
     q, _, _, cache, metadata = random_case([(1, length) for length in lens])
     context_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
     decode = DecodeMetadata(metadata.slot_mapping, context_lens, metadata.block_tables)
+    decode = backend.plan(decode, KVCache(cache.k.unsqueeze(0), cache.v.unsqueeze(0)))
     actual = backend.decode(q, cache, decode)
     expected = TorchBackend().decode(q.float(), LayerCache(cache.k.float(), cache.v.float()), decode)
     torch.testing.assert_close(actual.float(), expected, atol=2e-2, rtol=2e-2)

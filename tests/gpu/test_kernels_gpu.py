@@ -25,6 +25,12 @@ def randn(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
+def decode(q: Tensor, cache: LayerCache, tables: Tensor, context_lens: Tensor) -> Tensor:
+    from nanoinfer.kernels.paged_attention import paged_decode_attention, plan_decode
+
+    return paged_decode_attention(q, cache.k, cache.v, *plan_decode(context_lens, tables, *cache.k.shape[2:]))
+
+
 def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
     """Equal but for the last bit of a few elements: sums are taken in another order, and quotients rounded."""
     assert actual.dtype == expected.dtype
@@ -141,8 +147,6 @@ def test_norm_rope_store_reaches_slots_past_two_to_the_31_elements() -> None:
 def test_paged_decode_attention_equals_its_twin(
     dtype: torch.dtype, head_dim: int, group_size: int, block_size: int
 ) -> None:
-    from nanoinfer.kernels.paged_attention import paged_decode_attention
-
     torch.manual_seed(0)
     lens = [0, 1, 15, 16, 17, block_size - 1, block_size, block_size + 1, 700]
     num_blocks, width = 500, -(-700 // block_size) + 2
@@ -151,7 +155,7 @@ def test_paged_decode_attention_equals_its_twin(
     context_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
     q = torch.randn(len(lens), 2 * group_size, head_dim, dtype=dtype, device="cuda")
 
-    actual = paged_decode_attention(q, cache.k, cache.v, tables, context_lens)
+    actual = decode(q, cache, tables, context_lens)
     wide = LayerCache(cache.k.float(), cache.v.float())
     metadata = DecodeMetadata(torch.empty(0), context_lens, tables)
     expected = TorchBackend().decode(q.float(), wide, metadata)
@@ -159,21 +163,37 @@ def test_paged_decode_attention_equals_its_twin(
     torch.testing.assert_close(actual[1:].float(), expected[1:], atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize(("num_rows", "longest"), [(1, 32_000), (3, 9000), (8, 2048), (40, 1024), (200, 600)])
-def test_split_contexts_equal_their_twin(num_rows: int, longest: int) -> None:
-    from nanoinfer.kernels.paged_attention import choose_splits, paged_decode_attention
-
+@pytest.mark.parametrize("num_heads", [16, 40])
+@pytest.mark.parametrize(
+    ("num_rows", "longest"), [(1, 32_000), (1, 1), (3, 9000), (8, 2048), (40, 1024), (200, 600), (600, 300)]
+)
+def test_contexts_cut_between_programs_equal_their_twin(num_rows: int, longest: int, num_heads: int) -> None:
     torch.manual_seed(0)
     cache = random_cache(200, 8, 256, 128, torch.bfloat16)
-    context_lens = torch.randint(1, longest, (num_rows,), dtype=torch.int32, device="cuda")
+    context_lens = torch.randint(0, longest, (num_rows,), dtype=torch.int32, device="cuda")
     context_lens[-1] = longest
     tables = torch.randint(0, 200, (num_rows, -(-longest // 256)), dtype=torch.int32, device="cuda")
-    q = torch.randn(num_rows, 16, 128, dtype=torch.bfloat16, device="cuda")
-    assert (choose_splits(num_rows, 8) > 1) == (num_rows <= 64)
-    actual = paged_decode_attention(q, cache.k, cache.v, tables, context_lens)
+    q = torch.randn(num_rows, num_heads, 128, dtype=torch.bfloat16, device="cuda")
+    actual = decode(q, cache, tables, context_lens)
     wide = LayerCache(cache.k.float(), cache.v.float())
     expected = TorchBackend().decode(q.float(), wide, DecodeMetadata(torch.empty(0), context_lens, tables))
+    expected[context_lens == 0] = 0.0
     torch.testing.assert_close(actual.float(), expected, atol=1e-2, rtol=1e-2)
+    for _ in range(20):
+        assert torch.equal(decode(q, cache, tables, context_lens), actual), "equal steps give equal bits"
+
+
+def test_a_row_of_nan_spoils_no_other() -> None:
+    torch.manual_seed(0)
+    cache = random_cache(100, 8, 256, 128, torch.bfloat16)
+    context_lens = torch.randint(1, 2048, (64,), dtype=torch.int32, device="cuda")
+    tables = torch.randint(0, 100, (64, 8), dtype=torch.int32, device="cuda")
+    q = torch.randn(64, 16, 128, dtype=torch.bfloat16, device="cuda")
+    expected = decode(q, cache, tables, context_lens)
+    q[::2] = float("nan")
+    actual = decode(q, cache, tables, context_lens)
+    assert actual[::2].isnan().all()
+    assert torch.equal(actual[1::2], expected[1::2])
 
 
 def sample_by_kernel(
