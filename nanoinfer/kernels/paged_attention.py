@@ -6,7 +6,8 @@ list, whatever rows they belong to (as stream-K does for matrix products, Osama 
 share in one loop, so the next tiles are on their way while it computes, across rows too. The query heads that share a
 KV head are packed into a tile of 16 rows, and the softmax is computed online (Milakov and Gimelshein 2018; Dao et al.
 2022). The parts of a row that lies in more than one share are combined by a second kernel (flash-decoding, Dao et al.
-2023), in the order of the context: equal steps give equal bits.
+2023), in the order of the context. Equal steps give equal bits; where a row is cut, and so how its sums are rounded,
+depends on the lengths of the rows beside it.
 """
 
 import math
@@ -68,7 +69,8 @@ def _paged_decode_kernel(
     tiles_ptr,
     row_starts_ptr,
     out_ptr,
-    parts_ptr,  # (num_kv_heads, num_shares, 2, group_size, head_dim) float32: a share's first row, and its last one
+    parts_ptr,  # (num_kv_heads, num_shares, 2, group_size, head_dim) float32: of the row that a share goes on with, and
+    # of the one that it begins and does not end
     log_sums_ptr,  # (num_kv_heads, num_shares, 2, group_size) float32: log2 of each part's softmax denominator
     scale_log2,  # head_dim ** -0.5 * log2(e): the softmax is computed in powers of two
     q_row_stride,
