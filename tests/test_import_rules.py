@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "outputs": ["errors"],
     "sampling_params": ["errors"],
     "utils": ["errors", "utils"],
-    "kernels": [],
+    "kernels": ["kernels"],
     "layers": ["config", "errors", "kernels", "layers", "utils"],
     "models": ["config", "errors", "layers", "models", "utils"],
     "engine": [],

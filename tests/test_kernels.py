@@ -364,7 +364,7 @@ def test_decode_does_not_depend_on_how_the_contexts_are_shared_out(
     num_programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """7 tiles of 32 tokens: for one program, for one each KV head, cut within and between rows, and some left over."""
-    monkeypatch.setattr(paged_attention, "_launch_options", lambda device: (num_programs, False, {}))
+    monkeypatch.setattr(paged_attention, "_num_programs", lambda device: num_programs)
     cache = LayerCache(randn(8, 2, 32, 64, seed=1), randn(8, 2, 32, 64, seed=2))
     tables = torch.tensor([[3, 1, 7], [0, 5, 2], [4, 4, 4], [6, 0, 1]], dtype=torch.int32)
     lens = torch.tensor([96, 33, 0, 1], dtype=torch.int32)
@@ -397,7 +397,7 @@ def test_a_plan_lists_the_tiles_of_all_rows_end_to_end() -> None:
 @loops_are_interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy warns of NaN
 def test_a_row_of_nan_does_not_spoil_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention, "_launch_options", lambda device: (2, False, {}))  # one for each KV head
+    monkeypatch.setattr(paged_attention, "_num_programs", lambda device: 2)  # one for each KV head
     cache = LayerCache(randn(8, 2, 32, 64, seed=1), randn(8, 2, 32, 64, seed=2))
     tables, lens = (torch.tensor(x, dtype=torch.int32) for x in ([[3, 1], [0, 5]], [40, 40]))
     q = randn(2, 4, 64)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.launch import overlap_options
+
 NUM_WARPS = 4
 # Four elements for each thread: 16 bytes of a float32, 8 of a 16-bit type. So all tiles are laid out alike over the
 # threads, and all loads can be in flight together; with more, tiles of 16 bits would have to be rearranged.
@@ -34,6 +36,7 @@ def _norm_rope_store_kernel(
     num_groups: tl.constexpr,
     HEADS: tl.constexpr,  # heads for each program
     HALF_DIM: tl.constexpr,  # half_dim, rounded up to a power of two
+    OVERLAP: tl.constexpr,
 ):
     token = (tl.program_id(0) // num_groups).to(tl.int64)
     head = tl.program_id(0) % num_groups * HEADS + tl.arange(0, HEADS)[:, None]  # queries, then keys, then values
@@ -44,6 +47,9 @@ def _norm_rope_store_kernel(
     is_key = mask & is_rotated & (head >= num_heads)
     is_value = mask & (head >= num_heads + num_kv_heads)
 
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(slot_mapping_ptr + token)  # int64: a large cache has more than 2^31 elements
     cos_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * half_dim) + dim
     first_ptr = qkv_ptr + token * token_stride + head * (2 * half_dim) + dim
@@ -133,5 +139,6 @@ def norm_rope_store(
         HEADS=heads_per_program,
         HALF_DIM=padded_half_dim,
         num_warps=NUM_WARPS,
+        **overlap_options(qkv.device),
     )
     return q, k, v

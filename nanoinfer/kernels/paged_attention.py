@@ -12,12 +12,13 @@ depends on the lengths of the rows beside it.
 
 import math
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from nanoinfer.kernels.launch import overlap_options
 
 TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions
 QUERY_TILE = 16  # the fewest rows that tl.dot takes; the group of query heads is padded to it
@@ -87,7 +88,8 @@ def _paged_decode_kernel(
 ):
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
-    if OVERLAP:  # the combining kernel may take its place already; it waits for this one to end
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     num_tiles = tl.load(row_starts_ptr + num_rows)
     num_used = tl.minimum(num_shares, num_tiles)
@@ -232,8 +234,7 @@ def paged_decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: T
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group_size = num_heads // num_kv_heads
-    num_programs, overlap, launch = _launch_options(q.device)
-    num_shares = max(1, num_programs // num_kv_heads)
+    num_shares = max(1, _num_programs(q.device) // num_kv_heads)
     out = q.new_empty(q.shape)
     parts = q.new_empty((num_kv_heads, num_shares, 2, group_size, head_dim), dtype=torch.float32)
     log_sums = q.new_empty((num_kv_heads, num_shares, 2, group_size), dtype=torch.float32)
@@ -257,8 +258,8 @@ def paged_decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: T
         QUERIES=max(QUERY_TILE, triton.next_power_of_2(group_size)),
         TILE=_tile_size(block_size, head_dim),
         STAGES=STAGES,
-        OVERLAP=overlap,
         num_warps=4,
+        **overlap_options(q.device),
     )
     if num_shares > 1:
         _combine_kernel[(num_heads, num_shares - 1)](
@@ -273,9 +274,8 @@ def paged_decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: T
             group_size=group_size,
             head_dim=head_dim,
             PARTS=16,  # small programs: all have a place beside those that they wait for
-            OVERLAP=overlap,
             num_warps=2,
-            **launch,
+            **overlap_options(q.device),
         )
     return out
 
@@ -285,10 +285,8 @@ def _tile_size(block_size: int, head_dim: int) -> int:
 
 
 @cache
-def _launch_options(device: torch.device) -> tuple[int, bool, dict[str, Any]]:
-    """How many programs fill the device, and whether one kernel's launch can overlap the end of the one before."""
+def _num_programs(device: torch.device) -> int:
+    """How many programs fill the device; in the interpreter, a few."""
     if device.type != "cuda":
-        return 16, False, {}
-    properties = torch.cuda.get_device_properties(device)
-    overlap = properties.major >= 9
-    return properties.multi_processor_count * PROGRAMS_PER_SM, overlap, {"launch_pdl": True} if overlap else {}
+        return 16
+    return torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_SM

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.launch import overlap_options
+
 MAX_WARPS = 16
 
 
@@ -24,11 +26,14 @@ def _rms_norm_kernel(
     num_parts: tl.constexpr,  # of x, to be added up
     size: tl.constexpr,
     SIZE: tl.constexpr,  # rounded up to a power of two
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE)
     mask = column < size
-    weight = tl.load(weight_ptr + column, mask=mask)  # first: it waits for no other kernel's result
+    weight = tl.load(weight_ptr + column, mask=mask)  # first: it is no other kernel's result
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     x_ptrs = x_ptr + row * x_row_stride + column
     wide = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, num_parts):
@@ -89,4 +94,5 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
         size=size,
         SIZE=padded_size,
         num_warps=min(MAX_WARPS, max(1, padded_size // 512)),  # 16 elements for each thread
+        **overlap_options(x.device),
     )

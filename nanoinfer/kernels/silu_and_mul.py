@@ -4,14 +4,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.launch import overlap_options
+
 MAX_TILE = 1024  # outputs for each program
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up_ptr, out_ptr, row_stride, size, TILE: tl.constexpr):
+def _silu_and_mul_kernel(gate_up_ptr, out_ptr, row_stride, size, TILE: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < size
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     gate = tl.load(gate_up_ptr + row * row_stride + column, mask=mask)
     up = tl.load(gate_up_ptr + row * row_stride + size + column, mask=mask)
     wide = gate.to(tl.float32)
@@ -31,5 +35,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     if num_tokens == 0:
         return out
     tile = min(MAX_TILE, triton.next_power_of_2(size))
-    _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, tile))](gate_up, out, gate_up.stride(0), size, TILE=tile)
+    _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, tile))](
+        gate_up, out, gate_up.stride(0), size, TILE=tile, **overlap_options(gate_up.device)
+    )
     return out

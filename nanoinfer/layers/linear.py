@@ -86,13 +86,13 @@ class RowParallelLinear(nn.Module):
         param.copy_(self.tp.shard(full, dim=1) if param.dim() == 2 else full)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(num_tokens, input_size) -> (num_tokens, output_size), or (parts, num_tokens, output_size) in float32."""
+        """(num_tokens, input_size) -> (num_tokens, output_size), or (parts, num_tokens, output_size)."""
         parts = self._num_parts(x)
         if parts > 1:
             size = x.shape[1] // parts
             x = x.view(-1, parts, size).transpose(0, 1)  # (parts, num_tokens, size)
             weight = self.weight.view(-1, parts, size).permute(1, 2, 0)  # (parts, size, output_size)
-            return torch.bmm(x, weight, out_dtype=torch.float32)
+            return torch.bmm(x, weight)
         # One rank adds the bias, so that the sum over the ranks has it once.
         bias = self.bias if self.tp.rank == 0 else None
         return self.tp.all_reduce(F.linear(x, self.weight, bias))
