@@ -1,19 +1,20 @@
-"""How fast is it, and how fast could it be: nano-vllm's workload, timed and set against the hardware's floor.
+"""How fast is it, and how fast could it be: a workload, timed and set against the hardware's floor.
 
     python bench.py                          # on a GPU: Qwen3-0.6B with random weights, 256 requests
     python bench.py --size 8B --runs 3       # another size; each run draws a new workload
     python bench.py --model Qwen/Qwen3-0.6B  # real weights
     python bench.py --engine vllm            # the same work by another engine, where that is installed
+    python bench.py --load small             # 1, 4 and 16 requests; also: long, steady, --shared-prefix 512
 
-A forward pass is as fast with random weights as with trained ones, so none need be downloaded. Without a GPU the
-bundled tiny checkpoint does a small load, which shows that everything runs and says little about speed.
+The default workload is nano-vllm's. A forward pass is as fast with random weights as with trained ones, so none need
+be downloaded. Without a GPU the bundled tiny checkpoint does a small load, which shows that everything runs and says
+little about speed.
 """
 
 import argparse
 import json
 import os
 import platform
-import random
 import shutil
 import statistics
 import sys
@@ -21,20 +22,19 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 # These cost milliseconds; what takes seconds to import is imported where the clock runs.
+from benchmarks.floor import GIB, Floor, compute_floor, measure_rates
+from benchmarks.workload import CPU_LOADS, LOADS, Load, Workload, draw_workload
 from nanoinfer import NanoinferError, tiny_model_path
 from nanoinfer import __version__ as nanoinfer_version
 from nanoinfer.config import ModelConfig
 from nanoinfer.utils.hub import resolve_model_folder
 
-GIB = 2**30
-MAX_NUM_SEQS = 512  # nano-vllm's, given to every engine that takes it
 # The config.json of a Qwen3 size is COMMON_CONFIG with these.
 SIZE_FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -72,45 +72,6 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """Requests of one run: token ids of each prompt, and how many tokens each is to be continued by."""
-
-    seed: int
-    prompts: list[list[int]]
-    max_tokens: list[int]
-
-    @property
-    def num_input_tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(self.max_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What the hardware was seen to do. bandwidth: bytes/s; matrix_rate: FLOP/s; method: how they were measured."""
-
-    bandwidth: float
-    matrix_rate: float
-    method: str
-
-
-@dataclass(frozen=True, slots=True)
-class Floor:
-    """The least seconds that a workload can take, by what they go to; `compute_floor` says how they are counted."""
-
-    prefill_seconds: float
-    decode_matrix_seconds: float
-    decode_kv_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        return self.prefill_seconds + self.decode_matrix_seconds + self.decode_kv_seconds
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
     """One timed run. stats: the engine's own prefill and decode figures, empty where it keeps none."""
 
@@ -118,23 +79,13 @@ class Result:
     num_requests: int
     input_tokens: int
     output_tokens: int
+    shared_prefix: int
     seconds: float
     stats: dict[str, float]
 
     @property
     def output_tokens_per_second(self) -> float:
         return self.output_tokens / self.seconds
-
-
-def draw_workload(seed: int, num_seqs: int, input_len: int, output_len: int, vocab_size: int) -> Workload:
-    """nano-vllm's workload: the same draws in the same order, so that figures compare.
-
-    Lengths are uniform from 100 (or the maximum, if that is less) to the maximum; ids stay inside the vocabulary.
-    """
-    randint = random.Random(seed).randint
-    max_id = min(10000, vocab_size - 1)
-    prompts = [[randint(0, max_id) for _ in range(randint(min(100, input_len), input_len))] for _ in range(num_seqs)]
-    return Workload(seed, prompts, [randint(min(100, output_len), output_len) for _ in range(num_seqs)])
 
 
 def write_config(size: str, folder: Path) -> None:
@@ -178,12 +129,18 @@ def load_nanoinfer(model: Model, options: dict[str, Any], attention_backend: str
 
     load_format = "dummy" if model.random_weights else "auto"
     llm = LLM(model.folder, load_format=load_format, attention_backend=attention_backend, **options)
+    num_cached = 0
 
     def generate(workload: Workload) -> list[int]:
+        nonlocal num_cached
         outputs = llm.generate([*workload.prompts], make_params(SamplingParams, workload), use_tqdm=False)
+        num_cached += sum(output.num_cached_tokens for output in outputs)
         return [len(output.token_ids) for output in outputs]
 
-    return Engine(generate, lambda: asdict(llm.engine.stats), llm.reset_prefix_cache, llm.close)
+    def stats() -> dict[str, float]:
+        return asdict(llm.engine.stats) | {"cached_tokens": num_cached}
+
+    return Engine(generate, stats, llm.reset_prefix_cache, llm.close)
 
 
 def load_nanovllm(model: Model, options: dict[str, Any], _attention_backend: str) -> Engine:
@@ -254,14 +211,15 @@ ENGINES = {
 }
 
 
-def load_engine(model: Model, args: argparse.Namespace) -> Engine:
+def load_engine(model: Model, load: Load, args: argparse.Namespace) -> Engine:
     """Start the engine asked for. Exits where it is not installed, or the model is too short."""
-    longest, limit = args.input_len + args.output_len, model.config.max_model_len
+    longest, limit = load.longest, model.config.max_model_len
     if longest > limit:
-        sys.exit(f"bench.py: --input-len and --output-len add up to {longest}, and {model.name} takes {limit}")
+        lengths = "--input-len and --output-len" if load.shared_prefix == 0 else "--shared-prefix and both lengths"
+        sys.exit(f"bench.py: {lengths} add up to {longest}, and {model.name} takes {limit}; ask for fewer tokens")
     options = {
         "max_model_len": min(max(4096, longest), limit),  # 4096 is what nano-vllm's benchmark sets
-        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_seqs": load.max_num_seqs,
         "tensor_parallel_size": args.tensor_parallel_size,
         "enforce_eager": args.enforce_eager,
     }
@@ -282,114 +240,15 @@ def time_run(engine: Engine, workload: Workload) -> Result:
     if counts != workload.max_tokens:
         sys.exit(f"bench.py: {sum(counts)} tokens came out where {workload.num_output_tokens} were asked for")
     stats = {name: after[name] - before[name] for name in after}
-    return Result(workload.seed, len(counts), workload.num_input_tokens, workload.num_output_tokens, seconds, stats)
-
-
-def count_weights(config: ModelConfig) -> tuple[int, int]:
-    """The values in the layers' matrices, and in the lm_head (or the embedding, as large). Norms are left out."""
-    attention_width = config.num_attention_heads * config.head_dim
-    kv_width = config.num_key_value_heads * config.head_dim
-    attention = config.hidden_size * (2 * attention_width + 2 * kv_width)  # q and o, k and v
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    return config.num_hidden_layers * (attention + mlp), config.vocab_size * config.hidden_size
-
-
-def decode_steps(workload: Workload, max_num_seqs: int) -> list[tuple[int, int]]:
-    """For each decode step: how many sequences run, and how many tokens these attend to together.
-
-    At most `max_num_seqs` run at once, and one that ends makes room for the next. A request's first token comes out of
-    its prefill, so max_tokens - 1 steps are left to it; the first of them attends to the prompt and that token.
-    """
-    requests = zip(workload.prompts, workload.max_tokens, strict=True)
-    waiting = [(len(prompt) + 1, count - 1) for prompt, count in requests if count > 1]
-    running: list[tuple[int, int]] = []  # (tokens to attend to, steps left)
-    steps = []
-    while waiting or running:
-        num_free = max_num_seqs - len(running)
-        running, waiting = running + waiting[:num_free], waiting[num_free:]
-        steps.append((len(running), sum(context for context, _ in running)))
-        running = [(context + 1, left - 1) for context, left in running if left > 1]
-    return steps
-
-
-def compute_floor(
-    config: ModelConfig, workload: Workload, rates: Rates, bytes_per_value: int = 2, max_num_seqs: int = MAX_NUM_SEQS
-) -> Floor:
-    """The least time for the workload on hardware of these rates, by a model that leaves out all but the unavoidable.
-
-    Prefill is matrix products at the matrix rate: 2 FLOPs for each layer weight and prompt token; the same for each
-    lm_head weight and request, as only the last position needs logits; and causal attention, 4 FLOPs for each layer,
-    each value of a query (heads x head_dim), and each pair of a token and one at or before it.
-
-    A decode step takes the longer of two: reading layers and lm_head once (the embedding is a lookup, so it counts
-    only where it is the lm_head), or 2 FLOPs for each of these weights and running sequence. Reading key and value of
-    every token that the running sequences attend to comes on top: it alternates with the products, layer by layer.
-
-    All requests are prefilled first, then decode together (in waves, beyond `max_num_seqs`). Activations, norms,
-    sampling, launches and the host count as nothing, and no cache is large enough to hold weights from step to step.
-    """
-    layers, lm_head = count_weights(config)
-    query_width = config.num_attention_heads * config.head_dim
-    kv_bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * bytes_per_value
-    pairs = sum(len(prompt) * (len(prompt) + 1) // 2 for prompt in workload.prompts)
-    products = 2 * layers * workload.num_input_tokens + 2 * lm_head * len(workload.prompts)
-    attention = 4 * config.num_hidden_layers * query_width * pairs
-
-    steps = decode_steps(workload, max_num_seqs)
-    read_weights = (layers + lm_head) * bytes_per_value / rates.bandwidth
-    multiply_one = 2 * (layers + lm_head) / rates.matrix_rate
-    return Floor(
-        prefill_seconds=(products + attention) / rates.matrix_rate,
-        decode_matrix_seconds=sum(max(read_weights, multiply_one * num_seqs) for num_seqs, _ in steps),
-        decode_kv_seconds=sum(context for _, context in steps) * kv_bytes_per_token / rates.bandwidth,
+    return Result(
+        workload.seed,
+        len(counts),
+        workload.num_input_tokens,
+        workload.num_output_tokens,
+        workload.shared_prefix,
+        seconds,
+        stats,
     )
-
-
-def median_seconds(work: Callable[[], object], on_gpu: bool) -> float:
-    """The median time of `work`, called often; on a GPU by the clock of the GPU, which the host does not hold up."""
-    import torch
-
-    if not on_gpu:
-        marks = []
-        for _ in range(8):
-            work()
-            marks.append(time.perf_counter())
-        return statistics.median(later - earlier for earlier, later in pairwise(marks))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(24)]
-    for event in events:
-        work()
-        event.record()
-    torch.cuda.synchronize()
-    # The first few warm up.
-    return statistics.median(earlier.elapsed_time(later) / 1e3 for earlier, later in pairwise(events[3:]))
-
-
-def measure_rates(device: str, dtype_name: str, num_cards: int = 1) -> Rates:
-    """Memory bandwidth and matrix rate of the first card, or of the CPU, in plain PyTorch, times `num_cards`.
-
-    Bandwidth is the better of two over one buffer far larger than any cache: summing it (reads alone), and copying one
-    half over the other (every byte read or written once). The matrix rate is that of a large square product of random
-    numbers: of zeros it would be higher, since fewer bits flip and the clock stays up.
-    """
-    import torch
-
-    on_gpu = device == "cuda"
-    num_bytes = min(4 * GIB, torch.cuda.mem_get_info()[0] // 4) if on_gpu else GIB // 4
-    data = torch.ones(num_bytes // 16 * 4, dtype=torch.float32, device=device)
-    first, second = data.chunk(2)
-    read = data.nbytes / median_seconds(data.sum, on_gpu)
-    copy = data.nbytes / median_seconds(lambda: first.copy_(second), on_gpu)
-
-    size = 8192 if on_gpu else 1024
-    a, b = (torch.randn(size, size, dtype=getattr(torch, dtype_name), device=device) for _ in range(2))
-    matrix_rate = 2 * size**3 / median_seconds(lambda: a @ b, on_gpu)
-    method = (
-        f"best of a sum ({read / 1e12:.3f} TB/s) and a copy ({copy / 1e12:.3f} TB/s) over {data.nbytes / GIB:.2f} GiB; "
-        f"{dtype_name} product of random {size} x {size} matrices"
-    )
-    if num_cards > 1:
-        method += f"; one card, times {num_cards}"
-    return Rates(max(read, copy) * num_cards, matrix_rate * num_cards, method)
 
 
 def print_result(result: Result) -> None:
@@ -404,26 +263,29 @@ def print_result(result: Result) -> None:
             f"  {phase}: {seconds:.2f} s, {tokens:,} tokens in {steps:,} steps, {tokens / max(seconds, 1e-9):,.0f} "
             f"tokens/s, {1e3 * seconds / max(steps, 1):.2f} ms a step"
         )
+    if result.shared_prefix and "cached_tokens" in result.stats:
+        cached = result.stats["cached_tokens"]
+        print(
+            f"  prefix cache: {cached:,} of {result.input_tokens:,} prompt tokens found "
+            f"({cached / result.input_tokens:.1%}), {result.stats['prefill_tokens']:,} computed"
+        )
 
 
 def print_floor(floor: Floor, result: Result) -> None:
-    prefill, matrices, kv = (part / floor.seconds for part in asdict(floor).values())
+    parts = (floor.prefill_seconds, floor.decode_matrix_seconds, floor.decode_kv_seconds)
+    prefill, matrices, kv = (part / floor.seconds for part in parts)
     print(
-        f"  seed {result.seed}: {floor.seconds:.3g} s, {result.output_tokens / floor.seconds:,.0f} output tokens/s "
+        f"  seed {result.seed}, {result.num_requests} requests: {floor.seconds:.3g} s, "
+        f"{result.output_tokens / floor.seconds:,.0f} output tokens/s "
         f"(prefill {prefill:.0%}; decode: weights and products {matrices:.0%}, KV reads {kv:.0%}); "
+        f"{1e3 * floor.decode_seconds / max(floor.num_decode_steps, 1):.3g} ms a decode step; "
         f"reached {floor.seconds / result.seconds:.1%}"
     )
 
 
-def describe_machine() -> dict[str, Any]:
-    """The hardware and the versions that a figure belongs to."""
-    import torch
-
+def describe_host() -> dict[str, Any]:
+    """The hardware and the versions that a figure belongs to, as far as the host alone says it."""
     hardware: dict[str, Any] = {"cpu": platform.processor() or platform.machine(), "cpu_cores": os.cpu_count()}
-    if torch.cuda.is_available():
-        card = torch.cuda.get_device_properties(0)
-        hardware |= {"gpu": card.name, "gpu_gib": round(card.total_memory / GIB, 1), "cuda": torch.version.cuda}
-        hardware["gpus_seen"] = torch.cuda.device_count()
     versions = {"python": platform.python_version(), "nanoinfer": nanoinfer_version}
     for package in ("torch", "triton", "transformers", "flash-attn", "nano-vllm", "vllm"):
         with suppress(metadata.PackageNotFoundError):
@@ -431,53 +293,72 @@ def describe_machine() -> dict[str, Any]:
     return {"hardware": hardware, "versions": versions}
 
 
-def time_all_runs(engine: Engine, model: Model, args: argparse.Namespace) -> list[tuple[Workload, Result]]:
+def describe_gpu() -> dict[str, Any]:
+    """The first GPU and how many there are; empty where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    card = torch.cuda.get_device_properties(0)
+    gpu = {"gpu": card.name, "gpu_gib": round(card.total_memory / GIB, 1), "cuda": torch.version.cuda}
+    return gpu | {"gpus_seen": torch.cuda.device_count()}
+
+
+def time_all_runs(engine: Engine, model: Model, load: Load, args: argparse.Namespace) -> list[tuple[Workload, Result]]:
     """Warm up, then time and print each run."""
     engine.generate(Workload(seed=0, prompts=[list(range(8))], max_tokens=[16]))
     runs = []
-    for seed in range(args.seed, args.seed + args.runs):
-        workload = draw_workload(seed, args.num_seqs, args.input_len, args.output_len, model.config.vocab_size)
-        result = time_run(engine, workload)
-        print_result(result)
-        runs.append((workload, result))
+    for num_seqs in load.num_seqs:
+        for seed in range(args.seed, args.seed + args.runs):
+            workload = draw_workload(seed, num_seqs, load, model.config.vocab_size)
+            result = time_run(engine, workload)
+            print_result(result)
+            runs.append((workload, result))
     return runs
 
 
-def add_floor(workload: Workload, result: Result, model: Model, rates: Rates, bytes_per_value: int) -> dict[str, Any]:
-    """Print the floor of a run, and return the run's figures with it."""
-    floor = compute_floor(model.config, workload, rates, bytes_per_value)
-    print_floor(floor, result)
+def figures_of(result: Result, floor: Floor) -> dict[str, Any]:
+    """Everything that is known of a run."""
     figures = asdict(result) | {"output_tokens_per_second": result.output_tokens_per_second, "floor": asdict(floor)}
     return figures | {"floor_seconds": floor.seconds, "share_of_floor": floor.seconds / result.seconds}
 
 
-def benchmark(model: Model, args: argparse.Namespace, device: str, started: float) -> dict[str, Any]:
+def benchmark(model: Model, load: Load, args: argparse.Namespace, device: str, started: float) -> dict[str, Any]:
     """Measure the hardware, load, run; print along the way and return all figures."""
     # Before the engine: memory taken after a far larger piece was freed has been seen to read a tenth slower.
     rates_started = time.perf_counter()
     dtype_name = model.config.dtype if device == "cuda" else "float32"
     rates = measure_rates(device, dtype_name, args.tensor_parallel_size)
     started += time.perf_counter() - rates_started
-    with closing(load_engine(model, args)) as engine:
+    with closing(load_engine(model, load, args)) as engine:
         load_seconds = time.perf_counter() - started
-        machine = describe_machine()
+        machine = describe_host()
+        machine["hardware"] |= describe_gpu()
         where = machine["hardware"].get("gpu", f"{os.cpu_count()} CPU cores")
         weights = "random weights" if model.random_weights else "its own weights"
         print(f"{model.name} ({weights}), {args.engine} on {where}: loaded in {load_seconds:.1f} s, imports included")
-        runs = time_all_runs(engine, model, args)
+        runs = time_all_runs(engine, model, load, args)
 
     print(f"Floor at {rates.bandwidth / 1e12:.3f} TB/s and {rates.matrix_rate / 1e12:.4g} TFLOP/s: {rates.method}")
     bytes_per_value = 4 if dtype_name == "float32" else 2
-    figures = [add_floor(workload, result, model, rates, bytes_per_value) for workload, result in runs]
-    median = statistics.median(run["output_tokens_per_second"] for run in figures)
-    if len(runs) > 1:
-        print(f"Median of {len(runs)} runs: {median:,.0f} output tokens/s")
+    figures = []
+    for workload, result in runs:
+        floor = compute_floor(model.config, workload, rates, bytes_per_value, load.max_num_seqs)
+        print_floor(floor, result)
+        figures.append(figures_of(result, floor))
+    # Over runs of one size only: others have nothing to do with each other.
+    median = None
+    if len(load.num_seqs) == 1:
+        median = statistics.median(run["output_tokens_per_second"] for run in figures)
+        if len(runs) > 1:
+            print(f"Median of {len(runs)} runs: {median:,.0f} output tokens/s")
     return {
         "model": model.name,
         "load_seconds": load_seconds,
         "median_output_tokens_per_second": median,
         "runs": figures,
         "rates": asdict(rates),
+        "load": asdict(load),
         "options": vars(args),
         **machine,
     }
@@ -488,9 +369,20 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--size", choices=SIZES, help="a Qwen3 size, with random weights (on a GPU: 0.6B)")
     which.add_argument("--model", metavar="FOLDER_OR_ID", help="a checkpoint: a folder or a hub id")
-    parser.add_argument("--num-seqs", type=_positive, help="requests (256; on a CPU 16)")
-    parser.add_argument("--input-len", type=_positive, help="the most tokens of a prompt (1024; on a CPU 64)")
-    parser.add_argument("--output-len", type=_positive, help="the most tokens of a completion (1024; on a CPU 64)")
+    parser.add_argument(
+        "--load",
+        choices=LOADS,
+        default="default",
+        help="default: 256 requests of 100 to 1,024 tokens in and out; long: 8 of 32,768 in and 512 out; small: 1, 4 "
+        "and 16 of 128 to 512 in and 256 out; steady: 4,096 of 100 to 1,024 in and out (on a CPU far smaller ones)",
+    )
+    parser.add_argument("--num-seqs", type=_positive, help="as many requests instead")
+    parser.add_argument("--input-len", type=_positive, help="the most tokens of a prompt instead")
+    parser.add_argument("--output-len", type=_positive, help="the most tokens of a completion instead")
+    parser.add_argument(
+        "--shared-prefix", type=_positive, metavar="N", help="begin all prompts with N equal tokens more"
+    )
+    parser.add_argument("--max-num-seqs", type=_positive, help="the most requests run at once (512)")
     parser.add_argument("--runs", type=_positive, default=1, help="timed runs, each with the next seed (1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run's workload (0)")
     parser.add_argument("--engine", choices=ENGINES, default="nanoinfer")
@@ -513,18 +405,36 @@ def _positive(text: str) -> int:
     return value
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_arguments(argv)
+def choose_load(args: argparse.Namespace, device: str) -> Load:
+    """The load asked for, with the sizes that were given in place of its own.
+
+    Where only the most tokens are given, the least are those on a GPU, or as many.
+    """
+    load, least = (LOADS if device == "cuda" else CPU_LOADS)[args.load], LOADS[args.load]
+    if args.num_seqs:
+        load = replace(load, num_seqs=(args.num_seqs,))
+    if args.input_len:
+        load = replace(load, input_len=(min(least.input_len[0], args.input_len), args.input_len))
+    if args.output_len:
+        load = replace(load, output_len=(min(least.output_len[0], args.output_len), args.output_len))
+    max_num_seqs = args.max_num_seqs or load.max_num_seqs
+    return replace(load, shared_prefix=args.shared_prefix or 0, max_num_seqs=max_num_seqs)
+
+
+def run_model(args: argparse.Namespace) -> dict[str, Any]:
+    """Choose model and load for the device that is here, and run the benchmark."""
     started = time.perf_counter()  # before PyTorch, whose import a user waits for too
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    num_seqs, length = (256, 1024) if device == "cuda" else (16, 64)
-    args.num_seqs = args.num_seqs or num_seqs
-    args.input_len, args.output_len = args.input_len or length, args.output_len or length
+    with tempfile.TemporaryDirectory() as scratch:
+        return benchmark(choose_model(args, device, Path(scratch)), choose_load(args, device), args, device, started)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_arguments(argv)
     try:
-        with tempfile.TemporaryDirectory() as scratch:
-            figures = benchmark(choose_model(args, device, Path(scratch)), args, device, started)
+        figures = run_model(args)
     except NanoinferError as error:
         sys.exit(f"bench.py: {error}")
     if args.json:
