@@ -5,6 +5,7 @@
     python bench.py --model Qwen/Qwen3-0.6B  # real weights
     python bench.py --engine vllm            # the same work by another engine, where that is installed
     python bench.py --load small             # 1, 4 and 16 requests; also: long, steady, --shared-prefix 512
+    python bench.py --host-only              # what a step costs the host; needs no GPU and no model
 
 The default workload is nano-vllm's. A forward pass is as fast with random weights as with trained ones, so none need
 be downloaded. Without a GPU the bundled tiny checkpoint does a small load, which shows that everything runs and says
@@ -29,6 +30,7 @@ from typing import Any
 
 # These cost milliseconds; what takes seconds to import is imported where the clock runs.
 from benchmarks.floor import GIB, Floor, compute_floor, measure_rates
+from benchmarks.host import measure_host
 from benchmarks.workload import CPU_LOADS, LOADS, Load, Workload, draw_workload
 from nanoinfer import NanoinferError, tiny_model_path
 from nanoinfer import __version__ as nanoinfer_version
@@ -389,10 +391,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tensor-parallel-size", type=_positive, default=1)
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--attention-backend", default="auto", help="nanoinfer's: auto, flash_attn, triton or torch")
+    parser.add_argument("--host-only", action="store_true", help="only time the host's work of a decode step")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures here")
     args = parser.parse_args(argv)
     if args.engine != "nanoinfer" and args.attention_backend != "auto":
         parser.error("--attention-backend is an option of --engine nanoinfer alone")
+    if args.host_only and (args.size or args.model):
+        parser.error("--host-only runs no model; leave --size and --model out")
     if args.engine == "transformers" and args.tensor_parallel_size > 1:
         parser.error("--engine transformers runs on one card; leave --tensor-parallel-size out")
     return args
@@ -421,6 +426,11 @@ def choose_load(args: argparse.Namespace, device: str) -> Load:
     return replace(load, shared_prefix=args.shared_prefix or 0, max_num_seqs=max_num_seqs)
 
 
+def run_host() -> dict[str, Any]:
+    """Time the host alone; return all figures."""
+    return {"host": [asdict(case) for case in measure_host()], **describe_host()}
+
+
 def run_model(args: argparse.Namespace) -> dict[str, Any]:
     """Choose model and load for the device that is here, and run the benchmark."""
     started = time.perf_counter()  # before PyTorch, whose import a user waits for too
@@ -434,7 +444,7 @@ def run_model(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     try:
-        figures = run_model(args)
+        figures = run_host() if args.host_only else run_model(args)
     except NanoinferError as error:
         sys.exit(f"bench.py: {error}")
     if args.json:

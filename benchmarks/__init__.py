@@ -1,1 +1,1 @@
-"""The parts of bench.py: what is run (workload), and how fast it could be (floor)."""
+"""The parts of bench.py: what is run (workload), how fast it could be (floor), where the time goes (host)."""

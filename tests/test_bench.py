@@ -216,3 +216,17 @@ def test_the_rows_of_the_engine_can_be_chosen(tiny_size: str, tmp_path: Path):
     run = json.loads((tmp_path / "figures.json").read_text())["runs"][0]
     assert run["stats"]["num_prefill_steps"] == 2
     assert run["floor"]["num_decode_steps"] == run["stats"]["num_decode_steps"] == 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host-only", "--size", "8B"], "--host-only runs no model; leave --size and --model out"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        bench.main(options)
+    assert message in capsys.readouterr().err
