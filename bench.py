@@ -5,6 +5,7 @@
     python bench.py --model Qwen/Qwen3-0.6B  # real weights
     python bench.py --engine vllm            # the same work by another engine, where that is installed
     python bench.py --load small             # 1, 4 and 16 requests; also: long, steady, --shared-prefix 512
+    python bench.py --profile timeline       # and a trace, a picture and figures of single steps, in this folder
     python bench.py --host-only              # what a step costs the host; needs no GPU and no model
 
 The default workload is nano-vllm's. A forward pass is as fast with random weights as with trained ones, so none need
@@ -119,6 +120,7 @@ class Engine:
     stats: Callable[[], dict[str, float]] = dict  # running totals of prefill and decode work
     reset: Callable[[], object] = lambda: None  # forget cached prefixes
     close: Callable[[], object] = lambda: None
+    llm: Any = None  # nanoinfer's LLM, whose steps can be profiled
 
 
 def make_params(kind: Any, workload: Workload, **others: Any) -> list[Any]:
@@ -142,7 +144,7 @@ def load_nanoinfer(model: Model, options: dict[str, Any], attention_backend: str
     def stats() -> dict[str, float]:
         return asdict(llm.engine.stats) | {"cached_tokens": num_cached}
 
-    return Engine(generate, stats, llm.reset_prefix_cache, llm.close)
+    return Engine(generate, stats, llm.reset_prefix_cache, llm.close, llm)
 
 
 def load_nanovllm(model: Model, options: dict[str, Any], _attention_backend: str) -> Engine:
@@ -319,6 +321,14 @@ def time_all_runs(engine: Engine, model: Model, load: Load, args: argparse.Names
     return runs
 
 
+def profile_run(engine: Engine, workload: Workload, result: Result, folder: Path) -> dict[str, Any]:
+    """Run a workload again, with some of its steps traced; `result`, of the run before, says how many there are."""
+    from benchmarks.timeline import profile_steps
+
+    num_prefill, num_decode = int(result.stats["num_prefill_steps"]), int(result.stats["num_decode_steps"])
+    return profile_steps(engine.llm.engine, lambda: time_run(engine, workload), num_prefill, num_decode, folder)
+
+
 def figures_of(result: Result, floor: Floor) -> dict[str, Any]:
     """Everything that is known of a run."""
     figures = asdict(result) | {"output_tokens_per_second": result.output_tokens_per_second, "floor": asdict(floor)}
@@ -340,6 +350,7 @@ def benchmark(model: Model, load: Load, args: argparse.Namespace, device: str, s
         weights = "random weights" if model.random_weights else "its own weights"
         print(f"{model.name} ({weights}), {args.engine} on {where}: loaded in {load_seconds:.1f} s, imports included")
         runs = time_all_runs(engine, model, load, args)
+        profile = profile_run(engine, *runs[-1], args.profile) if args.profile else None
 
     print(f"Floor at {rates.bandwidth / 1e12:.3f} TB/s and {rates.matrix_rate / 1e12:.4g} TFLOP/s: {rates.method}")
     bytes_per_value = 4 if dtype_name == "float32" else 2
@@ -361,6 +372,7 @@ def benchmark(model: Model, load: Load, args: argparse.Namespace, device: str, s
         "runs": figures,
         "rates": asdict(rates),
         "load": asdict(load),
+        "profile": profile,
         "options": vars(args),
         **machine,
     }
@@ -391,13 +403,21 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tensor-parallel-size", type=_positive, default=1)
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--attention-backend", default="auto", help="nanoinfer's: auto, flash_attn, triton or torch")
+    parser.add_argument(
+        "--profile",
+        metavar="FOLDER",
+        type=Path,
+        help="run the last workload once more, and trace some of its steps to here",
+    )
     parser.add_argument("--host-only", action="store_true", help="only time the host's work of a decode step")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures here")
     args = parser.parse_args(argv)
     if args.engine != "nanoinfer" and args.attention_backend != "auto":
         parser.error("--attention-backend is an option of --engine nanoinfer alone")
-    if args.host_only and (args.size or args.model):
-        parser.error("--host-only runs no model; leave --size and --model out")
+    if args.engine != "nanoinfer" and args.profile:
+        parser.error("--profile is an option of --engine nanoinfer alone")
+    if args.host_only and (args.size or args.model or args.profile):
+        parser.error("--host-only runs no model; leave --size, --model and --profile out")
     if args.engine == "transformers" and args.tensor_parallel_size > 1:
         parser.error("--engine transformers runs on one card; leave --tensor-parallel-size out")
     return args

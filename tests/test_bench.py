@@ -221,7 +221,8 @@ def test_the_rows_of_the_engine_can_be_chosen(tiny_size: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--host-only", "--size", "8B"], "--host-only runs no model; leave --size and --model out"),
+        (["--engine", "vllm", "--profile", "here"], "--profile is an option of --engine nanoinfer alone"),
+        (["--host-only", "--profile", "here"], "--host-only runs no model; leave --size, --model and --profile out"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(
