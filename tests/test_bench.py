@@ -10,8 +10,17 @@ import pytest
 import torch
 
 import bench
-from benchmarks.floor import Rates, compute_floor, count_weights, decode_steps
-from benchmarks.workload import CPU_LOADS, LOADS, Load, Workload, draw_workload
+from bench import (
+    CPU_LOADS,
+    LOADS,
+    Load,
+    Rates,
+    Workload,
+    compute_floor,
+    count_weights,
+    decode_steps,
+    draw_workload,
+)
 from nanoinfer.config import ModelConfig
 
 H200 = Rates(bandwidth=4.3e12, matrix_rate=790e12, method="given")
@@ -62,7 +71,7 @@ def test_a_shared_prefix_comes_before_prompts_that_are_otherwise_the_same():
 
 def test_sizes_given_take_the_place_of_a_loads_own():
     def chosen(*options: str) -> Load:
-        return bench.choose_load(bench.parse_arguments(options), "cuda")
+        return bench.choose_load(bench.parse_arguments([*options]), "cuda")
 
     assert chosen() == LOADS["default"]
     full_size = ["--num-seqs", "256", "--input-len", "1024", "--output-len", "1024", "--max-num-seqs", "512"]
@@ -221,7 +230,8 @@ def test_the_rows_of_the_engine_can_be_chosen(tiny_size: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--engine", "vllm", "--profile", "here"], "--profile is an option of --engine nanoinfer alone"),
+        (["--engine", "vllm", "--profile", "here"], "--attention-backend are options of --engine nanoinfer alone"),
+        (["--engine", "vllm", "--attention-backend", "torch"], "are options of --engine nanoinfer alone"),
         (["--host-only", "--profile", "here"], "--host-only runs no model; leave --size, --model and --profile out"),
     ],
 )

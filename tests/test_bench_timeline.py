@@ -9,20 +9,19 @@ import pytest
 import torch
 
 import bench
-from benchmarks.timeline import (
+from bench import (
     LONGEST_LAUNCH_LATENCY,
     NUM_SETTLING_STEPS,
     Span,
-    StepRecorder,
     StepTrace,
-    Window,
     busy_intervals,
-    choose_windows,
+    choose_window,
     draw_steps,
     measure_gaps,
     print_timeline,
     read_trace,
     top_kernels,
+    trace_steps,
 )
 from nanoinfer import LLM, SamplingParams, tiny_model_path
 
@@ -64,9 +63,9 @@ TWO_STEPS = (
 
 def test_gpu_work_belongs_to_the_step_whose_launch_asked_for_it(tmp_path: Path):
     seven, eight = read_trace(write_trace(tmp_path / "trace.json", *TWO_STEPS))
-    assert (seven.index, seven.launch, seven.collect) == (7, Span("launch 7", 100, 110), Span("collect 7", 127, 151))
+    assert (seven.number, seven.launch, seven.collect) == (7, Span("launch 7", 100, 110), Span("collect 7", 127, 151))
     assert [work.name for work in seven.gpu] == ["copy", "multiply", "add"]
-    assert eight.index == 8
+    assert eight.number == 8
     # a call that is not in the trace: its work goes with what ran before it
     assert eight.gpu == [Span("multiply", 154, 170), Span("unknown", 190, 200)]
 
@@ -103,9 +102,9 @@ def test_short_gaps_are_drawn_as_busy():
 
 def test_the_report_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     steps = read_trace(write_trace(tmp_path / "trace.json", *TWO_STEPS))
-    figures = print_timeline("Some steps", steps)
+    figures = print_timeline(steps)
     printed = capsys.readouterr().out
-    assert "Some steps (2): host 10 us to launch, 32 us to collect" in printed
+    assert "Steps 7 to 8: host 10 us to launch, 32 us to collect" in printed
     assert "GPU: 40 us a step, of which it idles 5.00% between steps" in printed
     assert "multiply" in printed
     assert json.loads(json.dumps(figures))["gpu"]["between_steps"] == 4
@@ -121,52 +120,70 @@ def test_a_picture_has_a_lane_for_the_gpu_where_there_is_one(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("num_prefill", "num_decode", "first", "middle"),
+    ("num_prefill", "num_decode", "window"),
     [
-        (9, 1023, range(4), range(499, 531)),
-        (1, 40, range(1), range(3, 35)),
-        (1, 6, range(1), range(2, 7)),
-        (1, 3, range(1), range(0)),  # all of it would be settling
-        (1, 0, range(1), range(0)),
+        (9, 1023, range(499, 531)),
+        (1, 40, range(3, 35)),
+        (1, 6, range(7)),
+        (1, 0, range(1)),
     ],
 )
-def test_steps_to_trace_are_the_first_and_the_middle_of_a_run(
-    num_prefill: int, num_decode: int, first: range, middle: range
-):
-    windows = choose_windows(num_prefill, num_decode, Path("folder"))
-    assert [window.steps for window in windows] == [first, middle]
+def test_steps_to_trace_are_the_middle_of_a_run_or_all_of_a_short_one(num_prefill: int, num_decode: int, window: range):
+    assert choose_window({"num_prefill_steps": num_prefill, "num_decode_steps": num_decode}) == window
 
 
-def test_only_the_steps_of_a_window_are_traced_and_the_engine_is_left_as_it_was(tmp_path: Path):
-    windows = [Window(range(1, 3), tmp_path / "a.json"), Window(range(4, 5), tmp_path / "b.json")]
-    never = Window(range(99, 100), tmp_path / "c.json")
+@pytest.fixture
+def llm():
     with LLM(tiny_model_path(), device="cpu") as llm:
-        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-        plain = llm.generate([1, 2, 3], params, use_tqdm=False)
-        with StepRecorder(llm.engine, [*windows, never]):
-            assert llm.generate([1, 2, 3], params, use_tqdm=False)[0].token_ids == plain[0].token_ids
-        assert "_launch" not in vars(llm.engine)
-        assert "_collect" not in vars(llm.engine)
-    assert [step.index for step in read_trace(windows[0].path)] == [1, 2]
-    first, second = read_trace(windows[0].path)
+        yield llm
+
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def test_only_the_steps_of_the_window_are_traced_and_the_engine_is_left_as_it_was(llm: LLM, tmp_path: Path):
+    plain = llm.generate([1, 2, 3], PARAMS, use_tqdm=False)
+    with trace_steps(llm.engine, range(1, 3), tmp_path / "trace.json"):
+        assert llm.generate([1, 2, 3], PARAMS, use_tqdm=False)[0].token_ids == plain[0].token_ids
+    assert not {"_launch", "_collect"} & vars(llm.engine).keys()
+    first, second = read_trace(tmp_path / "trace.json")
+    assert (first.number, second.number) == (1, 2)
     assert first.collect.start > second.launch.end, "a step is collected when the next is under way"
-    assert [step.index for step in read_trace(windows[1].path)] == [4]
-    assert not never.path.exists()
 
 
+def test_an_error_ends_the_trace_and_a_window_that_is_never_reached_leaves_no_file(llm: LLM, tmp_path: Path):
+    def run_and_fail():
+        llm.generate([1, 2, 3], PARAMS, use_tqdm=False)
+        raise ValueError("in between")
+
+    for window in (range(4, 99), range(98, 99)):
+        with (
+            pytest.raises(ValueError, match="in between"),
+            trace_steps(llm.engine, window, tmp_path / f"{window}.json"),
+        ):
+            run_and_fail()
+        assert not {"_launch", "_collect"} & vars(llm.engine).keys()
+    assert [step.number for step in read_trace(tmp_path / "range(4, 99).json")] == [4, 5]
+    assert not (tmp_path / "range(98, 99).json").exists()
+
+
+@pytest.mark.parametrize(("output_len", "num_steps"), [(6, 6 - NUM_SETTLING_STEPS), (1, 1)])
 def test_without_gpu_and_matplotlib_the_trace_is_written_and_both_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    output_len: int,
+    num_steps: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    options = ["--num-seqs", "2", "--input-len", "4", "--output-len", "6", "--json", str(tmp_path / "figures.json")]
-    bench.main([*options, "--profile", str(tmp_path / "new" / "folder")])
+    folder, figures = tmp_path / "new" / "folder", tmp_path / "figures.json"
+    options = ["--num-seqs", "2", "--input-len", "4", "--output-len", str(output_len), "--json", str(figures)]
+    bench.main([*options, "--profile", str(folder)])
     printed = capsys.readouterr().out
     assert "no GPU was at work, so only the host's part is shown" in printed
     assert "matplotlib is not installed: pip install -e '.[profile]'" in printed
-    written = sorted(path.name for path in (tmp_path / "new" / "folder").iterdir())
-    assert written == ["prefill.json", "trace.json"]
-    figures = json.loads((tmp_path / "figures.json").read_text())["profile"]
-    assert figures["first"]["num_steps"] == 1
-    assert figures["middle"]["num_steps"] == 4 - NUM_SETTLING_STEPS  # the first ends the window before
-    assert figures["middle"]["gpu"] is None
+    assert [path.name for path in folder.iterdir()] == ["trace.json"]
+    profile = json.loads(figures.read_text())["profile"]
+    assert profile["num_steps"] == num_steps
+    assert profile["gpu"] is None
