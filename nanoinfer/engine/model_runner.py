@@ -217,6 +217,9 @@ class ModelRunner:
         before = torch.cuda.memory_allocated(self.device)
         self._run_largest_prefill()
         step_bytes = torch.cuda.max_memory_allocated(self.device) - before
+        cache = self.kv_cache.layer(0)
+        bytes_per_token = 2 * cache.k[0, :, 0].numel() * self.dtype.itemsize
+        step_bytes += self.backend.scratch_bytes(bytes_per_token, self.state.token_ids.shape[1])
         graph_bytes = self._measure_graph_bytes() if self._uses_graphs else 0
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)

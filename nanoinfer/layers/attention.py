@@ -17,17 +17,29 @@ from nanoinfer.utils.context import DecodeMetadata, KVCache, LayerCache, Metadat
 MAX_GATHER_ELEMENTS = 2**24  # of keys that the plain decode gathers at a time: 64 MiB in float32
 
 
-class AttentionBackend(Protocol):
-    """Attends to keys and values of the cache, causally, scaled by head_dim ** -0.5.
+class PrefillAttention(Protocol):
+    """Attends from the chunks of a prefill step, causally, scaled by head_dim ** -0.5.
 
     q: (num_tokens, num_heads, head_dim). k, v: (num_tokens, num_kv_heads, head_dim). Results have the shape of q.
     """
 
     name: str
-    needs_host: bool  # whether decode reads lengths on the host, so that it cannot be captured in a CUDA graph
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
         """Attend from the step's chunks, whose keys and values (k, v) are in the cache already."""
+
+    def scratch_bytes(self, bytes_per_token: int, max_model_len: int) -> int:
+        """Memory that a step with cached prefixes takes beyond what one without them does.
+
+        bytes_per_token: of one layer's key and value. max_model_len: the most tokens that a sequence may have.
+        """
+        return 0
+
+
+class AttentionBackend(PrefillAttention, Protocol):
+    """Attends in decode steps too."""
+
+    needs_host: bool  # whether decode reads lengths on the host, so that it cannot be captured in a CUDA graph
 
     def plan(self, metadata: DecodeMetadata, cache: KVCache) -> DecodeMetadata:
         """Add what `decode` works out once a step for all layers: nothing, unless a backend says otherwise."""
@@ -139,16 +151,16 @@ def select_backend(
         raise ConfigError(f"attention_backend={requested!r} {obstacles[requested]}, or use attention_backend='auto'")
     if requested == "torch":
         return TorchBackend()
-    flash_attn = None
+    from nanoinfer.layers.triton_attention import TritonBackend
+
     if obstacles["flash_attn"] is None:
         from nanoinfer.layers.flash_attention import FlashAttentionBackend
 
         flash_attn = FlashAttentionBackend()
-        if requested == "flash_attn":
-            return flash_attn
-    from nanoinfer.layers.triton_attention import TritonBackend
+        return flash_attn if requested == "flash_attn" else TritonBackend(flash_attn)
+    from nanoinfer.layers.varlen_attention import VarlenAttention
 
-    return TritonBackend(flash_attn)
+    return TritonBackend(VarlenAttention())
 
 
 def import_error(package: str) -> ImportError | None:

@@ -21,8 +21,9 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
         pytest.skip("flash-attn is not installed")
     if request.param == "triton without flash_attn":
         from nanoinfer.layers.triton_attention import TritonBackend
+        from nanoinfer.layers.varlen_attention import VarlenAttention
 
-        return TritonBackend()
+        return TritonBackend(VarlenAttention())
     return select_backend(request.param, torch.device("cuda"), torch.bfloat16, 128, BLOCK_SIZE)
 
 
@@ -68,10 +69,11 @@ def test_prefill_equals_plain_attention(backend: AttentionBackend, lens: list[tu
 
 
 def test_prefill_in_groups_of_chunks_equals_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanoinfer.layers import triton_attention
+    from nanoinfer.layers import varlen_attention
+    from nanoinfer.layers.triton_attention import TritonBackend
 
-    monkeypatch.setattr(triton_attention, "MAX_GATHER_TOKENS", 600)
-    backend = triton_attention.TritonBackend()
+    monkeypatch.setattr(varlen_attention, "MAX_GATHER_TOKENS", 600)
+    backend = TritonBackend(varlen_attention.VarlenAttention())
     test_prefill_equals_plain_attention(backend, [(7, 7), (300, 1000), (1, 257), (256, 300), (2, 2)])
 
 

@@ -111,7 +111,7 @@ def test_the_engine_runs_without_flash_attn_where_it_is_installed(monkeypatch: p
     examples = [example for task in TASKS for example in held_out_examples(task, 20, seed=6)]
     with LLM(tiny_model_path()) as llm:
         assert llm.engine.runner is not None
-        assert llm.engine.runner.backend.name == "triton"
+        assert llm.engine.runner.backend.name == "triton, varlen_attn in prefill"
         outputs = llm.generate(chat_prompts(llm, [example.question for example in examples]), GREEDY, use_tqdm=False)
     right = sum(output.text == example.answer for output, example in zip(outputs, examples, strict=True))
     assert right >= 0.97 * len(examples)
@@ -150,6 +150,30 @@ def test_graphs_and_eager_give_the_same_sampled_tokens(random_checkpoint: Callab
             results.append([output.token_ids for output in outputs])
     agreement = sum(one == two for one, two in zip(*results, strict=True))
     assert agreement >= 14, f"{agreement} of 16 requests agree"
+
+
+def test_twenty_repetitions_of_a_greedy_workload_give_the_same_tokens(random_checkpoint: Callable[..., Path]) -> None:
+    folder = random_checkpoint(num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 512, (1 + 37 * n % 400,), generator=generator).tolist() for n in range(96)]
+    params = [SamplingParams(temperature=0, max_tokens=20 + n % 60, ignore_eos=True) for n in range(96)]
+    with LLM(folder, dtype="bfloat16", max_num_seqs=64, max_model_len=1024) as llm:
+        results = []
+        for _ in range(20):
+            llm.reset_prefix_cache()
+            results.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert all(result == results[0] for result in results)
+
+
+def test_a_seeded_request_gets_the_same_tokens_with_and_without_overlap(random_checkpoint: Callable[..., Path]) -> None:
+    folder = random_checkpoint(num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    params = SamplingParams(temperature=0.8, max_tokens=60, ignore_eos=True)
+    results = []
+    for overlap in (True, False):
+        with LLM(folder, dtype="bfloat16", overlap=overlap, seed=3, max_model_len=1024) as llm:
+            outputs = llm.generate([[i, i + 1, i + 2] for i in range(40)], params, use_tqdm=False)
+            results.append([output.token_ids for output in outputs])
+    assert results[0] == results[1]
 
 
 def test_the_cache_takes_what_the_user_grants(random_checkpoint: Callable[..., Path]) -> None:
