@@ -1,6 +1,9 @@
 """Texts to token ids and back, and the ids that end a completion, with a tokenizer of seven words."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,9 @@ from tokenizers import Tokenizer as WordTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
+from nanoinfer import tiny_model_path
 from nanoinfer.errors import ModelError
 from nanoinfer.utils.tokenizer import Tokenizer, load_tokenizer, read_stop_token_ids
 
@@ -83,6 +88,29 @@ def test_a_folder_with_tokenizer_files_has_one(tmp_path: Path) -> None:
     loaded = load_tokenizer(tmp_path)
     assert loaded is not None
     assert loaded.encode(["two"]) == [[BOS, 5]]
+
+
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast", None])
+def test_whatever_class_the_checkpoint_names_the_ids_are_those_of_auto_tokenizer(
+    name: str | None, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model_path(), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name}))
+    text = "<|im_start|>user\nwörld  12+34=?<|im_end|>\n"
+    ours, theirs = Tokenizer(tmp_path).hf, AutoTokenizer.from_pretrained(tiny_model_path())
+    assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+    assert ours.decode(range(400)) == theirs.decode(range(400))
+    assert ours.eos_token_id == theirs.eos_token_id
+
+
+def test_the_bundled_tokenizer_loads_without_the_slow_part_of_transformers() -> None:
+    code = (
+        "import sys, nanoinfer, pathlib; from nanoinfer.utils.tokenizer import load_tokenizer;"
+        "load_tokenizer(pathlib.Path(nanoinfer.tiny_model_path()));"
+        "sys.exit('transformers.modeling_utils' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_damaged_tokenizer_is_refused_by_folder(tmp_path: Path) -> None:

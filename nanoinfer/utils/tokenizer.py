@@ -13,10 +13,8 @@ class Tokenizer:
     """A thin layer over a transformers tokenizer (`hf`)."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer  # slow to import, so only where text is wanted
-
         try:
-            self.hf: Any = AutoTokenizer.from_pretrained(folder)
+            self.hf: Any = _tokenizer_class(folder).from_pretrained(folder)
         except Exception as error:
             raise ModelError(f"the tokenizer in {folder} cannot be loaded ({error}); check its files") from error
 
@@ -36,6 +34,22 @@ class Tokenizer:
         """Decode a completion without its special tokens."""
         text: str = self.hf.decode(token_ids, skip_special_tokens=True)
         return text
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """The class that tokenizer_config.json names, if it reads tokenizer.json; AutoTokenizer for all others.
+
+    AutoTokenizer would find the same one, but it imports much of transformers first: up to nine seconds, where packages
+    like scikit-learn are installed.
+    """
+    import transformers  # slow to import, so only where text is wanted
+
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.exists() and (folder / "tokenizer.json").exists() else {}
+    name = settings.get("tokenizer_class")
+    if isinstance(name, str) and "auto_map" not in settings:  # that names code of the checkpoint's own
+        return getattr(transformers, name.removesuffix("Fast") + "Fast", transformers.AutoTokenizer)
+    return transformers.AutoTokenizer
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
