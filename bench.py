@@ -157,8 +157,9 @@ def count_weights(config: ModelConfig) -> tuple[int, int]:
 def decode_steps(workload: Workload, max_num_seqs: int) -> list[tuple[int, int]]:
     """For each decode step: how many sequences run, and how many tokens these attend to together.
 
-    At most `max_num_seqs` run at once, and one that ends makes room for the next. A request's first token comes out of
-    its prefill, so max_tokens - 1 steps are left to it; the first of them attends to the prompt and that token.
+    At most `max_num_seqs` run at once, in order of arrival, and one that ends makes room for the next. A request's
+    first token comes out of its prefill, so max_tokens - 1 steps are left to it; the first of them attends to the
+    prompt and that token.
     """
     requests = zip(workload.prompts, workload.max_tokens, strict=True)
     waiting = [(len(prompt) + 1, count - 1) for prompt, count in requests if count > 1]
@@ -531,10 +532,14 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 def benchmark(model: Model, load: Load, args: argparse.Namespace, device: str, started: float) -> dict[str, Any]:
     """Measure the hardware, load, run; print along the way and return all figures."""
+    import torch
+
     # Before the engine: memory taken after a far larger piece was freed has been seen to read a tenth slower.
     rates_started = perf_counter()
     dtype_name = model.config.dtype if device == "cuda" else "float32"
     rates = measure_rates(device, dtype_name, args.tensor_parallel_size)
+    if device == "cuda":
+        torch.cuda.empty_cache()  # engines in other processes would find the memory taken
     started += perf_counter() - rates_started
     with closing(load_engine(model, load, args)) as engine:
         load_seconds = perf_counter() - started
@@ -818,10 +823,15 @@ def measure_gaps(steps: list[StepTrace]) -> GpuTime | None:
 
 
 def top_kernels(steps: list[StepTrace]) -> list[KernelTime]:
-    """The kernels that took the most time, the longest first."""
+    """The kernels that took the most time, the longest first.
+
+    Time in which two ran counts for the earlier one: the later one had been launched ahead, and waited.
+    """
     times: defaultdict[str, list[float]] = defaultdict(list)
+    end = 0.0
     for work in (work for step in steps for work in step.gpu):
-        times[work.name].append(work.end - work.start)
+        times[work.name].append(max(0.0, work.end - max(work.start, end)))
+        end = max(end, work.end)
     total, num_steps = sum(map(sum, times.values())), len(steps)
     kernels = [KernelTime(name, sum(t) / num_steps, len(t) / num_steps, sum(t) / total) for name, t in times.items()]
     return sorted(kernels, key=lambda kernel: -kernel.microseconds)[:NUM_TOP_KERNELS]
@@ -912,8 +922,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.engine != "nanoinfer" and (args.profile or args.attention_backend != "auto"):
         parser.error("--profile and --attention-backend are options of --engine nanoinfer alone")
-    if args.host_only and (args.size or args.model or args.profile):
-        parser.error("--host-only runs no model; leave --size, --model and --profile out")
+    given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    if args.host_only and (others := sorted({*given} - {"host_only", "json"})):
+        options = ", ".join("--" + name.replace("_", "-") for name in others)
+        parser.error(f"--host-only runs no model; leave out {options}")
     if args.engine == "transformers" and args.tensor_parallel_size > 1:
         parser.error("--engine transformers runs on one card; leave --tensor-parallel-size out")
     return args

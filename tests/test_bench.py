@@ -232,7 +232,8 @@ def test_the_rows_of_the_engine_can_be_chosen(tiny_size: str, tmp_path: Path):
     [
         (["--engine", "vllm", "--profile", "here"], "--attention-backend are options of --engine nanoinfer alone"),
         (["--engine", "vllm", "--attention-backend", "torch"], "are options of --engine nanoinfer alone"),
-        (["--host-only", "--profile", "here"], "--host-only runs no model; leave --size, --model and --profile out"),
+        (["--host-only", "--profile", "here"], "--host-only runs no model; leave out --profile"),
+        (["--host-only", "--num-seqs", "3", "--engine", "vllm"], "leave out --engine, --num-seqs"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(

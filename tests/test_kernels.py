@@ -21,6 +21,7 @@ triton = pytest.importorskip("triton")
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
 from nanoinfer.kernels import paged_attention  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
+from nanoinfer.kernels import sample as sample_kernels  # noqa: E402
 from nanoinfer.kernels import silu_and_mul as silu_kernels  # noqa: E402
 from nanoinfer.kernels.paged_attention import paged_decode_attention, plan_decode  # noqa: E402
 from nanoinfer.kernels.sample import GROUP_SIZE, TILE_GROUPS, sample_and_append  # noqa: E402
@@ -67,6 +68,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (layernorm.add_rms_norm, rms_norm_kernels),
         (activation.silu_and_mul, silu_kernels),
         (rotary_embedding.norm_rope_store, norm_rope_store_kernels),
+        (sampler.sample_and_append, sample_kernels),
     ],
 )
 def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(

@@ -1,6 +1,5 @@
 """The layers against transformers, against a naive attention, and cut over two ranks against the whole."""
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +22,10 @@ from nanoinfer.layers.linear import (
     RowParallelLinear,
 )
 from nanoinfer.layers.rotary_embedding import store
+from nanoinfer.utils import kernel
 from nanoinfer.utils.context import DecodeMetadata, LayerCache, PrefillMetadata, ragged_indices
 from nanoinfer.utils.distributed import TensorParallel
-from nanoinfer.utils.kernel import triton_on_cuda
+from nanoinfer.utils.kernel import import_error, triton_on_cuda
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -113,7 +113,7 @@ def test_on_cuda_the_function_of_the_same_name_runs_where_triton_is_installed(
 ) -> None:
     (tmp_path / "kernel_of_this_test.py").write_text("def double(x): return 'kernel'")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "triton" and has_triton else None)
+    monkeypatch.setattr(kernel, "import_error", lambda name: None if has_triton else ImportError("not there"))
 
     @triton_on_cuda("kernel_of_this_test")
     def double(x: Tensor) -> str:
@@ -130,6 +130,33 @@ def test_a_function_with_a_kernel_wants_a_tensor_first() -> None:
 
 def double(x: int) -> int:
     return 2 * x
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver_version", "overlaps"),
+    [((9, 0), 12030, True), ((9, 0), 12020, False), ((8, 9), 13000, False)],
+)
+def test_launches_overlap_where_gpu_and_driver_can(
+    capability: tuple[int, int], driver_version: int, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = pytest.importorskip("nanoinfer.kernels.launch")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver_version, raising=False)
+    assert launch.overlap_options.__wrapped__(CUDA)["OVERLAP"] is overlaps
+    assert launch.overlap_options(torch.device("cpu")) == {"OVERLAP": False}
+
+
+@pytest.mark.parametrize(("dtype", "parts"), [(torch.bfloat16, 4), (torch.float16, 1), (torch.float32, 1)])
+def test_on_a_gpu_few_tokens_get_partial_sums_that_add_up_to_the_product(dtype: torch.dtype, parts: int) -> None:
+    layer = RowParallelLinear(64, 5, bias=False, tp=TensorParallel())
+    layer.weight.data = randn(5, 64).to(dtype)
+    x = randn(3, 64, seed=1).to(dtype)
+    product = layer(x.as_subclass(CudaTensor)).as_subclass(Tensor)
+    assert product.shape == ((parts, 3, 5) if parts > 1 else (3, 5))
+    whole = product.float().sum(0) if parts > 1 else product.float()
+    torch.testing.assert_close(whole, x.float() @ layer.weight.float().t(), rtol=0.05, atol=0.1)
+    assert layer(randn(257, 64).to(dtype).as_subclass(CudaTensor)).shape == (257, 5)
 
 
 # --- linear layers and the two ends, whole and cut over two ranks ---
@@ -506,5 +533,7 @@ def test_auto_on_cuda_falls_back_on_the_plain_backend_for_other_head_sizes(monke
 def test_a_package_that_is_broken_counts_as_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_package.py").write_text("raise ImportError('undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert str(attention.import_error("broken_package")) == "undefined symbol"
-    assert attention.import_error("json") is None
+    assert str(import_error("broken_package")) == "undefined symbol"
+    assert import_error("json") is None
+    (tmp_path / "left_over").mkdir()
+    assert str(import_error("left_over")) == "left_over is an empty folder"

@@ -24,6 +24,7 @@ TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimen
 QUERY_TILE = 16  # the fewest rows that tl.dot takes; the group of query heads is padded to it
 PROGRAMS_PER_SM = 2  # what fits, each with three tiles on their way or in use
 STAGES = 5  # a tile's place is read two stages before the tile, and the tile two before its use
+MAX_QUERIES = 32  # beyond, the queries take the room of the stages
 MASKED = tl.constexpr(-3e38)  # the score of what lies past the context; finite, so that an empty context gives no NaN
 
 
@@ -238,6 +239,7 @@ def paged_decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: T
     out = q.new_empty(q.shape)
     parts = q.new_empty((num_kv_heads, num_shares, 2, group_size, head_dim), dtype=torch.float32)
     log_sums = q.new_empty((num_kv_heads, num_shares, 2, group_size), dtype=torch.float32)
+    queries = max(QUERY_TILE, triton.next_power_of_2(group_size))
     _paged_decode_kernel[(num_kv_heads, num_shares)](
         q,
         k_cache,
@@ -255,9 +257,9 @@ def paged_decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: T
         group_size=group_size,
         block_size=block_size,
         head_dim=head_dim,
-        QUERIES=max(QUERY_TILE, triton.next_power_of_2(group_size)),
+        QUERIES=queries,
         TILE=_tile_size(block_size, head_dim),
-        STAGES=STAGES,
+        STAGES=STAGES if queries <= MAX_QUERIES else 3,
         num_warps=4,
         **overlap_options(q.device),
     )

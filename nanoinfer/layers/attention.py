@@ -3,7 +3,6 @@
 The plain backend is the specification of the others, the one for CPUs, and the one for what they do not support.
 """
 
-import importlib
 from typing import Protocol
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, norm_rope_store
 from nanoinfer.utils.context import DecodeMetadata, KVCache, LayerCache, Metadata, PrefillMetadata, ragged_indices
+from nanoinfer.utils.kernel import import_error
 
 MAX_GATHER_ELEMENTS = 2**24  # of keys that the plain decode gathers at a time: 64 MiB in float32
 
@@ -161,15 +161,6 @@ def select_backend(
     from nanoinfer.layers.varlen_attention import VarlenAttention
 
     return TritonBackend(VarlenAttention())
-
-
-def import_error(package: str) -> ImportError | None:
-    """Why `package` cannot be imported: it is not installed, say, or was built for another PyTorch."""
-    try:
-        importlib.import_module(package)
-    except ImportError as error:
-        return error
-    return None
 
 
 def _gpu_obstacle(device: torch.device, dtype: torch.dtype, package: str) -> str | None:

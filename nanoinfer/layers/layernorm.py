@@ -24,7 +24,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 class RMSNorm(nn.Module):
-    """`norm(x)` normalises; `norm.add(x, residual)` adds first. Neither changes its inputs."""
+    """`norm(x)` normalises; `norm.add(x, residual)` adds first, partial sums too. Neither changes its inputs."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ class RowParallelLinear(nn.Module):
     """y = x W^T + b with the inputs split over the ranks; every rank gets the whole sum.
 
     A product of few rows and few columns cannot fill a GPU, unless its sums are computed in parts, at the same time.
-    So on one GPU a decode step gets partial sums, which `RMSNorm.add` adds up together with the residual.
+    So on one GPU a step of few tokens gets partial sums, which `RMSNorm.add` adds up together with the residual.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel) -> None:
@@ -89,17 +89,17 @@ class RowParallelLinear(nn.Module):
         """(num_tokens, input_size) -> (num_tokens, output_size), or (parts, num_tokens, output_size)."""
         parts = self._num_parts(x)
         if parts > 1:
-            size = x.shape[1] // parts
-            x = x.view(-1, parts, size).transpose(0, 1)  # (parts, num_tokens, size)
-            weight = self.weight.view(-1, parts, size).permute(1, 2, 0)  # (parts, size, output_size)
+            x = x.unflatten(1, (parts, -1)).transpose(0, 1)  # (parts, num_tokens, input_size / parts)
+            weight = self.weight.unflatten(1, (parts, -1)).permute(1, 2, 0)  # (parts, input_size / parts, output_size)
             return torch.bmm(x, weight)
         # One rank adds the bias, so that the sum over the ranks has it once.
         bias = self.bias if self.tp.rank == 0 else None
         return self.tp.all_reduce(F.linear(x, self.weight, bias))
 
     def _num_parts(self, x: Tensor) -> int:
-        """Into how many parts to cut the sums; on an H200, down_proj of 0.6B to 8B takes 10 to 35% less time so."""
-        if not x.is_cuda or x.dtype == torch.float32 or self.bias is not None or self.tp.size > 1:
+        """Into how many parts to cut the sums (docs/performance.md has the times that this is based on)."""
+        # In float16 a part could overflow where the whole does not.
+        if not x.is_cuda or x.dtype != torch.bfloat16 or self.bias is not None or self.tp.size > 1:
             return 1
         parts = 4 if len(self.weight) < 4096 else 2
         return parts if len(x) <= MAX_TOKENS_IN_PARTS and x.shape[1] % (8 * parts) == 0 else 1

@@ -37,7 +37,8 @@ def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tenso
 
     It has the largest logit + temperature * Gumbel noise (Gumbel 1954), found from the top down: first the group of
     ids, then the id (Maddison et al. 2014, "A* sampling"). The noise depends on (seed, position, vocabulary id) and
-    nothing else. A row with NaN or infinity among its scores gives -1.
+    nothing else. A row with NaN or infinity among its scores gives -1. A temperature below 1e-5 or so is lost in the
+    rounding of the logits: it is greedy in effect, with ties to the lower id.
 
     logits: (num_rows, vocab_size). temperatures: (num_rows,) float32. seeds: (num_rows,) int64.
     positions: (num_rows,) int32, the drawn token's place in its sequence.

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn  # slow to import, so this file is imported only where it is wanted
 
@@ -28,13 +27,14 @@ class VarlenAttention(PrefillAttention):
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
         if not metadata.reads_cache:
             return _attend(q, k, v, metadata, slice(0, len(metadata.query_lens)))
-        out, start = [], 0
+        out, start = q.new_empty(q.shape), 0
         for chunks in _context_groups(metadata.context_lens):
-            num_tokens = sum(metadata.query_lens[chunks])
+            tokens = slice(start, start + sum(metadata.query_lens[chunks]))
             context_k, context_v = gather_context(cache, metadata, chunks)
-            out.append(_attend(q[start : start + num_tokens], context_k, context_v, metadata, chunks))
-            start += num_tokens
-        return torch.cat(out)
+            out[tokens] = _attend(q[tokens], context_k, context_v, metadata, chunks)
+            del context_k, context_v  # before the next group is gathered
+            start = tokens.stop
+        return out
 
 
 def _context_groups(context_lens: tuple[int, ...]) -> Iterator[slice]:

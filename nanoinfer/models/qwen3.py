@@ -41,7 +41,7 @@ class Qwen3Attention(nn.Module):
     def forward(self, positions: Tensor, hidden: Tensor, cache: LayerCache, metadata: Metadata) -> Tensor:
         qkv = self.qkv_proj(hidden)  # (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
         out = self.attn(qkv, (self.q_norm.weight, self.k_norm.weight), positions, cache, metadata)
-        return self.o_proj(out.flatten(1))  # (num_tokens, hidden_size)
+        return self.o_proj(out.flatten(1))  # (num_tokens, hidden_size), or partial sums of it
 
 
 class Qwen3MLP(nn.Module):

@@ -1,7 +1,6 @@
 """How a function in plain PyTorch gets a Triton kernel for CUDA, and stays its specification."""
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -10,6 +9,16 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def import_error(package: str) -> ImportError | None:
+    """Why `package` cannot be imported: it is not installed, say, or was built for another PyTorch."""
+    try:
+        module = importlib.import_module(package)
+    except ImportError as error:
+        return error
+    # Python takes any folder of that name for a package, one that an incomplete removal left behind too.
+    return None if module.__spec__ and module.__spec__.origin else ImportError(f"{package} is an empty folder")
 
 
 def triton_on_cuda(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -21,7 +30,7 @@ def triton_on_cuda(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @cache
         def on_cuda() -> Callable[..., Any]:  # later than the import of the layers, which work without Triton
-            if importlib.util.find_spec("triton") is None:
+            if import_error("triton"):
                 return function
             return getattr(importlib.import_module(module), function.__name__)
 

@@ -81,6 +81,26 @@ def test_greedy_tokens_differ_from_the_cpu_only_at_near_ties(
             assert gap < NEAR_TIE * spread, f"token {same} of a prompt of {len(prompt)}: {gap} in logits of {spread}"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        ("bfloat16", {"attention_bias": True, "num_attention_heads": 8, "num_key_value_heads": 1}),
+        ("float16", {"num_attention_heads": 20, "num_key_value_heads": 1}),
+    ],
+)
+def test_other_dtypes_and_shapes_say_the_same_as_the_cpu(
+    random_checkpoint: Callable[..., Path], dtype: str, sizes: dict
+) -> None:
+    folder = random_checkpoint(head_dim=128, **sizes)
+    prompts = [[i, i + 1, i + 2] * (1 + 11 * i) for i in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    results = []
+    for options in ({"device": "cpu"}, {"dtype": dtype}):
+        with LLM(folder, **options) as llm:
+            results.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert sum(one == two for one, two in zip(*results, strict=True)) >= 9, "16 bits turn a near tie now and then"
+
+
 def reference_model(folder: Path) -> torch.nn.Module:
     from transformers import Qwen3ForCausalLM
 
