@@ -12,15 +12,11 @@ from typing import Any
 
 import torch
 
-FIRST_DRIVER = 12030  # of CUDA 12.3: CUDA graphs know such launches from there on
-
 
 @cache
 def overlap_options(device: torch.device) -> dict[str, Any]:
-    """Launch options of a kernel with the constant OVERLAP: on where the GPU and its driver have the means."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return {"OVERLAP": False}
-    driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined, unused-ignore]
-    if driver < FIRST_DRIVER or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"OVERLAP": False}
-    return {"OVERLAP": True, "launch_pdl": True}
+    """Launch options of a kernel with the constant OVERLAP: on from compute capability 9.0 on, which has the means."""
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    if is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"OVERLAP": True, "launch_pdl": True}
+    return {"OVERLAP": False}
