@@ -64,9 +64,11 @@ def test_rms_norm_equals_its_twin_on_the_cpu(size: int, num_rows: int, dtype: to
     assert torch.equal(residual, unchanged[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("num_tokens", "parts"), [(1, 4), (7, 4), (256, 4), (257, 1)])
-def test_a_decode_step_gets_partial_sums_of_its_row_parallel_products(
+@pytest.mark.parametrize(
+    ("num_tokens", "parts", "dtype"),
+    [*((n, 4, torch.bfloat16) for n in (1, 7, 256)), (257, 1, torch.bfloat16), (7, 1, torch.float16)],
+)
+def test_a_step_of_few_tokens_gets_partial_sums_of_its_row_parallel_products(
     num_tokens: int, parts: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
