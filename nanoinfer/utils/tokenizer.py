@@ -47,9 +47,10 @@ def _tokenizer_class(folder: Path) -> Any:
     path = folder / "tokenizer_config.json"
     settings = read_json(path) if path.exists() and (folder / "tokenizer.json").exists() else {}
     name = settings.get("tokenizer_class")
+    found = None
     if isinstance(name, str) and "auto_map" not in settings:  # that names code of the checkpoint's own
-        return getattr(transformers, name.removesuffix("Fast") + "Fast", transformers.AutoTokenizer)
-    return transformers.AutoTokenizer
+        found = getattr(transformers, name.removesuffix("Fast") + "Fast", None)
+    return found or transformers.AutoTokenizer
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
