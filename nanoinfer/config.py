@@ -38,7 +38,7 @@ class EngineConfig:
     model: a local folder, or the id of a model on the Hugging Face hub.
     dtype: of weights, activations and KV cache; "auto" is the checkpoint's on CUDA, float32 on a CPU.
     device: "auto" (CUDA where there is one, else the CPU), "cpu", "cuda" or "cuda:N".
-    tensor_parallel_size: over how many GPUs the model is split.
+    tensor_parallel_size: over how many GPUs the model is split, those from `device` on; on a CPU, how many processes.
     max_model_len: the most tokens of a sequence, prompt and completion; None is the model's own limit, lowered to
         what the KV cache can hold.
     max_num_seqs: the most sequences in the running set.
@@ -100,10 +100,6 @@ class EngineConfig:
         if self.kvcache_block_size % 16 != 0:
             nearest = max(16, round(self.kvcache_block_size / 16) * 16)
             raise ConfigError(f"kvcache_block_size={self.kvcache_block_size} is no multiple of 16; use {nearest}")
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is not available yet; use 1, one engine for each GPU"
-            )
 
     def _check_positive_int(self, name: str) -> None:
         value = getattr(self, name)
@@ -204,6 +200,20 @@ class ModelConfig:
             original = self.rope.parameters.get("original_max_position_embeddings")
             return int(original * factor) if original else self.max_position_embeddings
         return self.max_position_embeddings
+
+    def check_tensor_parallel_size(self, size: int) -> None:
+        """Raise ConfigError where heads or MLP cannot be split over `size` ranks, with the sizes that would do."""
+        heads, kv_heads, mlp = self.num_attention_heads, self.num_key_value_heads, self.intermediate_size
+
+        def fits(n: int) -> bool:  # ranks may share a KV head
+            return heads % n == 0 and mlp % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+
+        if not fits(size):
+            sizes = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
+            raise ConfigError(
+                f"tensor_parallel_size={size} cannot split num_attention_heads={heads}, num_key_value_heads="
+                f"{kv_heads} and intermediate_size={mlp} of this model; use one of {sizes}"
+            )
 
 
 def _number(raw: Mapping[str, Any], name: str, kind: type[T] = int, default: T | None = None) -> T:

@@ -134,6 +134,30 @@ def test_options_never_change() -> None:
         EngineConfig(model="m").seed = 1  # type: ignore[misc]
 
 
+# --- ModelConfig: over how many ranks ---
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "mlp", "fitting"),
+    [(4, 2, 640, [1, 2, 4]), (6, 3, 12, [1, 3, 6]), (32, 8, 12288, [1, 2, 4, 8, 16, 32]), (4, 1, 10, [1, 2])],
+)
+def test_a_model_is_split_over_sizes_that_divide_it_and_others_are_refused_with_these(
+    heads: int, kv_heads: int, mlp: int, fitting: list[int]
+) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": mlp}
+    config = ModelConfig.from_dict({**QWEN3, **sizes})
+    for size in range(1, 40):
+        if size in fitting:
+            config.check_tensor_parallel_size(size)
+            continue
+        with pytest.raises(ConfigError) as error:
+            config.check_tensor_parallel_size(size)
+        assert str(error.value) == (
+            f"tensor_parallel_size={size} cannot split num_attention_heads={heads}, num_key_value_heads={kv_heads} and "
+            f"intermediate_size={mlp} of this model; use one of {', '.join(map(str, fitting))}"
+        )
+
+
 # --- ModelConfig: spellings ---
 
 

@@ -221,32 +221,62 @@ def test_row_parallel_outputs_add_up_to_the_whole_with_the_bias_once(bias: bool)
     torch.testing.assert_close(run(RANKS[0]) + run(RANKS[1]), expected)
 
 
+def test_ranks_that_share_a_kv_head_hold_it_whole() -> None:
+    """Four query heads of one dimension over two KV heads: ranks 2 and 3 have a query head each, and KV head 1."""
+    q, k, v = torch.arange(4.0), 10 + torch.arange(2.0), 20 + torch.arange(2.0)
+    outputs = []
+    for rank in range(4):
+        tp = TensorParallel(rank, size=4)
+        layer = QKVParallelLinear(1, head_dim=1, num_heads=4, num_kv_heads=2, bias=True, tp=tp)
+        for name, rows in (("q", q), ("k", k), ("v", v)):
+            layer.weight_loader(layer.weight, rows.unsqueeze(1), name)
+            layer.weight_loader(layer.bias, 100 * rows, name)
+        outputs.append((layer(torch.ones(1)) / 101).tolist())
+    assert outputs == [[0, 10, 20], [1, 10, 20], [2, 11, 21], [3, 11, 21]]
+
+
 @pytest.mark.usefixtures("partial_sums")
 def test_embeddings_of_two_ranks_add_up_to_the_whole() -> None:
-    weight, token_ids = randn(6, 4), torch.tensor([0, 2, 3, 5, 5])  # the ranks hold ids 0 to 2, and 3 to 5
+    weight, token_ids = randn(100, 4), torch.tensor([0, 63, 64, 99, 99])  # the ranks hold 64 ids, and 36
 
     def run(tp: TensorParallel) -> Tensor:
-        layer = VocabParallelEmbedding(6, 4, tp)
+        layer = VocabParallelEmbedding(100, 4, tp)
         layer.weight_loader(layer.weight, weight)
         return layer(token_ids)
 
     assert torch.equal(run(WHOLE), weight[token_ids])
     first, second = run(RANKS[0]), run(RANKS[1])
     assert torch.equal(first + second, weight[token_ids])
-    assert second[:2].eq(0).all(), "ids 0 and 2 are none of rank 1's"
-    assert first[2:].eq(0).all(), "ids 3 and 5 are none of rank 0's"
+    assert second[:2].eq(0).all(), "ids 0 and 63 are none of rank 1's"
+    assert first[2:].eq(0).all(), "ids 64 and 99 are none of rank 0's"
+
+
+@pytest.mark.usefixtures("partial_sums")
+def test_an_embedding_of_nan_reaches_only_its_own_token() -> None:
+    layer = VocabParallelEmbedding(100, 4, RANKS[0])
+    layer.weight_loader(layer.weight, torch.full((100, 4), torch.nan))
+    assert layer(torch.tensor([3, 80])).isnan().all(dim=1).tolist() == [True, False]
 
 
 def test_logits_of_two_ranks_side_by_side_are_the_whole() -> None:
-    weight, hidden = randn(6, 4), randn(3, 4, seed=1)
+    weight, hidden = randn(100, 4), randn(3, 4, seed=1)
 
     def run(tp: TensorParallel) -> Tensor:
-        layer = ParallelLMHead(6, 4, tp)
+        layer = ParallelLMHead(100, 4, tp)
         layer.weight_loader(layer.weight, weight)
         return layer(hidden)
 
     torch.testing.assert_close(run(WHOLE), hidden @ weight.T)
     torch.testing.assert_close(torch.cat([run(RANKS[0]), run(RANKS[1])], dim=1), hidden @ weight.T)
+
+
+@pytest.mark.parametrize(("vocab_size", "size"), [(151936, 4), (151936, 8), (500, 2), (512, 8), (129, 3), (65, 2)])
+def test_shards_of_a_vocabulary_begin_at_multiples_of_64_and_cover_it(vocab_size: int, size: int) -> None:
+    shards = [TensorParallel(rank, size).vocab_shard(vocab_size) for rank in range(size)]
+    ends = [shard.start + shard.size for shard in shards]
+    assert [shard.start for shard in shards] == [0, *ends[:-1]]
+    assert ends[-1] == vocab_size
+    assert all(shard.start % 64 == 0 and shard.size > 0 for shard in shards)
 
 
 def test_one_rank_alone_reduces_nothing() -> None:
@@ -259,12 +289,19 @@ TWO = "cannot be split over tensor_parallel_size=2; use a divisor of"
 
 def test_sizes_that_two_ranks_cannot_share_are_refused_by_name() -> None:
     tp = RANKS[0]
-    with pytest.raises(ConfigError, match=f"vocab_size=7 {TWO} 7"):
-        VocabParallelEmbedding(7, 4, tp)
+    with pytest.raises(
+        ConfigError,
+        match="vocab_size=64 is too small for tensor_parallel_size=2: in shards of 64 ids it is enough for 1",
+    ):
+        VocabParallelEmbedding(64, 4, tp)
     with pytest.raises(ConfigError, match=f"num_attention_heads=3 {TWO} 3"):
         QKVParallelLinear(8, head_dim=2, num_heads=3, num_kv_heads=1, bias=False, tp=tp)
-    with pytest.raises(ConfigError, match=f"num_key_value_heads=1 {TWO} 1"):
-        QKVParallelLinear(8, head_dim=2, num_heads=4, num_kv_heads=1, bias=False, tp=tp)
+    with pytest.raises(ConfigError, match=f"num_key_value_heads=3 {TWO} 3"):
+        QKVParallelLinear(8, head_dim=2, num_heads=6, num_kv_heads=3, bias=False, tp=tp)
+    with pytest.raises(
+        ConfigError, match="num_key_value_heads=2 cannot be shared by tensor_parallel_size=3; use a mult"
+    ):
+        QKVParallelLinear(8, head_dim=2, num_heads=6, num_kv_heads=2, bias=False, tp=TensorParallel(0, size=3))
     with pytest.raises(ConfigError, match=f"gate output size=5 {TWO} 5"):
         MergedColumnParallelLinear(8, intermediate_size=5, tp=tp)
     with pytest.raises(ConfigError, match=f"row-parallel input size=5 {TWO} 5"):

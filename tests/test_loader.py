@@ -38,11 +38,11 @@ def tiny_config(**overrides: Any) -> ModelConfig:
     return ModelConfig.from_dict({**raw, **overrides})
 
 
-def checkpoint_tensors(bias: bool = False, head: bool = True) -> dict[str, Tensor]:
+def checkpoint_tensors(bias: bool = False, head: bool = True, vocab_size: int = 8) -> dict[str, Tensor]:
     """The tensors of `tiny_config` under their names in a checkpoint, each element a different number."""
     layer = "model.layers.0"
     shapes = {
-        "model.embed_tokens.weight": (8, 6),
+        "model.embed_tokens.weight": (vocab_size, 6),
         f"{layer}.input_layernorm.weight": (6,),
         f"{layer}.self_attn.q_proj.weight": (8, 6),
         f"{layer}.self_attn.k_proj.weight": (4, 6),
@@ -60,7 +60,7 @@ def checkpoint_tensors(bias: bool = False, head: bool = True) -> dict[str, Tenso
         sizes = {"q": 8, "k": 4, "v": 4, "o": 6}
         shapes |= {f"{layer}.self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
     if head:
-        shapes["lm_head.weight"] = (8, 6)
+        shapes["lm_head.weight"] = (vocab_size, 6)
     start, tensors = 0, {}
     for name, shape in shapes.items():
         size = torch.Size(shape).numel()
@@ -314,8 +314,8 @@ def test_a_damaged_file_is_refused_by_name(damage: Callable[[bytes], bytes], tmp
 
 
 def test_the_shards_of_two_ranks_put_together_are_the_whole(tmp_path: Path) -> None:
-    save_file(checkpoint_tensors(bias=True), tmp_path / "model.safetensors")
-    config = tiny_config(attention_bias=True)
+    save_file(checkpoint_tensors(bias=True, vocab_size=100), tmp_path / "model.safetensors")
+    config = tiny_config(attention_bias=True, vocab_size=100)
     whole = load(tmp_path, config)
     rank0, rank1 = (load(tmp_path, config, TensorParallel(rank, size=2)) for rank in range(2))
     for name, expected in whole.items():

@@ -17,7 +17,7 @@ GIB = 2**30
 
 def cache_shape(config: ModelConfig, num_blocks: int, block_size: int, tp: TensorParallel) -> tuple[int, ...]:
     """Shape of the keys, and of the values: (num_layers, num_blocks, this rank's KV heads, block_size, head_dim)."""
-    num_kv_heads = tp.shard_size(config.num_key_value_heads, "num_key_value_heads")
+    num_kv_heads = tp.split_of_kv_heads(config.num_key_value_heads).shard_size(config.num_key_value_heads, "KV heads")
     return (config.num_hidden_layers, num_blocks, num_kv_heads, block_size, config.head_dim)
 
 

@@ -9,33 +9,32 @@ from nanoinfer.utils.distributed import TensorParallel
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows [start, start + local_size) of the embedding live on this rank; the others contribute zero."""
+    """The embeddings of this rank's shard of the vocabulary; for other ids it contributes zero."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
         self.full_shape = (vocab_size, hidden_size)
-        self.local_size = tp.shard_size(vocab_size, "vocab_size")
-        self.start = tp.rank * self.local_size
-        self.weight = nn.Parameter(torch.empty(self.local_size, hidden_size), requires_grad=False)
+        self.vocab = tp.vocab_shard(vocab_size)
+        self.weight = nn.Parameter(torch.empty(self.vocab.size, hidden_size), requires_grad=False)
 
     def weight_loader(self, param: Tensor, full: Tensor) -> None:
         check_shape(full, self.full_shape)
-        param.copy_(self.tp.shard(full, dim=0))
+        param.copy_(full.narrow(0, *self.vocab))
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """(num_tokens,) -> (num_tokens, hidden_size)."""
         if self.tp.size == 1:
             return F.embedding(token_ids, self.weight)
-        local = token_ids - self.start
-        mine = (local >= 0) & (local < self.local_size)
-        vectors = F.embedding(local.clamp(0, self.local_size - 1), self.weight) * mine.unsqueeze(1)
-        return self.tp.all_reduce(vectors)
+        local = token_ids - self.vocab.start
+        mine = (local >= 0) & (local < self.vocab.size)
+        vectors = F.embedding(local.clamp(0, self.vocab.size - 1), self.weight)
+        return self.tp.all_reduce(vectors.masked_fill_(~mine.unsqueeze(1), 0))  # not `* mine`: 0 x NaN is NaN
 
 
 class ParallelLMHead(VocabParallelEmbedding):
     """The same split, used the other way round."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(num_rows, hidden_size) -> this rank's logits (num_rows, local_size)."""
+        """(num_rows, hidden_size) -> this rank's logits (num_rows, vocab.size)."""
         return F.linear(hidden, self.weight)

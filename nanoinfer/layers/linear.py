@@ -18,13 +18,23 @@ class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the outputs split over the ranks.
 
     output_sizes: the full sizes of the weights packed in this layer, by the name of their shard, in order.
+    splits: how a shard is split, where not by `tp`.
     """
 
-    def __init__(self, input_size: int, output_sizes: dict[str, int], bias: bool, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: dict[str, int],
+        bias: bool,
+        tp: TensorParallel,
+        splits: dict[str, TensorParallel] | None = None,
+    ) -> None:
         super().__init__()
-        self.tp = tp
         self.full_sizes = output_sizes
-        self.local_sizes = {name: tp.shard_size(size, f"{name} output size") for name, size in output_sizes.items()}
+        self.splits = dict.fromkeys(output_sizes, tp) | (splits or {})
+        self.local_sizes = {
+            name: self.splits[name].shard_size(size, f"{name} output size") for name, size in output_sizes.items()
+        }
         local_size = sum(self.local_sizes.values())
         self.weight = nn.Parameter(torch.empty(local_size, input_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(local_size), requires_grad=False) if bias else None
@@ -39,7 +49,7 @@ class ColumnParallelLinear(nn.Module):
         offset = 0
         for name, size in self.local_sizes.items():
             if name == shard:
-                param.narrow(0, offset, size).copy_(self.tp.shard(full, dim=0))
+                param.narrow(0, offset, size).copy_(self.splits[shard].shard(full, dim=0))
             offset += size
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,15 +64,16 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """The query, key and value projections in one product, split by heads."""
+    """The query, key and value projections in one product, split by heads; ranks may share a KV head."""
 
     def __init__(
         self, input_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, tp: TensorParallel
     ) -> None:
         tp.shard_size(num_heads, "num_attention_heads")
-        tp.shard_size(num_kv_heads, "num_key_value_heads")
+        kv_split = tp.split_of_kv_heads(num_kv_heads)
         kv_size = num_kv_heads * head_dim
-        super().__init__(input_size, {"q": num_heads * head_dim, "k": kv_size, "v": kv_size}, bias=bias, tp=tp)
+        sizes = {"q": num_heads * head_dim, "k": kv_size, "v": kv_size}
+        super().__init__(input_size, sizes, bias=bias, tp=tp, splits={"k": kv_split, "v": kv_split})
 
 
 class RowParallelLinear(nn.Module):

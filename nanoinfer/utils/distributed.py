@@ -1,11 +1,28 @@
-"""A process's place among those that share one model, and how a dimension is split between them."""
+"""A process's place among those that share one model, how a dimension is split between them, and what they exchange.
+
+Each engine has a process group of its own; PyTorch's global one is left to the user.
+"""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch.distributed as dist
+import torch
+import torch.distributed
 from torch import Tensor
 
 from nanoinfer.errors import ConfigError
+
+dist: Any = torch.distributed  # its process groups are hardly typed
+
+VOCAB_UNIT = 64  # shards of the vocabulary begin at multiples of it: four groups of ids that share random numbers
+
+
+class VocabShard(NamedTuple):
+    """Ids [start, start + size) of the vocabulary."""
+
+    start: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +31,7 @@ class TensorParallel:
 
     rank: int = 0
     size: int = 1
+    group: Any = None  # a process group of PyTorch's, see `connect`
 
     def shard_size(self, total: int, name: str) -> int:
         """This rank's share of a dimension. Raises ConfigError where it cannot be split evenly."""
@@ -28,8 +46,70 @@ class TensorParallel:
         length = self.shard_size(tensor.shape[dim], f"dimension {dim} of a weight")
         return tensor.narrow(dim, self.rank * length, length)
 
+    def split_of_kv_heads(self, num_kv_heads: int) -> "TensorParallel":
+        """How KV heads are split: like all else, or, where they are fewer than the ranks, one to several ranks each.
+
+        Neighbouring ranks then hold the same head, that of their query heads. Raises ConfigError for other numbers.
+        """
+        if num_kv_heads >= self.size:
+            self.shard_size(num_kv_heads, "num_key_value_heads")
+            return self
+        if self.size % num_kv_heads != 0:
+            raise ConfigError(
+                f"num_key_value_heads={num_kv_heads} cannot be shared by tensor_parallel_size={self.size}; use a "
+                f"multiple or a divisor of {num_kv_heads}"
+            )
+        return TensorParallel(self.rank * num_kv_heads // self.size, num_kv_heads)
+
+    def vocab_shard(self, vocab_size: int) -> VocabShard:
+        """This rank's ids: as many for all ranks, but for the last one, which has what is left of them."""
+        if self.size == 1:
+            return VocabShard(0, vocab_size)
+        size = -(-vocab_size // (self.size * VOCAB_UNIT)) * VOCAB_UNIT
+        if size * (self.size - 1) >= vocab_size:
+            raise ConfigError(
+                f"vocab_size={vocab_size} is too small for tensor_parallel_size={self.size}: in shards of {size} ids "
+                f"it is enough for {-(-vocab_size // size)}"
+            )
+        start = self.rank * size
+        return VocabShard(start, min(size, vocab_size - start))
+
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' `x`."""
+        """The sum of all ranks' `x`, in its place."""
         if self.size > 1:
-            dist.all_reduce(x)
+            self.group.allreduce([x], _options(dist.AllreduceOptions())).wait()
         return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """All ranks' `x`, of the same shape: (size, *x.shape)."""
+        if self.size == 1:
+            return x.unsqueeze(0)
+        gathered = x.new_empty(self.size * x.numel())
+        self.group._allgather_base(gathered, x.flatten(), _options(dist.distributed_c10d.AllgatherOptions())).wait()
+        return gathered.view(self.size, *x.shape)
+
+    def minimum(self, value: int, device: torch.device) -> int:
+        """The smallest of all ranks' values."""
+        return int(self.all_gather(torch.tensor([value], device=device)).min())
+
+
+def connect(rank: int, size: int, device: torch.device, store_file: Path) -> TensorParallel:
+    """Meet the other ranks, by NCCL between GPUs and by gloo on a CPU; returns when all have come.
+
+    store_file: a file that only these ranks use, where they leave their addresses; it must stay while they run.
+    """
+    store = dist.FileStore(str(store_file), size)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            tp = TensorParallel(rank, size, dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options()))
+            tp.minimum(0, device)  # NCCL meets at its first use, which must not be in a CUDA graph
+        return tp
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # the host's name may not resolve
+    return TensorParallel(rank, size, dist.ProcessGroupGloo(store, rank, size, options))
+
+
+def _options(options: Any) -> Any:
+    """Run it on the current stream, as any other kernel, not on one of NCCL's."""
+    options.asyncOp = False
+    return options
