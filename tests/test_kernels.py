@@ -24,7 +24,7 @@ from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
 from nanoinfer.kernels import sample as sample_kernels  # noqa: E402
 from nanoinfer.kernels import silu_and_mul as silu_kernels  # noqa: E402
 from nanoinfer.kernels.paged_attention import paged_decode_attention, plan_decode  # noqa: E402
-from nanoinfer.kernels.sample import GROUP_SIZE, TILE_GROUPS, sample_and_append  # noqa: E402
+from nanoinfer.kernels.sample import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
 
@@ -515,3 +515,17 @@ def test_sample_leaves_the_tables_alone_where_rows_are_padding() -> None:
     assert token_ids[[0, 2]].tolist() == [[9, 4, 9, 9], [9, 9, 9, 3]]
     assert token_ids[[1, 3, 4]].eq(9).all()
     assert context_lens.tolist() == [2, 2, 4, 0, 0]
+
+
+@pytest.mark.parametrize("first_id", [0, 64, 3 * TILE])
+def test_the_best_candidates_of_a_shard_are_those_of_the_twin(first_id: int) -> None:
+    logits = 3 * randn(len(SEEDS), TILE + 70)
+    logits[3] = -math.inf
+    logits[4, 5] = math.nan
+    temperatures, seeds, positions = sampling_arguments()
+    arguments = (logits, first_id, torch.arange(len(SEEDS)), temperatures, seeds, positions)
+    scores, ids = best_candidates(*arguments)
+    expected_scores, expected_ids = sampler.best_candidates(*arguments)
+    torch.testing.assert_close(scores, expected_scores)
+    assert scores.isfinite().tolist() == [True, True, True, False, False, True, True, True]
+    assert torch.equal(ids[scores.isfinite()], expected_ids[scores.isfinite()])

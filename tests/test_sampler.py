@@ -1,12 +1,22 @@
 """The sampler: Philox against its published answers, the noise, and the distribution of the draws."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers.sampler import GROUP_SIZE, exponential, philox, sample, sample_and_append
+from nanoinfer.layers.sampler import (
+    GROUP_SIZE,
+    best_candidates,
+    exponential,
+    philox,
+    sample,
+    sample_and_append,
+    sample_together,
+)
+from nanoinfer.utils.distributed import TensorParallel
 
 MASK32 = 0xFFFFFFFF
 
@@ -291,3 +301,61 @@ def test_a_draw_takes_temperature_seed_and_position_from_its_row() -> None:
     rows = tensor(2, 0, 1)
     expected = sample(logits, temperatures[rows], seeds[rows], context_lens[rows])
     assert torch.equal(sample_and_append(logits, rows, temperatures, seeds, token_ids, context_lens), expected)
+
+
+# --- a vocabulary split over ranks ---
+
+
+def draw_together(logits: Tensor, size: int, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """What each of `size` ranks draws from its shard and the others' candidates: they must agree."""
+    rows = torch.arange(len(logits))
+    shards = [TensorParallel(rank, size).vocab_shard(logits.shape[1]) for rank in range(size)]
+    candidates = [
+        torch.stack((scores.view(torch.int32), ids))
+        for start, length in shards
+        for scores, ids in [
+            best_candidates(logits[:, start : start + length], start, rows, temperatures, seeds, positions)
+        ]
+    ]
+    group = SimpleNamespace(all_gather=lambda _: torch.stack(candidates))
+    results = []
+    for start, length in shards:
+        token_ids, lens = torch.zeros(len(logits), int(positions.max()) + 1, dtype=torch.int32), positions.clone()
+        shard = logits[:, start : start + length]
+        results.append(sample_together(shard, start, group, rows, temperatures, seeds, token_ids, lens))
+        assert torch.equal(token_ids[rows, positions.long()], results[-1].clamp(min=0))
+        assert torch.equal(lens, positions + 1)
+    assert all(torch.equal(result, results[0]) for result in results)
+    return results[0]
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 5.0])
+@pytest.mark.parametrize(("vocab_size", "size"), [(512, 2), (500, 2), (1024, 4), (700, 3), (1000, 8)])
+def test_draws_do_not_depend_on_the_number_of_ranks(vocab_size: int, size: int, spread: float) -> None:
+    logits = spread * torch.randn(300, vocab_size, generator=torch.Generator().manual_seed(0))
+    temperatures = torch.tensor([0.0, 0.3, 1.0, 2.0, 100.0]).repeat(60)
+    arguments = (temperatures, torch.arange(300), torch.arange(300).int() % 7)
+    assert torch.equal(draw_together(logits, size, *arguments), sample(logits, *arguments))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("place", [5, 70])
+def test_what_is_not_finite_on_one_rank_gives_no_token_on_any(value: float, temperature: float, place: int) -> None:
+    logits = torch.zeros(4, 128)
+    logits[1, place] = value
+    logits[2] = value
+    logits[3, :64] = -math.inf  # nothing to win on the first rank, which is no error
+    ids = draw_together(logits, 2, torch.full((4,), temperature), torch.arange(4), torch.arange(4).int())
+    assert (ids >= 0).tolist() == [True, value < 0, False, True]
+    assert ids[3] >= 64
+
+
+def test_padding_rows_draw_nothing_together() -> None:
+    candidates = torch.tensor([[[0, 0], [7, 8]], [[1, 1], [70, 80]]], dtype=torch.int32)
+    group = SimpleNamespace(all_gather=lambda _: candidates)
+    token_ids, context_lens = torch.full((3, 4), 9, dtype=torch.int32), torch.tensor([1, 2, 0]).int()
+    tables = (torch.zeros(3), torch.zeros(3).long(), token_ids, context_lens)
+    assert sample_together(torch.zeros(2, 64), 0, group, tensor(-1, 1), *tables).tolist() == [-1, 80]
+    assert token_ids[:2].tolist() == [[9, 9, 9, 9], [9, 9, 80, 9]]
+    assert context_lens.tolist() == [1, 3, 0]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from nanoinfer.engine.batch import Header, PacketSections
-from nanoinfer.layers.sampler import sample_and_append
+from nanoinfer.layers.sampler import sample_and_append, sample_together
 from nanoinfer.utils.context import DecodeMetadata, PrefillMetadata, ragged_indices
+from nanoinfer.utils.distributed import TensorParallel
 
 M = TypeVar("M", PrefillMetadata, DecodeMetadata)
 
@@ -34,12 +35,21 @@ class DeviceState:
     token_ids: (rows, max_model_len + 1) int32.
     context_lens: (rows,) int32, known tokens: those whose keys and values are computed, and the newest.
     block_tables: (rows, max_blocks) int32. temperatures: (rows,) float32. seeds: (rows,) int64.
+    Every rank has them all, and enters the same tokens.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        tp: TensorParallel | None = None,
+    ) -> None:
         rows, max_blocks = max_num_seqs + 1, -(-max_model_len // block_size)
         self.block_size = block_size
         self.device = device
+        self.tp = tp or TensorParallel()
         self.token_ids = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
         self.context_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
@@ -93,9 +103,12 @@ class DeviceState:
         )
         return StepInputs(self.token_ids[rows, positions], positions, metadata)
 
-    def sample(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Draw and enter the next token of each row (num_rows,) int64; logits: (num_rows, vocab_size)."""
-        return sample_and_append(logits, rows, self.temperatures, self.seeds, self.token_ids, self.context_lens)
+    def sample(self, logits: Tensor, rows: Tensor, first_id: int = 0) -> Tensor:
+        """Draw and enter the next token of each row (num_rows,) int64; logits: this rank's, from id `first_id` on."""
+        tables = (self.temperatures, self.seeds, self.token_ids, self.context_lens)
+        if self.tp.size == 1:
+            return sample_and_append(logits, rows, *tables)
+        return sample_together(logits, first_id, self.tp, rows, *tables)
 
     def _slots(self, block_tables: Tensor, lines: Tensor, positions: Tensor) -> Tensor:
         """block_id * block_size + offset of each position, (num_tokens,) int64."""

@@ -85,7 +85,7 @@ class ModelRunner:
             self._allocate(num_blocks=1, max_model_len=model_limit)
             free_bytes = self._measure_free_bytes()
             num_blocks = num_blocks or self._num_blocks_in(free_bytes)
-        num_blocks = num_blocks or self._num_blocks_in(CPU_CACHE_BYTES)
+        num_blocks = self.tp.minimum(num_blocks or self._num_blocks_in(CPU_CACHE_BYTES), self.device)
         self.max_model_len = resolve_max_model_len(
             config.max_model_len, model_limit, num_blocks, config.kvcache_block_size
         )
@@ -161,8 +161,7 @@ class ModelRunner:
         # Only the last chunk of a step may be cut short, so those that sample are the first ones.
         num_samples = header.num_prefill_samples
         last_tokens = inputs.metadata.cu_query_lens[1 : num_samples + 1].long() - 1
-        logits = self.model.compute_logits(hidden[last_tokens])
-        return self.state.sample(logits, chunks[:num_samples, 0].long())
+        return self._sample(hidden[last_tokens], chunks[:num_samples, 0].long())
 
     def _decode(self, rows: Tensor) -> Tensor:
         """One token for each row (num_rows,) int32, from the tables and into them: what a CUDA graph captures."""
@@ -170,7 +169,11 @@ class ModelRunner:
         inputs = self.state.decode_inputs(rows)
         metadata = self.backend.plan(inputs.metadata, self.kv_cache)
         hidden = self.model(inputs.token_ids, inputs.positions, self.kv_cache, metadata)
-        return self.state.sample(self.model.compute_logits(hidden), rows)
+        return self._sample(hidden, rows)
+
+    def _sample(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Draw and enter the next token of each row; hidden: (num_rows, hidden_size)."""
+        return self.state.sample(self.model.compute_logits(hidden), rows, self.model.lm_head.vocab.start)
 
     def _to_device(self, packet: Packet) -> Tensor:
         on_host = torch.from_numpy(packet)
@@ -203,7 +206,7 @@ class ModelRunner:
         """Make the cache and the tables."""
         block_size = self.config.kvcache_block_size
         self.kv_cache = allocate_kv_cache(self.model_config, num_blocks, block_size, self.dtype, self.device, self.tp)
-        self.state = DeviceState(self.config.max_num_seqs, max_model_len, block_size, self.device)
+        self.state = DeviceState(self.config.max_num_seqs, max_model_len, block_size, self.device, self.tp)
 
     def _num_blocks_in(self, free_bytes: int) -> int:
         return num_blocks_in(free_bytes, self.model_config, self.config.kvcache_block_size, self.dtype, self.tp)
@@ -242,7 +245,7 @@ class ModelRunner:
         positions = torch.arange(num_tokens, device=self.device) % longest
         hidden = self.model(token_ids, positions, self.kv_cache, metadata)
         rows = torch.arange(self.config.max_num_seqs, device=self.device)
-        self.state.sample(self.model.compute_logits(hidden[rows % num_tokens]), rows)
+        self._sample(hidden[rows % num_tokens], rows)
 
     def _measure_graph_bytes(self) -> int:
         """The memory of all graphs, from capturing the largest (which the others share) and one small one more."""

@@ -39,12 +39,13 @@ def _best_in_tile_kernel(
     context_lens_ptr,
     best_scores_ptr,
     best_groups_ptr,
+    first_id,
     vocab_size,
     logits_stride,
     num_tiles,
     GROUPS: tl.constexpr,
 ):
-    """The group with the best noisy score in one tile of a row's logits."""
+    """The group with the best noisy score in one tile of a row's logits, which begin with id `first_id`."""
     line, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows_ptr + line)
     if row >= 0:
@@ -61,7 +62,8 @@ def _best_in_tile_kernel(
             reference = tl.where(tl.abs(peak) < INF, peak, 0.0)
             scale = tl.minimum(1.44269504 / temperature, 3e38)  # exp(x / temperature) = 2 ** (x * scale)
             weights = tl.exp2((left - reference) * scale) + tl.exp2((right - reference) * scale)
-            counter = tile * (GROUPS // 4) + tl.arange(0, GROUPS // 4)  # one Philox call serves four groups
+            # One Philox call serves four groups.
+            counter = first_id // (4 * GROUP_SIZE) + tile * (GROUPS // 4) + tl.arange(0, GROUPS // 4)
             zero = counter * 0
             position = zero + tl.load(context_lens_ptr + row)
             r0, r1, r2, r3 = tl.philox(tl.load(seeds_ptr + row), counter, position, zero, zero)
@@ -90,13 +92,15 @@ def _append_best_kernel(
     best_scores_ptr,
     best_groups_ptr,
     out_ptr,
+    out_scores_ptr,
+    first_id,
     vocab_size,
     logits_stride,
     token_ids_stride,
     num_tiles,
     TILES: tl.constexpr,
 ):
-    """The best id of a row's best group, entered in the tables and in `out`."""
+    """The best id of a row's best group, in `out`, and in the tables or, where there are none, with its score."""
     line = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + line)
     if row >= 0:
@@ -108,13 +112,16 @@ def _append_best_kernel(
         scores = tl.load(logits_ptr + line * logits_stride + ids, mask=ids < vocab_size, other=-INF)
         position = tl.load(context_lens_ptr + row)
         zero = ids * 0
-        bits, _, _, _ = tl.philox(tl.load(seeds_ptr + row), ids, zero + position, zero + 1, zero)
+        bits, _, _, _ = tl.philox(tl.load(seeds_ptr + row), first_id + ids, zero + position, zero + 1, zero)
         noise = -tl.log(_exponential(bits))
         _, best = tl.max(scores.to(tl.float32) + tl.load(temperatures_ptr + row) * noise, axis=0, return_indices=True)
-        token_id = tl.where(tl.abs(best_score) < INF, group * GROUP_SIZE + best, -1)
+        token_id = tl.where(tl.abs(best_score) < INF, first_id + group * GROUP_SIZE + best, -1)
         tl.store(out_ptr + line, token_id)
-        tl.store(token_ids_ptr + row * token_ids_stride + position, tl.maximum(token_id, 0))
-        tl.store(context_lens_ptr + row, position + 1)
+        if token_ids_ptr is None:
+            tl.store(out_scores_ptr + line, best_score)
+        else:
+            tl.store(token_ids_ptr + row * token_ids_stride + position, tl.maximum(token_id, 0))
+            tl.store(context_lens_ptr + row, position + 1)
     else:
         tl.store(out_ptr + line, -1)
 
@@ -123,14 +130,40 @@ def sample_and_append(
     logits: Tensor, rows: Tensor, temperatures: Tensor, seeds: Tensor, token_ids: Tensor, context_lens: Tensor
 ) -> Tensor:
     """As `sample_and_append` in `layers/sampler.py`; the logits of a row must be contiguous."""
+    ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    _draw(logits, 0, rows, temperatures, seeds, token_ids, context_lens, ids, None)
+    return ids
+
+
+def best_candidates(
+    logits: Tensor, first_id: int, rows: Tensor, temperatures: Tensor, seeds: Tensor, context_lens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `best_candidates` in `layers/sampler.py`; the logits of a row must be contiguous."""
+    ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    scores = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    _draw(logits, first_id, rows, temperatures, seeds, None, context_lens, ids, scores)
+    return scores, ids
+
+
+def _draw(
+    logits: Tensor,
+    first_id: int,
+    rows: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    token_ids: Tensor | None,
+    context_lens: Tensor,
+    out: Tensor,
+    out_scores: Tensor | None,
+) -> None:
+    """Both kernels; either the tables' `token_ids` or `out_scores` are given, and written."""
     (num_rows, vocab_size), device = logits.shape, logits.device
     assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
     num_tiles = triton.cdiv(vocab_size, TILE_GROUPS * GROUP_SIZE.value)
     best_scores = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=device)
     best_groups = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=device)
-    out = torch.empty(num_rows, dtype=torch.int32, device=device)
     if num_rows == 0:
-        return out
+        return
     _best_in_tile_kernel[(num_rows, num_tiles)](
         logits,
         rows,
@@ -139,6 +172,7 @@ def sample_and_append(
         context_lens,
         best_scores,
         best_groups,
+        first_id,
         vocab_size,
         logits.stride(0),
         num_tiles,
@@ -155,11 +189,12 @@ def sample_and_append(
         best_scores,
         best_groups,
         out,
+        out_scores,
+        first_id,
         vocab_size,
         logits.stride(0),
-        token_ids.stride(0),
+        0 if token_ids is None else token_ids.stride(0),
         num_tiles,
         TILES=triton.next_power_of_2(num_tiles),
         num_warps=1,
     )
-    return out
