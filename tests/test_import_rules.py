@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "engine.kv_cache": ["config", "errors", "utils"],
     "engine.device_state": ["engine.batch", "layers", "utils"],
     "engine.cuda_graphs": ["engine.device_state"],
+    "engine.shm_channel": ["engine.batch", "utils"],
     "engine.model_runner": [
         "config",
         "engine.batch",
@@ -41,10 +42,12 @@ MAY_IMPORT = {
         "models",
         "utils",
     ],
+    "engine.executor": ["config", "engine.batch", "engine.model_runner", "engine.shm_channel", "errors", "utils"],
     "engine.llm_engine": [
         "config",
         "engine.batch",
         "engine.block_manager",
+        "engine.executor",
         "engine.model_runner",
         "engine.scheduler",
         "engine.sequence",
@@ -57,7 +60,7 @@ MAY_IMPORT = {
     "__init__": ["errors", "llm", "outputs", "sampling_params"],
     "assets": ["assets"],
 }
-WITHOUT_TORCH = ["engine.scheduler", "engine.block_manager", "engine.batch", "engine.sequence"]
+WITHOUT_TORCH = ["engine.scheduler", "engine.block_manager", "engine.batch", "engine.sequence", "engine.shm_channel"]
 CUDA_ONLY = ("kernels.", "layers.flash_attention", "layers.triton_attention")
 
 
