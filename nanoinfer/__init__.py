@@ -8,7 +8,7 @@ Importing the package costs little: PyTorch is imported with `LLM`, when it is f
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.errors import ConfigError, EngineClosedError, ModelError, NanoinferError, RequestError
+from nanoinfer.errors import ConfigError, EngineClosedError, ModelError, NanoinferError, RequestError, WorkerError
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 
@@ -27,6 +27,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "WorkerError",
     "tiny_model_path",
 ]
 

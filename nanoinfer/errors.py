@@ -4,6 +4,7 @@
     |-- ConfigError (ValueError)         an option of LLM, or two that do not go together
     |-- ModelError (ValueError)          a model folder, config.json or checkpoint that cannot be used
     |-- RequestError (ValueError)        a prompt or sampling parameter that cannot be served
+    |-- WorkerError (RuntimeError)       a process of a tensor-parallel engine has ended
     `-- EngineClosedError (RuntimeError) a call to an engine that was closed
 
 Every message says what was wrong, the value, and what to do. Catching ValueError catches all that a user can mend.
@@ -28,3 +29,7 @@ class RequestError(NanoinferError, ValueError):
 
 class EngineClosedError(NanoinferError, RuntimeError):
     """The engine was closed before this call."""
+
+
+class WorkerError(NanoinferError, RuntimeError):
+    """A process of a tensor-parallel engine has ended; the message has its traceback or its exit signal."""

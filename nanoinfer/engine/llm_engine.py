@@ -13,6 +13,7 @@ import xxhash
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.executor import ParallelRunner, make_runner
 from nanoinfer.engine.model_runner import ModelRunner, StepHandle
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -67,7 +68,7 @@ class LLMEngine:
         self.model_config = ModelConfig.from_folder(folder)
         self.tokenizer = load_tokenizer(folder)
         stop_token_ids = read_stop_token_ids(folder, self.tokenizer)
-        self.runner: ModelRunner | None = ModelRunner(config, self.model_config, folder)
+        self.runner: ModelRunner | ParallelRunner | None = make_runner(config, self.model_config, folder)
         self.max_model_len = self.runner.max_model_len
         self.block_manager = BlockManager(
             self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
@@ -199,8 +200,8 @@ class LLMEngine:
         self._in_flight.clear()
         self.scheduler.discard([*in_flight, *batches])
 
-    def _check_open(self) -> ModelRunner:
-        if self.runner is None:
+    def _check_open(self) -> ModelRunner | ParallelRunner:
+        if self.runner is None or self.runner.closed:
             raise EngineClosedError("this engine was closed; make a new LLM")
         return self.runner
 

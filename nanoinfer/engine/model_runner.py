@@ -42,6 +42,9 @@ class StepHandle:
     token_ids: Tensor  # (num_sampled,) int32 in host memory
     event: torch.cuda.Event | None  # None on a CPU, where a launched step is done
 
+    def is_done(self) -> bool:
+        return self.event is None or self.event.query()
+
 
 class ModelRunner:
     """Runs packets on one device.
@@ -62,6 +65,7 @@ class ModelRunner:
             config.attention_backend, self.device, self.dtype, model_config.head_dim, config.kvcache_block_size
         )
         self.graphs: DecodeGraphs | None = None
+        self.closed = False
         try:
             with torch.inference_mode(), current_device(self.device):
                 self._prepare(folder)
@@ -140,6 +144,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give the device's memory back. The runner cannot be used any more."""
+        self.closed = True
         self.graphs = None
         del self.model, self.kv_cache, self.state
         gc.collect()
@@ -197,7 +202,7 @@ class ModelRunner:
         with torch.device(self.device), default_dtype(self.dtype):
             model = model_class(self.model_config, max_positions, self.backend, self.tp)
         if self.config.load_format == "dummy":
-            fill_with_random_weights(model, self.model_config.initializer_range, self.config.seed)
+            fill_with_random_weights(model, self.model_config.initializer_range, self.config.seed + self.tp.rank)
         else:
             load_model(model, folder)
         return model.eval()

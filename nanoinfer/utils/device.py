@@ -1,5 +1,6 @@
 """Which device and dtype an engine runs on, and scopes in which they apply."""
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -24,6 +25,31 @@ def select_device(requested: str) -> torch.device:
             raise ConfigError(f"device={requested!r}, and PyTorch sees {count} GPUs; use device='auto' or 'cpu'")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     return device
+
+
+def select_devices(requested: str, count: int) -> list[torch.device]:
+    """`count` GPUs, one a rank, from the one that `requested` names on; or as often the CPU. Raises ConfigError."""
+    first = select_device(requested)
+    if first.type == "cpu":
+        return [first] * count
+    num_gpus = torch.cuda.device_count()
+    if first.index + count > num_gpus:
+        raise ConfigError(
+            f"tensor_parallel_size={count} needs as many GPUs, and PyTorch sees {num_gpus}, of which {first} is the "
+            f"first to use; use at most {num_gpus - first.index}"
+        )
+    return [torch.device("cuda", first.index + rank) for rank in range(count)]
+
+
+def becomes_idle(device: torch.device, seconds: float) -> bool:
+    """Whether a device has nothing left to do within so many seconds."""
+    if device.type == "cpu":
+        return True
+    deadline = time.monotonic() + seconds
+    stream = torch.cuda.current_stream(device)
+    while not (idle := stream.query()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return idle
 
 
 def select_dtype(requested: str, checkpoint: str, device: torch.device) -> torch.dtype:

@@ -3,6 +3,7 @@
 Each engine has a process group of its own; PyTorch's global one is left to the user.
 """
 
+import datetime
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from nanoinfer.errors import ConfigError
 dist: Any = torch.distributed  # its process groups are hardly typed
 
 VOCAB_UNIT = 64  # shards of the vocabulary begin at multiples of it: four groups of ids that share random numbers
+CONNECT_TIMEOUT = datetime.timedelta(seconds=10)
+TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class VocabShard(NamedTuple):
@@ -92,6 +95,11 @@ class TensorParallel:
         """The smallest of all ranks' values."""
         return int(self.all_gather(torch.tensor([value], device=device)).min())
 
+    def abort(self) -> None:
+        """End all communication, that of other threads included. On a CPU it ends when a rank does."""
+        if self.size > 1 and self.group.name() == "nccl":
+            self.group.abort()
+
 
 def connect(rank: int, size: int, device: torch.device, store_file: Path) -> TensorParallel:
     """Meet the other ranks, by NCCL between GPUs and by gloo on a CPU; returns when all have come.
@@ -105,8 +113,12 @@ def connect(rank: int, size: int, device: torch.device, store_file: Path) -> Ten
             tp.minimum(0, device)  # NCCL meets at its first use, which must not be in a CUDA graph
         return tp
     options = dist.ProcessGroupGloo._Options()
+    # All others wait for rank 0, which comes when all have started: its wait is short, or somebody has gone.
+    options._timeout = CONNECT_TIMEOUT if rank == 0 else TIMEOUT
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # the host's name may not resolve
-    return TensorParallel(rank, size, dist.ProcessGroupGloo(store, rank, size, options))
+    group = dist.ProcessGroupGloo(store, rank, size, options)
+    group._set_default_timeout(TIMEOUT)
+    return TensorParallel(rank, size, group)
 
 
 def _options(options: Any) -> Any:

@@ -1,0 +1,158 @@
+"""Runs the model in this process, or in this one and spawned ones, which the engine need not know.
+
+Under tensor parallelism every rank runs the same packets on its share of the weights and of the KV cache, and samples
+the same tokens. Rank 0 is here; the others get each packet through a ring in shared memory.
+"""
+
+import os
+import socket
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from nanoinfer.config import EngineConfig, ModelConfig
+from nanoinfer.engine.batch import Packet
+from nanoinfer.engine.model_runner import ModelRunner, StepHandle
+from nanoinfer.engine.shm_channel import MessageKind, Ring, RingReader, RingWriter
+from nanoinfer.errors import EngineClosedError, NanoinferError, WorkerError
+from nanoinfer.utils.device import becomes_idle, select_devices
+from nanoinfer.utils.distributed import connect
+from nanoinfer.utils.workers import PASSED, Workers, postponed_interrupt
+
+POLL_SECONDS = 20e-6
+# A worker's death may show here, as an error of the communication, before it shows there.
+EXPLANATION_SECONDS = 2.0
+ABORT_SECONDS = 5.0  # in which a GPU ends its step after the communication was aborted
+# Multicast over NVLink needs rights that not every container has, and would fail without them.
+CUDA_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+def make_runner(config: EngineConfig, model_config: ModelConfig, folder: Path) -> "ModelRunner | ParallelRunner":
+    """What runs the engine's packets."""
+    if config.tensor_parallel_size == 1:
+        return ModelRunner(config, model_config, folder)
+    return ParallelRunner(config, model_config, folder)
+
+
+class ParallelRunner:
+    """A ModelRunner on every rank, with the interface of one.
+
+    Raises WorkerError where a worker has ended. That closes it, and so does an error in the middle of a launch, which
+    leaves the other ranks waiting for this one.
+    """
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path) -> None:
+        size = config.tensor_parallel_size
+        model_config.check_tensor_parallel_size(size)
+        devices = select_devices(config.device, size)
+        if devices[0].type == "cuda":
+            os.environ.update(CUDA_ENVIRONMENT)  # the workers inherit it
+        ring = Ring(num_readers=size - 1)
+        self._device = devices[0]
+        self._runner: ModelRunner | None = None
+        self._workers = Workers(size, _work, (ring, config, model_config, folder, devices))
+        self._writer = RingWriter(ring, self._workers.links, self._workers.check)
+        try:
+            self._workers.wait_for_stage(1)  # all are there to be met
+            tp = connect(0, size, self._device, self._workers.folder / "store")
+            self._workers.on_failure = weakref.finalize(self, tp.abort)
+            self._runner = ModelRunner(replace(config, device=str(self._device)), model_config, folder, tp)
+            self._workers.wait_for_stage(2)  # all are ready
+        except BaseException as error:
+            self._fail(error)
+        self.num_blocks = self._runner.num_blocks
+        self.max_model_len = self._runner.max_model_len
+
+    @property
+    def closed(self) -> bool:
+        return self._runner is None
+
+    def launch(self, packet: Packet) -> StepHandle:
+        """Start a step on all ranks."""
+        runner = self._check_open()
+        with postponed_interrupt():
+            try:
+                self._writer.send(MessageKind.STEP, packet)
+                return runner.launch(packet)
+            except BaseException as error:
+                self._fail(error)
+
+    def wait(self, handle: StepHandle) -> list[int]:
+        """The token ids of a launched step."""
+        runner = self._check_open()
+        while not (handle.is_done() or self._workers.have_failed):
+            time.sleep(POLL_SECONDS)
+        if self._workers.have_failed:
+            self._fail(None)
+        return runner.wait(handle)
+
+    def close(self) -> None:
+        """End the workers and free this rank's memory. Closing twice is fine."""
+        if self._runner is None:
+            return
+        with suppress(OSError, WorkerError):  # a worker that is gone needs no message
+            self._writer.send(MessageKind.CLOSE)
+        self._free()
+        self._workers.close()
+
+    def _fail(self, error: BaseException | None) -> NoReturn:
+        """Close without the workers' help, and raise what is behind `error`: a worker's end, or else itself."""
+        if not isinstance(error, (NanoinferError, KeyboardInterrupt)):
+            try:
+                self._workers.check(EXPLANATION_SECONDS)
+            except WorkerError as explanation:
+                explanation.__cause__ = error
+                error = explanation
+        self._workers.kill()
+        if not self._free() and error is not None:
+            raise WorkerError(f"{error}\nThe step on {self._device} did not end; restart this process") from error
+        assert error is not None, "a step failed, and nobody knows why"
+        raise error
+
+    def _free(self) -> bool:
+        """Free this rank's share; False, and leave it, where its GPU is still waiting for other ranks."""
+        runner, self._runner = self._runner, None
+        is_idle = becomes_idle(self._device, 0 if self._workers.have_failed else ABORT_SECONDS)
+        if not is_idle:
+            self._workers.on_failure()
+            is_idle = becomes_idle(self._device, ABORT_SECONDS)
+        if runner is not None and is_idle:
+            runner.close()
+        self._workers.on_failure()  # after the graphs are gone that have it in them
+        return is_idle
+
+    def _check_open(self) -> ModelRunner:
+        if self._runner is None:
+            raise EngineClosedError("this engine was closed; make a new LLM")
+        return self._runner
+
+
+def _work(
+    rank: int,
+    link: socket.socket,
+    shared_folder: Path,
+    ring: Ring,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    folder: Path,
+    devices: list[torch.device],
+) -> None:
+    """A worker: load, and run the packets that come until there are no more."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // len(devices)))
+    torch.zeros(1, device=devices[rank])  # a GPU that cannot be used says so here, while nobody waits for this rank
+    link.sendall(PASSED)
+    tp = connect(rank, len(devices), devices[rank], shared_folder / "store")
+    runner = ModelRunner(replace(config, device=str(devices[rank])), model_config, folder, tp)
+    link.sendall(PASSED)
+    reader = RingReader(ring, rank - 1, link)
+    with suppress(EOFError):  # rank 0 has gone without a word
+        while (message := reader.receive()).kind is MessageKind.STEP:
+            runner.launch(message.numbers)
+    becomes_idle(devices[rank], ABORT_SECONDS)
+    runner.close()
+    tp.abort()
