@@ -30,7 +30,6 @@ MAY_IMPORT = {
     "engine.kv_cache": ["config", "errors", "utils"],
     "engine.device_state": ["engine.batch", "layers", "utils"],
     "engine.cuda_graphs": ["engine.device_state"],
-    "engine.shm_channel": ["engine.batch", "utils"],
     "engine.model_runner": [
         "config",
         "engine.batch",
@@ -42,7 +41,7 @@ MAY_IMPORT = {
         "models",
         "utils",
     ],
-    "engine.executor": ["config", "engine.batch", "engine.model_runner", "engine.shm_channel", "errors", "utils"],
+    "engine.executor": ["config", "engine.batch", "engine.model_runner", "errors", "utils"],
     "engine.llm_engine": [
         "config",
         "engine.batch",
@@ -60,7 +59,7 @@ MAY_IMPORT = {
     "__init__": ["errors", "llm", "outputs", "sampling_params"],
     "assets": ["assets"],
 }
-WITHOUT_TORCH = ["engine.scheduler", "engine.block_manager", "engine.batch", "engine.sequence", "engine.shm_channel"]
+WITHOUT_TORCH = ["engine.scheduler", "engine.block_manager", "engine.batch", "engine.sequence", "utils.shm_channel"]
 CUDA_ONLY = ("kernels.", "layers.flash_attention", "layers.triton_attention")
 
 

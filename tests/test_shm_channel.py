@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoinfer.engine.shm_channel import NUM_SLOTS, SLOT_SIZE, MessageKind, Ring, RingReader, RingWriter
+from nanoinfer.utils.shm_channel import NUM_SLOTS, SLOT_SIZE, MessageKind, Ring, RingReader, RingWriter
 
 STEP, CLOSE = MessageKind.STEP, MessageKind.CLOSE
 

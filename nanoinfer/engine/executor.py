@@ -18,15 +18,13 @@ import torch
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.engine.batch import Packet
 from nanoinfer.engine.model_runner import ModelRunner, StepHandle
-from nanoinfer.engine.shm_channel import MessageKind, Ring, RingReader, RingWriter
-from nanoinfer.errors import EngineClosedError, NanoinferError, WorkerError
+from nanoinfer.errors import EngineClosedError, WorkerError
 from nanoinfer.utils.device import becomes_idle, select_devices
 from nanoinfer.utils.distributed import connect
+from nanoinfer.utils.shm_channel import MessageKind, Ring, RingReader, RingWriter
 from nanoinfer.utils.workers import PASSED, Workers, postponed_interrupt
 
 POLL_SECONDS = 20e-6
-# A worker's death may show here, as an error of the communication, before it shows there.
-EXPLANATION_SECONDS = 2.0
 ABORT_SECONDS = 5.0  # in which a GPU ends its step after the communication was aborted
 # Multicast over NVLink needs rights that not every container has, and would fail without them.
 CUDA_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -87,8 +85,10 @@ class ParallelRunner:
         runner = self._check_open()
         while not (handle.is_done() or self._workers.have_failed):
             time.sleep(POLL_SECONDS)
-        if self._workers.have_failed:
-            self._fail(None)
+        try:
+            self._workers.check()
+        except WorkerError as error:
+            self._fail(error)
         return runner.wait(handle)
 
     def close(self) -> None:
@@ -100,18 +100,12 @@ class ParallelRunner:
         self._free()
         self._workers.close()
 
-    def _fail(self, error: BaseException | None) -> NoReturn:
-        """Close without the workers' help, and raise what is behind `error`: a worker's end, or else itself."""
-        if not isinstance(error, (NanoinferError, KeyboardInterrupt)):
-            try:
-                self._workers.check(EXPLANATION_SECONDS)
-            except WorkerError as explanation:
-                explanation.__cause__ = error
-                error = explanation
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Close without the workers' help, and raise what is behind `error`."""
+        error = self._workers.explanation(error)
         self._workers.kill()
-        if not self._free() and error is not None:
+        if not self._free():
             raise WorkerError(f"{error}\nThe step on {self._device} did not end; restart this process") from error
-        assert error is not None, "a step failed, and nobody knows why"
         raise error
 
     def _free(self) -> bool:

@@ -22,9 +22,10 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.errors import WorkerError
+from nanoinfer.errors import NanoinferError, WorkerError
 
 EXIT_SECONDS = 10.0  # a worker that was told to end is killed after so long
+EXPLANATION_SECONDS = 2.0  # a worker's end may show in an error here before it shows in its socket
 NO_MAIN_GUARD = 79  # exit code of a worker whose import of the user's script would start an engine
 PASSED = b"+"
 
@@ -85,10 +86,20 @@ class Workers:
     def have_failed(self) -> bool:
         return self._watch.failed.is_set()
 
-    def check(self, seconds: float = 0.0) -> None:
-        """Raise WorkerError if a worker has ended; one that is about to has so many seconds to do so."""
-        if self._watch.failed.wait(seconds):
+    def check(self) -> None:
+        """Raise WorkerError if a worker has ended."""
+        if self.have_failed:
             raise WorkerError(self._watch.message)
+
+    def explanation(self, error: BaseException) -> BaseException:
+        """The WorkerError that is behind `error`, an error of the communication, say; or else `error` itself."""
+        if isinstance(error, (NanoinferError, KeyboardInterrupt)):
+            return error
+        if not self._watch.failed.wait(EXPLANATION_SECONDS):
+            return error
+        explanation = WorkerError(self._watch.message)
+        explanation.__cause__ = error
+        return explanation
 
     def wait_for_stage(self, stage: int) -> None:
         """Return when all workers have passed their `stage`-th stage, counted from 1. Raises WorkerError."""
@@ -129,6 +140,7 @@ class _Watch:
                         self._count(rank, reports[link])
                         continue
                 report = reports.pop(link)
+                link.close()
                 if not (self.is_closing or self.failed.is_set()):
                     self._fail(rank, report.lstrip(PASSED).decode(errors="replace"), processes[rank - 1])
 
@@ -138,7 +150,8 @@ class _Watch:
             self.changed.notify_all()
 
     def _fail(self, rank: int, report: str, process: SpawnProcess) -> None:
-        wait([process.sentinel], timeout=1.0)
+        if not report:
+            process.join(1.0)
         self.message = self._explain(rank, report, process.exitcode)
         self.patience = 0.0
         with self.changed:
@@ -159,7 +172,10 @@ class _Watch:
             name = signal.Signals(-exitcode).name
             hint = " (by the system, if it was out of memory)" if name == "SIGKILL" else ""
             return f"rank {rank} of tensor_parallel_size={size} was ended by {name}{hint}; {remedy}"
-        return f"rank {rank} of tensor_parallel_size={size} ended with exit code {exitcode}; {remedy}"
+        return (
+            f"rank {rank} of tensor_parallel_size={size} ended with exit code {exitcode}, for a reason that may be on "
+            f"stderr; {remedy}"
+        )
 
 
 def _end_workers(
@@ -180,10 +196,11 @@ def _end_workers(
     for process in processes:
         process.join()
         process.close()
-    if watch.thread is not None:
+    if watch.thread is None:
+        for link in links:
+            link.close()
+    elif watch.thread is not threading.current_thread():  # where the garbage collector may have called us
         watch.thread.join()
-    for link in links:
-        link.close()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -197,8 +214,8 @@ def _run_worker(target: Callable[..., None], rank: int, link: socket.socket, fol
     except BaseException:
         with suppress(OSError):
             link.sendall(traceback.format_exc().encode())
-        # Not a clean exit, which could wait for other ranks.
-        os._exit(1)
+        time.sleep(0.5)  # if our parent has ended, which may be why we failed, its folder is being removed
+        os._exit(1)  # no clean exit, which could wait for other ranks
 
 
 def _end_with_parent(folder: Path) -> None:

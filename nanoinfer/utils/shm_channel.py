@@ -6,16 +6,18 @@ and say that what rank 0 wrote before them is there to be seen; and the end of r
 written again when all workers have read it.
 """
 
+import mmap
+import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from enum import IntEnum
-from typing import NamedTuple
+from multiprocessing.reduction import DupFd
+from typing import Any, NamedTuple
 
 import numpy as np
-
-from nanoinfer.engine.batch import Packet
-from nanoinfer.utils.shared_memory import SharedMemory
+from numpy.typing import NDArray
 
 NUM_SLOTS = 32
 SLOT_SIZE = 16384  # numbers
@@ -30,7 +32,40 @@ class MessageKind(IntEnum):
 
 class Message(NamedTuple):
     kind: MessageKind
-    numbers: Packet
+    numbers: NDArray[np.int32]
+
+
+class SharedMemory:
+    """`num_bytes` of zeros. Send it to a process that is being spawned: it is the same memory there.
+
+    It has no name that others could meet, and is gone with the last process that has it, however that one ends.
+    """
+
+    def __init__(self, num_bytes: int, fd: int | None = None) -> None:
+        self.num_bytes = num_bytes
+        self._fd = _create(num_bytes) if fd is None else fd
+        self.memory = mmap.mmap(self._fd, num_bytes)
+
+    def __reduce__(self) -> Any:
+        return _attach, (self.num_bytes, DupFd(self._fd))
+
+    def __del__(self) -> None:
+        if hasattr(self, "memory"):  # which has a descriptor of its own, and goes when nobody looks at it
+            os.close(self._fd)
+
+
+def _create(num_bytes: int) -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("nanoinfer")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, num_bytes)
+    return fd
+
+
+def _attach(num_bytes: int, handle: Any) -> SharedMemory:
+    return SharedMemory(num_bytes, handle.detach())
 
 
 class Ring:
@@ -68,7 +103,7 @@ class RingWriter:
         self._check = check
         self._num_written = 0
 
-    def send(self, kind: MessageKind, numbers: Packet | None = None) -> None:
+    def send(self, kind: MessageKind, numbers: NDArray[np.int32] | None = None) -> None:
         """Write a message; returns at once unless a reader is a whole ring behind. Raises OSError if one is gone."""
         if numbers is None:
             numbers = np.empty(0, np.int32)
