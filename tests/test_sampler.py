@@ -10,13 +10,12 @@ from torch import Tensor
 from nanoinfer.layers.sampler import (
     GROUP_SIZE,
     best_candidates,
-    exponential,
-    philox,
     sample,
     sample_and_append,
     sample_together,
 )
 from nanoinfer.utils.distributed import TensorParallel
+from nanoinfer.utils.random import exponential, philox
 
 MASK32 = 0xFFFFFFFF
 

@@ -85,10 +85,8 @@ class ParallelRunner:
         runner = self._check_open()
         while not (handle.is_done() or self._workers.have_failed):
             time.sleep(POLL_SECONDS)
-        try:
-            self._workers.check()
-        except WorkerError as error:
-            self._fail(error)
+        if self._workers.have_failed:
+            self._fail(RuntimeError("the ranks' communication was aborted"))
         return runner.wait(handle)
 
     def close(self) -> None:
@@ -97,28 +95,31 @@ class ParallelRunner:
             return
         with suppress(OSError, WorkerError):  # a worker that is gone needs no message
             self._writer.send(MessageKind.CLOSE)
-        self._free()
+        self._free(ABORT_SECONDS)
         self._workers.close()
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Close without the workers' help, and raise what is behind `error`."""
         error = self._workers.explanation(error)
         self._workers.kill()
-        if not self._free():
+        if not self._free(0.0):
             raise WorkerError(f"{error}\nThe step on {self._device} did not end; restart this process") from error
         raise error
 
-    def _free(self) -> bool:
-        """Free this rank's share; False, and leave it, where its GPU is still waiting for other ranks."""
+    def _free(self, seconds: float) -> bool:
+        """Free this rank's share once the GPU has ended its step, which is aborted after so many seconds.
+
+        False where it does not end even so: then nothing can be freed.
+        """
         runner, self._runner = self._runner, None
-        is_idle = becomes_idle(self._device, 0 if self._workers.have_failed else ABORT_SECONDS)
-        if not is_idle:
+        if not becomes_idle(self._device, seconds):
             self._workers.on_failure()
-            is_idle = becomes_idle(self._device, ABORT_SECONDS)
-        if runner is not None and is_idle:
+            if not becomes_idle(self._device, ABORT_SECONDS):
+                return False
+        if runner is not None:
             runner.close()
-        self._workers.on_failure()  # after the graphs are gone that have it in them
-        return is_idle
+        self._workers.on_failure()  # after the graphs that communicate
+        return True
 
     def _check_open(self) -> ModelRunner:
         if self._runner is None:

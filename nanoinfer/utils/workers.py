@@ -26,6 +26,7 @@ from nanoinfer.errors import NanoinferError, WorkerError
 
 EXIT_SECONDS = 10.0  # a worker that was told to end is killed after so long
 EXPLANATION_SECONDS = 2.0  # a worker's end may show in an error here before it shows in its socket
+JOIN_SECONDS = 3.0
 NO_MAIN_GUARD = 79  # exit code of a worker whose import of the user's script would start an engine
 PASSED = b"+"
 
@@ -93,9 +94,8 @@ class Workers:
 
     def explanation(self, error: BaseException) -> BaseException:
         """The WorkerError that is behind `error`, an error of the communication, say; or else `error` itself."""
-        if isinstance(error, (NanoinferError, KeyboardInterrupt)):
-            return error
-        if not self._watch.failed.wait(EXPLANATION_SECONDS):
+        seconds = 0.0 if isinstance(error, (NanoinferError, KeyboardInterrupt)) else EXPLANATION_SECONDS
+        if isinstance(error, WorkerError) or not self._watch.failed.wait(seconds):
             return error
         explanation = WorkerError(self._watch.message)
         explanation.__cause__ = error
@@ -200,7 +200,7 @@ def _end_workers(
         for link in links:
             link.close()
     elif watch.thread is not threading.current_thread():  # where the garbage collector may have called us
-        watch.thread.join()
+        watch.thread.join(JOIN_SECONDS)  # `on_failure` may hang
     shutil.rmtree(folder, ignore_errors=True)
 
 
