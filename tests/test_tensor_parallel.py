@@ -24,6 +24,7 @@ from nanoinfer import LLM, ConfigError, EngineClosedError, SamplingParams, Worke
 from nanoinfer.engine import executor
 from nanoinfer.engine.executor import _work
 from nanoinfer.engine.model_runner import ModelRunner
+from nanoinfer.utils.device import select_devices
 from nanoinfer.utils.shm_channel import SLOT_SIZE
 
 Checkpoint = Callable[..., Path]
@@ -189,6 +190,19 @@ def test_dummy_weights_differ_between_ranks(random_checkpoint: Checkpoint) -> No
 def test_a_size_that_does_not_split_the_model_is_refused_before_anything_is_started() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3 cannot split .* use one of 1, 2, 4"):
         LLM(tiny_model_path(), device="cpu", tensor_parallel_size=3)
+
+
+def test_ranks_take_one_gpu_each_from_the_chosen_one_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert [str(device) for device in select_devices("auto", 2)] == ["cuda:0", "cuda:1"]
+    assert [str(device) for device in select_devices("cuda:1", 3)] == ["cuda:1", "cuda:2", "cuda:3"]
+    assert [str(device) for device in select_devices("cpu", 2)] == ["cpu", "cpu"]
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size=3 needs as many GPUs, and PyTorch sees 4, of which cuda:2"
+    ):
+        select_devices("cuda:2", 3)
 
 
 @pytest.mark.usefixtures("nothing_remains")

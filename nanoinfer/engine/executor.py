@@ -20,14 +20,12 @@ from nanoinfer.engine.batch import Packet
 from nanoinfer.engine.model_runner import ModelRunner, StepHandle
 from nanoinfer.errors import EngineClosedError, WorkerError
 from nanoinfer.utils.device import becomes_idle, select_devices
-from nanoinfer.utils.distributed import connect
+from nanoinfer.utils.distributed import NCCL_ENVIRONMENT, connect
 from nanoinfer.utils.shm_channel import MessageKind, Ring, RingReader, RingWriter
 from nanoinfer.utils.workers import PASSED, Workers, postponed_interrupt
 
 POLL_SECONDS = 20e-6
 ABORT_SECONDS = 5.0  # in which a GPU ends its step after the communication was aborted
-# Multicast over NVLink needs rights that not every container has, and would fail without them.
-CUDA_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 def make_runner(config: EngineConfig, model_config: ModelConfig, folder: Path) -> "ModelRunner | ParallelRunner":
@@ -49,7 +47,7 @@ class ParallelRunner:
         model_config.check_tensor_parallel_size(size)
         devices = select_devices(config.device, size)
         if devices[0].type == "cuda":
-            os.environ.update(CUDA_ENVIRONMENT)  # the workers inherit it
+            os.environ.update(NCCL_ENVIRONMENT)  # the workers inherit it
         ring = Ring(num_readers=size - 1)
         self._device = devices[0]
         self._runner: ModelRunner | None = None
@@ -91,11 +89,10 @@ class ParallelRunner:
 
     def close(self) -> None:
         """End the workers and free this rank's memory. Closing twice is fine."""
-        if self._runner is None:
-            return
-        with suppress(OSError, WorkerError):  # a worker that is gone needs no message
-            self._writer.send(MessageKind.CLOSE)
-        self._free(ABORT_SECONDS)
+        if self._runner is not None:
+            with suppress(OSError, WorkerError):  # a worker that is gone needs no message
+                self._writer.send(MessageKind.CLOSE)
+            self._free(ABORT_SECONDS)
         self._workers.close()
 
     def _fail(self, error: BaseException) -> NoReturn:

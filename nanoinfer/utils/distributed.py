@@ -17,8 +17,16 @@ from nanoinfer.errors import ConfigError
 dist: Any = torch.distributed  # its process groups are hardly typed
 
 VOCAB_UNIT = 64  # shards of the vocabulary begin at multiples of it: four groups of ids that share random numbers
-CONNECT_TIMEOUT = datetime.timedelta(seconds=10)
+CONNECT_TIMEOUT = datetime.timedelta(seconds=8)
 TIMEOUT = datetime.timedelta(minutes=30)
+NCCL_ENVIRONMENT = {
+    # Multicast over NVLink needs rights that not every container has, and fails without them.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # We notice ourselves when a rank dies, and raise; PyTorch would end the user's process as well.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
 
 
 class VocabShard(NamedTuple):

@@ -1,0 +1,112 @@
+"""The engine over several GPUs of one host, by NCCL: one GPU's answers, CUDA graphs on and off, and deaths."""
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from nanoinfer import LLM, ConfigError, SamplingParams, WorkerError, tiny_model_path
+from tests.gpu.test_engine_gpu import chat_prompts
+from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
+
+pytestmark = pytest.mark.multi_gpu
+
+GREEDY = SamplingParams(temperature=0, max_tokens=128)
+LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
+EXAMPLES = [example for task in TASKS for example in held_out_examples(task, 20, seed=5)]
+
+
+def answers(size: int, params: SamplingParams = GREEDY, **options: Any) -> list[list[int]]:
+    with LLM(tiny_model_path(), tensor_parallel_size=size, **options) as llm:
+        outputs = llm.generate(chat_prompts(llm, [example.question for example in EXAMPLES]), params, use_tqdm=False)
+    return [output.token_ids for output in outputs]
+
+
+def needs_gpus(size: int) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_gpus_give_the_answers_of_one(size: int, enforce_eager: bool) -> None:
+    needs_gpus(size)
+    expected, actual = answers(1), answers(size, enforce_eager=enforce_eager)
+    same = sum(one == several for one, several in zip(expected, actual, strict=True))
+    assert same >= 0.97 * len(EXAMPLES), f"{same} of {len(EXAMPLES)} agree; in bf16 a near tie may flip"
+
+
+def test_several_gpus_draw_the_samples_of_one() -> None:
+    params = SamplingParams(temperature=0.5, max_tokens=24)
+    expected, actual = answers(1, params), answers(2, params)
+    same = sum(one == several for one, several in zip(expected, actual, strict=True))
+    assert same >= 0.9 * len(EXAMPLES), f"{same} of {len(EXAMPLES)} agree"
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_chunks_preemption_and_overlap_change_no_answer(backend: str) -> None:
+    options = {"max_num_batched_tokens": 300, "num_kvcache_blocks": 12, "max_model_len": 512, "max_num_seqs": 32}
+    expected, actual = answers(1), answers(2, attention_backend=backend, **options)
+    same = sum(one == several for one, several in zip(expected, actual, strict=True))
+    assert same >= 0.97 * len(EXAMPLES), f"{same} of {len(EXAMPLES)} agree"
+
+
+def test_all_ranks_have_as_many_blocks_and_the_memory_that_was_granted() -> None:
+    used = []
+    with LLM(tiny_model_path(), tensor_parallel_size=2, gpu_memory_utilization=0.5):
+        for index in range(2):
+            free, total = torch.cuda.mem_get_info(index)
+            used.append((total - free) / total)
+    assert all(0.4 < share < 0.55 for share in used), used
+
+
+def test_more_gpus_than_there_are_is_refused_with_their_number() -> None:
+    count = torch.cuda.device_count()
+    with pytest.raises(ConfigError, match=f"PyTorch sees {count}, of which cuda:{count - 1} is the first to use"):
+        LLM(tiny_model_path(), device=f"cuda:{count - 1}", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("when", ["idle", "in a step"])
+def test_a_worker_that_is_killed_is_an_error_and_a_new_engine_works(when: str, enforce_eager: bool) -> None:
+    free_before = torch.cuda.mem_get_info(0)[0]
+    expected = answers(2)
+    llm = LLM(tiny_model_path(), tensor_parallel_size=2, enforce_eager=enforce_eager)
+    pids = [process.pid for process in llm.engine.runner._workers._processes]
+    killer = threading.Timer(0 if when == "idle" else 1.0, os.kill, (pids[0], signal.SIGKILL))
+    killer.start()
+    if when == "idle":
+        time.sleep(0.5)
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 of tensor_parallel_size=2 was ended by SIGKILL"):
+        llm.generate([[1, 2, 3]] * 64, LONG, use_tqdm=False)
+    assert time.monotonic() - started < 11
+    killer.join()
+    llm.close()
+    assert torch.cuda.mem_get_info(0)[0] > free_before - 2**30
+    assert answers(2) == expected
+
+
+def test_an_interrupted_generate_leaves_a_usable_engine() -> None:
+    with LLM(tiny_model_path(), tensor_parallel_size=2) as llm:
+        expected = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].token_ids
+        for delay in (0.2, 0.5):
+            timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([[1, 2, 3]] * 64, LONG, use_tqdm=False)
+            timer.join()
+            assert llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].token_ids == expected
+
+
+def test_five_engines_one_after_another_give_their_memory_back() -> None:
+    free = []
+    for _ in range(5):
+        with LLM(tiny_model_path(), tensor_parallel_size=2, gpu_memory_utilization=0.3) as llm:
+            llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+        free.append([torch.cuda.mem_get_info(index)[0] for index in range(2)])
+    assert all(abs(last - first) < 2**29 for first, last in zip(free[1], free[-1], strict=True)), free
