@@ -24,6 +24,7 @@ from nanoinfer import LLM, ConfigError, EngineClosedError, SamplingParams, Worke
 from nanoinfer.engine import executor
 from nanoinfer.engine.executor import _work
 from nanoinfer.engine.model_runner import ModelRunner
+from nanoinfer.utils import workers
 from nanoinfer.utils.device import select_devices
 from nanoinfer.utils.shm_channel import SLOT_SIZE
 
@@ -45,7 +46,6 @@ def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY
 
 def remains() -> set[str]:
     """Names of what an engine could leave behind: segments, folders, open files, processes, threads."""
-    gc.collect()
     segments = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} if os.path.isdir("/dev/shm") else set()
     folders = {str(path) for path in Path(os.environ["TMPDIR"]).glob("nanoinfer-*")}
     descriptors = {f"descriptor {count}" for count in range(len(os.listdir("/proc/self/fd")))}
@@ -66,6 +66,8 @@ def nothing_remains(private_folder: None) -> Iterator[None]:
     resource_tracker.ensure_running()  # a helper of multiprocessing's, which stays
     before = remains()
     yield
+    if remains() - before:
+        gc.collect()  # of an error's traceback, say
     assert remains() - before == set()
 
 
@@ -125,10 +127,11 @@ def test_a_packet_larger_than_a_slot_arrives(random_checkpoint: Checkpoint, over
     [prefix] = random_prompts((1500,))
     prompts = [[*prefix, index] for index in range(16)]  # whose keys and values are shared, but not their ids
     assert sum(map(len, prompts)) > SLOT_SIZE
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     with LLM(random_checkpoint(), device="cpu") as llm:
-        expected = generate(llm, prompts)
+        expected = generate(llm, prompts, params)
     with LLM(random_checkpoint(), device="cpu", tensor_parallel_size=2, overlap=overlap) as llm:
-        assert generate(llm, prompts) == expected
+        assert generate(llm, prompts, params) == expected
 
 
 def test_logits_of_nan_end_their_request_alone(random_checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -176,6 +179,7 @@ def test_one_rank_needs_no_process_no_thread_and_no_process_group(random_checkpo
         assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_dummy_weights_differ_between_ranks(random_checkpoint: Checkpoint) -> None:
     with LLM(random_checkpoint(), device="cpu", tensor_parallel_size=2, load_format="dummy") as llm:
         tokens = generate(llm, [[1, 2, 3]] * 8, SamplingParams(temperature=5.0, max_tokens=20, ignore_eos=True))
@@ -210,8 +214,6 @@ def test_an_error_of_all_ranks_is_that_of_one(random_checkpoint: Checkpoint) -> 
     options: dict[str, Any] = {"kvcache_block_size": 16, "num_kvcache_blocks": 4, "max_model_len": 65}
     with pytest.raises(ConfigError, match="max_model_len=65 is more than the KV cache holds"):
         LLM(random_checkpoint(), device="cpu", tensor_parallel_size=2, **options)
-    with pytest.raises(ConfigError, match="vocab_size=64 is too small for tensor_parallel_size=2"):
-        LLM(random_checkpoint(vocab_size=64), device="cpu", tensor_parallel_size=2, max_model_len=64)
 
 
 # --- workers that end ---
@@ -325,6 +327,7 @@ def test_an_error_of_rank_0_in_the_middle_of_a_step_closes_the_engine(monkeypatc
     llm = LLM(tiny_model_path(), device="cpu", tensor_parallel_size=2)
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "_prefill", lambda *_: 1 / 0)
+        patch.setattr(workers, "EXPLANATION_SECONDS", 0.1)
         with pytest.raises(ZeroDivisionError):
             generate(llm, [[1, 2, 3]])
     with pytest.raises(EngineClosedError, match="make a new LLM"):
@@ -477,6 +480,7 @@ def test_a_script_without_a_main_guard_is_told_to_have_one(tmp_path: Path) -> No
     assert list(tmp_path.glob("nanoinfer-*")) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_script_ends_it_as_in_any_other(tmp_path: Path) -> None:
     rest = "llm.generate([1, 2, 3], SamplingParams(max_tokens=4000, ignore_eos=True), use_tqdm=False)"
     with start_script(tmp_path, SCRIPT.format(make=MAKE, rest=rest)) as script:

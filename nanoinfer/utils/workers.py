@@ -216,6 +216,7 @@ def _run_worker(target: Callable[..., None], rank: int, link: socket.socket, fol
             link.sendall(traceback.format_exc().encode())
         time.sleep(0.5)  # if our parent has ended, which may be why we failed, its folder is being removed
         os._exit(1)  # no clean exit, which could wait for other ranks
+    os._exit(0)  # at once; there is nothing left to be freed
 
 
 def _end_with_parent(folder: Path) -> None:
