@@ -26,7 +26,9 @@ from nanoinfer.engine.executor import _work
 from nanoinfer.engine.model_runner import ModelRunner
 from nanoinfer.utils import workers
 from nanoinfer.utils.device import select_devices
+from nanoinfer.utils.distributed import TensorParallel, connect
 from nanoinfer.utils.shm_channel import SLOT_SIZE
+from nanoinfer.utils.workers import PASSED
 
 Checkpoint = Callable[..., Path]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -185,6 +187,28 @@ def test_dummy_weights_differ_between_ranks(random_checkpoint: Checkpoint) -> No
         tokens = generate(llm, [[1, 2, 3]] * 8, SamplingParams(temperature=5.0, max_tokens=20, ignore_eos=True))
     ids = [token_id for row in tokens for token_id in row]
     assert min(ids) < 256 <= max(ids)
+
+
+def exchange(rank: int, link: Any, folder: Path) -> None:
+    tp = connect(rank, 3, torch.device("cpu"), folder / "store")
+    answer_exchange(tp)
+    link.sendall(PASSED)
+    link.recv(1)
+
+
+def answer_exchange(tp: TensorParallel) -> None:
+    assert tp.all_reduce(torch.tensor([1.0, tp.rank])).tolist() == [3.0, 3.0]
+    assert tp.all_gather(torch.tensor([[tp.rank], [10]])).tolist() == [[[rank], [10]] for rank in range(3)]
+    assert tp.minimum(7 - tp.rank, torch.device("cpu")) == 5
+
+
+@pytest.mark.usefixtures("nothing_remains")
+def test_ranks_exchange_sums_parts_and_the_smallest_number_and_no_global_group_is_made() -> None:
+    ranks = workers.Workers(3, exchange, ())
+    answer_exchange(connect(0, 3, torch.device("cpu"), ranks.folder / "store"))
+    ranks.wait_for_stage(1)
+    assert not torch.distributed.is_initialized()
+    ranks.close()
 
 
 # --- what cannot be ---

@@ -9,7 +9,7 @@ from nanoinfer.layers.attention import TorchBackend
 from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.layers.rotary_embedding import norm_rope_store
-from nanoinfer.layers.sampler import sample, sample_and_append
+from nanoinfer.layers.sampler import best_candidates, sample, sample_and_append
 from nanoinfer.utils.context import DecodeMetadata, LayerCache
 from nanoinfer.utils.distributed import TensorParallel
 
@@ -225,6 +225,27 @@ def test_sampling_equals_its_twin(vocab_size: int) -> None:
         greedy = temperatures == 0
         assert torch.equal(actual[greedy], logits.to(dtype)[greedy].argmax(1).int())
         assert (actual == expected).float().mean() > 0.98  # logarithms differ in the last bit: near ties may flip
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_best_of_all_shards_is_what_one_rank_draws(size: int) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(256, 151936, device="cuda", dtype=torch.bfloat16) * 3
+    temperatures = torch.rand(256, device="cuda") * 2
+    temperatures[::4] = 0
+    seeds = torch.randint(-(2**62), 2**62, (256,), device="cuda")
+    positions = torch.randint(0, 40000, (256,), dtype=torch.int32, device="cuda")
+    rows = torch.arange(256, device="cuda")
+    candidates = []
+    for rank in range(size):
+        start, length = TensorParallel(rank, size).vocab_shard(151936)
+        shard = logits[:, start : start + length].contiguous()
+        candidates.append(best_candidates(shard, start, rows, temperatures, seeds, positions))
+    scores, ids = (torch.stack(column) for column in zip(*candidates, strict=True))
+    together = ids.gather(0, scores.argmax(0, keepdim=True)).squeeze(0)
+    alone = sample_by_kernel(logits, temperatures, seeds, positions)
+    assert torch.equal(together[::4], alone[::4])
+    assert (together == alone).float().mean() > 0.98  # scores are rounded: near ties may flip
 
 
 def test_sampling_leaves_the_tables_alone_where_rows_are_padding() -> None:
