@@ -29,7 +29,7 @@ class LLM:
     enable_prefix_caching=True, enforce_eager=False, attention_backend="auto", overlap=True, load_format="auto", seed=0.
 
     Raises TypeError for an unknown option, ConfigError for a value out of range, ModelError for a model that cannot
-    be used.
+    be used. Any call raises WorkerError where a process of a tensor-parallel engine has ended; that closes the engine.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Runs the model in this process, or in this one and spawned ones, which the engine need not know.
+"""Runs the model in this process and in spawned ones, which the engine need not know.
 
 Under tensor parallelism every rank runs the same packets on its share of the weights and of the KV cache, and samples
 the same tokens. Rank 0 is here; the others get each packet through a ring in shared memory.
@@ -18,7 +18,7 @@ import torch
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.engine.batch import Packet
 from nanoinfer.engine.model_runner import ModelRunner, StepHandle
-from nanoinfer.errors import EngineClosedError, WorkerError
+from nanoinfer.errors import WorkerError
 from nanoinfer.utils.device import becomes_idle, select_devices
 from nanoinfer.utils.distributed import NCCL_ENVIRONMENT, connect
 from nanoinfer.utils.shm_channel import MessageKind, Ring, RingReader, RingWriter
@@ -26,13 +26,6 @@ from nanoinfer.utils.workers import PASSED, Workers, postponed_interrupt
 
 POLL_SECONDS = 20e-6
 ABORT_SECONDS = 5.0  # in which a GPU ends its step after the communication was aborted
-
-
-def make_runner(config: EngineConfig, model_config: ModelConfig, folder: Path) -> "ModelRunner | ParallelRunner":
-    """What runs the engine's packets."""
-    if config.tensor_parallel_size == 1:
-        return ModelRunner(config, model_config, folder)
-    return ParallelRunner(config, model_config, folder)
 
 
 class ParallelRunner:
@@ -56,7 +49,7 @@ class ParallelRunner:
         try:
             self._workers.wait_for_stage(1)  # all are there to be met
             tp = connect(0, size, self._device, self._workers.folder / "store")
-            self._workers.on_failure = weakref.finalize(self, tp.abort)
+            self._workers.watch.on_failure = weakref.finalize(self, tp.abort)
             self._runner = ModelRunner(replace(config, device=str(self._device)), model_config, folder, tp)
             self._workers.wait_for_stage(2)  # all are ready
         except BaseException as error:
@@ -70,7 +63,8 @@ class ParallelRunner:
 
     def launch(self, packet: Packet) -> StepHandle:
         """Start a step on all ranks."""
-        runner = self._check_open()
+        runner = self._runner
+        assert runner is not None, "the engine asks for `closed` first"
         with postponed_interrupt():
             try:
                 self._writer.send(MessageKind.STEP, packet)
@@ -80,7 +74,8 @@ class ParallelRunner:
 
     def wait(self, handle: StepHandle) -> list[int]:
         """The token ids of a launched step."""
-        runner = self._check_open()
+        runner = self._runner
+        assert runner is not None, "the engine asks for `closed` first"
         while not (handle.is_done() or self._workers.have_failed):
             time.sleep(POLL_SECONDS)
         if self._workers.have_failed:
@@ -110,18 +105,13 @@ class ParallelRunner:
         """
         runner, self._runner = self._runner, None
         if not becomes_idle(self._device, seconds):
-            self._workers.on_failure()
+            self._workers.watch.on_failure()
             if not becomes_idle(self._device, ABORT_SECONDS):
                 return False
         if runner is not None:
             runner.close()
-        self._workers.on_failure()  # after the graphs that communicate
+        self._workers.watch.on_failure()  # after the graphs that communicate
         return True
-
-    def _check_open(self) -> ModelRunner:
-        if self._runner is None:
-            raise EngineClosedError("this engine was closed; make a new LLM")
-        return self._runner
 
 
 def _work(

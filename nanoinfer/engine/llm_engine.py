@@ -13,7 +13,7 @@ import xxhash
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.executor import ParallelRunner, make_runner
+from nanoinfer.engine.executor import ParallelRunner
 from nanoinfer.engine.model_runner import ModelRunner, StepHandle
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -68,7 +68,8 @@ class LLMEngine:
         self.model_config = ModelConfig.from_folder(folder)
         self.tokenizer = load_tokenizer(folder)
         stop_token_ids = read_stop_token_ids(folder, self.tokenizer)
-        self.runner: ModelRunner | ParallelRunner | None = make_runner(config, self.model_config, folder)
+        runner_class = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
+        self.runner: ModelRunner | ParallelRunner | None = runner_class(config, self.model_config, folder)
         self.max_model_len = self.runner.max_model_len
         self.block_manager = BlockManager(
             self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching

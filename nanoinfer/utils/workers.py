@@ -35,7 +35,7 @@ class Workers:
     """Ranks 1 to `size` - 1, each running `target(rank, link, folder, *args)` in a spawned process.
 
     links: a socket to each of them. folder: a private one, for all ranks; it goes with the workers.
-    on_failure: called from another thread when a worker has ended before `close`.
+    watch: what notices a worker's end.
     """
 
     def __init__(self, size: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -44,10 +44,10 @@ class Workers:
             raise SystemExit(NO_MAIN_GUARD)
         self.folder = Path(tempfile.mkdtemp(prefix="nanoinfer-"))
         self.links: list[socket.socket] = []
-        self._watch = _Watch(size)
+        self.watch = Watch(size)
         self._processes: list[SpawnProcess] = []
         # Not a method: that would keep this object alive.
-        state = (self._watch, self._processes, self.links, self.folder)
+        state = (self.watch, self._processes, self.links, self.folder)
         self.close = weakref.finalize(self, _end_workers, os.getpid(), *state)
         try:
             for rank in range(1, size):
@@ -55,7 +55,7 @@ class Workers:
         except BaseException:
             self.kill()
             raise
-        self._watch.start(self.links, self._processes)
+        self.watch.start(self.links, self._processes)
 
     def _start(self, rank: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
         ours, theirs = socket.socketpair()
@@ -72,44 +72,39 @@ class Workers:
 
     def kill(self) -> None:
         """Close, and give the workers no time to end by themselves."""
-        self._watch.patience = 0.0
+        self.watch.patience = 0.0
         self.close()
 
     @property
-    def on_failure(self) -> Callable[[], object]:
-        return self._watch.on_failure
-
-    @on_failure.setter
-    def on_failure(self, call: Callable[[], object]) -> None:
-        self._watch.on_failure = call
-
-    @property
     def have_failed(self) -> bool:
-        return self._watch.failed.is_set()
+        return self.watch.failed.is_set()
 
     def check(self) -> None:
         """Raise WorkerError if a worker has ended."""
         if self.have_failed:
-            raise WorkerError(self._watch.message)
+            raise WorkerError(self.watch.message)
 
     def explanation(self, error: BaseException) -> BaseException:
         """The WorkerError that is behind `error`, an error of the communication, say; or else `error` itself."""
         seconds = 0.0 if isinstance(error, (NanoinferError, KeyboardInterrupt)) else EXPLANATION_SECONDS
-        if isinstance(error, WorkerError) or not self._watch.failed.wait(seconds):
+        if isinstance(error, WorkerError) or not self.watch.failed.wait(seconds):
             return error
-        explanation = WorkerError(self._watch.message)
+        explanation = WorkerError(self.watch.message)
         explanation.__cause__ = error
         return explanation
 
     def wait_for_stage(self, stage: int) -> None:
         """Return when all workers have passed their `stage`-th stage, counted from 1. Raises WorkerError."""
-        with self._watch.changed:
-            self._watch.changed.wait_for(lambda: self.have_failed or min(self._watch.stages.values()) >= stage)
+        with self.watch.changed:
+            self.watch.changed.wait_for(lambda: self.have_failed or min(self.watch.stages.values()) >= stage)
         self.check()
 
 
-class _Watch:
-    """A thread that reads what workers report, and notices the first that ends."""
+class Watch:
+    """A thread that reads what workers report, and notices the first that ends before it should.
+
+    on_failure: called then, from this thread.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -179,7 +174,7 @@ class _Watch:
 
 
 def _end_workers(
-    owner: int, watch: _Watch, processes: list[SpawnProcess], links: list[socket.socket], folder: Path
+    owner: int, watch: Watch, processes: list[SpawnProcess], links: list[socket.socket], folder: Path
 ) -> None:
     """Let the workers end by themselves, kill those that do not, and leave nothing of them."""
     if os.getpid() != owner:  # a fork of the owner, which has other workers or none
