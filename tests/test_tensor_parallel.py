@@ -30,6 +30,8 @@ from nanoinfer.utils.distributed import TensorParallel, connect
 from nanoinfer.utils.shm_channel import SLOT_SIZE
 from nanoinfer.utils.workers import PASSED
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see what is left of an engine")
+
 Checkpoint = Callable[..., Path]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=16, ignore_eos=True)
