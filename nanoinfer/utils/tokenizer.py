@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.errors import ModelError
+from nanoinfer.utils.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
 from nanoinfer.utils.hub import read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
@@ -17,6 +18,14 @@ class Tokenizer:
             self.hf: Any = _tokenizer_class(folder).from_pretrained(folder)
         except Exception as error:
             raise ModelError(f"the tokenizer in {folder} cannot be loaded ({error}); check its files") from error
+        self._token_bytes: dict[bool, TokenBytes] = {}  # by whether special tokens are skipped
+        backend = getattr(self.hf, "backend_tokenizer", None)
+        if type(getattr(backend, "decoder", None)).__name__ == "ByteLevel":
+            special = [index for index, token in backend.get_added_tokens_decoder().items() if token.special]
+            self._token_bytes = {
+                False: TokenBytes(backend.id_to_token),
+                True: TokenBytes(backend.id_to_token, skipped=special),
+            }
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Encode plain texts in one batch, with the special tokens that the tokenizer adds.
@@ -30,10 +39,18 @@ class Tokenizer:
         adds_bos = bos is not None and self.hf("")["input_ids"][:1] == [bos_id]
         return [ids[1:] if adds_bos and text.startswith(bos) else ids for text, ids in zip(texts, batch, strict=True)]
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Decode a completion without its special tokens."""
-        text: str = self.hf.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Decode a completion, as it is: spaces before punctuation stay."""
+        text: str = self.hf.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
         return text
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """What decodes one completion bit by bit to the text that `decode` makes of it at once."""
+        if self._token_bytes:
+            return ByteDetokenizer(self._token_bytes[skip_special_tokens])
+        return WindowDetokenizer(lambda token_ids: self.decode(token_ids, skip_special_tokens))
 
 
 def _tokenizer_class(folder: Path) -> Any:
