@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.errors import ConfigError, EngineClosedError, ModelError, NanoinferError, RequestError, WorkerError
-from nanoinfer.outputs import CompletionOutput, RequestOutput
+from nanoinfer.outputs import CompletionOutput, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StreamChunk",
     "WorkerError",
     "tiny_model_path",
 ]

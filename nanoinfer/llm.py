@@ -1,20 +1,29 @@
 """The facade: prompts in, completions out."""
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from tqdm.auto import tqdm
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import EngineStats, LLMEngine, Prompt
 from nanoinfer.errors import RequestError
-from nanoinfer.outputs import RequestOutput
+from nanoinfer.outputs import RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
+
+
+class Request(NamedTuple):
+    """A prompt, checked and ready to be queued."""
+
+    prompt: Prompt
+    token_ids: list[int]
+    sampling_params: SamplingParams
 
 
 class LLM:
@@ -34,7 +43,9 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         self.engine = LLMEngine(EngineConfig.from_options(model, options))
-        self._unclaimed: list[RequestOutput] = []  # finished while `generate` waited for others
+        self._unclaimed: list[RequestOutput] = []  # of `add_request`, finished while `generate` or `stream` ran steps
+        # The call that waits for a request, by request id: where its output is put, whichever call runs the step.
+        self._inboxes: dict[int, list[RequestOutput] | deque[RequestOutput]] = {}
 
     def generate(
         self,
@@ -48,36 +59,36 @@ class LLM:
         each. use_tqdm: show finished requests and tokens a second. Raises RequestError for a prompt that cannot be
         served; nothing is queued then, and nothing is left behind if the call fails later.
         """
-        prompts = _as_list_of_prompts(prompts)
-        params = _one_for_each(sampling_params, len(prompts))
-        encoded = self.engine.encode(prompts)
-        request_ids: list[int] = []
-        outputs: dict[int, RequestOutput] = {}
-        try:
-            for request in zip(prompts, encoded, params, strict=True):
-                request_ids.append(self.engine.add_encoded(*request))
-            wanted = set(request_ids)
-            with Progress(self.engine.stats, len(prompts), use_tqdm) as progress:
-                while len(outputs) < len(wanted):
-                    for output in self.engine.step():
-                        if output.request_id in wanted:
-                            outputs[output.request_id] = output
-                        else:
-                            self._unclaimed.append(output)
-                    progress.show(len(outputs))
-        finally:
-            if len(outputs) < len(request_ids):
-                self.engine.abort([request_id for request_id in request_ids if request_id not in outputs])
-        return [outputs[request_id] for request_id in request_ids]
+        return self._complete(self._prepare(prompts, sampling_params), use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamChunk]:
+        """Complete one prompt or many, and yield what is new of each as its tokens come.
+
+        prompts, sampling_params: as in `generate`, and so are the errors, raised by this call. The requests are queued
+        when the first chunk is asked for. Other calls may run between two chunks. Whoever leaves the loop early has
+        what is unfinished aborted: the next step of any call frees it.
+        """
+        return self._stream(self._prepare(prompts, sampling_params))
+
+    def abort(self, request_ids: int | Sequence[int]) -> None:
+        """Have the next step finish these requests as they are, with finish_reason "abort".
+
+        Ids that are not known, or finished, are passed over.
+        """
+        self.engine.abort_later([request_ids] if isinstance(request_ids, int) else request_ids)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a request for `step` to run and return its id. Raises RequestError for one that cannot be served."""
         return self.engine.add_request(prompt, *_one_for_each(sampling_params, 1))
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; return the requests that finished, those that finished during a `generate` included."""
-        finished = self.engine.step()
-        finished, self._unclaimed = self._unclaimed + finished, []
+        """Run one step; return the requests of `add_request` that finished, in this step or during another call's."""
+        self._step()
+        finished, self._unclaimed = self._unclaimed, []
         return finished
 
     def is_finished(self) -> bool:
@@ -88,6 +99,14 @@ class LLM:
     def tokenizer(self) -> Any:
         """The model's tokenizer, from transformers; None where the model's folder has none."""
         return self.engine.tokenizer.hf if self.engine.tokenizer else None
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, as `generate` makes them. Raises RequestError where there is no tokenizer."""
+        return self.engine.encode([text])[0]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Raises RequestError where there is no tokenizer."""
+        return self.engine.require_tokenizer().decode(list(token_ids), skip_special_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -106,6 +125,61 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _prepare(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        """Check everything that a user can get wrong, before anything is queued."""
+        prompts = _as_list_of_prompts(prompts)
+        params = _one_for_each(sampling_params, len(prompts))
+        for item in params:
+            self.engine.check_params(item)
+        return [Request(*parts) for parts in zip(prompts, self.engine.encode(prompts), params, strict=True)]
+
+    def _complete(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        """Run these requests to their end; if that fails, leave nothing of them behind."""
+        request_ids: list[int] = []
+        inbox: list[RequestOutput] = []
+        try:
+            for request in requests:
+                request_ids.append(self.engine.add_encoded(*request))
+                self._inboxes[request_ids[-1]] = inbox
+            with Progress(self.engine.stats, len(requests), use_tqdm) as progress:
+                while len(inbox) < len(requests):
+                    self._step()
+                    progress.show(len(inbox))
+        finally:
+            if len(inbox) < len(request_ids):
+                unfinished = set(request_ids) - {output.request_id for output in inbox}
+                for request_id in unfinished:
+                    self._inboxes.pop(request_id, None)
+                self.engine.abort(sorted(unfinished))
+        return sorted(inbox, key=lambda output: output.request_id)
+
+    def _stream(self, requests: list[Request]) -> Iterator[StreamChunk]:
+        unfinished: dict[int, int] = {}  # index of the prompt -> request id
+        chunks: deque[StreamChunk] = deque()
+        try:
+            for index, request in enumerate(requests):
+                unfinished[index] = self.engine.add_encoded(*request, chunks=chunks, index=index)
+                self._inboxes[unfinished[index]] = deque(maxlen=0)  # the chunks say it all
+            while unfinished:
+                if not chunks:
+                    self._step()
+                while chunks:
+                    chunk = chunks.popleft()
+                    if chunk.finish_reason is not None:
+                        del unfinished[chunk.index]
+                    yield chunk
+        finally:
+            self.engine.abort_later(unfinished.values())
+
+    def _step(self) -> None:
+        """Run one step and hand each output to the call that waits for it."""
+        for output in self.engine.step():
+            self._inboxes.pop(output.request_id, self._unclaimed).append(output)
 
 
 class Progress:

@@ -1,4 +1,4 @@
-"""What a finished request hands back to its user."""
+"""What a request hands back to its user."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,16 +9,36 @@ class CompletionOutput:
     """One completion of a prompt.
 
     index: which of the request's completions this is, from 0.
-    text: the decoded completion without its stop token and other special tokens; "" when there is no tokenizer.
-    token_ids: the generated ids, the stop token included.
-    finish_reason: "stop" (a stop token), "length" (max_tokens or max_model_len reached), or "error" (the model's logits
-        were NaN or infinite; the tokens before that are kept).
+    text: the decoded completion without what stopped it and without special tokens, unless its SamplingParams ask for
+        them; "" when there is no tokenizer.
+    token_ids: the generated ids, the stop token or those of the stop string included.
+    finish_reason: "stop" (a stop token or a stop string), "length" (max_tokens or max_model_len reached), "abort", or
+        "error" (the model's logits were NaN or infinite; the tokens before that are kept).
+    stop_reason: the string of `stop` or the id of `stop_token_ids` that ended it; None for all other ends, the model's
+        own stop tokens among them.
     """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChunk:
+    """What is new of one prompt's completion.
+
+    index: which of the prompts of the `stream`, from 0. text: what is certain now and was not before; "" while it may
+    still become a stop string or is half a character. token_ids: ids that came; the joined ids of a stream's chunks
+    are the completion's, and so are their texts. finish_reason: as in CompletionOutput, in the last chunk of a prompt;
+    None in all others.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
 
 
 @dataclass(frozen=True, slots=True)

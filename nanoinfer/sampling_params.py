@@ -1,5 +1,6 @@
 """How one request is to be sampled: chosen by the user, validated once, never changed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -15,6 +16,11 @@ class SamplingParams:
     temperature: scale of the randomness; 1 samples from the model's own distribution, 0 is greedy.
     max_tokens: the most tokens to generate, the stop token included; at least 1.
     ignore_eos: go on past the model's stop tokens, up to max_tokens (for benchmarks).
+    stop: a string or several that end the text, wherever their tokens begin and end; kept as a tuple.
+    stop_token_ids: token ids that end the completion besides the model's own; kept as a tuple.
+    include_stop_str_in_output: leave in the text what ended it, a stop string or a stop token.
+    skip_special_tokens: leave special tokens out of the text.
+    detokenize: make text at all; without it the text is "", and there can be no stop strings.
 
     Raises RequestError (a ValueError) for a value out of range.
     """
@@ -22,6 +28,11 @@ class SamplingParams:
     temperature: float = 1.0
     max_tokens: int = 64
     ignore_eos: bool = False
+    stop: Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.temperature, bool) or not isinstance(self.temperature, Real):
@@ -39,5 +50,23 @@ class SamplingParams:
             raise RequestError(
                 f"max_tokens={self.max_tokens} must be at least 1; a request generates one token or more"
             )
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos={self.ignore_eos!r} is not a bool; use True or False")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r} is not a bool; use True or False")
+        self._check_stops()
+
+    def _check_stops(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not isinstance(stop, (list, tuple)) or not all(isinstance(item, str) and item for item in stop):
+            raise RequestError(f"stop={self.stop!r} must be a string or a list of them, none empty; use ['\\n'], say")
+        ids = self.stop_token_ids or ()
+        if not isinstance(ids, (list, tuple)) or not all(_is_token_id(item) for item in ids):
+            raise RequestError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids; use [0], say")
+        if stop and not self.detokenize:
+            raise RequestError(f"stop={self.stop!r} is found in text, and detokenize=False makes none; leave one out")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(int(item) for item in ids))
+
+
+def _is_token_id(item: object) -> bool:
+    return isinstance(item, Integral) and not isinstance(item, bool) and int(item) >= 0

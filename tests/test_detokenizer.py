@@ -90,7 +90,7 @@ def test_a_token_is_bytes_or_else_plain_text() -> None:
     assert bytes_of_token("Ġa") == b" a"
     assert bytes_of_token("Ċ") == b"\n"
     assert bytes_of_token("ÿĀ") == b"\xff\x00"
-    assert bytes_of_token("<｜end｜>") == "<｜end｜>".encode()
+    assert bytes_of_token("<終>") == "<終>".encode()
 
 
 def test_a_tokenizer_of_words_gets_its_spaces_right_however_long_the_text(tmp_path: Path) -> None:

@@ -33,6 +33,16 @@ def test_values_at_the_edge_of_their_range_are_accepted(options: dict[str, Any])
         ({"max_tokens": 16.0}, "max_tokens=16.0 is not an int", "use a whole number"),
         ({"max_tokens": True}, "max_tokens=True is not an int", "use a whole number"),
         ({"ignore_eos": 1}, "ignore_eos=1 is not a bool", "use True or False"),
+        ({"detokenize": None}, "detokenize=None is not a bool", "use True or False"),
+        ({"skip_special_tokens": 0}, "skip_special_tokens=0 is not a bool", "use True or False"),
+        ({"include_stop_str_in_output": ""}, "include_stop_str_in_output='' is not a bool", "use True or False"),
+        ({"stop": ["a", ""]}, "stop=['a', ''] must be a string or a list of them, none empty", "use ['\\n'], say"),
+        ({"stop": [1]}, "stop=[1] must be a string or a list of them", "use ['\\n'], say"),
+        ({"stop": 1}, "stop=1 must be a string or a list of them", "use ['\\n'], say"),
+        ({"stop_token_ids": 5}, "stop_token_ids=5 must be a list of token ids", "use [0], say"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids=[-1] must be a list of token ids", "use [0], say"),
+        ({"stop_token_ids": [True]}, "stop_token_ids=[True] must be a list of token ids", "use [0], say"),
+        ({"stop": "a", "detokenize": False}, "stop='a' is found in text, and detokenize=False", "leave one out"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_the_rule_and_the_remedy(
@@ -57,3 +67,12 @@ def test_an_unknown_option_is_a_type_error_that_names_it() -> None:
 def test_sampling_params_never_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().temperature = 0.5  # type: ignore[misc]
+
+
+def test_one_stop_string_or_several_and_stop_ids_become_tuples() -> None:
+    assert (SamplingParams().stop, SamplingParams().stop_token_ids) == ((), ())
+    assert SamplingParams(stop="\n\n").stop == ("\n\n",)
+    assert SamplingParams(stop=["a", "b"], stop_token_ids=[3, 4]) == SamplingParams(
+        stop=("a", "b"), stop_token_ids=(3, 4)
+    )
+    assert hash(SamplingParams(stop=["a"]))

@@ -4,6 +4,7 @@ import logging
 import struct
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral
 from typing import NamedTuple
@@ -15,13 +16,15 @@ from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.executor import ParallelRunner
 from nanoinfer.engine.model_runner import ModelRunner, StepHandle
+from nanoinfer.engine.request import Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import EngineClosedError, RequestError
-from nanoinfer.outputs import CompletionOutput, RequestOutput
+from nanoinfer.outputs import RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.utils.detokenizer import CompletionText
 from nanoinfer.utils.hub import resolve_model_folder
-from nanoinfer.utils.tokenizer import load_tokenizer, read_stop_token_ids
+from nanoinfer.utils.tokenizer import Tokenizer, load_tokenizer, read_stop_token_ids
 
 logger = logging.getLogger("nanoinfer")
 
@@ -87,36 +90,65 @@ class LLMEngine:
         self._outputs: list[RequestOutput] = []  # made and not returned
         self._last_collected = 0.0  # perf_counter
         self._num_requests = 0
-        self._prompts: dict[int, str] = {}  # of unfinished requests that were given as text
+        self._requests: dict[int, Request] = {}  # those that were not returned
+        self._followed: dict[int, Request] = {}  # of these, those whose text matters before they have finished
+        self._marked: deque[int] = deque()  # to be aborted by the next step
 
     def encode(self, prompts: list[Prompt]) -> list[list[int]]:
         """Token ids of each prompt, texts in one batch. Raises RequestError for one that cannot be served."""
         self._check_open()
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if texts and self.tokenizer is None:
-            raise RequestError(f"{self.config.model} has no tokenizer; give the prompt as a list of token ids")
         for index, prompt in enumerate(prompts):
             if isinstance(prompt, str) and not _is_valid_unicode(prompt):
                 raise RequestError(
                     f"prompt {index} has a lone surrogate, which is no character; decode its bytes as UTF-8"
                 )
-        encoded = iter(self.tokenizer.encode(texts) if self.tokenizer else [])
+        encoded = iter(self.require_tokenizer().encode(texts) if texts else [])
         all_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
         return [self._validated(ids, index) for index, ids in enumerate(all_ids)]
 
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer; RequestError where the model has none."""
+        if self.tokenizer is None:
+            raise RequestError(f"{self.config.model} has no tokenizer; give the prompt as a list of token ids")
+        return self.tokenizer
+
+    def check_params(self, sampling_params: SamplingParams) -> None:
+        """Raise RequestError for what this model cannot serve."""
+        if sampling_params.stop and self.tokenizer is None:
+            raise RequestError(
+                f"stop={sampling_params.stop!r} is found in text, and {self.config.model} has no tokenizer; "
+                "use stop_token_ids"
+            )
+
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
         """Queue a request and return its id. Raises RequestError for a prompt that cannot be served."""
+        self.check_params(sampling_params)
         return self.add_encoded(prompt, self.encode([prompt])[0], sampling_params)
 
-    def add_encoded(self, prompt: Prompt, token_ids: list[int], sampling_params: SamplingParams) -> int:
-        """Queue a prompt that `encode` has turned into `token_ids`, and return its id."""
+    def add_encoded(
+        self,
+        prompt: Prompt,
+        token_ids: list[int],
+        sampling_params: SamplingParams,
+        chunks: deque[StreamChunk] | None = None,
+        index: int = 0,
+    ) -> int:
+        """Queue a prompt that `encode` has turned into `token_ids`, and return its id.
+
+        chunks: where what is new of it is put, under this `index`, as its tokens are collected.
+        """
         request_id = self._num_requests
         self._num_requests += 1
         # A stream of its own for each request, so that equal prompts differ and batches do not matter.
         seed = xxhash.xxh64_intdigest(struct.pack("<qq", self.config.seed, request_id)) >> 1
-        self.scheduler.add(Sequence(request_id, token_ids, sampling_params, seed))
-        if isinstance(prompt, str):
-            self._prompts[request_id] = prompt
+        seq = Sequence(request_id, token_ids, sampling_params, seed)
+        text = self._completion_text(sampling_params)
+        request = Request(seq, prompt if isinstance(prompt, str) else None, text, chunks, index)
+        self.scheduler.add(seq)
+        self._requests[request_id] = request
+        if request.is_followed:
+            self._followed[request_id] = request
         return request_id
 
     def step(self) -> list[RequestOutput]:
@@ -125,6 +157,8 @@ class LLMEngine:
         The list may be empty: the first step of all has nothing to collect. If a step fails, the requests that were
         in it are queued again and the error is raised.
         """
+        if self._marked:
+            self._abort_marked()
         launched = self._launch()
         max_in_flight = 1 if launched and self.config.overlap else 0
         while len(self._in_flight) > max_in_flight:
@@ -142,7 +176,14 @@ class LLMEngine:
         self._outputs = [output for output in self._outputs if output.request_id not in dropped]
         self.scheduler.abort(dropped)
         for request_id in request_ids:
-            self._prompts.pop(request_id, None)
+            self._forget(request_id)
+
+    def abort_later(self, request_ids: Iterable[int]) -> None:
+        """Have the next step finish these requests as they are, with "abort"; those that are finished are passed over.
+
+        Safe at any moment, as in a callback, or where the garbage collector closes a stream.
+        """
+        self._marked.extend(request_ids)
 
     def is_finished(self) -> bool:
         """Whether every request has finished and was returned."""
@@ -185,10 +226,38 @@ class LLMEngine:
         self._in_flight.popleft()
         num_decoded = sum(seq.status is SequenceStatus.RUNNING for seq in step.batch.decode)
         self._finished += self.scheduler.update(step.batch, token_ids)
+        if self._followed:
+            self._follow(step.batch)
         # Steps overlap: each counts from its launch, or from the end of the one before it.
         now = time.perf_counter()
         self.stats.add(step.batch, num_decoded, now - max(step.started, self._last_collected))
         self._last_collected = now
+
+    def _follow(self, batch: ScheduledBatch) -> None:
+        """Extend the texts that somebody waits for; a sequence ends with its stop string as with a stop token."""
+        sampled = [seq for seq in batch.sampled if seq.status is SequenceStatus.RUNNING]
+        followed = [self._followed[seq.seq_id] for seq in sampled if seq.seq_id in self._followed]
+        stopped = [request.seq for request in followed if request.advance()]
+        if stopped:
+            self.scheduler.stop(stopped)
+            self._finished += stopped
+
+    def _abort_marked(self) -> None:
+        marked = {self._marked.popleft() for _ in range(len(self._marked))}
+        requests = [self._requests[request_id] for request_id in sorted(marked) if request_id in self._requests]
+        unfinished = [request.seq for request in requests if request.seq.status is not SequenceStatus.FINISHED]
+        self.scheduler.abort(marked)
+        self._finished += unfinished
+
+    def _forget(self, request_id: int) -> None:
+        self._requests.pop(request_id, None)
+        self._followed.pop(request_id, None)
+
+    def _completion_text(self, params: SamplingParams) -> CompletionText | None:
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        detokenizer = self.tokenizer.detokenizer(params.skip_special_tokens)
+        return CompletionText(detokenizer, params.stop or (), params.include_stop_str_in_output)
 
     def _make_outputs(self) -> None:
         while self._finished:  # one at a time, so that an error in one loses no other
@@ -230,19 +299,11 @@ class LLMEngine:
         return list(token_ids)
 
     def _output(self, seq: Sequence) -> RequestOutput:
-        token_ids = seq.completion_token_ids
-        assert seq.finish_reason is not None, f"sequence {seq.seq_id} is returned before it finished"
         if seq.finish_reason == "error":
             logger.warning("request %d ends in an error: its logits are NaN or infinite", seq.seq_id)
-        shown = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
-        text = self.tokenizer.decode(shown) if self.tokenizer else ""
-        return RequestOutput(
-            request_id=seq.seq_id,
-            prompt=self._prompts.pop(seq.seq_id, None),
-            prompt_token_ids=seq.prompt_token_ids,
-            num_cached_tokens=seq.num_cached_tokens or 0,
-            outputs=[CompletionOutput(0, text, token_ids, seq.finish_reason)],
-        )
+        output = self._requests[seq.seq_id].finish()
+        self._forget(seq.seq_id)
+        return output
 
 
 def _is_valid_unicode(text: str) -> bool:

@@ -29,7 +29,7 @@ class Scheduler:
     """Chooses the sequences of each step and gives out rows and blocks.
 
     max_num_seqs: the most sequences in the running set. max_num_batched_tokens: the most tokens of a prefill step.
-    max_model_len: a sequence of so many tokens is finished. stop_token_ids: ids that end a completion.
+    max_model_len: a sequence of so many tokens is finished. stop_token_ids: the model's own, which end a completion.
     reserved_tokens: room in the cache that an admission leaves free for each running sequence to grow into, or less
     where the sequence will end before.
     """
@@ -68,6 +68,9 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, by its arrival."""
         seq.max_num_tokens = min(seq.num_prompt_tokens + seq.sampling_params.max_tokens, self.max_model_len)
+        params = seq.sampling_params
+        model_stops = frozenset[int]() if params.ignore_eos else self.stop_token_ids
+        seq.stop_token_ids = model_stops.union(params.stop_token_ids) if params.stop_token_ids else model_stops
         heapq.heappush(self._waiting, (seq.seq_id, seq))
 
     def schedule(self, in_flight: bool = False) -> ScheduledBatch:
@@ -100,13 +103,19 @@ class Scheduler:
             num_computed = len(seq.token_ids) - 1  # by this step and those before it
             if num_computed % block_size == 0:
                 self.block_manager.cache_blocks(seq, num_computed)
-            if token_id in self.stop_token_ids and not seq.sampling_params.ignore_eos:
+            if token_id in seq.stop_token_ids:
                 finished.append(self._finish(seq, "stop"))
             elif len(seq.token_ids) >= seq.max_num_tokens:
                 finished.append(self._finish(seq, "length"))
         if finished:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
         return finished
+
+    def stop(self, seqs: list[Sequence]) -> None:
+        """Finish running sequences whose text has met a stop string, as a stop token would have."""
+        for seq in seqs:
+            self._finish(seq, "stop")
+        self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
 
     def discard(self, batches: list[ScheduledBatch]) -> None:
         """Undo steps that failed: their sequences go back to the queue, and what they were to cache is forgotten."""

@@ -1,5 +1,6 @@
 """One request's tokens and how far the engine has come with them."""
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -26,7 +27,8 @@ class Sequence:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     seed: int = 0  # of this request's random stream, an int64
-    max_num_tokens: int = 0  # with so many tokens it is finished; the scheduler sets it
+    max_num_tokens: int = 0  # with so many tokens it is finished; the scheduler sets this and the stop tokens
+    stop_token_ids: Set[int] = frozenset()  # those that end it
     token_ids: list[int] = field(init=False)  # prompt and collected completion
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None

@@ -65,7 +65,7 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """For any tokenizer: decodes a window of the last tokens, and gives what is new in it.
 
-    decode: the tokenizer's own. A text's last replacement character is held back, for it may be a character's first half.
+    decode: the tokenizer's own. A replacement character at the end is held back: it may be a character's first half.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:

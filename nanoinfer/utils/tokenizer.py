@@ -19,8 +19,8 @@ class Tokenizer:
         except Exception as error:
             raise ModelError(f"the tokenizer in {folder} cannot be loaded ({error}); check its files") from error
         self._token_bytes: dict[bool, TokenBytes] = {}  # by whether special tokens are skipped
-        backend = getattr(self.hf, "backend_tokenizer", None)
-        if type(getattr(backend, "decoder", None)).__name__ == "ByteLevel":
+        backend: Any = getattr(self.hf, "backend_tokenizer", None)
+        if backend is not None and type(backend.decoder).__name__ == "ByteLevel":
             special = [index for index, token in backend.get_added_tokens_decoder().items() if token.special]
             self._token_bytes = {
                 False: TokenBytes(backend.id_to_token),

@@ -1,0 +1,161 @@
+"""Streams: chunks that add up to what generate gives, calls that interleave, and streams that are left early."""
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nanoinfer import LLM, RequestError, SamplingParams, StreamChunk, tiny_model_path
+
+Checkpoint = Callable[..., Path]
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+QUESTIONS = ["introduce yourself", "What is 312 + 48?", "list all prime numbers within 100"]
+
+
+@pytest.fixture(params=[True, False], ids=["overlap", "no overlap"])
+def llm(random_checkpoint: Checkpoint, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    options = {"kvcache_block_size": 16, "num_kvcache_blocks": 64, "max_model_len": 256, "overlap": request.param}
+    with LLM(random_checkpoint(), device="cpu", **options) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[LLM]:
+    with LLM(tiny_model_path(), device="cpu") as llm:
+        yield llm
+
+
+def num_used_blocks(llm: LLM) -> int:
+    return llm.engine.block_manager.num_used_blocks
+
+
+def joined_ids(chunks: list[StreamChunk]) -> list[int]:
+    return [token_id for chunk in chunks for token_id in chunk.token_ids]
+
+
+@pytest.mark.parametrize("stop", [None, "0", [", 31", "am "]])
+def test_the_joined_chunks_are_what_generate_gives(tiny: LLM, stop: str | list[str] | None) -> None:
+    prompts = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
+    params = SamplingParams(temperature=0, max_tokens=120, stop=stop)
+    chunks = list(tiny.stream(prompts, params))
+    for index, output in enumerate(tiny.generate(prompts, params, use_tqdm=False)):
+        mine = [chunk for chunk in chunks if chunk.index == index]
+        assert "".join([chunk.text for chunk in mine]) == output.text
+        assert joined_ids(mine) == output.token_ids
+        assert [chunk.finish_reason for chunk in mine] == [None] * (len(mine) - 1) + [output.finish_reason]
+        assert len(mine) == len(output.token_ids), "a chunk for each token"
+
+
+def test_one_prompt_may_stand_alone_and_no_prompt_is_no_chunk(llm: LLM) -> None:
+    chunks = list(llm.stream([1, 2, 3], SHORT))
+    assert [(chunk.index, len(chunk.token_ids), chunk.finish_reason) for chunk in chunks] == [
+        (0, 1, None),
+        (0, 1, None),
+        (0, 1, "length"),
+    ]
+    assert list(llm.stream([], SHORT)) == []
+
+
+def test_a_bad_prompt_is_refused_by_the_call_itself(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompt 1 is empty"):
+        llm.stream([[1], []], SHORT)
+
+
+def test_a_stream_that_nobody_asks_for_a_chunk_queues_nothing(llm: LLM) -> None:
+    llm.stream([1, 2, 3], LONG)
+    assert llm.is_finished()
+
+
+def test_breaking_out_of_the_loop_frees_everything_with_the_next_step(llm: LLM) -> None:
+    for chunk in llm.stream([[1] * 20, [2] * 20], LONG):
+        if len(chunk.token_ids) > 0 and chunk.index == 1:
+            break
+    assert num_used_blocks(llm) > 0
+    assert llm.step() == [], "nobody asked for the outputs"
+    assert num_used_blocks(llm) == 0
+    assert llm.is_finished()
+
+
+def test_an_exception_in_the_loop_frees_everything_with_the_next_generate(llm: LLM) -> None:
+    def read() -> None:
+        for _ in llm.stream([[1] * 20, [2] * 20], LONG):
+            raise KeyError("the reader's own")
+
+    with pytest.raises(KeyError, match="own"):
+        read()
+    gc.collect()
+    assert len(llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].token_ids) == 3
+    assert num_used_blocks(llm) == 0
+    assert llm.is_finished()
+
+
+def test_a_stream_that_is_dropped_frees_everything_with_the_next_step(llm: LLM) -> None:
+    stream = llm.stream([1] * 20, LONG)
+    next(stream)
+    del stream
+    gc.collect()
+    llm.step()
+    assert num_used_blocks(llm) == 0
+
+
+def test_streams_and_generate_interleave(llm: LLM) -> None:
+    alone = [llm.generate([prompt], LONG, use_tqdm=False)[0].token_ids for prompt in ([1] * 9, [2] * 9)]
+    added = llm.add_request([4, 5], SHORT)
+    first, second = llm.stream([1] * 9, LONG), llm.stream([2] * 9, LONG)
+    got: list[list[StreamChunk]] = [[next(first)], [next(second)]]
+    assert len(llm.generate([3, 3], SHORT, use_tqdm=False)[0].token_ids) == 3
+    for _ in range(20):
+        got[0].append(next(first))
+        got[1].append(next(second))
+    assert [output.request_id for output in llm.step()] == [added], "and step returns what was added alone"
+    got[1] += second
+    got[0] += first
+    assert [joined_ids(chunks) for chunks in got] == alone
+    assert llm.is_finished()
+
+
+def test_generate_waits_for_its_own_requests_only(llm: LLM) -> None:
+    stream = llm.stream([1] * 9, LONG)
+    next(stream)
+    llm.generate([3, 3], SHORT, use_tqdm=False)
+    assert not llm.is_finished(), "the stream goes on"
+    assert sum(len(chunk.token_ids) for chunk in stream) == 99
+
+
+def test_an_aborted_request_is_returned_as_it_is(llm: LLM) -> None:
+    kept, aborted = llm.add_request([1, 2], SHORT), llm.add_request([3, 4], LONG)
+    for _ in range(2):
+        assert llm.step() == []
+    llm.abort(aborted)
+    llm.abort([aborted, 12345])
+    outputs = {}
+    while not llm.is_finished():
+        outputs |= {output.request_id: output for output in llm.step()}
+    assert (outputs[kept].finish_reason, outputs[aborted].finish_reason) == ("length", "abort")
+    assert len(outputs[kept].token_ids) == 3
+    assert 1 <= len(outputs[aborted].token_ids) <= 3
+    assert num_used_blocks(llm) == 0
+    llm.abort(kept)
+    assert llm.step() == []
+
+
+def test_a_waiting_request_can_be_aborted(llm: LLM) -> None:
+    request_id = llm.add_request([1, 2], LONG)
+    llm.abort(request_id)
+    [output] = llm.step()
+    assert (output.request_id, output.token_ids, output.finish_reason) == (request_id, [], "abort")
+    assert llm.is_finished()
+
+
+def test_a_request_of_a_stream_can_be_aborted_alone(llm: LLM) -> None:
+    reasons, lengths = {}, [0, 0]
+    for chunk in llm.stream([[1] * 5, [2] * 5], LONG):
+        lengths[chunk.index] += len(chunk.token_ids)
+        if lengths == [4, 3]:
+            llm.abort(0)
+        reasons[chunk.index] = chunk.finish_reason
+    assert reasons == {0: "abort", 1: "length"}
+    assert lengths[0] < 8
+    assert lengths[1] == 100
