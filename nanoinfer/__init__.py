@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.errors import ConfigError, EngineClosedError, ModelError, NanoinferError, RequestError, WorkerError
-from nanoinfer.outputs import CompletionOutput, RequestOutput, StreamChunk
+from nanoinfer.outputs import CompletionOutput, EngineMetrics, RequestMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -22,9 +22,11 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "EngineClosedError",
+    "EngineMetrics",
     "ModelError",
     "NanoinferError",
     "RequestError",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "StreamChunk",

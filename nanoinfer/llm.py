@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -14,16 +14,20 @@ from tqdm.auto import tqdm
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import EngineStats, LLMEngine, Prompt
 from nanoinfer.errors import RequestError
-from nanoinfer.outputs import RequestOutput, StreamChunk
+from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.utils.chat import Conversation, render_chats
+
+OnFinish = Callable[[RequestOutput], object]
 
 
-class Request(NamedTuple):
+class Prepared(NamedTuple):
     """A prompt, checked and ready to be queued."""
 
     prompt: Prompt
     token_ids: list[int]
     sampling_params: SamplingParams
+    priority: int
 
 
 class LLM:
@@ -52,14 +56,54 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+        on_finish: OnFinish | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; the outputs come in the order of the prompts.
 
         prompts: a string, a list of token ids, or a list of these. sampling_params: for all, or a list with one for
-        each. use_tqdm: show finished requests and tokens a second. Raises RequestError for a prompt that cannot be
-        served; nothing is queued then, and nothing is left behind if the call fails later.
+        each. use_tqdm: show finished requests and tokens a second. priority: a whole number for each prompt (0 for all
+        is the default); higher runs first, equal ones first come first served, and lower ones give way first when
+        memory is short. on_finish: called with each output as its request finishes; what it raises ends the call.
+        Raises RequestError for a prompt that cannot be served; nothing is queued then, and nothing is left behind if
+        the call fails later.
         """
-        return self._complete(self._prepare(prompts, sampling_params), use_tqdm)
+        return self._complete(self._prepare(prompts, sampling_params, priority), use_tqdm, on_finish)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
+        on_finish: OnFinish | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, written out by the tokenizer's own chat template.
+
+        messages: a list of {"role": ..., "content": ...}, or a list of such lists. tools: functions, or their JSON
+        schemas, that the model is told of. add_generation_prompt: end with the beginning of an answer. chat_template:
+        in place of the tokenizer's own. chat_template_kwargs: what else the template understands, such as
+        {"enable_thinking": False}. The rest is as in `generate`, and so are the errors; RequestError also for a
+        message without role or content, and where there is no tokenizer or no template.
+        """
+        tokenizer = self.engine.require_tokenizer()
+        texts = render_chats(
+            tokenizer,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        requests = self._prepare(tokenizer.encode(texts, add_special_tokens=False), sampling_params, priority)
+        requests = [request._replace(prompt=text) for request, text in zip(requests, texts, strict=True)]
+        return self._complete(requests, use_tqdm, on_finish)
 
     def stream(
         self,
@@ -81,9 +125,10 @@ class LLM:
         """
         self.engine.abort_later([request_ids] if isinstance(request_ids, int) else request_ids)
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> int:
         """Queue a request for `step` to run and return its id. Raises RequestError for one that cannot be served."""
-        return self.engine.add_request(prompt, *_one_for_each(sampling_params, 1))
+        [params], [rank] = _one_for_each(sampling_params, 1), _as_priorities([priority], 1)
+        return self.engine.add_request(prompt, params, rank)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; return the requests of `add_request` that finished, in this step or during another call's."""
@@ -99,6 +144,15 @@ class LLM:
     def tokenizer(self) -> Any:
         """The model's tokenizer, from transformers; None where the model's folder has none."""
         return self.engine.tokenizer.hf if self.engine.tokenizer else None
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's own generation_config.json recommends."""
+        return SamplingParams.from_generation_config(self.engine.generation_config)
+
+    def get_metrics(self) -> EngineMetrics:
+        """The work done since this LLM was made, and what it holds now."""
+        return self.engine.metrics()
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, as `generate` makes them. Raises RequestError where there is no tokenizer."""
@@ -130,18 +184,22 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[Request]:
+        priority: Sequence[int] | None = None,
+    ) -> list[Prepared]:
         """Check everything that a user can get wrong, before anything is queued."""
         prompts = _as_list_of_prompts(prompts)
         params = _one_for_each(sampling_params, len(prompts))
         for item in params:
             self.engine.check_params(item)
-        return [Request(*parts) for parts in zip(prompts, self.engine.encode(prompts), params, strict=True)]
+        priorities = _as_priorities(priority, len(prompts))
+        encoded = self.engine.encode(prompts)
+        return [Prepared(*parts) for parts in zip(prompts, encoded, params, priorities, strict=True)]
 
-    def _complete(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+    def _complete(self, requests: list[Prepared], use_tqdm: bool, on_finish: OnFinish | None) -> list[RequestOutput]:
         """Run these requests to their end; if that fails, leave nothing of them behind."""
         request_ids: list[int] = []
         inbox: list[RequestOutput] = []
+        num_reported = 0
         try:
             for request in requests:
                 request_ids.append(self.engine.add_encoded(*request))
@@ -150,6 +208,9 @@ class LLM:
                 while len(inbox) < len(requests):
                     self._step()
                     progress.show(len(inbox))
+                    while on_finish is not None and num_reported < len(inbox):
+                        num_reported += 1
+                        on_finish(inbox[num_reported - 1])
         finally:
             if len(inbox) < len(request_ids):
                 unfinished = set(request_ids) - {output.request_id for output in inbox}
@@ -158,7 +219,7 @@ class LLM:
                 self.engine.abort(sorted(unfinished))
         return sorted(inbox, key=lambda output: output.request_id)
 
-    def _stream(self, requests: list[Request]) -> Iterator[StreamChunk]:
+    def _stream(self, requests: list[Prepared]) -> Iterator[StreamChunk]:
         unfinished: dict[int, int] = {}  # index of the prompt -> request id
         chunks: deque[StreamChunk] = deque()
         try:
@@ -220,6 +281,18 @@ def _as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         )
     is_token_ids = bool(prompts) and all(isinstance(item, Integral) for item in prompts)
     return cast("list[Prompt]", [list(prompts)] if is_token_ids else list(prompts))
+
+
+def _as_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
+    if priority is None:
+        return [0] * count
+    if not isinstance(priority, (list, tuple)) or not all(
+        isinstance(item, Integral) and not isinstance(item, bool) for item in priority
+    ):
+        raise RequestError(f"priority={priority!r} must be a list of whole numbers, one for each prompt; 0 is usual")
+    if len(priority) != count:
+        raise RequestError(f"{len(priority)} priorities for {count} prompts; give one for each")
+    return [int(item) for item in priority]
 
 
 def _one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

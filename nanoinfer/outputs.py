@@ -42,6 +42,40 @@ class StreamChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """How long a request took, in seconds; None for what it did not come to.
+
+    queue_time: from its arrival to the launch of its first step. time_to_first_token: from its arrival to when the
+    host had its first token. time_per_token: mean, of the tokens after the first.
+    """
+
+    queue_time: float | None = None
+    time_to_first_token: float | None = None
+    time_per_token: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMetrics:
+    """The work of an LLM since it was made, and the blocks of KV cache that it uses now.
+
+    num_prompt_tokens: tokens of the prompts that were begun. num_generated_tokens: tokens out. prefix_hit_rate: the
+    share of the prompt tokens whose keys and values came from the prefix cache. num_preemptions: how often a request
+    had to give its blocks up. Seconds are those of the steps, from launch to collection, without overlap.
+    """
+
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    prefix_hit_rate: float
+    num_preemptions: int
+    num_used_blocks: int
+    num_blocks: int
+    num_prefill_steps: int
+    num_decode_steps: int
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A finished request: its prompt and its completions.
 
@@ -50,6 +84,7 @@ class RequestOutput:
     prompt_token_ids: the prompt as the model saw it.
     num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
     outputs: the completions; `text`, `token_ids` and `finish_reason` are those of the first.
+    metrics: how long it took.
     """
 
     request_id: int
@@ -57,6 +92,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     num_cached_tokens: int
     outputs: list[CompletionOutput]
+    metrics: RequestMetrics = RequestMetrics()
 
     @property
     def text(self) -> str:

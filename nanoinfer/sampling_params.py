@@ -1,11 +1,13 @@
 """How one request is to be sampled: chosen by the user, validated once, never changed."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
+from typing import Any
 
 from nanoinfer.errors import RequestError
 
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 MAX_TEMPERATURE = 1e6  # far past where every token is as likely as any other
 
 
@@ -54,6 +56,20 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r} is not a bool; use True or False")
         self._check_stops()
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingParams":
+        """What a generation_config.json, read as a dict, recommends; its options that are none of ours are left out.
+
+        "do_sample": false is a temperature of 0, and max_new_tokens is max_tokens. `dataclasses.replace` changes what
+        is to differ.
+        """
+        known = {field.name for field in fields(cls)}
+        names = {"max_new_tokens": "max_tokens"} | {name: name for name in RECOMMENDED if name in known}
+        options = {ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None}
+        if config.get("do_sample") is False:
+            options["temperature"] = 0.0
+        return cls(**options)
 
     def _check_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()

@@ -181,8 +181,9 @@ def check_invariants(scheduler: Scheduler) -> None:
     for seq in waiting:
         assert seq.status is SequenceStatus.WAITING
         assert (seq.row, seq.block_table, seq.num_computed_tokens, seq.num_pending_tokens) == (None, [], 0, 0)
-    if waiting and scheduler.running:
-        assert max(seq.seq_id for seq in scheduler.running) < min(seq.seq_id for seq in waiting), "not FIFO"
+    for priority in {seq.priority for seq in waiting} & {seq.priority for seq in scheduler.running}:
+        running_ids = [seq.seq_id for seq in scheduler.running if seq.priority == priority]
+        assert max(running_ids) < min(seq.seq_id for seq in waiting if seq.priority == priority), "not FIFO"
 
     rows = [seq.row for seq in scheduler.running]
     assert sorted(rows + scheduler._free_rows) == list(range(scheduler.max_num_seqs))

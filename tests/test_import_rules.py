@@ -57,7 +57,7 @@ MAY_IMPORT = {
         "sampling_params",
         "utils",
     ],
-    "llm": ["config", "engine.llm_engine", "errors", "outputs", "sampling_params"],
+    "llm": ["config", "engine.llm_engine", "errors", "outputs", "sampling_params", "utils.chat"],
     "__init__": ["errors", "llm", "outputs", "sampling_params"],
     "assets": ["assets"],
 }

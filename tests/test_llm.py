@@ -231,3 +231,111 @@ def test_an_unknown_architecture_is_refused_with_the_list(tmp_path: Path, random
 def test_a_cpu_that_cannot_use_a_backend_says_why(random_checkpoint: Checkpoint) -> None:
     with pytest.raises(ValueError, match="attention_backend='flash_attn' runs on CUDA"):
         LLM(random_checkpoint(), device="cpu", attention_backend="flash_attn")
+
+
+# --- callbacks, priorities, text and ids, metrics ---
+
+
+def test_on_finish_is_called_for_each_request_as_it_finishes(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (9, 2, 5)]
+    seen: list[RequestOutput] = []
+    running = []
+
+    def note(output: RequestOutput) -> None:
+        seen.append(output)
+        running.append(len(llm.engine.scheduler.running))
+
+    outputs = llm.generate([[1], [2], [3]], params, use_tqdm=False, on_finish=note)
+    assert [len(output.token_ids) for output in seen] == [2, 5, 9]
+    assert running == [2, 1, 0], "the others were still under way"
+    assert sorted(seen, key=lambda output: output.request_id) == outputs
+
+
+def test_an_error_in_on_finish_ends_the_call_and_leaves_nothing_behind(llm: LLM) -> None:
+    def fail(output: RequestOutput) -> None:
+        raise KeyError("the callback's own")
+
+    with pytest.raises(KeyError, match="own"):
+        llm.generate([[1], [2]], [SHORT, SamplingParams(max_tokens=90, ignore_eos=True)], False, on_finish=fail)
+    assert llm.is_finished()
+    assert llm.engine.block_manager.num_used_blocks == 0
+
+
+def test_on_finish_may_call_generate_and_abort(llm: LLM) -> None:
+    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    nested: list[RequestOutput] = []
+
+    def call(output: RequestOutput) -> None:
+        if not nested:
+            nested.extend(llm.generate([[9], [8]], SHORT, use_tqdm=False))
+            llm.abort(output.request_id + 1)
+
+    outputs = llm.generate([[1], [2]], [SHORT, long], use_tqdm=False, on_finish=call)
+    assert [output.finish_reason for output in outputs] == ["length", "abort"]
+    assert [output.finish_reason for output in nested] == ["length"] * 2
+    assert llm.is_finished()
+
+
+def test_higher_priorities_finish_first(random_checkpoint: Checkpoint) -> None:
+    with LLM(random_checkpoint(), device="cpu", max_num_seqs=1) as llm:
+        order: list[list[int]] = []
+        llm.generate(
+            [[1], [2], [3], [4]],
+            SHORT,
+            use_tqdm=False,
+            priority=[0, 5, -1, 5],
+            on_finish=lambda output: order.append(output.prompt_token_ids),
+        )
+    assert order == [[2], [4], [1], [3]]
+
+
+@pytest.mark.parametrize(
+    ("priority", "message"),
+    [
+        ([1], "1 priorities for 2 prompts; give one for each"),
+        (3, "priority=3 must be a list of whole numbers"),
+        ([1, 0.5], r"priority=\[1, 0.5\] must be a list of whole numbers"),
+    ],
+)
+def test_a_bad_priority_is_refused_before_anything_is_queued(llm: LLM, priority: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate([[1], [2]], SHORT, use_tqdm=False, priority=priority)  # type: ignore[arg-type]
+    assert llm.is_finished()
+
+
+def test_encode_and_decode_are_the_tokenizers(llm: LLM) -> None:
+    for call in (lambda: llm.encode("a"), lambda: llm.decode([1])):
+        with pytest.raises(RequestError, match="has no tokenizer"):
+            call()
+    with LLM(tiny_model_path(), device="cpu") as tiny:
+        ids = tiny.encode("12 + 3<|im_end|>")
+        assert ids == tiny.tokenizer("12 + 3<|im_end|>")["input_ids"]
+        assert tiny.decode(ids) == "12 + 3"
+        assert tiny.decode(ids, skip_special_tokens=False) == "12 + 3<|im_end|>"
+        assert tiny.default_sampling_params.temperature == 0.6, "as its generation_config.json has it"
+
+
+def test_the_metrics_of_an_engine_add_up(llm: LLM) -> None:
+    llm.generate([[1] * 40, [2] * 20], SHORT, use_tqdm=False)
+    llm.generate([[1] * 40], SHORT, use_tqdm=False)
+    metrics = llm.get_metrics()
+    assert (metrics.num_prompt_tokens, metrics.num_generated_tokens) == (100, 12)
+    assert metrics.prefix_hit_rate == 0.32, "two blocks of 16 tokens"
+    assert (metrics.num_preemptions, metrics.num_used_blocks, metrics.num_blocks) == (0, 0, 64)
+    assert (metrics.num_prefill_steps, metrics.num_decode_steps) == (2, 6)
+    assert metrics.prefill_seconds > 0
+    assert metrics.decode_seconds > 0
+
+
+def test_a_request_says_how_long_it_waited_and_took(random_checkpoint: Checkpoint) -> None:
+    with LLM(random_checkpoint(), device="cpu", max_num_seqs=1) as llm:
+        one_token = SamplingParams(max_tokens=1, ignore_eos=True)
+        outputs = llm.generate([[1], [2], [3]], [SHORT, SHORT, one_token], use_tqdm=False)
+        first, second, third = [output.metrics for output in outputs]
+    assert first.time_per_token is not None
+    assert first.time_per_token > 0
+    assert first.queue_time is not None
+    assert first.time_to_first_token is not None
+    assert second.queue_time is not None
+    assert 0 <= first.queue_time < first.time_to_first_token < second.queue_time, "one after the other"
+    assert third.time_per_token is None, "one token has no pace"

@@ -76,3 +76,21 @@ def test_one_stop_string_or_several_and_stop_ids_become_tuples() -> None:
         stop=("a", "b"), stop_token_ids=(3, 4)
     )
     assert hash(SamplingParams(stop=["a"]))
+
+
+@pytest.mark.parametrize(
+    ("config", "params"),
+    [
+        ({}, SamplingParams()),
+        ({"temperature": 0.6, "do_sample": True, "eos_token_id": 3}, SamplingParams(temperature=0.6)),
+        ({"temperature": 0.6, "do_sample": False}, SamplingParams(temperature=0)),
+        ({"max_new_tokens": 32, "temperature": None}, SamplingParams(max_tokens=32)),
+    ],
+)
+def test_the_recommendation_of_a_generation_config(config: dict[str, Any], params: SamplingParams) -> None:
+    assert SamplingParams.from_generation_config(config) == params
+
+
+def test_a_recommendation_out_of_range_is_refused_like_any_other_value() -> None:
+    with pytest.raises(RequestError, match="temperature=-1 must be finite and at least 0"):
+        SamplingParams.from_generation_config({"temperature": -1})

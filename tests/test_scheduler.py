@@ -4,8 +4,9 @@ import pytest
 
 from nanoinfer.engine.batch import NewBlock, ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.scheduler import RESERVED_TOKENS
+from nanoinfer.engine.scheduler import RESERVED_TOKENS, Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.sampling_params import SamplingParams
 from tests.helpers_scheduler import (
     add_prompts,
     benchmark_requests,
@@ -294,7 +295,7 @@ def test_the_youngest_is_preempted_and_is_first_in_the_queue() -> None:
     assert [seq.num_computed_tokens for seq in seqs] == [4, 4, 0]
     batch = step(scheduler)
     assert (ids(batch.decode), scheduler.num_preemptions) == ([0], 1)
-    assert [seq_id for seq_id, _ in sorted(scheduler._waiting)] == [1, 2]
+    assert [seq.seq_id for _, seq in sorted(scheduler._waiting)] == [1, 2]
     check_invariants(scheduler)
     readmitted = [ids(batch.admitted) for batch in run_to_the_end(scheduler) if batch.admitted]
     assert readmitted == [[1], [2]]
@@ -499,3 +500,60 @@ def test_the_reserve_keeps_the_benchmark_from_computing_its_prompts_twice(num_bl
     print(f"{num_computed_tokens / num_prompt_tokens - 1:.2%} computed twice, {scheduler.num_preemptions} preemptions")
     # Without the reserve it is 40%, with 400 blocks.
     assert num_computed_tokens <= 1.05 * num_prompt_tokens
+
+
+# --- priorities ---
+
+
+def add_with_priorities(scheduler: Scheduler, priorities: list[int], max_tokens: int = 4) -> list[Sequence]:
+    seqs = []
+    for seq_id, priority in enumerate(priorities):
+        seqs.append(make_sequence(seq_id, [seq_id, seq_id], max_tokens))
+        seqs[-1].priority = priority
+        scheduler.add(seqs[-1])
+    return seqs
+
+
+def test_higher_priorities_are_admitted_first_and_equal_ones_by_arrival() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    add_with_priorities(scheduler, [0, -1, 5, 0, 5], max_tokens=1)
+    admitted = [ids(batch.admitted) for batch in run_to_the_end(scheduler)]
+    assert admitted == [[2], [4], [0], [3], [1]]
+
+
+def test_the_lowest_priority_is_preempted_first_and_comes_back_last() -> None:
+    scheduler = make_scheduler(num_blocks=5, block_size=2)
+    add_with_priorities(scheduler, [0, 1], max_tokens=6)
+    assert ids(step(scheduler).admitted) == [1, 0]
+    while scheduler.num_preemptions == 0:
+        batch = step(scheduler)
+    assert ids(batch.decode) == [1], "the one that came later stays"
+    assert [seq.seq_id for _, seq in scheduler._waiting] == [0]
+    check_invariants(scheduler)
+    run_to_the_end(scheduler)
+
+
+# --- stop strings ---
+
+
+def test_a_sequence_stopped_from_outside_gives_row_and_blocks_back_and_its_next_token_is_dropped() -> None:
+    scheduler = make_scheduler()
+    [seq, other] = add_prompts(scheduler, [1, 2], [3, 4])
+    step(scheduler)
+    in_flight = scheduler.schedule()
+    scheduler.stop([seq])
+    assert (seq.status, seq.finish_reason, seq.row, seq.block_table) == (SequenceStatus.FINISHED, "stop", None, [])
+    check_invariants(scheduler)
+    assert scheduler.update(in_flight, [7, 8]) == []
+    assert (seq.completion_token_ids, other.completion_token_ids) == ([0], [0, 8])
+
+
+def test_a_requests_own_stop_tokens_end_it_beside_the_models() -> None:
+    scheduler = make_scheduler(stop_token_ids=frozenset({7}))
+    options = [{}, {"stop_token_ids": [8]}, {"stop_token_ids": [8], "ignore_eos": True}, {"ignore_eos": True}]
+    seqs = [Sequence(i, [i], SamplingParams(max_tokens=3, **option)) for i, option in enumerate(options)]
+    for seq in seqs:
+        scheduler.add(seq)
+    for token_id in (7, 8, 9):
+        step(scheduler, token_id)
+    assert [seq.completion_token_ids for seq in seqs] == [[7], [7], [7, 8], [7, 8, 9]]

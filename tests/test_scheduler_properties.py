@@ -48,6 +48,7 @@ class Add:
     prompt: list[int]
     max_tokens: int
     ignore_eos: bool
+    priority: int
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,14 @@ prompts = st.builds(
     num_shared=st.integers(0, 12),
     rest=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=4),
 )
-adds = st.builds(Add, prompt=prompts, max_tokens=st.integers(1, 24), ignore_eos=st.booleans())
+priorities = st.sampled_from([0, 0, 0, 1, -1])
+adds = st.builds(
+    Add,
+    prompt=prompts,
+    max_tokens=st.integers(1, 24),
+    ignore_eos=st.booleans(),
+    priority=priorities,
+)
 events = st.one_of(
     adds,
     adds,
@@ -123,9 +131,10 @@ class History:
 
     def play(self, event: Event) -> None:
         match event:
-            case Add(prompt, max_tokens, ignore_eos):
+            case Add(prompt, max_tokens, ignore_eos, priority):
                 prompt = prompt[: self.scheduler.max_model_len - 1]
                 self.seqs.append(make_sequence(len(self.seqs), prompt, max_tokens, ignore_eos))
+                self.seqs[-1].priority = priority
                 self.scheduler.add(self.seqs[-1])
             case Step(fails):
                 self.step(fails)
@@ -182,7 +191,9 @@ class History:
         self.seen["preemptions"] += self.scheduler.num_preemptions
         assert self.scheduler.is_finished(), f"not finished after {MAX_STEPS} steps"
         assert {seq.seq_id for seq in self.seqs if seq.finish_reason == "abort"} == self.aborted
-        assert self.first_admissions == sorted(self.first_admissions), "not first come, first served"
+        for priority in {seq.priority for seq in self.seqs}:
+            admitted = [seq_id for seq_id in self.first_admissions if self.seqs[seq_id].priority == priority]
+            assert admitted == sorted(admitted), "not first come, first served"
         assert self.manager.num_free_blocks == self.manager.num_blocks
 
 

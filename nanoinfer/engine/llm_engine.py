@@ -20,11 +20,11 @@ from nanoinfer.engine.request import Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import EngineClosedError, RequestError
-from nanoinfer.outputs import RequestOutput, StreamChunk
+from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.detokenizer import CompletionText
 from nanoinfer.utils.hub import resolve_model_folder
-from nanoinfer.utils.tokenizer import Tokenizer, load_tokenizer, read_stop_token_ids
+from nanoinfer.utils.tokenizer import Tokenizer, load_tokenizer, read_generation_config, read_stop_token_ids
 
 logger = logging.getLogger("nanoinfer")
 
@@ -39,18 +39,22 @@ class EngineStats:
     num_decode_steps: int = 0
     prefill_tokens: int = 0  # prompt tokens computed; those found in the cache are not counted
     decode_tokens: int = 0  # tokens generated in decode steps; a request's first comes out of its prefill
+    prompt_tokens: int = 0  # of requests that were begun; those found in the cache are counted
+    cached_tokens: int = 0  # of these, those found in the cache
+    generated_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
-    def add(self, batch: ScheduledBatch, num_decoded: int, seconds: float) -> None:
-        """Count a collected step, in which `num_decoded` sequences got a token that was wanted."""
+    def add(self, batch: ScheduledBatch, num_generated: int, seconds: float) -> None:
+        """Count a collected step, in which `num_generated` sequences got a token that was wanted."""
+        self.generated_tokens += num_generated
         if batch.prefill:
             self.num_prefill_steps += 1
             self.prefill_tokens += batch.num_prefill_tokens
             self.prefill_seconds += seconds
         else:
             self.num_decode_steps += 1
-            self.decode_tokens += num_decoded
+            self.decode_tokens += num_generated
             self.decode_seconds += seconds
 
 
@@ -71,6 +75,7 @@ class LLMEngine:
         self.model_config = ModelConfig.from_folder(folder)
         self.tokenizer = load_tokenizer(folder)
         stop_token_ids = read_stop_token_ids(folder, self.tokenizer)
+        self.generation_config = read_generation_config(folder)
         runner_class = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
         self.runner: ModelRunner | ParallelRunner | None = runner_class(config, self.model_config, folder)
         self.max_model_len = self.runner.max_model_len
@@ -92,6 +97,7 @@ class LLMEngine:
         self._num_requests = 0
         self._requests: dict[int, Request] = {}  # those that were not returned
         self._followed: dict[int, Request] = {}  # of these, those whose text matters before they have finished
+        self._starting: dict[int, Request] = {}  # begun, and without a first token
         self._marked: deque[int] = deque()  # to be aborted by the next step
 
     def encode(self, prompts: list[Prompt]) -> list[list[int]]:
@@ -121,28 +127,29 @@ class LLMEngine:
                 "use stop_token_ids"
             )
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams, priority: int = 0) -> int:
         """Queue a request and return its id. Raises RequestError for a prompt that cannot be served."""
         self.check_params(sampling_params)
-        return self.add_encoded(prompt, self.encode([prompt])[0], sampling_params)
+        return self.add_encoded(prompt, self.encode([prompt])[0], sampling_params, priority)
 
     def add_encoded(
         self,
         prompt: Prompt,
         token_ids: list[int],
         sampling_params: SamplingParams,
+        priority: int = 0,
         chunks: deque[StreamChunk] | None = None,
         index: int = 0,
     ) -> int:
         """Queue a prompt that `encode` has turned into `token_ids`, and return its id.
 
-        chunks: where what is new of it is put, under this `index`, as its tokens are collected.
+        priority: higher runs first. chunks: where a stream finds what is new of it, under this `index`.
         """
         request_id = self._num_requests
         self._num_requests += 1
         # A stream of its own for each request, so that equal prompts differ and batches do not matter.
         seed = xxhash.xxh64_intdigest(struct.pack("<qq", self.config.seed, request_id)) >> 1
-        seq = Sequence(request_id, token_ids, sampling_params, seed)
+        seq = Sequence(request_id, token_ids, sampling_params, seed, priority)
         text = self._completion_text(sampling_params)
         request = Request(seq, prompt if isinstance(prompt, str) else None, text, chunks, index)
         self.scheduler.add(seq)
@@ -189,6 +196,22 @@ class LLMEngine:
         """Whether every request has finished and was returned."""
         return self.scheduler.is_finished() and not self._finished and not self._outputs
 
+    def metrics(self) -> EngineMetrics:
+        """The work done so far, and what is held now."""
+        stats, manager = self.stats, self.block_manager
+        return EngineMetrics(
+            num_prompt_tokens=stats.prompt_tokens,
+            num_generated_tokens=stats.generated_tokens,
+            prefix_hit_rate=stats.cached_tokens / max(1, stats.prompt_tokens),
+            num_preemptions=self.scheduler.num_preemptions,
+            num_used_blocks=manager.num_used_blocks,
+            num_blocks=manager.num_blocks,
+            num_prefill_steps=stats.num_prefill_steps,
+            num_decode_steps=stats.num_decode_steps,
+            prefill_seconds=stats.prefill_seconds,
+            decode_seconds=stats.decode_seconds,
+        )
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         self._check_open()
@@ -209,6 +232,7 @@ class LLMEngine:
         if not batch:
             return False
         try:
+            self._note_admissions(batch, started)
             self._in_flight.append(Step(batch, runner.launch(pack(batch)), started))
         except BaseException:
             self._discard(batch)
@@ -224,14 +248,31 @@ class LLMEngine:
             self._discard()
             raise
         self._in_flight.popleft()
-        num_decoded = sum(seq.status is SequenceStatus.RUNNING for seq in step.batch.decode)
+        num_generated = sum(seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled)
         self._finished += self.scheduler.update(step.batch, token_ids)
         if self._followed:
             self._follow(step.batch)
         # Steps overlap: each counts from its launch, or from the end of the one before it.
         now = time.perf_counter()
-        self.stats.add(step.batch, num_decoded, now - max(step.started, self._last_collected))
+        self.stats.add(step.batch, num_generated, now - max(step.started, self._last_collected))
         self._last_collected = now
+        if self._starting:
+            self._note_first_tokens(step.batch, now)
+
+    def _note_admissions(self, batch: ScheduledBatch, now: float) -> None:
+        for seq in batch.admitted:
+            request = self._requests[seq.seq_id]
+            if request.begun is None:
+                request.begun = now
+                self._starting[seq.seq_id] = request
+                self.stats.prompt_tokens += seq.num_prompt_tokens
+                self.stats.cached_tokens += seq.num_cached_tokens or 0
+
+    def _note_first_tokens(self, batch: ScheduledBatch, now: float) -> None:
+        for seq in batch.sampled:
+            request = self._starting.pop(seq.seq_id, None)
+            if request is not None:
+                request.first_token = now
 
     def _follow(self, batch: ScheduledBatch) -> None:
         """Extend the texts that somebody waits for; a sequence ends with its stop string as with a stop token."""
@@ -252,6 +293,7 @@ class LLMEngine:
     def _forget(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
         self._followed.pop(request_id, None)
+        self._starting.pop(request_id, None)
 
     def _completion_text(self, params: SamplingParams) -> CompletionText | None:
         if self.tokenizer is None or not params.detokenize:

@@ -1,10 +1,11 @@
 """A request as its user sees it: its text and its stream while it runs, and its output in the end."""
 
+import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.outputs import CompletionOutput, RequestOutput, StreamChunk
+from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
 from nanoinfer.utils.detokenizer import CompletionText
 
 
@@ -19,6 +20,9 @@ class Request:
     index: int = 0  # in that stream
     num_read: int = 0  # tokens of the completion that are in `text`
     num_streamed: int = 0  # and those that are in `chunks`
+    arrived: float = field(default_factory=time.perf_counter)
+    begun: float | None = None  # when its first step was launched (perf_counter)
+    first_token: float | None = None  # when that was collected
 
     @property
     def is_followed(self) -> bool:
@@ -57,6 +61,17 @@ class Request:
             prompt_token_ids=seq.prompt_token_ids,
             num_cached_tokens=seq.num_cached_tokens or 0,
             outputs=[CompletionOutput(0, text, seq.completion_token_ids, reason, stop_reason)],
+            metrics=self._metrics(),
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        num_later = len(self.seq.token_ids) - self.seq.num_prompt_tokens - 1
+        return RequestMetrics(
+            queue_time=None if self.begun is None else self.begun - self.arrived,
+            time_to_first_token=None if self.first_token is None else self.first_token - self.arrived,
+            time_per_token=None
+            if self.first_token is None or num_later < 1
+            else (time.perf_counter() - self.first_token) / num_later,
         )
 
     def _completion(self, start: int) -> list[int]:

@@ -5,11 +5,11 @@ Prefill goes first, so that the decode batch is as full as it can be. A sequence
 
     WAITING --admit: a row, blocks for all its tokens--> RUNNING --stop token, or length--> FINISHED
        ^                                                   |
-       '------preempt: blocks are short, youngest first----'
+       '------preempt: blocks are short, last in rank first'
 
 Preemption frees a sequence's blocks and computes it again later, its generated tokens included (recomputation, as in
-PagedAttention, Kwon et al. 2023). The waiting queue is ordered by arrival, so that a preempted sequence, which came
-before all that still wait, is at its front without a rule of its own.
+PagedAttention, Kwon et al. 2023). The waiting queue is ordered by priority and then by arrival, so that a preempted
+sequence, which came before all of its priority that still wait, is in front of them without a rule of its own.
 """
 
 import heapq
@@ -54,7 +54,7 @@ class Scheduler:
         self.reserved_tokens = reserved_tokens
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self._waiting: list[tuple[int, Sequence]] = []  # a heap on arrival, which is the order of seq_id
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on (-priority, seq_id)
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
         self._blocked: tuple[int, int] | None = None  # (seq_id, num_frees) of a queue head that did not fit
 
@@ -66,12 +66,12 @@ class Scheduler:
         return not self._waiting and not self.running
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence, by its arrival."""
+        """Queue a sequence, by its priority and arrival."""
         seq.max_num_tokens = min(seq.num_prompt_tokens + seq.sampling_params.max_tokens, self.max_model_len)
         params = seq.sampling_params
         model_stops = frozenset[int]() if params.ignore_eos else self.stop_token_ids
         seq.stop_token_ids = model_stops.union(params.stop_token_ids) if params.stop_token_ids else model_stops
-        heapq.heappush(self._waiting, (seq.seq_id, seq))
+        heapq.heappush(self._waiting, (seq.rank, seq))
 
     def schedule(self, in_flight: bool = False) -> ScheduledBatch:
         """Choose the next step and advance its sequences by it.
@@ -136,7 +136,7 @@ class Scheduler:
         for _, seq in self._waiting:
             if seq.seq_id in seq_ids:
                 seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"
-        self._waiting = [item for item in self._waiting if item[0] not in seq_ids]
+        self._waiting = [item for item in self._waiting if item[1].seq_id not in seq_ids]
         heapq.heapify(self._waiting)
 
     def _schedule_prefill(self) -> ScheduledBatch:
@@ -159,18 +159,18 @@ class Scheduler:
         return batch
 
     def _schedule_decode(self, in_flight: bool) -> ScheduledBatch:
-        """One token for each running sequence; the youngest are preempted while blocks are short."""
+        """One token for each running sequence; the lowest in rank are preempted while blocks are short."""
         # One whose last token is in flight has nothing more to run.
         decode = [seq for seq in self.running if seq.num_tokens < seq.max_num_tokens]
         needy = [seq for seq in decode if self.block_manager.needs_block(seq)]
         if in_flight and len(needy) > self.block_manager.num_free_blocks:
             return ScheduledBatch()
         while len(needy) > self.block_manager.num_free_blocks:
-            youngest = max(decode, key=lambda seq: seq.seq_id)
+            last = max(decode, key=lambda seq: seq.rank)
             self.num_preemptions += 1
-            self._send_back(youngest)
-            decode.remove(youngest)
-            needy = [seq for seq in needy if seq is not youngest]
+            self._send_back(last)
+            decode.remove(last)
+            needy = [seq for seq in needy if seq is not last]
         batch = ScheduledBatch(decode=decode)
         for seq in needy:
             column = len(seq.block_table)

@@ -27,6 +27,7 @@ class Sequence:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     seed: int = 0  # of this request's random stream, an int64
+    priority: int = 0  # higher runs first
     max_num_tokens: int = 0  # with so many tokens it is finished; the scheduler sets this and the stop tokens
     stop_token_ids: Set[int] = frozenset()  # those that end it
     token_ids: list[int] = field(init=False)  # prompt and collected completion
@@ -42,6 +43,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place among all: lower runs first."""
+        return -self.priority, self.seq_id
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -27,14 +27,16 @@ class Tokenizer:
                 True: TokenBytes(backend.id_to_token, skipped=special),
             }
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Encode plain texts in one batch, with the special tokens that the tokenizer adds.
+    def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Encode plain texts in one batch, with the special tokens that the tokenizer adds, or as they are.
 
         A text that begins with the tokenizer's BOS, as one rendered by a chat template may, does not get a second.
         """
         if not texts:
             return []
-        batch: list[list[int]] = self.hf(texts, verbose=False)["input_ids"]
+        batch: list[list[int]] = self.hf(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        if not add_special_tokens:
+            return batch
         bos, bos_id = self.hf.bos_token, self.hf.bos_token_id
         adds_bos = bos is not None and self.hf("")["input_ids"][:1] == [bos_id]
         return [ids[1:] if adds_bos and text.startswith(bos) else ids for text, ids in zip(texts, batch, strict=True)]
@@ -89,3 +91,9 @@ def read_stop_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[
             break
     stop.discard(None)
     return frozenset(stop)
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """generation_config.json, or nothing where there is none."""
+    path = folder / "generation_config.json"
+    return read_json(path) if path.exists() else {}

@@ -1,0 +1,71 @@
+"""Conversations to text, by the tokenizer's own chat template."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nanoinfer.errors import RequestError
+from nanoinfer.utils.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Conversation = Sequence[Message]
+
+
+def render_chats(
+    tokenizer: Tokenizer,
+    messages: Conversation | Sequence[Conversation],
+    *,
+    tools: Sequence[Any] | None = None,
+    add_generation_prompt: bool = True,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """The text of one conversation or of each of several.
+
+    tools: functions, or their JSON schemas, that the template describes to the model. chat_template: in place of the
+    tokenizer's own. chat_template_kwargs: what else the template understands. Raises RequestError where there is no
+    template, for a message without role or content, and for what the template refuses.
+    """
+    if chat_template is None and tokenizer.hf.chat_template is None:
+        raise RequestError("the tokenizer has no chat template; give one as chat_template, or use generate")
+    conversations = _as_conversations(messages)
+    texts = []
+    for index, conversation in enumerate(conversations):
+        _check(conversation, index)
+        try:
+            text = tokenizer.hf.apply_chat_template(
+                list(conversation),
+                tools=None if tools is None else list(tools),
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **(chat_template_kwargs or {}),
+            )
+        except Exception as error:
+            raise RequestError(
+                f"the chat template cannot render conversation {index} ({error}); mend the messages or the template"
+            ) from error
+        texts.append(text)
+    return texts
+
+
+def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    if not isinstance(messages, (list, tuple)):
+        raise RequestError(
+            f"messages is a {type(messages).__name__}; give a list of messages such as "
+            "{'role': 'user', 'content': 'Hello'}, or a list of such lists"
+        )
+    one = bool(messages) and all(isinstance(item, Mapping) for item in messages)
+    return [messages] if one else list(messages)
+
+
+def _check(conversation: Any, index: int) -> None:
+    if not isinstance(conversation, (list, tuple)) or not conversation:
+        raise RequestError(f"conversation {index} is {conversation!r}; give a list of one message or more")
+    for number, message in enumerate(conversation):
+        which = f"message {number} of conversation {index}"
+        if not isinstance(message, Mapping):
+            raise RequestError(f"{which} is {message!r}; give a dict such as {{'role': 'user', 'content': 'Hello'}}")
+        if not isinstance(message.get("role"), str):
+            raise RequestError(f"{which} has no role: {dict(message)!r}; give 'system', 'user', 'assistant' or 'tool'")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise RequestError(f"{which} has no content: {dict(message)!r}; give a text, which may be empty")

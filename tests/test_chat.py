@@ -1,0 +1,98 @@
+"""llm.chat: conversations by the tokenizer's own template, and those that no template can render."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nanoinfer import LLM, RequestError, RequestOutput, SamplingParams, tiny_model_path
+
+GREEDY = SamplingParams(temperature=0, max_tokens=120)
+SUM = [{"role": "user", "content": "What is 312 + 48?"}]
+DIFFERENCE = [{"role": "user", "content": "What is 312 - 48?"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(tiny_model_path(), device="cpu") as llm:
+        yield llm
+
+
+def chat(llm: LLM, messages: object, **options: object) -> list[RequestOutput]:
+    return llm.chat(messages, GREEDY, use_tqdm=False, **options)  # type: ignore[arg-type]
+
+
+def test_one_conversation_or_several_are_answered_in_their_order(llm: LLM) -> None:
+    assert [output.text for output in chat(llm, SUM)] == ["312 + 48 = 360"]
+    assert [output.text for output in chat(llm, [SUM, DIFFERENCE])] == ["312 + 48 = 360", "312 - 48 = 264"]
+    assert chat(llm, []) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"chat_template_kwargs": {"enable_thinking": False}}])
+def test_the_prompt_is_what_the_tokenizers_own_template_writes(llm: LLM, options: dict) -> None:
+    [output] = chat(llm, SUM, **options)
+    kwargs = {"add_generation_prompt": True} | options.get("chat_template_kwargs", {})
+    assert output.prompt == llm.tokenizer.apply_chat_template(SUM, tokenize=False, **kwargs)
+    ids = llm.tokenizer.apply_chat_template(SUM, tokenize=True, return_dict=False, **kwargs)
+    assert output.prompt_token_ids == ids
+
+
+def test_tools_and_the_generation_prompt_are_the_templates_business(llm: LLM) -> None:
+    tool = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
+    [output] = chat(llm, SUM, tools=[tool], add_generation_prompt=False)
+    assert output.prompt is not None
+    assert '"name": "add"' in output.prompt
+    assert output.prompt.endswith("<|im_end|>\n")
+
+
+def test_a_template_of_ones_own_replaces_the_tokenizers(llm: LLM) -> None:
+    [output] = chat(llm, SUM, chat_template="{{ messages[0].content }}{{ mark }}", chat_template_kwargs={"mark": "!"})
+    assert output.prompt == "What is 312 + 48?!"
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ("Hello", "messages is a str; give a list of messages such as {'role': 'user'"),
+        ([[]], "conversation 0 is []; give a list of one message or more"),
+        ([SUM, "Hello"], "conversation 1 is 'Hello'; give a list"),
+        ([["Hello"]], "message 0 of conversation 0 is 'Hello'; give a dict"),
+        (
+            [{"content": "Hello"}],
+            "message 0 of conversation 0 has no role: {'content': 'Hello'}; give 'system'",
+        ),
+        ([*SUM, {"role": "user"}], "message 1 of conversation 0 has no content: {'role': 'user'}; give a text"),
+    ],
+)
+def test_a_malformed_conversation_is_refused_by_place_and_value(llm: LLM, messages: object, said: str) -> None:
+    with pytest.raises(RequestError) as error:
+        chat(llm, messages)
+    assert str(error.value).startswith(said)
+    assert llm.is_finished()
+
+
+def test_what_the_template_refuses_is_a_request_error(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"cannot render conversation 0 \(no cats\); mend the messages"):
+        chat(llm, SUM, chat_template="{{ raise_exception('no cats') }}")
+
+
+def test_without_a_template_chat_says_what_to_do(tmp_path: Path) -> None:
+    shutil.copytree(tiny_model_path(), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    del settings["chat_template"]
+    path.write_text(json.dumps(settings))
+    with LLM(tmp_path, device="cpu") as llm:
+        with pytest.raises(RequestError, match="no chat template; give one as chat_template, or use generate"):
+            chat(llm, SUM)
+        assert chat(llm, SUM, chat_template="{{ messages[0].content }}")[0].prompt == "What is 312 + 48?"
+
+
+def test_without_a_tokenizer_chat_says_what_to_do(random_checkpoint: Callable[..., Path]) -> None:
+    with (
+        LLM(random_checkpoint(), device="cpu") as llm,
+        pytest.raises(RequestError, match="has no tokenizer; give the prompt as a list of token ids"),
+    ):
+        chat(llm, SUM)
