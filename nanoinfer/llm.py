@@ -92,17 +92,16 @@ class LLM:
         {"enable_thinking": False}. The rest is as in `generate`, and so are the errors; RequestError also for a
         message without role or content, and where there is no tokenizer or no template.
         """
-        tokenizer = self.engine.require_tokenizer()
         texts = render_chats(
-            tokenizer,
+            self.engine.require_tokenizer(),
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
         )
-        requests = self._prepare(tokenizer.encode(texts, add_special_tokens=False), sampling_params, priority)
-        requests = [request._replace(prompt=text) for request, text in zip(requests, texts, strict=True)]
+        # The template has written all special tokens that there are to be.
+        requests = self._prepare(texts, sampling_params, priority, add_special_tokens=False)
         return self._complete(requests, use_tqdm, on_finish)
 
     def stream(
@@ -156,7 +155,7 @@ class LLM:
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, as `generate` makes them. Raises RequestError where there is no tokenizer."""
-        return self.engine.encode([text])[0]
+        return self.engine.require_tokenizer().encode([text])[0]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids. Raises RequestError where there is no tokenizer."""
@@ -185,6 +184,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None = None,
+        add_special_tokens: bool = True,
     ) -> list[Prepared]:
         """Check everything that a user can get wrong, before anything is queued."""
         prompts = _as_list_of_prompts(prompts)
@@ -192,7 +192,7 @@ class LLM:
         for item in params:
             self.engine.check_params(item)
         priorities = _as_priorities(priority, len(prompts))
-        encoded = self.engine.encode(prompts)
+        encoded = self.engine.encode(prompts, add_special_tokens)
         return [Prepared(*parts) for parts in zip(prompts, encoded, params, priorities, strict=True)]
 
     def _complete(self, requests: list[Prepared], use_tqdm: bool, on_finish: OnFinish | None) -> list[RequestOutput]:

@@ -100,7 +100,7 @@ class LLMEngine:
         self._starting: dict[int, Request] = {}  # begun, and without a first token
         self._marked: deque[int] = deque()  # to be aborted by the next step
 
-    def encode(self, prompts: list[Prompt]) -> list[list[int]]:
+    def encode(self, prompts: list[Prompt], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each prompt, texts in one batch. Raises RequestError for one that cannot be served."""
         self._check_open()
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -109,7 +109,7 @@ class LLMEngine:
                 raise RequestError(
                     f"prompt {index} has a lone surrogate, which is no character; decode its bytes as UTF-8"
                 )
-        encoded = iter(self.require_tokenizer().encode(texts) if texts else [])
+        encoded = iter(self.require_tokenizer().encode(texts, add_special_tokens) if texts else [])
         all_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
         return [self._validated(ids, index) for index, ids in enumerate(all_ids)]
 
@@ -250,14 +250,14 @@ class LLMEngine:
         self._in_flight.popleft()
         num_generated = sum(seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled)
         self._finished += self.scheduler.update(step.batch, token_ids)
-        if self._followed:
-            self._follow(step.batch)
         # Steps overlap: each counts from its launch, or from the end of the one before it.
         now = time.perf_counter()
         self.stats.add(step.batch, num_generated, now - max(step.started, self._last_collected))
         self._last_collected = now
         if self._starting:
             self._note_first_tokens(step.batch, now)
+        if self._followed:
+            self._follow(step.batch)
 
     def _note_admissions(self, batch: ScheduledBatch, now: float) -> None:
         for seq in batch.admitted:
