@@ -159,3 +159,33 @@ def test_a_request_of_a_stream_can_be_aborted_alone(llm: LLM) -> None:
     assert reasons == {0: "abort", 1: "length"}
     assert lengths[0] < 8
     assert lengths[1] == 100
+
+
+def test_preemption_changes_neither_streams_nor_stop_strings(tiny: LLM) -> None:
+    prompts = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS * 4]
+    params = [SamplingParams(temperature=0, max_tokens=120, stop=stop) for stop in (None, "0", ", 31", "am ")] * 3
+    expected = [(output.text, output.finish_reason) for output in tiny.generate(prompts, params, use_tqdm=False)]
+    options = {"kvcache_block_size": 16, "num_kvcache_blocks": 12, "max_model_len": 160}
+    with LLM(tiny_model_path(), device="cpu", **options) as tight:
+        tight.engine.scheduler.reserved_tokens = 0  # so that blocks do run short
+        texts, reasons = [""] * 12, [""] * 12
+        for chunk in tight.stream(prompts, params):
+            texts[chunk.index] += chunk.text
+            reasons[chunk.index] = chunk.finish_reason or ""
+        assert tight.get_metrics().num_preemptions > 0
+        assert num_used_blocks(tight) == 0
+    assert list(zip(texts, reasons, strict=True)) == expected
+
+
+def test_a_step_that_fails_ends_the_stream_and_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = llm.generate([1] * 9, SHORT, use_tqdm=False)[0].token_ids
+    stream = llm.stream([2] * 9, LONG)
+    next(stream)
+    assert llm.engine.runner is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "launch", lambda packet: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(stream)
+    assert llm.generate([1] * 9, SHORT, use_tqdm=False)[0].token_ids == alone
+    assert num_used_blocks(llm) == 0
+    assert llm.is_finished()

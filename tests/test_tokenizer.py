@@ -66,6 +66,10 @@ def test_a_tokenizer_that_adds_no_bos_keeps_what_is_written(tmp_path: Path) -> N
     assert Tokenizer(tmp_path).encode(["one", "<s>one"]) == [[4], [BOS, 4]]
 
 
+def test_text_that_a_template_has_written_gets_no_special_tokens(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode(["<s>one two", "one"], add_special_tokens=False) == [[BOS, 4, 5], [4]]
+
+
 def test_no_texts_are_no_lists(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode([]) == []
 
@@ -73,6 +77,7 @@ def test_no_texts_are_no_lists(tokenizer: Tokenizer) -> None:
 def test_decoding_leaves_special_tokens_out(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([BOS, 4, 3, 6, EOS]) == "one three"
     assert tokenizer.decode([]) == ""
+    assert tokenizer.decode([BOS, 4, 3], skip_special_tokens=False) == "<s> one <end>"
 
 
 # --- loading ---
