@@ -72,10 +72,10 @@ class SamplingParams:
         return cls(**options)
 
     def _check_stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         if not isinstance(stop, (list, tuple)) or not all(isinstance(item, str) and item for item in stop):
             raise RequestError(f"stop={self.stop!r} must be a string or a list of them, none empty; use ['\\n'], say")
-        ids = self.stop_token_ids or ()
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
         if not isinstance(ids, (list, tuple)) or not all(_is_token_id(item) for item in ids):
             raise RequestError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids; use [0], say")
         if stop and not self.detokenize:

@@ -52,7 +52,7 @@ class Request:
         if self.text is not None:
             self.text.extend(rest, final=True)
             text = str(self.text)
-            if self.text.stop_string is not None:  # its last token may have been the longest it could be as well
+            if self.text.stop_string is not None:  # complete with the token that also made the length
                 reason, stop_reason = "stop", self.text.stop_string
         self._stream(reason)
         return RequestOutput(

@@ -10,7 +10,7 @@ from typing import Protocol
 
 REPLACEMENT = "\ufffd"  # what stands for bytes that are no character, or not yet one
 # Tokens that a decoder without bytes of its own keeps as context, and the most that it decodes again.
-CONTEXT, WINDOW = 4, 32
+CONTEXT, WINDOW = 8, 32
 
 # A byte-level vocabulary is written in printable characters: each byte that is one stands for itself, the others, in
 # their order, are the characters from 256 on (GPT-2's convention).
@@ -76,12 +76,17 @@ class WindowDetokenizer:
     def decode(self, token_ids: Sequence[int], final: bool = False) -> str:
         self._window += token_ids
         text = self._decode(self._window)
-        end = len(text) - (text.endswith(REPLACEMENT) and not final)
+        end = len(text) if final else _num_certain(text)
         new, self._num_shown = text[self._num_shown : end], max(end, self._num_shown)
-        if len(self._window) > WINDOW and end == len(text):
+        if len(self._window) > WINDOW:
             self._window = self._window[-CONTEXT:]
-            self._num_shown = len(self._decode(self._window))
+            self._num_shown = _num_certain(self._decode(self._window))
         return new
+
+
+def _num_certain(text: str) -> int:
+    """The length of `text` without a replacement character at its end."""
+    return len(text) - text.endswith(REPLACEMENT)
 
 
 class CompletionText:
