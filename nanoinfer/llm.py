@@ -4,19 +4,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.llm_engine import EngineStats, LLMEngine, Prompt
-from nanoinfer.errors import RequestError
+from nanoinfer.engine.llm_engine import EngineStats, LLMEngine
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.chat import Conversation, render_chats
+from nanoinfer.utils.prompts import Prompt, as_list_of_prompts, as_priorities, one_for_each
 
 OnFinish = Callable[[RequestOutput], object]
 
@@ -126,7 +125,7 @@ class LLM:
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> int:
         """Queue a request for `step` to run and return its id. Raises RequestError for one that cannot be served."""
-        [params], [rank] = _one_for_each(sampling_params, 1), _as_priorities([priority], 1)
+        [params], [rank] = one_for_each(sampling_params, 1), as_priorities([priority], 1)
         return self.engine.add_request(prompt, params, rank)
 
     def step(self) -> list[RequestOutput]:
@@ -187,11 +186,11 @@ class LLM:
         add_special_tokens: bool = True,
     ) -> list[Prepared]:
         """Check everything that a user can get wrong, before anything is queued."""
-        prompts = _as_list_of_prompts(prompts)
-        params = _one_for_each(sampling_params, len(prompts))
+        prompts = as_list_of_prompts(prompts)
+        params = one_for_each(sampling_params, len(prompts))
         for item in params:
             self.engine.check_params(item)
-        priorities = _as_priorities(priority, len(prompts))
+        priorities = as_priorities(priority, len(prompts))
         encoded = self.engine.encode(prompts, add_special_tokens)
         return [Prepared(*parts) for parts in zip(prompts, encoded, params, priorities, strict=True)]
 
@@ -270,38 +269,3 @@ class Progress:
 
 def _rate(count: int, seconds: float) -> str:
     return f"{count / seconds:.0f}" if seconds > 0 else "0"
-
-
-def _as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, (list, tuple)):
-        raise RequestError(
-            f"prompts is a {type(prompts).__name__}; give a string, a list of token ids, or a list of these"
-        )
-    is_token_ids = bool(prompts) and all(isinstance(item, Integral) for item in prompts)
-    return cast("list[Prompt]", [list(prompts)] if is_token_ids else list(prompts))
-
-
-def _as_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
-    if priority is None:
-        return [0] * count
-    if not isinstance(priority, (list, tuple)) or not all(
-        isinstance(item, Integral) and not isinstance(item, bool) for item in priority
-    ):
-        raise RequestError(f"priority={priority!r} must be a list of whole numbers, one for each prompt; 0 is usual")
-    if len(priority) != count:
-        raise RequestError(f"{len(priority)} priorities for {count} prompts; give one for each")
-    return [int(item) for item in priority]
-
-
-def _one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, (list, tuple)) or not all(isinstance(item, SamplingParams) for item in params):
-        raise RequestError(
-            f"sampling_params={params!r}; give a SamplingParams for all prompts, or a list with one for each"
-        )
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one for all, or one for each")
-    return list(params)

@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "outputs": ["errors"],
     "sampling_params": ["errors"],
     "utils": ["errors", "utils"],
+    "utils.prompts": ["errors", "sampling_params"],
     "kernels": ["kernels"],
     "layers": ["config", "errors", "kernels", "layers", "utils"],
     "models": ["config", "errors", "layers", "models", "utils"],
@@ -57,7 +58,7 @@ MAY_IMPORT = {
         "sampling_params",
         "utils",
     ],
-    "llm": ["config", "engine.llm_engine", "errors", "outputs", "sampling_params", "utils.chat"],
+    "llm": ["config", "engine.llm_engine", "outputs", "sampling_params", "utils.chat", "utils.prompts"],
     "__init__": ["errors", "llm", "outputs", "sampling_params"],
     "assets": ["assets"],
 }

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Integral
 from typing import NamedTuple
 
 import xxhash
@@ -24,11 +23,10 @@ from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.detokenizer import CompletionText
 from nanoinfer.utils.hub import resolve_model_folder
+from nanoinfer.utils.prompts import Prompt, check_texts, check_token_ids
 from nanoinfer.utils.tokenizer import Tokenizer, load_tokenizer, read_generation_config, read_stop_token_ids
 
 logger = logging.getLogger("nanoinfer")
-
-Prompt = str | list[int]
 
 
 @dataclass(slots=True)
@@ -104,14 +102,11 @@ class LLMEngine:
         """Token ids of each prompt, texts in one batch. Raises RequestError for one that cannot be served."""
         self._check_open()
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        for index, prompt in enumerate(prompts):
-            if isinstance(prompt, str) and not _is_valid_unicode(prompt):
-                raise RequestError(
-                    f"prompt {index} has a lone surrogate, which is no character; decode its bytes as UTF-8"
-                )
+        check_texts(prompts)
         encoded = iter(self.require_tokenizer().encode(texts, add_special_tokens) if texts else [])
         all_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
-        return [self._validated(ids, index) for index, ids in enumerate(all_ids)]
+        limits = self.model_config.vocab_size, self.max_model_len
+        return [check_token_ids(ids, index, *limits) for index, ids in enumerate(all_ids)]
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer; RequestError where the model has none."""
@@ -317,40 +312,9 @@ class LLMEngine:
             raise EngineClosedError("this engine was closed; make a new LLM")
         return self.runner
 
-    def _validated(self, token_ids: list[int], index: int) -> list[int]:
-        """The ids as a list of our own, if the engine can serve them."""
-        which = f"prompt {index}"
-        if not isinstance(token_ids, (list, tuple)):
-            raise RequestError(f"{which} is a {type(token_ids).__name__}; give a string or a list of token ids")
-        if not token_ids:
-            raise RequestError(f"{which} is empty; give at least one token")
-        if not all(type(token_id) is int for token_id in token_ids):
-            for item in token_ids:
-                if not isinstance(item, Integral) or isinstance(item, bool):
-                    raise RequestError(f"{which} has {item!r} among its token ids; they must be ints")
-            token_ids = [int(token_id) for token_id in token_ids]  # NumPy's, say
-        vocab_size = self.model_config.vocab_size
-        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-            raise RequestError(f"{which} has token id {wrong}, outside the vocabulary; ids are 0 to {vocab_size - 1}")
-        if len(token_ids) >= self.max_model_len:
-            raise RequestError(
-                f"{which} has {len(token_ids)} tokens, and with one more exceeds max_model_len={self.max_model_len}; "
-                f"shorten it to {self.max_model_len - 1}, or raise max_model_len if model and KV cache allow"
-            )
-        return list(token_ids)
-
     def _output(self, seq: Sequence) -> RequestOutput:
         if seq.finish_reason == "error":
             logger.warning("request %d ends in an error: its logits are NaN or infinite", seq.seq_id)
         output = self._requests[seq.seq_id].finish()
         self._forget(seq.seq_id)
         return output
-
-
-def _is_valid_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

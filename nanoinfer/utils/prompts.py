@@ -1,0 +1,86 @@
+"""What a user can get wrong about prompts and what goes with them, checked before anything is queued."""
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import cast
+
+from nanoinfer.errors import RequestError
+from nanoinfer.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+
+
+def as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; give a string, a list of token ids, or a list of these"
+        )
+    is_token_ids = bool(prompts) and all(isinstance(item, Integral) for item in prompts)
+    return cast("list[Prompt]", [list(prompts)] if is_token_ids else list(prompts))
+
+
+def as_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
+    """A priority for each of `count` prompts."""
+    if priority is None:
+        return [0] * count
+    if not isinstance(priority, (list, tuple)) or not all(
+        isinstance(item, Integral) and not isinstance(item, bool) for item in priority
+    ):
+        raise RequestError(f"priority={priority!r} must be a list of whole numbers, one for each prompt; 0 is usual")
+    if len(priority) != count:
+        raise RequestError(f"{len(priority)} priorities for {count} prompts; give one for each")
+    return [int(item) for item in priority]
+
+
+def one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Sampling options for each of `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, (list, tuple)) or not all(isinstance(item, SamplingParams) for item in params):
+        raise RequestError(
+            f"sampling_params={params!r}; give a SamplingParams for all prompts, or a list with one for each"
+        )
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one for all, or one for each")
+    return list(params)
+
+
+def check_texts(prompts: list[Prompt]) -> None:
+    """Raise RequestError for a text that is no Unicode."""
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str) and not _is_unicode(prompt):
+            raise RequestError(f"prompt {index} has a lone surrogate, which is no character; decode its bytes as UTF-8")
+
+
+def check_token_ids(token_ids: list[int], index: int, vocab_size: int, max_model_len: int) -> list[int]:
+    """The ids of prompt `index` as a list of our own. Raises RequestError where these limits do not allow them."""
+    which = f"prompt {index}"
+    if not isinstance(token_ids, (list, tuple)):
+        raise RequestError(f"{which} is a {type(token_ids).__name__}; give a string or a list of token ids")
+    if not token_ids:
+        raise RequestError(f"{which} is empty; give at least one token")
+    if not all(type(token_id) is int for token_id in token_ids):
+        for item in token_ids:
+            if not isinstance(item, Integral) or isinstance(item, bool):
+                raise RequestError(f"{which} has {item!r} among its token ids; they must be ints")
+        token_ids = [int(token_id) for token_id in token_ids]  # NumPy's, say
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise RequestError(f"{which} has token id {wrong}, outside the vocabulary; ids are 0 to {vocab_size - 1}")
+    if len(token_ids) >= max_model_len:
+        raise RequestError(
+            f"{which} has {len(token_ids)} tokens, and with one more exceeds max_model_len={max_model_len}; "
+            f"shorten it to {max_model_len - 1}, or raise max_model_len if model and KV cache allow"
+        )
+    return list(token_ids)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
