@@ -15,7 +15,7 @@ from nanoinfer.engine.llm_engine import EngineStats, LLMEngine
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.chat import Conversation, render_chats
-from nanoinfer.utils.prompts import Prompt, as_list_of_prompts, as_priorities, one_for_each
+from nanoinfer.utils.prompts import Prompt, as_list_of_prompts, as_priorities, as_request_ids, one_for_each
 
 OnFinish = Callable[[RequestOutput], object]
 
@@ -119,9 +119,9 @@ class LLM:
     def abort(self, request_ids: int | Sequence[int]) -> None:
         """Have the next step finish these requests as they are, with finish_reason "abort".
 
-        Ids that are not known, or finished, are passed over.
+        Ids that are not known, or finished, are passed over. Raises RequestError for what is no id.
         """
-        self.engine.abort_later([request_ids] if isinstance(request_ids, int) else request_ids)
+        self.engine.abort_later(as_request_ids(request_ids))
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> int:
         """Queue a request for `step` to run and return its id. Raises RequestError for one that cannot be served."""

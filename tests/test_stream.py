@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,37 @@ def test_an_aborted_request_is_returned_as_it_is(llm: LLM) -> None:
     assert num_used_blocks(llm) == 0
     llm.abort(kept)
     assert llm.step() == []
+
+
+@pytest.mark.parametrize("wrong", [None, [None, 3], [[1]], "0", True])
+def test_what_is_no_request_id_cannot_be_aborted(llm: LLM, wrong: object) -> None:
+    with pytest.raises(RequestError, match="give an id that add_request returned"):
+        llm.abort(wrong)
+
+
+def test_an_aborted_request_whose_step_fails_leaves_nothing_in_the_prefix_cache(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not llm.engine.config.overlap:
+        pytest.skip("nothing is in flight between two steps")
+    prompt = list(range(3, 3 + 2 * llm.engine.config.kvcache_block_size))
+    request_id = llm.add_request(prompt, LONG)
+    llm.step()  # its prefill is in flight
+    llm.abort(request_id)
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.engine.runner, "wait", lambda handle: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.step()
+    [output] = llm.step()
+    assert (output.request_id, output.finish_reason) == (request_id, "abort")
+    [output] = llm.generate([prompt], SHORT, use_tqdm=False)
+    assert output.num_cached_tokens == 0
+
+
+def test_a_pause_after_a_stop_is_not_counted_as_work(llm: LLM) -> None:
+    [output] = llm.generate([[1, 2]], SHORT, use_tqdm=False)
+    llm.generate([[1, 2]], replace(SHORT, max_tokens=50, stop_token_ids=[output.token_ids[-1]]), use_tqdm=False)
+    assert not llm.engine._in_flight, "the step after the stop is collected at once"
 
 
 def test_a_waiting_request_can_be_aborted(llm: LLM) -> None:

@@ -165,6 +165,8 @@ class LLMEngine:
         max_in_flight = 1 if launched and self.config.overlap else 0
         while len(self._in_flight) > max_in_flight:
             self._collect()
+        while self._in_flight and self.scheduler.is_finished():
+            self._collect()  # it was launched before a stop was known, and nobody waits for it
         self._make_outputs()
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -265,9 +267,8 @@ class LLMEngine:
 
     def _note_first_tokens(self, batch: ScheduledBatch, now: float) -> None:
         for seq in batch.sampled:
-            request = self._starting.pop(seq.seq_id, None)
-            if request is not None:
-                request.first_token = now
+            if seq.seq_id in self._starting and len(seq.token_ids) > seq.num_prompt_tokens:
+                self._starting.pop(seq.seq_id).first_token = now
 
     def _follow(self, batch: ScheduledBatch) -> None:
         """Extend the texts that somebody waits for; a sequence ends with its stop string as with a stop token."""
@@ -279,6 +280,8 @@ class LLMEngine:
             self._finished += stopped
 
     def _abort_marked(self) -> None:
+        while self._in_flight:  # a step that fails must find its sequences as it left them
+            self._collect()
         marked = {self._marked.popleft() for _ in range(len(self._marked))}
         requests = [self._requests[request_id] for request_id in sorted(marked) if request_id in self._requests]
         unfinished = [request.seq for request in requests if request.seq.status is not SequenceStatus.FINISHED]

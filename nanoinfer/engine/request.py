@@ -32,8 +32,9 @@ class Request:
     def advance(self) -> bool:
         """Read the tokens collected since the last time; return whether a stop string is complete."""
         if self.text is not None:
-            self.text.extend(self._completion(self.num_read))
-            self.num_read = len(self.seq.token_ids) - self.seq.num_prompt_tokens
+            unread = self._completion(self.num_read)
+            self.num_read += len(unread)
+            self.text.extend(unread)
             if self.text.stop_string is not None:
                 return True
         self._stream(finish_reason=None)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import cast
+from typing import Any, cast
 
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import SamplingParams
@@ -33,6 +33,14 @@ def as_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
     if len(priority) != count:
         raise RequestError(f"{len(priority)} priorities for {count} prompts; give one for each")
     return [int(item) for item in priority]
+
+
+def as_request_ids(request_ids: int | Sequence[int]) -> list[int]:
+    """One request id or several, as a list."""
+    ids: list[Any] = list(request_ids) if isinstance(request_ids, (list, tuple, set, frozenset)) else [request_ids]
+    if not all(isinstance(item, Integral) and not isinstance(item, bool) for item in ids):
+        raise RequestError(f"request_ids={request_ids!r}; give an id that add_request returned, or a list of these")
+    return [int(item) for item in ids]
 
 
 def one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

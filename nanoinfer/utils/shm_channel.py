@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from enum import IntEnum
-from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +46,8 @@ class SharedMemory:
         self.memory = mmap.mmap(self._fd, num_bytes)
 
     def __reduce__(self) -> Any:
+        from multiprocessing.reduction import DupFd  # not on Windows, where one process must work all the same
+
         return _attach, (self.num_bytes, DupFd(self._fd))
 
     def __del__(self) -> None:
