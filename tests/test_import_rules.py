@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "sampling_params": ["errors"],
     "utils": ["errors", "utils"],
     "utils.prompts": ["errors", "sampling_params"],
-    "kernels": ["kernels"],
+    "kernels": ["kernels", "utils.symmetric_memory"],
     "layers": ["config", "errors", "kernels", "layers", "utils"],
     "models": ["config", "errors", "layers", "models", "utils"],
     "engine": [],

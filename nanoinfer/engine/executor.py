@@ -19,8 +19,8 @@ from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.engine.batch import Packet
 from nanoinfer.engine.model_runner import ModelRunner, StepHandle
 from nanoinfer.errors import WorkerError
-from nanoinfer.utils.device import becomes_idle, select_devices
-from nanoinfer.utils.distributed import NCCL_ENVIRONMENT, connect
+from nanoinfer.utils.device import becomes_idle, select_devices, select_dtype
+from nanoinfer.utils.distributed import NCCL_ENVIRONMENT, TensorParallel, connect
 from nanoinfer.utils.shm_channel import MessageKind, Ring, RingReader, RingWriter
 from nanoinfer.utils.workers import PASSED, Workers, postponed_interrupt
 
@@ -48,7 +48,7 @@ class ParallelRunner:
         self._writer = RingWriter(ring, self._workers.links, self._workers.check)
         try:
             self._workers.wait_for_stage(1)  # all are there to be met
-            tp = connect(0, size, self._device, self._workers.folder / "store")
+            tp = _join(0, config, model_config, devices, self._workers.folder)
             self._workers.watch.on_failure = weakref.finalize(self, tp.abort)
             self._runner = ModelRunner(replace(config, device=str(self._device)), model_config, folder, tp)
             self._workers.wait_for_stage(2)  # all are ready
@@ -114,6 +114,15 @@ class ParallelRunner:
         return True
 
 
+def _join(
+    rank: int, config: EngineConfig, model_config: ModelConfig, devices: list[torch.device], shared_folder: Path
+) -> TensorParallel:
+    """Meet the other ranks, in a folder that they share, and each other's memory."""
+    tp = connect(rank, len(devices), devices[rank], shared_folder / "store")
+    dtype = select_dtype(config.dtype, model_config.dtype, devices[rank])
+    return tp.with_symmetric_memory(config.max_num_seqs, model_config.hidden_size, dtype, devices)
+
+
 def _work(
     rank: int,
     link: socket.socket,
@@ -128,7 +137,7 @@ def _work(
     torch.set_num_threads(max(1, torch.get_num_threads() // len(devices)))
     torch.zeros(1, device=devices[rank])  # a GPU that cannot be used says so here, while nobody waits for this rank
     link.sendall(PASSED)
-    tp = connect(rank, len(devices), devices[rank], shared_folder / "store")
+    tp = _join(rank, config, model_config, devices, shared_folder)
     runner = ModelRunner(replace(config, device=str(devices[rank])), model_config, folder, tp)
     link.sendall(PASSED)
     reader = RingReader(ring, rank - 1, link)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.utils.kernel import triton_on_cuda
+from nanoinfer.utils.symmetric_memory import RankSums
 
 
 @triton_on_cuda("nanoinfer.kernels.rms_norm")
@@ -23,6 +24,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
+@triton_on_cuda("nanoinfer.kernels.rms_norm")
+def sum_ranks_add_rms_norm(residual: Tensor, sums: RankSums, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` of the sum of all ranks' parts. Every rank must call it; the kernels wait for each other."""
+    return add_rms_norm(torch.stack(sums.parts).float(), residual, weight, eps)
+
+
 class RMSNorm(nn.Module):
     """`norm(x)` normalises; `norm.add(x, residual)` adds first, partial sums too. Neither changes its inputs."""
 
@@ -34,5 +41,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor | RankSums, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(x, RankSums):
+            return sum_ranks_add_rms_norm(residual, x, self.weight, self.eps)
         return add_rms_norm(x, residual, self.weight, self.eps)

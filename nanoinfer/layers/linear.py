@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from nanoinfer.errors import ModelError
 from nanoinfer.utils.distributed import TensorParallel
+from nanoinfer.utils.symmetric_memory import RankSums
 
 MAX_TOKENS_IN_PARTS = 256  # beyond, a product fills the GPU by itself
 
@@ -80,7 +81,8 @@ class RowParallelLinear(nn.Module):
     """y = x W^T + b with the inputs split over the ranks; every rank gets the whole sum.
 
     A product of few rows and few columns cannot fill a GPU, unless its sums are computed in parts, at the same time.
-    So on one GPU a step of few tokens gets partial sums, which `RMSNorm.add` adds up together with the residual.
+    So on one GPU a step of few tokens gets partial sums, which `RMSNorm.add` adds up together with the residual. On
+    several, it adds up the ranks' sums of such a step where these can be read in each other's memory.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel) -> None:
@@ -96,8 +98,13 @@ class RowParallelLinear(nn.Module):
         check_shape(full, self.full_shape if param.dim() == 2 else self.full_shape[:1])
         param.copy_(self.tp.shard(full, dim=1) if param.dim() == 2 else full)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(num_tokens, input_size) -> (num_tokens, output_size), or (parts, num_tokens, output_size)."""
+    def forward(self, x: Tensor) -> Tensor | RankSums:
+        """(num_tokens, input_size) -> (num_tokens, output_size), or (parts, num_tokens, output_size), or RankSums."""
+        memory = self.tp.memory
+        if memory is not None and self.bias is None and len(x) <= memory.max_tokens:
+            sums = memory.next_turn(len(x))
+            torch.mm(x, self.weight.t(), out=sums.local)
+            return sums
         parts = self._num_parts(x)
         if parts > 1:
             x = x.unflatten(1, (parts, -1)).transpose(0, 1)  # (parts, num_tokens, input_size / parts)

@@ -4,7 +4,8 @@ Each engine has a process group of its own; PyTorch's global one is left to the 
 """
 
 import datetime
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +14,17 @@ import torch.distributed
 from torch import Tensor
 
 from nanoinfer.errors import ConfigError
+from nanoinfer.utils.kernel import import_error
+from nanoinfer.utils.symmetric_memory import SymmetricMemory
 
+logger = logging.getLogger("nanoinfer")
 dist: Any = torch.distributed  # its process groups are hardly typed
 
 VOCAB_UNIT = 64  # shards of the vocabulary begin at multiples of it: four groups of ids that share random numbers
 CONNECT_TIMEOUT = datetime.timedelta(seconds=8)
 TIMEOUT = datetime.timedelta(minutes=30)
+# Bytes up to which a sum goes through symmetric memory, where every rank reads all, and beyond which NCCL is faster.
+MAX_BYTES_READ_BY_ALL = {2: 8 * 2**20, 4: 2 * 2**20, 8: 512 * 2**10}
 NCCL_ENVIRONMENT = {
     # Multicast over NVLink needs rights that not every container has, and fails without them.
     "NCCL_NVLS_ENABLE": "0",
@@ -43,6 +49,8 @@ class TensorParallel:
     rank: int = 0
     size: int = 1
     group: Any = None  # a process group of PyTorch's, see `connect`
+    store: Any = None  # where the ranks meet
+    memory: SymmetricMemory | None = None  # for sums of few tokens, where the GPUs reach each other's memory
 
     def shard_size(self, total: int, name: str) -> int:
         """This rank's share of a dimension. Raises ConfigError where it cannot be split evenly."""
@@ -88,7 +96,7 @@ class TensorParallel:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`, in its place."""
         if self.size > 1:
-            self.group.allreduce([x], _options(dist.AllreduceOptions())).wait()
+            _finish(self.group.allreduce([x], _options(dist.AllreduceOptions())))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -96,15 +104,33 @@ class TensorParallel:
         if self.size == 1:
             return x.unsqueeze(0)
         gathered = x.new_empty(self.size * x.numel())
-        self.group._allgather_base(gathered, x.flatten(), _options(dist.distributed_c10d.AllgatherOptions())).wait()
+        _finish(self.group._allgather_base(gathered, x.flatten(), _options(dist.distributed_c10d.AllgatherOptions())))
         return gathered.view(self.size, *x.shape)
 
     def minimum(self, value: int, device: torch.device) -> int:
         """The smallest of all ranks' values."""
         return int(self.all_gather(torch.tensor([value], device=device)).min())
 
+    def with_symmetric_memory(
+        self, max_tokens: int, hidden_size: int, dtype: torch.dtype, devices: list[torch.device]
+    ) -> "TensorParallel":
+        """The same with `memory` for steps of at most so many tokens, if all ranks can have it."""
+        device, max_bytes = devices[self.rank], MAX_BYTES_READ_BY_ALL.get(self.size, 0)
+        max_tokens = min(max_tokens, max_bytes // (hidden_size * dtype.itemsize))
+        if device.type == "cpu" or max_tokens == 0 or import_error("triton"):
+            return self
+        peers = [peer for peer in devices if peer != device]
+        if not self.minimum(all(torch.cuda.can_device_access_peer(device, peer) for peer in peers), device):
+            logger.info("%s does not reach all other GPUs' memory: all sums go over NCCL", device)
+            return self
+        store, shape = dist.PrefixStore("symmetric memory", self.store), (max_tokens, hidden_size)
+        memory = SymmetricMemory(self.rank, self.size, store, self.store.path, shape, dtype, device)
+        return replace(self, memory=memory)
+
     def abort(self) -> None:
         """End all communication, that of other threads included. On a CPU it ends when a rank does."""
+        if self.memory is not None:
+            self.memory.release()
         if self.size > 1 and self.group.name() == "nccl":
             self.group.abort()
 
@@ -117,7 +143,8 @@ def connect(rank: int, size: int, device: torch.device, store_file: Path) -> Ten
     store = dist.FileStore(str(store_file), size)
     if device.type == "cuda":
         with torch.cuda.device(device):
-            tp = TensorParallel(rank, size, dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options()))
+            group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+            tp = TensorParallel(rank, size, group, store)
             tp.minimum(0, device)  # NCCL meets at its first use, which must not be in a CUDA graph
         return tp
     options = dist.ProcessGroupGloo._Options()
@@ -126,10 +153,16 @@ def connect(rank: int, size: int, device: torch.device, store_file: Path) -> Ten
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # the host's name may not resolve
     group = dist.ProcessGroupGloo(store, rank, size, options)
     group._set_default_timeout(TIMEOUT)
-    return TensorParallel(rank, size, group)
+    return TensorParallel(rank, size, group, store)
 
 
 def _options(options: Any) -> Any:
     """Run it on the current stream, as any other kernel, not on one of NCCL's."""
     options.asyncOp = False
     return options
+
+
+def _finish(work: Any) -> None:
+    """Wait for it, unless it is a kernel on the current stream, for which NCCL gives None."""
+    if work is not None:
+        work.wait()

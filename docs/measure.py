@@ -1,0 +1,118 @@
+"""Times decode attention and the matrix products on a GPU: the tables of performance.md.
+
+Run it in the repository root:  python docs/measure.py
+
+Each figure is the median over replays of a CUDA graph whose calls all read other weights or another layer's cache, as
+in a decode step, so that nothing is found in the L2 cache.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from nanoinfer.kernels.paged_attention import paged_decode_attention, plan_decode
+
+DTYPE = torch.bfloat16
+BYTES_PER_SECOND, FLOP_PER_SECOND = 4.39e12, 790e12  # what the floors are at
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = (16, 32), 8, 128, 256
+VOCAB_SIZE = 151936
+MODELS = {  # hidden size, intermediate size, query heads, parts of o and down
+    "0.6B": (1024, 3072, 16, 4),
+    "4B": (2560, 9728, 32, 4),
+    "8B": (4096, 12288, 32, 2),
+}
+
+
+def microseconds(calls: list[Callable[[], object]], repeats: int = 7) -> float:
+    """The time of one of these calls, inside a CUDA graph of them all."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=DTYPE, device="cuda")
+
+
+def attention() -> None:
+    """TB/s of keys and values, for contexts of 100 to 2,048 tokens, or one of 32,768."""
+    loads = [(rows, 100, 2048) for rows in (256, 128, 64, 32, 16, 8, 1)] + [(1, 32768, 32768)]
+    num_layers, num_blocks = 8, 2200
+    keys, values = (randn(num_layers, num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM) for _ in range(2))
+    for heads in HEADS:
+        line = [f"{heads} query heads"]
+        for rows, shortest, longest in loads:
+            lens = torch.randint(shortest, longest + 1, (rows,), dtype=torch.int32, device="cuda")
+            width = -(-longest // BLOCK_SIZE)
+            tables = torch.randperm(num_blocks, device="cuda")[: rows * width].view(rows, width).int()
+            plan, q = plan_decode(lens, tables, BLOCK_SIZE, HEAD_DIM), randn(rows, heads, HEAD_DIM)
+            time = microseconds(
+                [
+                    lambda k=k, v=v, plan=plan, q=q: paged_decode_attention(q, k, v, *plan)
+                    for k, v in zip(keys, values, strict=True)
+                ]
+            )
+            num_bytes = int(lens.sum()) * KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
+            line.append(f"{num_bytes / time / 1e6:.2f}")
+        print("|", " | ".join(line), "|", flush=True)
+
+
+def weights(inputs: int, outputs: int) -> list[Tensor]:
+    """Enough of them that no call finds its own in the L2 cache."""
+    return [randn(outputs, inputs) * 0.02 for _ in range(max(2, min(28, 600 * 2**20 // (2 * inputs * outputs))))]
+
+
+def products() -> None:
+    """Microseconds of each product by one call of cuBLAS, and of o and down in parts as well."""
+    for name, (hidden, intermediate, heads, parts) in MODELS.items():
+        shapes = {
+            "qkv": (hidden, (heads + 2 * KV_HEADS) * HEAD_DIM),
+            "o": (heads * HEAD_DIM, hidden),
+            "gate, up": (hidden, 2 * intermediate),
+            "down": (intermediate, hidden),
+            "lm_head": (hidden, VOCAB_SIZE),
+        }
+        lines: dict[int, list[str]] = {rows: [] for rows in (1, 8, 16, 64, 128, 192, 256, 512)}
+        for product, (inputs, outputs) in shapes.items():
+            all_weights = weights(inputs, outputs)
+            for rows, line in lines.items():
+                x = randn(rows, inputs)
+                time = microseconds([lambda x=x, w=w: torch.mm(x, w.t()) for w in all_weights])
+                num_bytes = DTYPE.itemsize * (inputs * outputs + rows * (inputs + outputs))
+                floor = max(num_bytes / BYTES_PER_SECOND, 2 * rows * inputs * outputs / FLOP_PER_SECOND) * 1e6
+                figure = f"{time:.1f} / {floor:.1f}"
+                if product in ("o", "down") and rows <= 256:
+                    xs = x.view(rows, parts, -1).transpose(0, 1)
+                    ws = [w.view(outputs, parts, -1).permute(1, 2, 0) for w in all_weights]
+                    in_parts = microseconds([lambda xs=xs, w=w: torch.bmm(xs, w) for w in ws])
+                    figure = f"{time:.1f} ({in_parts:.1f}) / {floor:.1f}"
+                line.append(figure)
+            del all_weights
+        for rows, line in lines.items():
+            print(f"| {name} | {rows} |", " | ".join(line), "|", flush=True)
+
+
+if __name__ == "__main__":
+    print(torch.cuda.get_device_name(), torch.__version__)
+    with torch.inference_mode():
+        attention()
+        products()
