@@ -44,13 +44,14 @@ class ParallelRunner:
         ring = Ring(num_readers=size - 1)
         self._device = devices[0]
         self._runner: ModelRunner | None = None
+        self._tp = TensorParallel()
         self._workers = Workers(size, _work, (ring, config, model_config, folder, devices))
         self._writer = RingWriter(ring, self._workers.links, self._workers.check)
         try:
             self._workers.wait_for_stage(1)  # all are there to be met
-            tp = _join(0, config, model_config, devices, self._workers.folder)
-            self._workers.watch.on_failure = weakref.finalize(self, tp.abort)
-            self._runner = ModelRunner(replace(config, device=str(self._device)), model_config, folder, tp)
+            self._tp = _join(0, config, model_config, devices, self._workers.folder)
+            self._workers.watch.on_failure = weakref.finalize(self, self._tp.abort)
+            self._runner = ModelRunner(replace(config, device=str(self._device)), model_config, folder, self._tp)
             self._workers.wait_for_stage(2)  # all are ready
         except BaseException as error:
             self._fail(error)
@@ -111,6 +112,8 @@ class ParallelRunner:
         if runner is not None:
             runner.close()
         self._workers.watch.on_failure()  # after the graphs that communicate
+        tp, self._tp = self._tp, TensorParallel()
+        tp.close()
         return True
 
 
@@ -144,6 +147,7 @@ def _work(
     with suppress(EOFError):  # rank 0 has gone without a word
         while (message := reader.receive()).kind is MessageKind.STEP:
             runner.launch(message.numbers)
-    becomes_idle(devices[rank], ABORT_SECONDS)
-    runner.close()
-    tp.abort()
+    if becomes_idle(devices[rank], ABORT_SECONDS):
+        runner.close()
+        tp.abort()
+        tp.close()

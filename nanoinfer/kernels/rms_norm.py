@@ -54,7 +54,6 @@ def _rms_norm_kernel(
 def _sum_ranks_kernel(
     part_ptrs,  # tuples, with an item for each rank
     announced_ptrs,
-    own_announced_ptr,
     num_sums_ptr,
     residual_ptr,
     weight_ptr,
@@ -63,7 +62,7 @@ def _sum_ranks_kernel(
     residual_row_stride,
     max_tokens,
     eps,
-    rank,
+    rank: tl.constexpr,
     num_ranks: tl.constexpr,
     size: tl.constexpr,
     SIZE: tl.constexpr,
@@ -82,7 +81,7 @@ def _sum_ranks_kernel(
         tl.atomic_xchg(announced_ptrs[peer] + rank * max_tokens + row, num_sums, sem="release", scope="sys")
     residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
     for peer in tl.static_range(num_ranks):
-        while tl.atomic_add(own_announced_ptr + peer * max_tokens + row, 0, sem="acquire", scope="sys") < num_sums:
+        while tl.atomic_add(announced_ptrs[rank] + peer * max_tokens + row, 0, sem="acquire", scope="sys") < num_sums:
             pass
     wide = tl.zeros((SIZE,), tl.float32)
     for peer in tl.static_range(num_ranks):  # in the same order on all ranks, so that they have the same sum
@@ -157,7 +156,6 @@ def sum_ranks_add_rms_norm(residual: Tensor, sums: RankSums, weight: Tensor, eps
     _sum_ranks_kernel[(num_rows,)](
         sums.parts,
         sums.announced,
-        sums.announced[sums.rank],
         sums.num_sums,
         residual,
         weight,
@@ -166,7 +164,7 @@ def sum_ranks_add_rms_norm(residual: Tensor, sums: RankSums, weight: Tensor, eps
         residual.stride(0),
         len(sums.num_sums),
         eps,
-        sums.rank,
+        rank=sums.rank,
         num_ranks=len(sums.parts),
         size=size,
         SIZE=padded_size,

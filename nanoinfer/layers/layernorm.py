@@ -27,7 +27,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 @triton_on_cuda("nanoinfer.kernels.rms_norm")
 def sum_ranks_add_rms_norm(residual: Tensor, sums: RankSums, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`add_rms_norm` of the sum of all ranks' parts. Every rank must call it; the kernels wait for each other."""
-    return add_rms_norm(torch.stack(sums.parts).float(), residual, weight, eps)
+    parts = [part[: len(residual)] for part in sums.parts if isinstance(part, Tensor)]
+    return add_rms_norm(torch.stack(parts).float(), residual, weight, eps)
 
 
 class RMSNorm(nn.Module):

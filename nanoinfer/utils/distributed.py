@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.errors import ConfigError
@@ -33,6 +34,8 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
+MIN_TOKENS_IN_PARTS = 2048  # from which on exchanging a sum takes long enough to be worth hiding
+NUM_PARTS = 4
 
 
 class VocabShard(NamedTuple):
@@ -49,7 +52,6 @@ class TensorParallel:
     rank: int = 0
     size: int = 1
     group: Any = None  # a process group of PyTorch's, see `connect`
-    store: Any = None  # where the ranks meet
     memory: SymmetricMemory | None = None  # for sums of few tokens, where the GPUs reach each other's memory
 
     def shard_size(self, total: int, name: str) -> int:
@@ -99,6 +101,18 @@ class TensorParallel:
             _finish(self.group.allreduce([x], _options(dist.AllreduceOptions())))
         return x
 
+    def sum_of_products(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The sum of all ranks' x W^T, (num_tokens, output_size); exchanges a part while it computes another."""
+        if len(x) < MIN_TOKENS_IN_PARTS:
+            return self.all_reduce(F.linear(x, weight))
+        out, works = x.new_empty(len(x), len(weight)), []
+        for x_part, out_part in zip(x.chunk(NUM_PARTS), out.chunk(NUM_PARTS), strict=True):
+            torch.mm(x_part, weight.t(), out=out_part)
+            works.append(self.group.allreduce([out_part], dist.AllreduceOptions()))
+        for work in works:
+            work.wait()
+        return out
+
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' `x`, of the same shape: (size, *x.shape)."""
         if self.size == 1:
@@ -123,8 +137,8 @@ class TensorParallel:
         if not self.minimum(all(torch.cuda.can_device_access_peer(device, peer) for peer in peers), device):
             logger.info("%s does not reach all other GPUs' memory: all sums go over NCCL", device)
             return self
-        store, shape = dist.PrefixStore("symmetric memory", self.store), (max_tokens, hidden_size)
-        memory = SymmetricMemory(self.rank, self.size, store, self.store.path, shape, dtype, device)
+        with torch.cuda.device(device):
+            memory = SymmetricMemory(self.rank, self.size, self.all_gather, (max_tokens, hidden_size), dtype)
         return replace(self, memory=memory)
 
     def abort(self) -> None:
@@ -133,6 +147,11 @@ class TensorParallel:
             self.memory.release()
         if self.size > 1 and self.group.name() == "nccl":
             self.group.abort()
+
+    def close(self) -> None:
+        """Free the memory for sums. Nothing may be running on this rank's GPU."""
+        if self.memory is not None:
+            self.memory.close()
 
 
 def connect(rank: int, size: int, device: torch.device, store_file: Path) -> TensorParallel:
@@ -144,7 +163,7 @@ def connect(rank: int, size: int, device: torch.device, store_file: Path) -> Ten
     if device.type == "cuda":
         with torch.cuda.device(device):
             group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
-            tp = TensorParallel(rank, size, group, store)
+            tp = TensorParallel(rank, size, group)
             tp.minimum(0, device)  # NCCL meets at its first use, which must not be in a CUDA graph
         return tp
     options = dist.ProcessGroupGloo._Options()
@@ -153,7 +172,7 @@ def connect(rank: int, size: int, device: torch.device, store_file: Path) -> Ten
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # the host's name may not resolve
     group = dist.ProcessGroupGloo(store, rank, size, options)
     group._set_default_timeout(TIMEOUT)
-    return TensorParallel(rank, size, group, store)
+    return TensorParallel(rank, size, group)
 
 
 def _options(options: Any) -> Any:

@@ -4,12 +4,16 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from nanoinfer import LLM, ConfigError, SamplingParams, WorkerError, tiny_model_path
+from nanoinfer.layers.layernorm import add_rms_norm, sum_ranks_add_rms_norm
+from nanoinfer.utils.device import becomes_idle
+from nanoinfer.utils.distributed import MIN_TOKENS_IN_PARTS, NCCL_ENVIRONMENT, connect
 from tests.gpu.test_engine_gpu import chat_prompts
 from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
 
@@ -110,3 +114,46 @@ def test_five_engines_one_after_another_give_their_memory_back() -> None:
             llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
         free.append([torch.cuda.mem_get_info(index)[0] for index in range(2)])
     assert all(abs(last - first) < 2**29 for first, last in zip(free[1], free[-1], strict=True)), free
+
+
+def _sum_in_two_ways(rank: int, size: int, folder: str) -> None:
+    """Run by each rank: sums by way of the GPUs' memory, some ranks late, against NCCL's."""
+    devices = [torch.device("cuda", index) for index in range(size)]
+    torch.cuda.set_device(rank)
+    max_tokens, hidden_size, dtype = 512, 1024, torch.bfloat16
+    tp = connect(rank, size, devices[rank], Path(folder) / "store")
+    tp = tp.with_symmetric_memory(max_tokens, hidden_size, dtype, devices)
+    assert tp.memory is not None
+    torch.manual_seed(0)
+    residual = torch.randn(max_tokens, hidden_size, dtype=dtype, device="cuda")
+    weight = torch.randn(hidden_size, dtype=dtype, device="cuda")
+    for turn in range(60):
+        num_tokens = (1, 7, 64, tp.memory.max_tokens)[turn // 2 % 4]  # as in a step, an even number of sums of each
+        torch.manual_seed(turn * size + rank)
+        sums = tp.memory.next_turn(num_tokens)
+        sums.local.normal_()
+        wide = tp.all_reduce(sums.local.float())
+        if turn % size == rank:
+            torch.cuda._sleep(2_000_000)  # a millisecond
+        out, total = sum_ranks_add_rms_norm(residual[:num_tokens], sums, weight, 1e-6)
+        expected_out, expected_total = add_rms_norm(wide.unsqueeze(0), residual[:num_tokens], weight, 1e-6)
+        torch.testing.assert_close(total, expected_total)
+        torch.testing.assert_close(out, expected_out)
+    x = torch.randn(3 * MIN_TOKENS_IN_PARTS, 256, dtype=dtype, device="cuda")
+    matrix = torch.randn(hidden_size, 256, dtype=dtype, device="cuda")
+    torch.testing.assert_close(tp.sum_of_products(x, matrix), tp.all_reduce(x @ matrix.t()))
+    if rank == 0:  # nobody comes to this sum
+        sum_ranks_add_rms_norm(residual[:4], tp.memory.next_turn(4), weight, 1e-6)
+        assert not becomes_idle(devices[0], 0.5)
+        tp.memory.release()
+        assert becomes_idle(devices[0], 0.5)
+    torch.cuda.synchronize()
+    tp.abort()
+    tp.close()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_through_the_gpus_memory_and_in_parts_are_those_of_nccl(size: int, tmp_path: Path) -> None:
+    needs_gpus(size)
+    os.environ.update(NCCL_ENVIRONMENT)
+    torch.multiprocessing.spawn(_sum_in_two_ways, (size, str(tmp_path)), nprocs=size)
