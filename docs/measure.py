@@ -1,22 +1,29 @@
-"""Times decode attention and the matrix products on a GPU: the tables of performance.md.
+"""Times decode attention and the matrix products on a GPU, or sums over several: the tables of performance.md.
 
-Run it in the repository root:  python docs/measure.py
+Run it in the repository root:  python docs/measure.py [number of GPUs]
 
 Each figure is the median over replays of a CUDA graph whose calls all read other weights or another layer's cache, as
 in a decode step, so that nothing is found in the L2 cache.
 """
 
+import os
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, multiprocessing
+from torch import distributed as dist
+from torch.distributed import _symmetric_memory as symmetric_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nanoinfer.kernels.paged_attention import paged_decode_attention, plan_decode
+from nanoinfer.layers.layernorm import add_rms_norm, sum_ranks_add_rms_norm
+from nanoinfer.utils import distributed
 
 DTYPE = torch.bfloat16
 BYTES_PER_SECOND, FLOP_PER_SECOND = 4.39e12, 790e12  # what the floors are at
@@ -111,8 +118,54 @@ def products() -> None:
             print(f"| {name} | {rows} |", " | ".join(line), "|", flush=True)
 
 
+@torch.inference_mode()
+def sums(rank: int, size: int, folder: str) -> None:
+    """Microseconds of a sum over the ranks and the norm of it and the residual, for 8B, by three ways; in each rank."""
+    devices = [torch.device("cuda", index) for index in range(size)]
+    torch.cuda.set_device(rank)
+    distributed.MAX_BYTES_READ_BY_ALL = {size: 2**30}
+    tp = distributed.connect(rank, size, devices[rank], Path(folder) / "store")
+    max_tokens, hidden_size = 512, 4096
+    tp = tp.with_symmetric_memory(max_tokens, hidden_size, DTYPE, devices)
+    assert tp.memory is not None, "the GPUs do not reach each other's memory"
+    group = dist.ProcessGroup(dist.FileStore(f"{folder}/other", size), rank, size)
+    dist.distributed_c10d._register_process_group("sums", group)
+    shared = symmetric_memory.empty(max_tokens, hidden_size, dtype=DTYPE, device=devices[rank])
+    symmetric_memory.rendezvous(shared, "sums")
+    x, residual, weight = randn(max_tokens, hidden_size), randn(max_tokens, hidden_size), randn(hidden_size)
+
+    def by_nccl(num_tokens: int) -> None:
+        add_rms_norm(tp.all_reduce(x[:num_tokens]), residual[:num_tokens], weight, 1e-6)
+
+    def by_pytorch(name: str, num_tokens: int) -> None:
+        total = getattr(torch.ops.symm_mem, name)(shared[:num_tokens], "sum", "sums")
+        add_rms_norm(total, residual[:num_tokens], weight, 1e-6)
+
+    def by_us(num_tokens: int) -> None:
+        sum_ranks_add_rms_norm(residual[:num_tokens], tp.memory.next_turn(num_tokens), weight, 1e-6)
+
+    for num_tokens in (1, 8, 16, 32, 64, 128, 192, 256, 512):
+        ways = (
+            by_nccl,
+            partial(by_pytorch, "one_shot_all_reduce"),
+            partial(by_pytorch, "two_shot_all_reduce_"),
+            by_us,
+        )
+        times = [microseconds([partial(way, num_tokens)] * 40) for way in ways]
+        if rank == 0:
+            print(f"| {num_tokens} |", " | ".join(f"{time:.1f}" for time in times), "|", flush=True)
+    torch.cuda.synchronize()
+    tp.all_gather(x[0, 0])  # all are done with each other's memory
+    os._exit(0)  # not by way of destructors that communicate
+
+
 if __name__ == "__main__":
     print(torch.cuda.get_device_name(), torch.__version__)
     with torch.inference_mode():
-        attention()
-        products()
+        if len(sys.argv) > 1:
+            os.environ.update(distributed.NCCL_ENVIRONMENT)
+            num_gpus = int(sys.argv[1])
+            multiprocessing.spawn(sums, (num_gpus, tempfile.mkdtemp()), nprocs=num_gpus)
+        else:
+            attention()
+            products()

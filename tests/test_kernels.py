@@ -121,19 +121,18 @@ def test_add_rms_norm_adds_up_partial_sums_in_float32(dtype: torch.dtype) -> Non
 @loops_are_interpreted
 @pytest.mark.parametrize("size", [96, 1024])
 def test_the_sum_of_all_ranks_equals_its_twin_and_is_announced_to_all(size: int) -> None:
-    """As rank 1 of three: the others have announced their second sum of these lines already."""
+    """As rank 1 of three: the others have announced their sixth sum already."""
     num_tokens, max_tokens, rank = 5, 8, 1
     parts = [randn(max_tokens, size, seed=seed, dtype=torch.bfloat16) for seed in range(3)]
     residual, weight = randn(num_tokens, size, seed=3, dtype=torch.bfloat16), randn(size, dtype=torch.bfloat16)
-    announced = [torch.ones(3, max_tokens, dtype=torch.int64) for _ in parts]
-    announced[rank][[0, 2]] = 2
-    num_sums = torch.ones(max_tokens, dtype=torch.int64)
-    sums = RankSums(rank, parts[rank][:num_tokens], tuple(parts), tuple(announced), num_sums)
+    announced = [torch.tensor([6, 5, 6]) for _ in parts]
+    num_sums = torch.tensor([5, 4])
+    sums = RankSums(rank, 1, parts[rank][:num_tokens], tuple(parts), tuple(announced), num_sums)
     actual = rms_norm_kernels.sum_ranks_add_rms_norm(residual, sums, weight, 1e-5)
     for ours, twin in zip(actual, layernorm.sum_ranks_add_rms_norm(residual, sums, weight, 1e-5), strict=True):
         assert_nearly_equal(ours, twin)
-    assert num_sums.tolist() == [2] * num_tokens + [1] * (max_tokens - num_tokens)
-    assert all(torch.equal(of_peer[rank], num_sums) for of_peer in announced)
+    assert num_sums.tolist() == [5, 6]
+    assert [of_peer.tolist() for of_peer in announced] == [[6, 6, 6]] * 3
 
 
 def test_rms_norm_reads_rows_out_of_wider_ones() -> None:

@@ -60,28 +60,29 @@ def _sum_ranks_kernel(
     out_ptr,
     total_ptr,
     residual_row_stride,
-    max_tokens,
     eps,
     rank: tl.constexpr,
+    turn: tl.constexpr,
     num_ranks: tl.constexpr,
     size: tl.constexpr,
     SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The ranks' programs of a row wait for each other, read all ranks' parts, and do as `_rms_norm_kernel`."""
+    """The ranks wait for each other, read all ranks' parts of a row, and do as `_rms_norm_kernel`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE)
     mask = column < size
     weight = tl.load(weight_ptr + column, mask=mask)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    num_sums = tl.load(num_sums_ptr + row) + 1
-    tl.store(num_sums_ptr + row, num_sums)
-    for peer in tl.static_range(num_ranks):
-        tl.atomic_xchg(announced_ptrs[peer] + rank * max_tokens + row, num_sums, sem="release", scope="sys")
+    num_sums = tl.load(num_sums_ptr + 1 - turn) + 1
+    if row == 0:  # for all: this rank's product is complete
+        tl.store(num_sums_ptr + turn, num_sums)
+        for peer in tl.static_range(num_ranks):
+            tl.atomic_xchg(announced_ptrs[peer] + rank, num_sums, sem="release", scope="sys")
     residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
     for peer in tl.static_range(num_ranks):
-        while tl.atomic_add(announced_ptrs[rank] + peer * max_tokens + row, 0, sem="acquire", scope="sys") < num_sums:
+        while tl.atomic_add(announced_ptrs[rank] + peer, 0, sem="acquire", scope="sys") < num_sums:
             pass
     wide = tl.zeros((SIZE,), tl.float32)
     for peer in tl.static_range(num_ranks):  # in the same order on all ranks, so that they have the same sum
@@ -162,9 +163,9 @@ def sum_ranks_add_rms_norm(residual: Tensor, sums: RankSums, weight: Tensor, eps
         out,
         total,
         residual.stride(0),
-        len(sums.num_sums),
         eps,
         rank=sums.rank,
+        turn=sums.turn,
         num_ranks=len(sums.parts),
         size=size,
         SIZE=padded_size,

@@ -35,11 +35,12 @@ class RankSums:
 
     local: (num_tokens, hidden_size), this rank's part.
     parts: (max_tokens, hidden_size) of each rank, of which the first `num_tokens` lines count.
-    announced: (num_ranks, max_tokens) int64 of each rank, the number of sums that it was told of, by rank and line.
-    num_sums: (max_tokens,) int64, the number of sums that this rank has told of, by line.
+    announced: (num_ranks,) int64 of each rank, the number of sums that each rank has told it of.
+    num_sums: (NUM_TURNS,) int64, the number of sums that this rank had told of, at the end of each turn.
     """
 
     rank: int
+    turn: int
     local: Tensor
     parts: tuple[Tensor | PeerTensor, ...]
     announced: tuple[Tensor | PeerTensor, ...]
@@ -49,8 +50,9 @@ class RankSums:
 class SymmetricMemory:
     """Two buffers a rank, which take turns, and what says that they are filled.
 
-    A rank that has filled line t of its buffer tells all ranks how many sums it has begun there, and reads theirs when
-    they have told of as many. Who has come to the next sum is done with this one, so after that sum its buffer is free.
+    A rank that has filled its buffer tells all ranks how many sums it has begun, and reads theirs when they have told
+    it of as many. Who has come to the next sum is done with this one, so after that sum its buffer is free. A CUDA graph
+    begins where another or an eager step ends: each has an even number of sums.
 
     all_gather: all ranks' tensors of the same shape. shape: (max_tokens, hidden_size).
     All ranks make one at the same time, with their own GPU as the current one; RuntimeError where CUDA refuses.
@@ -68,7 +70,7 @@ class SymmetricMemory:
         self.max_tokens, hidden_size = shape
         turn_bytes = -(-self.max_tokens * hidden_size * dtype.itemsize // 16) * 16
         offset = NUM_TURNS * turn_bytes  # of what is announced
-        own = _OwnMemory(offset + 8 * num_ranks * self.max_tokens)
+        own = _OwnMemory(offset + 8 * num_ranks)
         memory = torch.as_tensor(own)
         memory.zero_()
         handle = torch.frombuffer(bytearray(own.handle()), dtype=torch.uint8)
@@ -83,8 +85,8 @@ class SymmetricMemory:
         self._announced = tuple(PeerTensor(start + offset, torch.int64) for start in starts)
         turns = memory[:offset].view(NUM_TURNS, turn_bytes)[:, : self.max_tokens * hidden_size * dtype.itemsize]
         self._local = [turn.view(dtype).view(shape) for turn in turns]
-        self._own_announced = memory[offset:].view(torch.int64).view(num_ranks, self.max_tokens)
-        self._num_sums = torch.zeros(self.max_tokens, dtype=torch.int64, device="cuda")
+        self._own_announced = memory[offset:].view(torch.int64)
+        self._num_sums = torch.zeros(NUM_TURNS, dtype=torch.int64, device="cuda")
         self._turn = 0
         # For `release`, which must not load a kernel, nor wait, while one hangs.
         self._released = torch.full(self._own_announced.shape, RELEASED).pin_memory()
@@ -95,7 +97,7 @@ class SymmetricMemory:
         """The buffers of the next sum, of at most `max_tokens` tokens."""
         turn, self._turn = self._turn, (self._turn + 1) % NUM_TURNS
         local, parts = self._local[turn][:num_tokens], self._parts[turn]
-        return RankSums(self._rank, local, parts, self._announced, self._num_sums)
+        return RankSums(self._rank, turn, local, parts, self._announced, self._num_sums)
 
     def release(self) -> None:
         """Have no kernel of this rank wait any more: another rank has gone. Any thread may call it."""

@@ -141,7 +141,8 @@ def _sum_in_two_ways(rank: int, size: int, folder: str) -> None:
         torch.testing.assert_close(out, expected_out)
     x = torch.randn(3 * MIN_TOKENS_IN_PARTS, 256, dtype=dtype, device="cuda")
     matrix = torch.randn(hidden_size, 256, dtype=dtype, device="cuda")
-    torch.testing.assert_close(tp.sum_of_products(x, matrix), tp.all_reduce(x @ matrix.t()))
+    in_parts, whole = tp.sum_of_products(x, matrix), tp.all_reduce((x @ matrix.t()).float())
+    torch.testing.assert_close(in_parts.float(), whole, rtol=0.02, atol=1.0)  # rounded by each addition
     if rank == 0:  # nobody comes to this sum
         sum_ranks_add_rms_norm(residual[:4], tp.memory.next_turn(4), weight, 1e-6)
         assert not becomes_idle(devices[0], 0.5)
