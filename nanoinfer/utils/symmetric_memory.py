@@ -51,8 +51,8 @@ class SymmetricMemory:
     """Two buffers a rank, which take turns, and what says that they are filled.
 
     A rank that has filled its buffer tells all ranks how many sums it has begun, and reads theirs when they have told
-    it of as many. Who has come to the next sum is done with this one, so after that sum its buffer is free. A CUDA graph
-    begins where another or an eager step ends: each has an even number of sums.
+    it of as many. Who has come to the next sum is done with this one, so after that sum its buffer is free. As a CUDA
+    graph keeps its turns, every step has an even number of sums.
 
     all_gather: all ranks' tensors of the same shape. shape: (max_tokens, hidden_size).
     All ranks make one at the same time, with their own GPU as the current one; RuntimeError where CUDA refuses.
