@@ -1,5 +1,6 @@
 """How one request is to be sampled: chosen by the user, validated once, never changed."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -15,6 +16,9 @@ MAX_TEMPERATURE = 1e6  # far past where every token is as likely as any other
 class SamplingParams:
     """Sampling options of one request.
 
+    Penalties come first, then temperature, top_k, top_p and min_p, each on what the one before has left; tokens as
+    likely as the last that stays, stay too.
+
     temperature: scale of the randomness; 1 samples from the model's own distribution, 0 is greedy.
     max_tokens: the most tokens to generate, the stop token included; at least 1.
     ignore_eos: go on past the model's stop tokens, up to max_tokens (for benchmarks).
@@ -23,6 +27,18 @@ class SamplingParams:
     include_stop_str_in_output: leave in the text what ended it, a stop string or a stop token.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: make text at all; without it the text is "", and there can be no stop strings.
+    n: how many samples of the prompt; they share the blocks of its KV cache.
+    top_k: draw from this many of the likeliest tokens; 0 or -1 is all of them.
+    top_p: draw from the fewest tokens, likeliest first, that have this share of the probability; 1 is all of them.
+    min_p: draw from the tokens with this share of the likeliest one's probability, or more; 0 is all of them.
+    seed: of the request's random numbers; the same request with the same seed draws the same tokens, alone or in any
+        batch, where the logits are the same to the bit. None is a seed of its own for each request of an LLM.
+    min_tokens: tokens to generate before a stop token can be drawn or a stop string ends the text.
+    presence_penalty: taken off the logit of each token generated before; frequency_penalty: once for each time.
+    repetition_penalty: logits of tokens in the prompt or generated before are divided by it where they are positive,
+        and multiplied where they are negative; 1 is none.
+    logprobs: for each generated token, its log-probability and those of this many of the likeliest tokens, by the
+        model's own distribution (temperature 1, no penalties). prompt_logprobs: the same for the prompt's tokens.
 
     Raises RequestError (a ValueError) for a value out of range.
     """
@@ -35,27 +51,61 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    n: int = 1
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, Real):
-            raise RequestError(
-                f"temperature={self.temperature!r} is not a number; use 0 for greedy or a positive number"
-            )
-        if not 0 <= self.temperature <= MAX_TEMPERATURE:  # NaN fails it too
-            raise RequestError(
-                f"temperature={self.temperature} must be finite and at least 0, and at most {MAX_TEMPERATURE:g}; use 0 "
-                "for greedy or a positive number"
-            )
-        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, Integral):
-            raise RequestError(f"max_tokens={self.max_tokens!r} is not an int; use a whole number of at least 1")
-        if self.max_tokens < 1:
-            raise RequestError(
-                f"max_tokens={self.max_tokens} must be at least 1; a request generates one token or more"
-            )
+        greedy_or_positive = "use 0 for greedy or a positive number"
+        self._check_float(
+            "temperature",
+            0 <= _real(self.temperature) <= MAX_TEMPERATURE,
+            greedy_or_positive,
+            f"finite and at least 0, and at most {MAX_TEMPERATURE:g}",
+        )
+        self._check_float("top_p", 0 < _real(self.top_p) <= 1, "use 1 for all tokens", "above 0 and at most 1")
+        self._check_float("min_p", 0 <= _real(self.min_p) <= 1, "use 0 for all tokens", "at least 0 and at most 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._check_float(name, -2 <= _real(getattr(self, name)) <= 2, "use 0 for none", "between -2 and 2")
+        self._check_float(
+            "repetition_penalty", 0 < _real(self.repetition_penalty) < math.inf, "use 1 for none", "finite and above 0"
+        )
+        self._check_int("max_tokens", 1, "a request generates one token or more")
+        self._check_int("n", 1, "a request has one sample or more")
+        self._check_int("top_k", -1, "use 0 for all tokens")
+        self._check_int("min_tokens", 0, "use 0 for no such limit")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._check_int(name, 0, "use None for none, or 0 for those of the tokens themselves")
+        if self.seed is not None:
+            self._check_int("seed", -(2**63), "use None for any")
+            if self.seed >= 2**63:
+                raise RequestError(f"seed={self.seed} must fit in 64 bits; use a number below 2**63")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}; raise that")
+        if self.n > 1 and self.temperature == 0:
+            raise RequestError(f"n={self.n} samples at temperature=0 are all the same; use n=1, or a temperature")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r} is not a bool; use True or False")
         self._check_stops()
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some tokens are not to be drawn, for being unlikely."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def is_penalised(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingParams":
@@ -71,6 +121,21 @@ class SamplingParams:
             options["temperature"] = 0.0
         return cls(**options)
 
+    def _check_float(self, name: str, is_valid: bool, remedy: str, rule: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise RequestError(f"{name}={value!r} is not a number; {remedy}")
+        if not is_valid:
+            raise RequestError(f"{name}={value} must be {rule}; {remedy}")
+
+    def _check_int(self, name: str, least: int, remedy: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise RequestError(f"{name}={value!r} is not an int; use a whole number of at least {max(least, 0)}")
+        if value < least:
+            raise RequestError(f"{name}={value} must be at least {least}; {remedy}")
+        object.__setattr__(self, name, int(value))  # NumPy's integers, say
+
     def _check_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         if not isinstance(stop, (list, tuple)) or not all(isinstance(item, str) and item for item in stop):
@@ -82,6 +147,11 @@ class SamplingParams:
             raise RequestError(f"stop={self.stop!r} is found in text, and detokenize=False makes none; leave one out")
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(int(item) for item in ids))
+
+
+def _real(value: Any) -> float:
+    """The number, or one that is in no range (NaN) where it is none."""
+    return float(value) if isinstance(value, Real) else math.nan
 
 
 def _is_token_id(item: object) -> bool:
