@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.errors import ConfigError, EngineClosedError, ModelError, NanoinferError, RequestError, WorkerError
-from nanoinfer.outputs import CompletionOutput, EngineMetrics, RequestMetrics, RequestOutput, StreamChunk
+from nanoinfer.outputs import (
+    CompletionOutput,
+    EngineMetrics,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    Score,
+    StreamChunk,
+)
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,12 +31,14 @@ __all__ = [
     "ConfigError",
     "EngineClosedError",
     "EngineMetrics",
+    "Logprob",
     "ModelError",
     "NanoinferError",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "Score",
     "StreamChunk",
     "WorkerError",
     "tiny_model_path",

@@ -12,12 +12,21 @@ from tqdm.auto import tqdm
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import EngineStats, LLMEngine
-from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
+from nanoinfer.errors import RequestError
+from nanoinfer.outputs import EngineMetrics, RequestOutput, Score, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.chat import Conversation, render_chats
-from nanoinfer.utils.prompts import Prompt, as_list_of_prompts, as_priorities, as_request_ids, one_for_each
+from nanoinfer.utils.prompts import (
+    Prompt,
+    as_list_of_prompts,
+    as_priorities,
+    as_request_ids,
+    one_for_each,
+    split_whole,
+)
 
 OnFinish = Callable[[RequestOutput], object]
+SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
 
 class Prepared(NamedTuple):
@@ -26,7 +35,8 @@ class Prepared(NamedTuple):
     prompt: Prompt
     token_ids: list[int]
     sampling_params: SamplingParams
-    priority: int
+    priority: int = 0
+    score_from: int = 1  # the first token that prompt_logprobs are wanted of
 
 
 class LLM:
@@ -112,9 +122,37 @@ class LLM:
 
         prompts, sampling_params: as in `generate`, and so are the errors, raised by this call. The requests are queued
         when the first chunk is asked for. Other calls may run between two chunks. Whoever leaves the loop early has
-        what is unfinished aborted: the next step of any call frees it.
+        what is unfinished aborted: the next step of any call frees it. With n > 1 the samples' chunks come side by
+        side, and `sample` says whose each is. Log-probabilities are not streamed.
         """
         return self._stream(self._prepare(prompts, sampling_params))
+
+    def score(
+        self, prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], use_tqdm: bool = True
+    ) -> list[Score]:
+        """How likely the model finds each completion after its prompt, and whether greedy decoding would say it.
+
+        prompts, completions: as in `generate`, as many of both. Two texts are joined before they are tokenized, as the
+        model would read them: the completion's tokens are those of the whole from where it differs from the prompt's
+        own, so that a token across the border is the completion's. Where nothing of the prompt would be left before
+        it, and where either is given as token ids, both are tokenized by themselves. Prompts that begin alike share
+        the computation of what is alike. Raises RequestError for a pair that cannot be served, or is empty.
+        """
+        prompts, completions = as_list_of_prompts(prompts), as_list_of_prompts(completions)
+        if len(prompts) != len(completions):
+            raise RequestError(f"{len(completions)} completions for {len(prompts)} prompts; give one for each")
+        apart = self.engine.encode(prompts), self.engine.encode(completions, False, "completion")
+        texts = [isinstance(one, str) and isinstance(two, str) for one, two in zip(prompts, completions, strict=True)]
+        wholes: list[Prompt] = [
+            f"{one}{two}" if is_text else [] for one, two, is_text in zip(prompts, completions, texts, strict=True)
+        ]
+        pairs = [split_whole(*ids) for ids in zip(*apart, self.engine.tokenize(wholes), strict=True)]
+        whole_ids = self.engine.encode([before + after for before, after in pairs])
+        requests = [
+            Prepared(ids, ids, SCORING, 0, len(before)) for ids, (before, _) in zip(whole_ids, pairs, strict=True)
+        ]
+        outputs = self._complete(requests, use_tqdm, on_finish=None)
+        return [_score(output, len(before)) for output, (before, _) in zip(outputs, pairs, strict=True)]
 
     def abort(self, request_ids: int | Sequence[int]) -> None:
         """Have the next step finish these requests as they are, with finish_reason "abort".
@@ -220,18 +258,21 @@ class LLM:
 
     def _stream(self, requests: list[Prepared]) -> Iterator[StreamChunk]:
         unfinished: dict[int, int] = {}  # index of the prompt -> request id
+        num_open: dict[int, int] = {}  # index of the prompt -> samples that are unfinished
         chunks: deque[StreamChunk] = deque()
         try:
             for index, request in enumerate(requests):
                 unfinished[index] = self.engine.add_encoded(*request, chunks=chunks, index=index)
                 self._inboxes[unfinished[index]] = deque(maxlen=0)  # the chunks say it all
+                num_open[index] = request.sampling_params.n
             while unfinished:
                 if not chunks:
                     self._step()
                 while chunks:
                     chunk = chunks.popleft()
-                    if chunk.finish_reason is not None:
-                        del unfinished[chunk.index]
+                    num_open[chunk.index] -= chunk.finish_reason is not None
+                    if num_open[chunk.index] == 0:
+                        unfinished.pop(chunk.index, None)
                     yield chunk
         finally:
             self.engine.abort_later(unfinished.values())
@@ -240,6 +281,14 @@ class LLM:
         """Run one step and hand each output to the call that waits for it."""
         for output in self.engine.step():
             self._inboxes.pop(output.request_id, self._unclaimed).append(output)
+
+
+def _score(output: RequestOutput, first: int) -> Score:
+    """Of the prompt's tokens from position `first` on."""
+    token_ids, found = output.prompt_token_ids[first:], (output.prompt_logprobs or [])[first:]
+    entries = [entry[token_id] for token_id, entry in zip(token_ids, found, strict=True) if entry is not None]
+    logprobs = [entry.logprob for entry in entries]
+    return Score(token_ids, logprobs, sum(logprobs), all(entry.rank == 1 for entry in entries))
 
 
 class Progress:

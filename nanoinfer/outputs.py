@@ -5,6 +5,22 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """What the model made of one token at one place, by its own distribution (temperature 1, no penalties).
+
+    logprob: natural logarithm of its probability. rank: 1 is the likeliest of all; of equal ones the lower id comes
+    first, as in greedy decoding. decoded_token: the text of this token alone; None where there is no text.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]  # at one place, by token id: the token that is there, then the likeliest
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One completion of a prompt.
 
@@ -16,6 +32,7 @@ class CompletionOutput:
         "error" (the model's logits were NaN or infinite; the tokens before that are kept).
     stop_reason: the string of `stop` or the id of `stop_token_ids` that ended it; None for all other ends, the model's
         own stop tokens among them.
+    logprobs: for each of `token_ids`, where SamplingParams ask for them; their sum for these is cumulative_logprob.
     """
 
     index: int
@@ -23,6 +40,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str
     stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +50,15 @@ class StreamChunk:
 
     index: which of the prompts of the `stream`, from 0. text: what is certain now and was not before; "" while it may
     still become a stop string or is half a character. token_ids: ids that came; the joined ids of a stream's chunks
-    are the completion's, and so are their texts. finish_reason: as in CompletionOutput, in the last chunk of a prompt;
-    None in all others.
+    are the completion's, and so are their texts. finish_reason: as in CompletionOutput, in the last chunk of a
+    completion; None in all others. sample: which of the prompt's `n` completions, from 0.
     """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +66,7 @@ class RequestMetrics:
     """How long a request took, in seconds; None for what it did not come to.
 
     queue_time: from its arrival to the launch of its first step. time_to_first_token: from its arrival to when the
-    host had its first token. time_per_token: mean, of the tokens after the first.
+    host had its first token. time_per_token: mean, of the tokens after the first of the longest completion.
     """
 
     queue_time: float | None = None
@@ -58,9 +78,10 @@ class RequestMetrics:
 class EngineMetrics:
     """The work of an LLM since it was made, and the blocks of KV cache that it uses now.
 
-    num_prompt_tokens: tokens of the prompts that were begun. num_generated_tokens: tokens out. prefix_hit_rate: the
-    share of the prompt tokens whose keys and values came from the prefix cache. num_preemptions: how often a request
-    had to give its blocks up. Seconds are those of the steps, from launch to collection, without overlap.
+    num_prompt_tokens: tokens of the prompts that were begun, once for each sample. num_generated_tokens: tokens out.
+    prefix_hit_rate: the share of the prompt tokens whose keys and values came from the prefix cache. num_preemptions:
+    how often a request had to give its blocks up. Seconds are those of the steps, from launch to collection, without
+    overlap.
     """
 
     num_prompt_tokens: int
@@ -85,6 +106,8 @@ class RequestOutput:
     num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
     outputs: the completions; `text`, `token_ids` and `finish_reason` are those of the first.
     metrics: how long it took.
+    prompt_logprobs: for each prompt token, where SamplingParams ask for them; None for the first, which nothing is
+        known to come before.
     """
 
     request_id: int
@@ -93,6 +116,7 @@ class RequestOutput:
     num_cached_tokens: int
     outputs: list[CompletionOutput]
     metrics: RequestMetrics = RequestMetrics()
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def text(self) -> str:
@@ -111,3 +135,17 @@ class RequestOutput:
         if name not in ("text", "token_ids", "finish_reason"):
             raise KeyError(f"{name!r} is no key of a RequestOutput; use 'text', 'token_ids' or 'finish_reason'")
         return getattr(self, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a model finds a completion of a prompt.
+
+    token_ids: the completion's. logprobs: of each of them, given all before it. total: their sum, the log-likelihood
+    of the whole. is_greedy: whether greedy decoding of the prompt would have said just this.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    total: float
+    is_greedy: bool

@@ -35,7 +35,7 @@ def test_a_packet_is_one_flat_array_of_int32() -> None:
     packet = pack(prefill_and_decode())
     assert packet.dtype == np.int32
     # header + 2 row records of 5 + 9 known tokens + 4 new blocks of 3 + 2 chunks of 3 + 2 decode rows
-    assert packet.shape == (7 + 2 * 5 + 9 + 4 * 3 + 2 * 3 + 2,)
+    assert packet.shape == (9 + 2 * 5 + 9 + 4 * 3 + 2 * 3 + 2,)
 
 
 def test_the_header_counts_what_the_packet_carries() -> None:
@@ -48,6 +48,8 @@ def test_the_header_counts_what_the_packet_carries() -> None:
         "num_prefill_tokens": 6,
         "num_prefill_samples": 1,
         "num_decode": 2,
+        "num_special": 0,
+        "num_stop_ids": 0,
     }
 
 
@@ -95,15 +97,15 @@ def test_a_seed_beyond_32_bits_travels_in_two_halves(seed: int) -> None:
 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
-    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 2, 4, 1]
+    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 2, 0, 0, 4, 1]
     sections = split(packet, read_header(packet))
-    assert [section.shape for section in sections] == [(0, 5), (0,), (0, 3), (0, 3), (2,)]
+    assert [section.shape for section in sections] == [(0, 5), (0,), (0, 3), (0, 3), (2,), (0, 16), (0,)]
 
 
 def test_an_empty_batch_is_false_and_packs_to_a_header_of_zeros() -> None:
     batch = ScheduledBatch()
     assert not batch
-    assert pack(batch).tolist() == [0] * 7
+    assert pack(batch).tolist() == [0] * 9
     assert pack(batch).dtype == np.int32
 
 
@@ -129,5 +131,5 @@ def test_a_packet_cut_short_is_noticed() -> None:
     packet = pack(prefill_and_decode())
     with pytest.raises((AssertionError, ValueError)):
         split(packet[:-1], read_header(packet))
-    with pytest.raises(AssertionError, match="a packet of 47 numbers has sections of 46"):
+    with pytest.raises(AssertionError, match="a packet of 49 numbers has sections of 48"):
         split(np.append(packet, np.int32(0)), read_header(packet))

@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "engine.request": ["engine.sequence", "outputs", "utils"],
     "engine.kv_cache": ["config", "errors", "utils"],
     "engine.device_state": ["engine.batch", "layers", "utils"],
+    "engine.special_rows": ["engine.batch", "engine.device_state", "layers", "models"],
     "engine.cuda_graphs": ["engine.device_state"],
     "engine.model_runner": [
         "config",
@@ -38,6 +39,7 @@ MAY_IMPORT = {
         "engine.cuda_graphs",
         "engine.device_state",
         "engine.kv_cache",
+        "engine.special_rows",
         "errors",
         "layers",
         "models",
@@ -58,7 +60,7 @@ MAY_IMPORT = {
         "sampling_params",
         "utils",
     ],
-    "llm": ["config", "engine.llm_engine", "outputs", "sampling_params", "utils.chat", "utils.prompts"],
+    "llm": ["config", "engine.llm_engine", "errors", "outputs", "sampling_params", "utils.chat", "utils.prompts"],
     "__init__": ["errors", "llm", "outputs", "sampling_params"],
     "assets": ["assets"],
 }

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.engine.sequence import Sequence
 
+MANY = 2**24  # more tokens than any vocabulary or sequence has, and exact in float32
 NO_TOKEN = -1  # in place of a sampled id where the logits were NaN or infinite
 
 Packet = NDArray[np.int32]
@@ -76,6 +77,8 @@ class Header(NamedTuple):
     num_prefill_tokens: int
     num_prefill_samples: int
     num_decode: int
+    num_special: int
+    num_stop_ids: int  # of all special rows together
 
 
 class RowRecord(NamedTuple):
@@ -88,6 +91,27 @@ class RowRecord(NamedTuple):
     seed_high: int
 
 
+class SpecialRecord(NamedTuple):
+    """What a row asks for beyond temperature and seed, if it does. None is -1."""
+
+    row: int
+    num_generated: int  # of its known tokens
+    is_masked: int
+    is_penalised: int
+    min_tokens: int
+    num_stop_ids: int  # their ids follow in the packet
+    num_logprobs: int
+    num_prompt_logprobs: int
+    score_from: int  # the first prompt token whose log-probability is wanted
+    num_prompt_tokens: int
+    top_k: int
+    top_p: int  # bits of the float32, and so on
+    min_p: int
+    presence_penalty: int
+    frequency_penalty: int
+    repetition_penalty: int
+
+
 class PacketSections(NamedTuple):
     """A packet cut into its parts: views of the array, or of a tensor on the device with the same content."""
 
@@ -96,12 +120,16 @@ class PacketSections(NamedTuple):
     new_blocks: Any  # (num_new_blocks, 3): NewBlock
     chunks: Any  # (num_chunks, 3): row, start, length; the first num_prefill_samples of them yield a token
     decode_rows: Any  # (num_decode,)
+    special_records: Any  # (num_special, 16): SpecialRecord
+    stop_ids: Any  # (num_stop_ids,): those of the special rows, one after another
 
 
 def pack(batch: ScheduledBatch) -> Packet:
-    """Write `batch` as a packet: header, row records, known tokens, new blocks, chunks, decode rows."""
+    """Write `batch` as a packet: the header and its sections."""
     assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk of a step may be cut short"
     records = [_row_record(seq) for seq in batch.admitted]
+    special = [seq for seq in batch.admitted if _is_special(seq)]
+    stop_ids = [token_id for seq in special for token_id in sorted(seq.stop_token_ids)]
     chunks = [(_row(chunk.seq), chunk.start, chunk.length) for chunk in batch.prefill]
     header = Header(
         num_admitted=len(records),
@@ -111,10 +139,13 @@ def pack(batch: ScheduledBatch) -> Packet:
         num_prefill_tokens=batch.num_prefill_tokens,
         num_prefill_samples=sum(chunk.samples for chunk in batch.prefill),
         num_decode=len(batch.decode),
+        num_special=len(special),
+        num_stop_ids=len(stop_ids),
     )
     known_tokens = [seq.token_ids for seq in batch.admitted]
     decode_rows = [seq.row for seq in batch.decode]
-    sections: list[Any] = [header, records, *known_tokens, batch.new_blocks, chunks, decode_rows]
+    specials = [_special_record(seq) for seq in special]
+    sections: list[Any] = [header, records, *known_tokens, batch.new_blocks, chunks, decode_rows, specials, stop_ids]
     return np.concatenate([np.asarray(section, dtype=np.int32).ravel() for section in sections])
 
 
@@ -130,6 +161,8 @@ def split(packet: Any, header: Header) -> PacketSections:
         (header.num_new_blocks, len(NewBlock._fields)),
         (header.num_chunks, 3),
         (header.num_decode,),
+        (header.num_special, len(SpecialRecord._fields)),
+        (header.num_stop_ids,),
     )
     views, offset = [], len(Header._fields)
     for shape in sizes:
@@ -146,6 +179,39 @@ def _row(seq: Sequence) -> int:
 
 
 def _row_record(seq: Sequence) -> RowRecord:
-    temperature = np.float32(seq.sampling_params.temperature).view(np.int32)
     seed_low, seed_high = np.array([seq.seed], dtype=np.int64).view(np.int32)
-    return RowRecord(_row(seq), len(seq.token_ids), int(temperature), int(seed_low), int(seed_high))
+    temperature = _bits(seq.sampling_params.temperature)
+    return RowRecord(_row(seq), len(seq.token_ids), temperature, int(seed_low), int(seed_high))
+
+
+def _is_special(seq: Sequence) -> bool:
+    params = seq.sampling_params
+    wants_logprobs = params.logprobs is not None or seq.score_from is not None
+    return params.is_masked or params.is_penalised or params.min_tokens > 0 or wants_logprobs
+
+
+def _special_record(seq: Sequence) -> SpecialRecord:
+    params = seq.sampling_params
+    return SpecialRecord(
+        row=_row(seq),
+        num_generated=len(seq.token_ids) - seq.num_prompt_tokens,
+        is_masked=params.is_masked,
+        is_penalised=params.is_penalised,
+        min_tokens=min(params.min_tokens, MANY),
+        num_stop_ids=len(seq.stop_token_ids),
+        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        score_from=-1 if seq.score_from is None else seq.score_from,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        top_k=min(max(params.top_k, 0), MANY),
+        top_p=_bits(params.top_p),
+        min_p=_bits(params.min_p),
+        presence_penalty=_bits(params.presence_penalty),
+        frequency_penalty=_bits(params.frequency_penalty),
+        repetition_penalty=_bits(params.repetition_penalty),
+    )
+
+
+def _bits(number: float) -> int:
+    """Those of the float32."""
+    return int(np.float32(number).view(np.int32))

@@ -82,12 +82,15 @@ class BlockManager:
         return len(self._cached)
 
     def find_cached_prefix(self, seq: Sequence) -> list[int]:
-        """Ids of the blocks that hold the longest cached prefix of `seq`; at least one token is left to compute."""
+        """Ids of the blocks that hold the longest cached prefix of `seq`; at least one token is left to compute.
+
+        What comes before a token whose log-probability is wanted is computed too.
+        """
         if not self.enable_prefix_caching:
             return []
         found: list[int] = []
         parent_serial = ROOT_SERIAL
-        for index in range((len(seq.token_ids) - 1) // self.block_size):
+        for index in range(((seq.score_from or len(seq.token_ids)) - 1) // self.block_size):
             key, tokens = self._prefix_hash(seq, index)
             block = self._cached.get(key)
             if block is None or not self._holds(block, parent_serial, tokens):

@@ -15,11 +15,11 @@ from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.executor import ParallelRunner
 from nanoinfer.engine.model_runner import ModelRunner, StepHandle
-from nanoinfer.engine.request import Request
+from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import EngineClosedError, RequestError
-from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
+from nanoinfer.outputs import EngineMetrics, Logprob, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.detokenizer import CompletionText
 from nanoinfer.utils.hub import resolve_model_folder
@@ -89,24 +89,29 @@ class LLMEngine:
         )
         self.stats = EngineStats()
         self._in_flight: deque[Step] = deque()  # launched and not collected, the oldest first
-        self._finished: deque[Sequence] = deque()  # their outputs are still to be made
+        self._finished: deque[Sequence] = deque()  # what their users get is still to be made
         self._outputs: list[RequestOutput] = []  # made and not returned
         self._last_collected = 0.0  # perf_counter
         self._num_requests = 0
+        self._num_sequences = 0
         self._requests: dict[int, Request] = {}  # those that were not returned
-        self._followed: dict[int, Request] = {}  # of these, those whose text matters before they have finished
-        self._starting: dict[int, Request] = {}  # begun, and without a first token
+        self._followed: dict[int, Completion] = {}  # by seq_id: those whose text matters before they have finished
+        self._starting: dict[int, Completion] = {}  # by seq_id: begun, and without a first token
         self._marked: deque[int] = deque()  # to be aborted by the next step
 
-    def encode(self, prompts: list[Prompt], add_special_tokens: bool = True) -> list[list[int]]:
+    def encode(self, prompts: list[Prompt], add_special_tokens: bool = True, what: str = "prompt") -> list[list[int]]:
         """Token ids of each prompt, texts in one batch. Raises RequestError for one that cannot be served."""
         self._check_open()
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        check_texts(prompts)
-        encoded = iter(self.require_tokenizer().encode(texts, add_special_tokens) if texts else [])
-        all_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
         limits = self.model_config.vocab_size, self.max_model_len
-        return [check_token_ids(ids, index, *limits) for index, ids in enumerate(all_ids)]
+        all_ids = self.tokenize(prompts, add_special_tokens)
+        return [check_token_ids(ids, f"{what} {index}", *limits) for index, ids in enumerate(all_ids)]
+
+    def tokenize(self, prompts: list[Prompt], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of the prompts that are texts; the others as they are."""
+        check_texts(prompts)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(self.require_tokenizer().encode(texts, add_special_tokens) if texts else [])
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer; RequestError where the model has none."""
@@ -121,6 +126,17 @@ class LLMEngine:
                 f"stop={sampling_params.stop!r} is found in text, and {self.config.model} has no tokenizer; "
                 "use stop_token_ids"
             )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(sampling_params, name) or 0) > self.model_config.vocab_size:
+                raise RequestError(
+                    f"{name}={getattr(sampling_params, name)} is more than the vocabulary of "
+                    f"{self.model_config.vocab_size} tokens; use 20, say"
+                )
+        if any(token_id >= self.model_config.vocab_size for token_id in sampling_params.stop_token_ids or ()):
+            raise RequestError(
+                f"stop_token_ids={sampling_params.stop_token_ids} has an id outside the vocabulary; ids are 0 to "
+                f"{self.model_config.vocab_size - 1}"
+            )
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams, priority: int = 0) -> int:
         """Queue a request and return its id. Raises RequestError for a prompt that cannot be served."""
@@ -133,24 +149,32 @@ class LLMEngine:
         token_ids: list[int],
         sampling_params: SamplingParams,
         priority: int = 0,
+        score_from: int = 1,
         chunks: deque[StreamChunk] | None = None,
         index: int = 0,
     ) -> int:
         """Queue a prompt that `encode` has turned into `token_ids`, and return its id.
 
-        priority: higher runs first. chunks: where a stream finds what is new of it, under this `index`.
+        priority: higher runs first. score_from: the first token that `prompt_logprobs` are wanted of, if they are.
+        chunks: where a stream finds what is new of it, under this `index`.
         """
         request_id = self._num_requests
         self._num_requests += 1
-        # A stream of its own for each request, so that equal prompts differ and batches do not matter.
-        seed = xxhash.xxh64_intdigest(struct.pack("<qq", self.config.seed, request_id)) >> 1
-        seq = Sequence(request_id, token_ids, sampling_params, seed, priority)
-        text = self._completion_text(sampling_params)
-        request = Request(seq, prompt if isinstance(prompt, str) else None, text, chunks, index)
-        self.scheduler.add(seq)
+        request = Request(request_id, prompt if isinstance(prompt, str) else None, [])
+        for sample in range(sampling_params.n):
+            seed = self._seed(sampling_params, request_id, sample)
+            seq = Sequence(self._num_sequences, token_ids, sampling_params, seed, priority, request_id, sample)
+            self._num_sequences += 1
+            request.completions.append(Completion(seq, self._completion_text(sampling_params), chunks, index))
+        if sampling_params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None] * len(token_ids)
+            if score_from < len(token_ids):
+                request.seqs[0].score_from = score_from
         self._requests[request_id] = request
-        if request.is_followed:
-            self._followed[request_id] = request
+        for completion in request.completions:
+            self.scheduler.add(completion.seq)
+            if completion.is_followed:
+                self._followed[completion.seq.seq_id] = completion
         return request_id
 
     def step(self) -> list[RequestOutput]:
@@ -176,9 +200,9 @@ class LLMEngine:
         while self._in_flight:
             self._collect()
         dropped = set(request_ids)
-        self._finished = deque(seq for seq in self._finished if seq.seq_id not in dropped)
+        self._finished = deque(seq for seq in self._finished if seq.request_id not in dropped)
         self._outputs = [output for output in self._outputs if output.request_id not in dropped]
-        self.scheduler.abort(dropped)
+        self.scheduler.abort(self._seq_ids(dropped))
         for request_id in request_ids:
             self._forget(request_id)
 
@@ -245,11 +269,13 @@ class LLMEngine:
             self._discard()
             raise
         self._in_flight.popleft()
-        num_generated = sum(seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled)
+        wanted = [seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled]
         self._finished += self.scheduler.update(step.batch, token_ids)
+        if step.handle.logprobs or step.handle.prompt_logprobs:
+            self._note_logprobs(step, wanted)
         # Steps overlap: each counts from its launch, or from the end of the one before it.
         now = time.perf_counter()
-        self.stats.add(step.batch, num_generated, now - max(step.started, self._last_collected))
+        self.stats.add(step.batch, sum(wanted), now - max(step.started, self._last_collected))
         self._last_collected = now
         if self._starting:
             self._note_first_tokens(step.batch, now)
@@ -258,10 +284,10 @@ class LLMEngine:
 
     def _note_admissions(self, batch: ScheduledBatch, now: float) -> None:
         for seq in batch.admitted:
-            request = self._requests[seq.seq_id]
-            if request.begun is None:
-                request.begun = now
-                self._starting[seq.seq_id] = request
+            completion = self._requests[seq.request_id].completions[seq.sample]
+            if completion.begun is None:
+                completion.begun = now
+                self._starting[seq.seq_id] = completion
                 self.stats.prompt_tokens += seq.num_prompt_tokens
                 self.stats.cached_tokens += seq.num_cached_tokens or 0
 
@@ -270,11 +296,42 @@ class LLMEngine:
             if seq.seq_id in self._starting and len(seq.token_ids) > seq.num_prompt_tokens:
                 self._starting.pop(seq.seq_id).first_token = now
 
+    def _note_logprobs(self, step: Step, wanted: list[bool]) -> None:
+        """Keep the log-probabilities of the tokens that a step has yielded, and of the prompts' tokens in it."""
+        for part in step.handle.logprobs:
+            for line, best in zip(part.lines, part.best.tolist(), strict=True):
+                seq = step.batch.sampled[line]
+                num_best = seq.sampling_params.logprobs
+                if wanted[line] and seq.finish_reason != "error" and num_best is not None:
+                    completion = self._requests[seq.request_id].completions[seq.sample]
+                    completion.logprobs.append(self._logprobs(seq, num_best, *best))
+        for scored in step.handle.prompt_logprobs:
+            seq = step.batch.prefill[scored.chunk].seq
+            request, num_best = self._requests.get(seq.request_id), seq.sampling_params.prompt_logprobs
+            if request is None or request.prompt_logprobs is None or num_best is None:  # it was dropped
+                continue
+            for position, best in enumerate(scored.best.tolist(), scored.start):
+                request.prompt_logprobs[position] = self._logprobs(seq, num_best, *best)
+                if position == seq.num_prompt_tokens - 1:
+                    seq.score_from = None  # if it is computed again, then without
+
+    def _logprobs(
+        self, seq: Sequence, num_best: int, rank: int, token_ids: list[int], logprobs: list[float]
+    ) -> TokenLogprobs:
+        """Of a token of this rank, the first in the lists, and of the `num_best` likeliest, which come after it."""
+        (token_id, logprob), *likeliest = zip(token_ids, logprobs, strict=True)
+        likeliest = sorted(likeliest, key=lambda pair: (-pair[1], pair[0]))[:num_best]
+        found = {token_id: (logprob, rank)}
+        for its_rank, (its_id, its_logprob) in enumerate(likeliest, 1):
+            found.setdefault(its_id, (its_logprob, its_rank))
+        text_of = self.tokenizer.text_of_token if self.tokenizer and seq.sampling_params.detokenize else lambda _: None
+        return {token_id: Logprob(*numbers, text_of(token_id)) for token_id, numbers in found.items()}
+
     def _follow(self, batch: ScheduledBatch) -> None:
         """Extend the texts that somebody waits for; a sequence ends with its stop string as with a stop token."""
         sampled = [seq for seq in batch.sampled if seq.status is SequenceStatus.RUNNING]
         followed = [self._followed[seq.seq_id] for seq in sampled if seq.seq_id in self._followed]
-        stopped = [request.seq for request in followed if request.advance()]
+        stopped = [completion.seq for completion in followed if completion.advance()]
         if stopped:
             self.scheduler.stop(stopped)
             self._finished += stopped
@@ -284,14 +341,24 @@ class LLMEngine:
             self._collect()
         marked = {self._marked.popleft() for _ in range(len(self._marked))}
         requests = [self._requests[request_id] for request_id in sorted(marked) if request_id in self._requests]
-        unfinished = [request.seq for request in requests if request.seq.status is not SequenceStatus.FINISHED]
-        self.scheduler.abort(marked)
-        self._finished += unfinished
+        seqs = [seq for request in requests for seq in request.seqs if seq.status is not SequenceStatus.FINISHED]
+        self.scheduler.abort({seq.seq_id for seq in seqs})
+        self._finished += seqs
+
+    def _seq_ids(self, request_ids: set[int]) -> set[int]:
+        requests = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
+        return {seq.seq_id for request in requests for seq in request.seqs}
 
     def _forget(self, request_id: int) -> None:
+        for seq_id in self._seq_ids({request_id}):
+            self._followed.pop(seq_id, None)
+            self._starting.pop(seq_id, None)
         self._requests.pop(request_id, None)
-        self._followed.pop(request_id, None)
-        self._starting.pop(request_id, None)
+
+    def _seed(self, params: SamplingParams, request_id: int, sample: int) -> int:
+        """Of a sample's own random stream, so that equal prompts differ and batches do not matter."""
+        source = (params.seed,) if params.seed is not None else (self.config.seed, request_id)
+        return xxhash.xxh64_intdigest(struct.pack(f"<{len(source) + 1}q", *source, sample)) >> 1
 
     def _completion_text(self, params: SamplingParams) -> CompletionText | None:
         if self.tokenizer is None or not params.detokenize:
@@ -301,7 +368,9 @@ class LLMEngine:
 
     def _make_outputs(self) -> None:
         while self._finished:  # one at a time, so that an error in one loses no other
-            self._outputs.append(self._output(self._finished[0]))
+            output = self._output(self._finished[0])
+            if output is not None:
+                self._outputs.append(output)
             self._finished.popleft()
 
     def _discard(self, *batches: ScheduledBatch) -> None:
@@ -315,9 +384,13 @@ class LLMEngine:
             raise EngineClosedError("this engine was closed; make a new LLM")
         return self.runner
 
-    def _output(self, seq: Sequence) -> RequestOutput:
+    def _output(self, seq: Sequence) -> RequestOutput | None:
+        """Finish a sample; the output of its request, if it is the last."""
         if seq.finish_reason == "error":
-            logger.warning("request %d ends in an error: its logits are NaN or infinite", seq.seq_id)
-        output = self._requests[seq.seq_id].finish()
-        self._forget(seq.seq_id)
+            logger.warning("request %d ends in an error: its logits are NaN or infinite", seq.request_id)
+        request = self._requests[seq.request_id]
+        request.completions[seq.sample].finish()
+        output = request.output()
+        if output is not None:
+            self._forget(seq.request_id)
         return output

@@ -24,6 +24,7 @@ from nanoinfer.engine.kv_cache import (
     num_blocks_in,
     resolve_max_model_len,
 )
+from nanoinfer.engine.special_rows import PromptLogprobs, SampleLogprobs, SpecialRows
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention import select_backend
 from nanoinfer.models import CausalLM, get_model_class
@@ -37,9 +38,11 @@ logger = logging.getLogger("nanoinfer")
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """A launched step: its sampled ids on their way to the host, and the event that says they have come."""
+    """A launched step: its results on their way to host memory, and the event that says they have come."""
 
-    token_ids: Tensor  # (num_sampled,) int32 in host memory
+    token_ids: Tensor  # (num_sampled,) int32
+    logprobs: list[SampleLogprobs]
+    prompt_logprobs: list[PromptLogprobs]
     event: torch.cuda.Event | None  # None on a CPU, where a launched step is done
 
     def is_done(self) -> bool:
@@ -82,6 +85,8 @@ class ModelRunner:
         config = self.config
         model_limit = self._model_limit()
         self.model = self._load_model(folder, model_limit)
+        # One buffer for all graphs and for what runs without: the logits are the largest thing that a step makes.
+        self.logits = self.model.lm_head.weight.new_empty(config.max_num_seqs, self.model.lm_head.vocab.size)
         loaded = time.perf_counter()
 
         num_blocks = config.num_kvcache_blocks
@@ -122,19 +127,33 @@ class ModelRunner:
         header = read_header(packet)
         on_host, on_device = split(packet, header), split(self._to_device(packet), header)
         self.state.apply(header, on_device)
-        token_ids = []
+        if self.special or header.num_special:
+            self.special.apply(header, on_host, on_device)
+        token_ids: list[Tensor] = []
+        logprobs: list[SampleLogprobs] = []
+        prompt_logprobs: list[PromptLogprobs] = []
         if header.num_chunks:
-            token_ids.append(self._prefill(header, on_device.chunks, on_host.chunks.tolist()))
+            host_chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
+            hidden, sampled = self._prefill(header, on_device.chunks, host_chunks)
+            token_ids.append(sampled)
+            if self.special:
+                rows = on_device.chunks[:num_samples, 0].long()
+                logprobs += self._redraw(rows, [row for row, *_ in host_chunks[:num_samples]], sampled)
+                prompt_logprobs = self.special.score(self.model, hidden, host_chunks)
         if header.num_decode:
             decode = self.graphs.replay if self.graphs else self._decode
             token_ids.append(decode(on_device.decode_rows))
+            if self.special:
+                more = self._redraw(on_device.decode_rows.long(), on_host.decode_rows.tolist(), token_ids[-1])
+                first = header.num_prefill_samples
+                logprobs += [SampleLogprobs([first + line for line in part.lines], part.best) for part in more]
         sampled = token_ids[0] if len(token_ids) == 1 else torch.cat(token_ids)
         to_host = sampled.to("cpu", non_blocking=True)  # into pinned memory, before the next replay on the same stream
-        if self.device.type == "cpu":
-            return StepHandle(to_host, None)
-        event = torch.cuda.Event()
-        event.record()
-        return StepHandle(to_host, event)
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        return StepHandle(to_host, logprobs, prompt_logprobs, event)
 
     def wait(self, handle: StepHandle) -> list[int]:
         """The token ids of a launched step."""
@@ -146,7 +165,7 @@ class ModelRunner:
         """Give the device's memory back. The runner cannot be used any more."""
         self.closed = True
         self.graphs = None
-        del self.model, self.kv_cache, self.state
+        del self.model, self.logits, self.kv_cache, self.state, self.special
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -159,14 +178,14 @@ class ModelRunner:
     def _uses_graphs(self) -> bool:
         return self.device.type == "cuda" and not self.config.enforce_eager and not self.backend.needs_host
 
-    def _prefill(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> Tensor:
-        """Compute the chunks; sample for those that end their prompt."""
+    def _prefill(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Compute the chunks, and sample for those that end their prompt: all hidden states, and the ids."""
         inputs = self.state.prefill_inputs(chunks, host_chunks, header)
         hidden = self.model(inputs.token_ids, inputs.positions, self.kv_cache, inputs.metadata)
         # Only the last chunk of a step may be cut short, so those that sample are the first ones.
         num_samples = header.num_prefill_samples
         last_tokens = inputs.metadata.cu_query_lens[1 : num_samples + 1].long() - 1
-        return self._sample(hidden[last_tokens], chunks[:num_samples, 0].long())
+        return hidden, self._sample(hidden[last_tokens], chunks[:num_samples, 0].long())
 
     def _decode(self, rows: Tensor) -> Tensor:
         """One token for each row (num_rows,) int32, from the tables and into them: what a CUDA graph captures."""
@@ -178,7 +197,12 @@ class ModelRunner:
 
     def _sample(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Draw and enter the next token of each row; hidden: (num_rows, hidden_size)."""
-        return self.state.sample(self.model.compute_logits(hidden), rows, self.model.lm_head.vocab.start)
+        logits = self.model.compute_logits(hidden, out=self.logits[: len(rows)])
+        return self.state.sample(logits, rows, self.model.lm_head.vocab.start)
+
+    def _redraw(self, rows: Tensor, host_rows: list[int], token_ids: Tensor) -> list[SampleLogprobs]:
+        """Do what special rows ask for, from the logits that `token_ids` were just drawn from."""
+        return self.special.redraw(self.logits[: len(rows)], rows, host_rows, token_ids)
 
     def _to_device(self, packet: Packet) -> Tensor:
         on_host = torch.from_numpy(packet)
@@ -212,6 +236,7 @@ class ModelRunner:
         block_size = self.config.kvcache_block_size
         self.kv_cache = allocate_kv_cache(self.model_config, num_blocks, block_size, self.dtype, self.device, self.tp)
         self.state = DeviceState(self.config.max_num_seqs, max_model_len, block_size, self.device, self.tp)
+        self.special = SpecialRows(self.state, self.model_config.vocab_size)
 
     def _num_blocks_in(self, free_bytes: int) -> int:
         return num_blocks_in(free_bytes, self.model_config, self.config.kvcache_block_size, self.dtype, self.tp)

@@ -2,45 +2,41 @@
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
+from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.utils.detokenizer import CompletionText
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """What the engine keeps of a request beside its sequence, until it is returned."""
+class Completion:
+    """What the engine keeps of one sample of a request beside its sequence."""
 
     seq: Sequence
-    prompt: str | None  # None if it was given as token ids
     text: CompletionText | None  # None if no text is to be made
     chunks: deque[StreamChunk] | None = None  # where its stream takes them, if it is streamed
-    index: int = 0  # in that stream
+    index: int = 0  # of its prompt in that stream
     num_read: int = 0  # tokens of the completion that are in `text`
     num_streamed: int = 0  # and those that are in `chunks`
-    arrived: float = field(default_factory=time.perf_counter)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its tokens, where they are asked for
+    output: CompletionOutput | None = None  # once it has finished
     begun: float | None = None  # when its first step was launched (perf_counter)
     first_token: float | None = None  # when that was collected
 
     @property
     def is_followed(self) -> bool:
-        """Whether it matters what the text is before the request has finished."""
+        """Whether it matters what the text is before it has finished."""
         return self.chunks is not None or (self.text is not None and bool(self.text.stop))
 
     def advance(self) -> bool:
         """Read the tokens collected since the last time; return whether a stop string is complete."""
-        if self.text is not None:
-            unread = self._completion(self.num_read)
-            self.num_read += len(unread)
-            self.text.extend(unread)
-            if self.text.stop_string is not None:
-                return True
+        if self._read(self._completion(self.num_read)):
+            return True
         self._stream(finish_reason=None)
         return False
 
-    def finish(self) -> RequestOutput:
+    def finish(self) -> None:
         """Read the rest, end the stream, and make the output."""
         seq, params = self.seq, self.seq.sampling_params
         reason, text = seq.finish_reason, ""
@@ -51,29 +47,27 @@ class Request:
             stop_reason = seq.token_ids[-1] if seq.token_ids[-1] in (params.stop_token_ids or ()) else None
             rest = rest if params.include_stop_str_in_output else rest[:-1]
         if self.text is not None:
-            self.text.extend(rest, final=True)
+            self._read(rest, final=True)
             text = str(self.text)
             if self.text.stop_string is not None:  # complete with the token that also made the length
                 reason, stop_reason = "stop", self.text.stop_string
         self._stream(reason)
-        return RequestOutput(
-            request_id=seq.seq_id,
-            prompt=self.prompt,
-            prompt_token_ids=seq.prompt_token_ids,
-            num_cached_tokens=seq.num_cached_tokens or 0,
-            outputs=[CompletionOutput(0, text, seq.completion_token_ids, reason, stop_reason)],
-            metrics=self._metrics(),
-        )
+        token_ids = seq.completion_token_ids
+        self.output = CompletionOutput(seq.sample, text, token_ids, reason, stop_reason)
+        if params.logprobs is not None:
+            total = sum(entry[token_id].logprob for entry, token_id in zip(self.logprobs, token_ids, strict=True))
+            self.output = replace(self.output, logprobs=self.logprobs, cumulative_logprob=total)
 
-    def _metrics(self) -> RequestMetrics:
-        num_later = len(self.seq.token_ids) - self.seq.num_prompt_tokens - 1
-        return RequestMetrics(
-            queue_time=None if self.begun is None else self.begun - self.arrived,
-            time_to_first_token=None if self.first_token is None else self.first_token - self.arrived,
-            time_per_token=None
-            if self.first_token is None or num_later < 1
-            else (time.perf_counter() - self.first_token) / num_later,
-        )
+    def _read(self, token_ids: list[int], final: bool = False) -> bool:
+        """Extend the text; return whether a stop string is complete, which the first min_tokens tokens cannot do."""
+        if self.text is None:
+            return False
+        early = max(0, self.seq.sampling_params.min_tokens - self.num_read)
+        self.num_read += len(token_ids)
+        if early:
+            self.text.extend(token_ids[:early], may_stop=False)
+        self.text.extend(token_ids[early:], final)
+        return self.text.stop_string is not None
 
     def _completion(self, start: int) -> list[int]:
         return self.seq.token_ids[self.seq.num_prompt_tokens + start :]
@@ -84,4 +78,45 @@ class Request:
             text = "" if self.text is None else self.text.take()
             token_ids = self._completion(self.num_streamed)
             self.num_streamed += len(token_ids)
-            self.chunks.append(StreamChunk(self.index, text, token_ids, finish_reason))
+            self.chunks.append(StreamChunk(self.index, text, token_ids, finish_reason, self.seq.sample))
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What the engine keeps of a request until it is returned."""
+
+    request_id: int
+    prompt: str | None  # None if it was given as token ids
+    completions: list[Completion]  # its samples
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as they come
+    arrived: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        return [completion.seq for completion in self.completions]
+
+    def output(self) -> RequestOutput | None:
+        """What its user gets, once all its samples have finished."""
+        outputs = [completion.output for completion in self.completions if completion.output is not None]
+        if len(outputs) < len(self.completions):
+            return None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.seqs[0].prompt_token_ids,
+            num_cached_tokens=self.seqs[0].num_cached_tokens or 0,
+            outputs=outputs,
+            metrics=self._metrics(),
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        num_later = max(len(seq.token_ids) for seq in self.seqs) - self.seqs[0].num_prompt_tokens - 1
+        begun, first_token = self.completions[0].begun, self.completions[0].first_token  # the first to run
+        return RequestMetrics(
+            queue_time=None if begun is None else begun - self.arrived,
+            time_to_first_token=None if first_token is None else first_token - self.arrived,
+            time_per_token=None
+            if first_token is None or num_later < 1
+            else (time.perf_counter() - first_token) / num_later,
+        )

@@ -1,4 +1,4 @@
-"""One request's tokens and how far the engine has come with them."""
+"""The tokens of one sample of a request, and how far the engine has come with them."""
 
 from collections.abc import Set
 from dataclasses import dataclass, field
@@ -26,8 +26,11 @@ class Sequence:
     seq_id: int
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
-    seed: int = 0  # of this request's random stream, an int64
+    seed: int = 0  # of its random stream, an int64
     priority: int = 0  # higher runs first
+    request_id: int = 0
+    sample: int = 0  # which of the request's completions it is
+    score_from: int | None = None  # the first prompt token whose log-probability is still to be computed
     max_num_tokens: int = 0  # with so many tokens it is finished; the scheduler sets this and the stop tokens
     stop_token_ids: Set[int] = frozenset()  # those that end it
     token_ids: list[int] = field(init=False)  # prompt and collected completion

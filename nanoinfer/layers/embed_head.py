@@ -35,6 +35,6 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """The same split, used the other way round."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(num_rows, hidden_size) -> this rank's logits (num_rows, vocab.size)."""
-        return F.linear(hidden, self.weight)
+    def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """(num_rows, hidden_size) -> this rank's logits (num_rows, vocab.size), in `out` if it is given."""
+        return torch.mm(hidden, self.weight.t(), out=out)

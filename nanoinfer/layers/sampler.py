@@ -29,6 +29,30 @@ def sample_and_append(
     return ids
 
 
+@triton_on_cuda("nanoinfer.kernels.sample")
+def redraw(
+    logits: Tensor,
+    thresholds: Tensor,
+    rows: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    token_ids: Tensor,
+    context_lens: Tensor,
+) -> Tensor:
+    """Draw the newest token of each row again and enter it over the old one: the ids, (num_rows,) int32.
+
+    As `sample_and_append`, from the ids whose logits are at or above the row's threshold (num_rows,) float32. The noise
+    is the same: where all ids are, and the logits have not changed, the token is the same.
+    """
+    scores = logits.float()
+    scores = torch.where(scores < thresholds.unsqueeze(1), -torch.inf, scores)  # which leaves NaN where it is
+    positions = context_lens[rows] - 1
+    ids = torch.where(rows >= 0, sample(scores, temperatures[rows], seeds[rows], positions), -1)
+    drawn = rows >= 0
+    token_ids[rows[drawn], positions[drawn].long()] = ids[drawn].clamp(min=0)
+    return ids
+
+
 def sample_together(
     logits: Tensor,
     first_id: int,

@@ -126,6 +126,6 @@ class Qwen3ForCausalLM(nn.Module):
         """Hidden states (num_tokens, hidden_size) of the step's tokens; token_ids, positions: (num_tokens,) int."""
         return self.model(token_ids, positions, kv_cache, metadata)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """(num_rows, hidden_size) -> logits (num_rows, vocab_size), in the model's dtype."""
-        return self.lm_head(hidden)
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """(num_rows, hidden_size) -> logits (num_rows, vocab_size), in the model's dtype, in `out` if it is given."""
+        return self.lm_head(hidden, out)

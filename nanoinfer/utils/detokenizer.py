@@ -106,12 +106,17 @@ class CompletionText:
         self._num_taken = 0  # parts
         self._held = ""  # the longest end of the text that a stop string may begin with
 
-    def extend(self, token_ids: Sequence[int], final: bool = False) -> None:
-        """Add tokens; with `final`, add what was held back too. After a stop string nothing more is added."""
+    def extend(self, token_ids: Sequence[int], final: bool = False, may_stop: bool = True) -> None:
+        """Add tokens; with `final`, add what was held back too. After a stop string nothing more is added.
+
+        may_stop: whether a stop string that these tokens complete counts.
+        """
         if self.stop_string is not None:
             return
+        num_held = len(self._held)
         text = self._held + self._detokenizer.decode(token_ids, final)
-        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stop if stop in text]
+        starts = [(text.find(stop, max(0, num_held - len(stop) + 1)), stop) for stop in self.stop if may_stop]
+        found = [(start + len(stop), -len(stop), stop) for start, stop in starts if start >= 0]
         if found:
             end, _, self.stop_string = min(found)
             certain = end if self._include_stop else end - len(self.stop_string)

@@ -82,11 +82,15 @@ class TensorParallel:
             )
         return TensorParallel(self.rank * num_kv_heads // self.size, num_kv_heads)
 
+    def vocab_shard_size(self, vocab_size: int) -> int:
+        """The ids of each rank but the last one, which may have fewer."""
+        return -(-vocab_size // (self.size * VOCAB_UNIT)) * VOCAB_UNIT
+
     def vocab_shard(self, vocab_size: int) -> VocabShard:
         """This rank's ids: as many for all ranks, but for the last one, which has what is left of them."""
         if self.size == 1:
             return VocabShard(0, vocab_size)
-        size = -(-vocab_size // (self.size * VOCAB_UNIT)) * VOCAB_UNIT
+        size = self.vocab_shard_size(vocab_size)
         if size * (self.size - 1) >= vocab_size:
             raise ConfigError(
                 f"vocab_size={vocab_size} is too small for tensor_parallel_size={self.size}: in shards of {size} ids "

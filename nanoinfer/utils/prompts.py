@@ -56,6 +56,16 @@ def one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count
     return list(params)
 
 
+def split_whole(prompt: list[int], completion: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt and of its completion, out of those of both together; as they are where nothing is left.
+
+    The completion begins where `whole` differs from the prompt's own ids: a token across the border is its.
+    """
+    num_same = next((i for i, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
+    num_same = min(num_same, len(whole) - 1)
+    return (whole[:num_same], whole[num_same:]) if num_same > 0 else (prompt, completion)
+
+
 def check_texts(prompts: list[Prompt]) -> None:
     """Raise RequestError for a text that is no Unicode."""
     for index, prompt in enumerate(prompts):
@@ -63,9 +73,8 @@ def check_texts(prompts: list[Prompt]) -> None:
             raise RequestError(f"prompt {index} has a lone surrogate, which is no character; decode its bytes as UTF-8")
 
 
-def check_token_ids(token_ids: list[int], index: int, vocab_size: int, max_model_len: int) -> list[int]:
-    """The ids of prompt `index` as a list of our own. Raises RequestError where these limits do not allow them."""
-    which = f"prompt {index}"
+def check_token_ids(token_ids: list[int], which: str, vocab_size: int, max_model_len: int) -> list[int]:
+    """The ids of "prompt 0", say, as a list of our own. Raises RequestError where these limits do not allow them."""
     if not isinstance(token_ids, (list, tuple)):
         raise RequestError(f"{which} is a {type(token_ids).__name__}; give a string or a list of token ids")
     if not token_ids:

@@ -18,6 +18,7 @@ class Tokenizer:
             self.hf: Any = _tokenizer_class(folder).from_pretrained(folder)
         except Exception as error:
             raise ModelError(f"the tokenizer in {folder} cannot be loaded ({error}); check its files") from error
+        self._texts: dict[int, str] = {}  # of single tokens
         self._token_bytes: dict[bool, TokenBytes] = {}  # by whether special tokens are skipped
         backend: Any = getattr(self.hf, "backend_tokenizer", None)
         if backend is not None and type(backend.decoder).__name__ == "ByteLevel":
@@ -47,6 +48,12 @@ class Tokenizer:
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+    def text_of_token(self, token_id: int) -> str:
+        """One token alone, special or not."""
+        if token_id not in self._texts:
+            self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return self._texts[token_id]
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """What decodes one completion bit by bit to the text that `decode` makes of it at once."""

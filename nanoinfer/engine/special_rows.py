@@ -1,0 +1,170 @@
+"""Rows that ask for more than a temperature: masks, penalties, min_tokens, log-probabilities.
+
+The sampler draws for all rows alike, in the CUDA graph if there is one. What special rows ask for is done right after,
+from the step's logits: their tokens are drawn again, and entered over the first ones. The noise depends on seed,
+position and id alone, so that nothing is lost by it, and a step without special rows has nothing to do.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.engine.batch import Header, PacketSections, SpecialRecord
+from nanoinfer.engine.device_state import DeviceState
+from nanoinfer.layers.logits import BestTokens, best_tokens, penalise, thresholds
+from nanoinfer.layers.sampler import redraw
+from nanoinfer.models import CausalLM
+
+ROWS_AT_ONCE = 32  # of which copies of the logits are made
+
+
+class SampleLogprobs(NamedTuple):
+    """Log-probabilities of sampled tokens. lines: which of the step's tokens."""
+
+    lines: list[int]
+    best: BestTokens
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of a prompt's tokens from position `start` on. chunk: which of the step's chunks."""
+
+    chunk: int
+    start: int
+    best: BestTokens
+
+
+@dataclass(slots=True)
+class SpecialRow:
+    """What a row asks for, as the host must know it."""
+
+    record: SpecialRecord
+    stop_ids: list[int]
+    num_generated: int
+
+    @property
+    def awaits_min_tokens(self) -> bool:
+        return self.num_generated < self.record.min_tokens and bool(self.stop_ids)
+
+    @property
+    def needs_copy(self) -> bool:
+        """Whether a copy of its logits is needed, to change them or to look at all of them."""
+        return bool(self.record.is_penalised) or self.awaits_min_tokens or self.record.num_logprobs >= 0
+
+
+class SpecialRows:
+    """The special ones among the rows of `state`; false if there are none. Every rank has them all.
+
+    vocab_size: of the whole model, whose logits the ranks share.
+    """
+
+    def __init__(self, state: DeviceState, vocab_size: int) -> None:
+        self.state = state
+        self.vocab_size = vocab_size
+        self.rows: dict[int, SpecialRow] = {}
+        num_columns = len(SpecialRecord._fields) - SpecialRecord._fields.index("num_prompt_tokens")
+        self._table = torch.zeros(len(state.seeds), num_columns, dtype=torch.int32, device=state.device)
+        self.prompt_lens, self.top_k, *_ = self._table.unbind(1)
+        _, _, self.top_p, self.min_p, *self.penalties = self._table.view(torch.float32).unbind(1)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def apply(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> None:
+        """Enter a packet's new rows, and forget those that were there before."""
+        for row in on_host.row_records[:, 0].tolist():
+            self.rows.pop(row, None)
+        stop_ids = on_host.stop_ids.tolist()
+        for record in [SpecialRecord(*numbers) for numbers in on_host.special_records.tolist()]:
+            self.rows[record.row] = SpecialRow(record, stop_ids[: record.num_stop_ids], record.num_generated)
+            del stop_ids[: record.num_stop_ids]
+        if header.num_special:
+            records = on_device.special_records
+            self._table[records[:, 0].long()] = records[:, -self._table.shape[1] :]
+
+    def redraw(self, logits: Tensor, rows: Tensor, host_rows: list[int], token_ids: Tensor) -> list[SampleLogprobs]:
+        """Do what the special ones among a step's rows ask for, in the tables and in `token_ids`.
+
+        logits: this rank's (num_rows, its ids). rows: (num_rows,) int64, and host_rows the same. token_ids: (num_rows,)
+        int32, the tokens drawn from these logits.
+        """
+        masked, copied = [], []
+        for line, special in enumerate(map(self.rows.get, host_rows)):
+            if special is not None:
+                if special.needs_copy or (special.record.is_masked and self.state.tp.size > 1):
+                    copied.append(line)
+                elif special.record.is_masked:
+                    masked.append(line)
+        if masked:  # straight from the logits
+            some = rows
+            if len(masked) < len(host_rows):
+                lines = self._to_device(masked)
+                some = torch.full_like(rows, -1).index_copy_(0, lines, rows[lines])
+            token_ids.copy_(torch.where(some >= 0, self._draw(logits, some), token_ids))
+        found = []
+        for start in range(0, len(copied), ROWS_AT_ONCE):
+            some_lines = copied[start : start + ROWS_AT_ONCE]
+            specials = [self.rows[host_rows[line]] for line in some_lines]
+            lines = self._to_device(some_lines)
+            whole = self._gather(logits[lines])
+            token_ids[lines] = drawn = self._draw(self._adjusted(whole, rows[lines], specials), rows[lines])
+            num_best = max(special.record.num_logprobs for special in specials)
+            if num_best >= 0:
+                found.append(SampleLogprobs(some_lines, best_tokens(whole, drawn.clamp(min=0), num_best).to_host()))
+        for special in [self.rows[row] for row in host_rows if row in self.rows]:
+            special.num_generated += 1
+        return found
+
+    def score(self, model: CausalLM, hidden: Tensor, chunks: list[list[int]]) -> list[PromptLogprobs]:
+        """Log-probabilities of the prompts' tokens that these chunks, (row, start, length), come before.
+
+        hidden: (num_tokens, hidden_size), of all chunks end to end. A few tokens at a time have their logits computed.
+        """
+        found, offset = [], 0
+        for index, (row, start, length) in enumerate(chunks):
+            record = self.rows[row].record if row in self.rows else None
+            if record is not None and record.score_from >= 0:
+                first, end = max(record.score_from, start + 1), min(record.num_prompt_tokens, start + length + 1)
+                for position in range(first, end, ROWS_AT_ONCE):
+                    tokens = self.state.token_ids[row, position : min(position + ROWS_AT_ONCE, end)]
+                    before = offset + position - 1 - start
+                    logits = self._gather(model.compute_logits(hidden[before : before + len(tokens)]))
+                    best = best_tokens(logits, tokens, record.num_prompt_logprobs)
+                    found.append(PromptLogprobs(index, position, best.to_host()))
+            offset += length
+        return found
+
+    def _draw(self, logits: Tensor, rows: Tensor) -> Tensor:
+        state = self.state
+        lowest = thresholds(logits, rows, state.temperatures, self.top_k, self.top_p, self.min_p)
+        return redraw(logits, lowest, rows, state.temperatures, state.seeds, state.token_ids, state.context_lens)
+
+    def _adjusted(self, logits: Tensor, rows: Tensor, specials: list[SpecialRow]) -> Tensor:
+        """Logits, (num_rows, vocab_size), after penalties, and without the stop tokens that come too early."""
+        if any(special.record.is_penalised for special in specials):
+            lens = self.prompt_lens[rows], self.state.context_lens[rows] - 1  # without the token drawn first
+            penalties = [table[rows] for table in self.penalties]
+            logits = penalise(logits.float(), self.state.token_ids[rows], *lens, *penalties)
+        early = [
+            (i, stop) for i, special in enumerate(specials) if special.awaits_min_tokens for stop in special.stop_ids
+        ]
+        if early:
+            logits = logits.index_put(self._to_device(early).unbind(1), logits.new_tensor(-torch.inf))
+        return logits
+
+    def _gather(self, logits: Tensor) -> Tensor:
+        """All ranks' logits of these rows, (num_rows, vocab_size), of which each has its shard."""
+        tp = self.state.tp
+        if tp.size == 1:
+            return logits
+        padding = tp.vocab_shard_size(self.vocab_size) - logits.shape[1]
+        shards = tp.all_gather(F.pad(logits, (0, padding)))  # (num_ranks, num_rows, shard_size)
+        return shards.transpose(0, 1).flatten(1)[:, : self.vocab_size]
+
+    def _to_device(self, numbers: list[int] | list[tuple[int, int]]) -> Tensor:
+        on_host = torch.tensor(numbers, dtype=torch.int64)
+        if self.state.device.type == "cpu":
+            return on_host
+        return on_host.pin_memory().to(self.state.device, non_blocking=True)
