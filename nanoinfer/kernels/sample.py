@@ -37,6 +37,7 @@ def _best_in_tile_kernel(
     temperatures_ptr,
     seeds_ptr,
     context_lens_ptr,
+    thresholds_ptr,
     best_scores_ptr,
     best_groups_ptr,
     first_id,
@@ -55,6 +56,12 @@ def _best_in_tile_kernel(
         logits_ptr += line * logits_stride
         left = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=-INF).to(tl.float32)
         right = tl.load(logits_ptr + ids + half, mask=ids + half < vocab_size, other=-INF).to(tl.float32)
+        position = tl.load(context_lens_ptr + row)
+        if thresholds_ptr is not None:
+            threshold = tl.load(thresholds_ptr + line)
+            left = tl.where(left < threshold, -INF, left)  # which leaves NaN where it is
+            right = tl.where(right < threshold, -INF, right)
+            position -= 1
         temperature = tl.load(temperatures_ptr + row)
         if temperature > 0:
             # A race: group's weight / exponential is exp(noisy score / temperature), and one logarithm is for all.
@@ -65,8 +72,7 @@ def _best_in_tile_kernel(
             # One Philox call serves four groups.
             counter = first_id // (4 * GROUP_SIZE) + tile * (GROUPS // 4) + tl.arange(0, GROUPS // 4)
             zero = counter * 0
-            position = zero + tl.load(context_lens_ptr + row)
-            r0, r1, r2, r3 = tl.philox(tl.load(seeds_ptr + row), counter, position, zero, zero)
+            r0, r1, r2, r3 = tl.philox(tl.load(seeds_ptr + row), counter, zero + position, zero, zero)
             bits = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
             race = tl.sum(weights, axis=1) / _exponential(bits)
             race = tl.where(race == race, race, INF)  # NaN and infinity win, so that they are seen
@@ -89,6 +95,7 @@ def _append_best_kernel(
     seeds_ptr,
     token_ids_ptr,
     context_lens_ptr,
+    thresholds_ptr,
     best_scores_ptr,
     best_groups_ptr,
     out_ptr,
@@ -109,12 +116,15 @@ def _append_best_kernel(
         best_score, best_tile = tl.max(scores, axis=0, return_indices=True)  # ties go to the lower tile, so lower ids
         group = tl.load(best_groups_ptr + line * num_tiles + best_tile)
         ids = group * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
-        scores = tl.load(logits_ptr + line * logits_stride + ids, mask=ids < vocab_size, other=-INF)
+        scores = tl.load(logits_ptr + line * logits_stride + ids, mask=ids < vocab_size, other=-INF).to(tl.float32)
         position = tl.load(context_lens_ptr + row)
+        if thresholds_ptr is not None:
+            scores = tl.where(scores < tl.load(thresholds_ptr + line), -INF, scores)
+            position -= 1  # of the newest token, in whose place the new one goes
         zero = ids * 0
         bits, _, _, _ = tl.philox(tl.load(seeds_ptr + row), first_id + ids, zero + position, zero + 1, zero)
         noise = -tl.log(_exponential(bits))
-        _, best = tl.max(scores.to(tl.float32) + tl.load(temperatures_ptr + row) * noise, axis=0, return_indices=True)
+        _, best = tl.max(scores + tl.load(temperatures_ptr + row) * noise, axis=0, return_indices=True)
         token_id = tl.where(tl.abs(best_score) < INF, first_id + group * GROUP_SIZE + best, -1)
         tl.store(out_ptr + line, token_id)
         if token_ids_ptr is None:
@@ -131,7 +141,22 @@ def sample_and_append(
 ) -> Tensor:
     """As `sample_and_append` in `layers/sampler.py`; the logits of a row must be contiguous."""
     ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    _draw(logits, 0, rows, temperatures, seeds, token_ids, context_lens, ids, None)
+    _draw(logits, 0, rows, temperatures, seeds, token_ids, context_lens, None, ids, None)
+    return ids
+
+
+def redraw(
+    logits: Tensor,
+    thresholds: Tensor,
+    rows: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    token_ids: Tensor,
+    context_lens: Tensor,
+) -> Tensor:
+    """As `redraw` in `layers/sampler.py`; the logits of a row must be contiguous."""
+    ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    _draw(logits, 0, rows, temperatures, seeds, token_ids, context_lens, thresholds, ids, None)
     return ids
 
 
@@ -141,7 +166,7 @@ def best_candidates(
     """As `best_candidates` in `layers/sampler.py`; the logits of a row must be contiguous."""
     ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     scores = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    _draw(logits, first_id, rows, temperatures, seeds, None, context_lens, ids, scores)
+    _draw(logits, first_id, rows, temperatures, seeds, None, context_lens, None, ids, scores)
     return scores, ids
 
 
@@ -153,10 +178,14 @@ def _draw(
     seeds: Tensor,
     token_ids: Tensor | None,
     context_lens: Tensor,
+    thresholds: Tensor | None,
     out: Tensor,
     out_scores: Tensor | None,
 ) -> None:
-    """Both kernels; either the tables' `token_ids` or `out_scores` are given, and written."""
+    """Both kernels; either the tables' `token_ids` or `out_scores` are given, and written.
+
+    With thresholds, the newest token is drawn again, and the next one without.
+    """
     (num_rows, vocab_size), device = logits.shape, logits.device
     assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
     num_tiles = triton.cdiv(vocab_size, TILE_GROUPS * GROUP_SIZE.value)
@@ -170,6 +199,7 @@ def _draw(
         temperatures,
         seeds,
         context_lens,
+        thresholds,
         best_scores,
         best_groups,
         first_id,
@@ -186,6 +216,7 @@ def _draw(
         seeds,
         token_ids,
         context_lens,
+        thresholds,
         best_scores,
         best_groups,
         out,

@@ -48,8 +48,8 @@ def thresholds(
     for lines in ((rows >= 0) & (temperatures[rows] > 0)).nonzero().squeeze(1).split(SORTED_ROWS):
         temperature, k, p, share = (table[rows[lines], None] for table in (temperatures, top_k, top_p, min_p))
         ordered = logits[lines].float().sort(dim=1, descending=True).values
-        k = torch.where(k > 0, k, ordered.shape[1]).clamp(max=ordered.shape[1]).long()
-        by_k = ordered.gather(1, k - 1)
+        last = ordered.gather(1, (k.long() - 1).clamp(0, ordered.shape[1] - 1))
+        by_k = torch.where((k > 0) & (k < ordered.shape[1]), last, -torch.inf)
         scores = (ordered - ordered[:, :1]).masked_fill_(ordered < by_k, -torch.inf) / temperature
         probabilities = scores.double().softmax(dim=1)
         more_likely = probabilities.cumsum(dim=1) - probabilities  # the share of the tokens before each
