@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers import activation, layernorm, rotary_embedding, sampler
+from nanoinfer.layers import activation, layernorm, logits, rotary_embedding, sampler
 from nanoinfer.layers.attention import TorchBackend
 from nanoinfer.layers.sampler import sample
 from nanoinfer.utils.context import DecodeMetadata, LayerCache
@@ -24,6 +24,7 @@ from nanoinfer.kernels import paged_attention  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
 from nanoinfer.kernels import sample as sample_kernels  # noqa: E402
 from nanoinfer.kernels import silu_and_mul as silu_kernels  # noqa: E402
+from nanoinfer.kernels import thresholds as threshold_kernels  # noqa: E402
 from nanoinfer.kernels.paged_attention import paged_decode_attention, plan_decode  # noqa: E402
 from nanoinfer.kernels.sample import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
 
@@ -70,6 +71,8 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (activation.silu_and_mul, silu_kernels),
         (rotary_embedding.norm_rope_store, norm_rope_store_kernels),
         (sampler.sample_and_append, sample_kernels),
+        (sampler.redraw, sample_kernels),
+        (logits.thresholds, threshold_kernels),
     ],
 )
 def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(
@@ -547,3 +550,100 @@ def test_the_best_candidates_of_a_shard_are_those_of_the_twin(first_id: int) -> 
     torch.testing.assert_close(scores, expected_scores)
     assert scores.isfinite().tolist() == [True, True, True, False, False, True, True, True]
     assert torch.equal(ids[scores.isfinite()], expected_ids[scores.isfinite()])
+
+
+def test_a_second_draw_equals_its_twin_and_takes_the_place_of_the_first() -> None:
+    logits, rows = 3 * randn(len(SEEDS), TILE + 70), torch.tensor([0, 1, 2, -1, 4, 5, 6, 7])
+    bounds = torch.tensor([-math.inf, 3.0, 6.0, 0.0, 8.0, 9.0, 1e9, NAN])
+    temperatures, seeds, _ = sampling_arguments()
+    results = []
+    for function in (sample_kernels.redraw, sampler.redraw.__wrapped__):
+        token_ids, context_lens = torch.full((len(SEEDS), 9), 7, dtype=torch.int32), torch.arange(1, 9).int()
+        ids = function(logits, bounds, rows, temperatures, seeds, token_ids, context_lens)
+        results.append((ids, token_ids, context_lens))
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+    assert (results[0][0] >= 0).tolist() == [True, True, True, False, True, True, False, True]
+    assert results[0][2].tolist() == list(range(1, 9))
+
+
+# --- thresholds ---
+
+OPTIONS = [  # temperature, top_k, top_p, min_p
+    (0.6, 20, 0.95, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (2.0, 50, 0.5, 0.1),
+    (1.0, 0, 0.9, 0.0),
+    (1.0, 0, 1.0, 0.3),
+    (0.5, 300, 1.0, 0.0),
+    (1.0, 10**6, 0.3, 0.0),
+    (100.0, 0, 0.999, 0.001),
+    (0.0, 5, 0.5, 0.5),
+    (1.0, 0, 1.0, 0.0),
+]
+
+
+def option_tables() -> tuple[Tensor, ...]:
+    """The columns of a table, as the engine has them."""
+    temperatures, top_k, top_p, min_p = zip(*OPTIONS, strict=True)
+    table = torch.zeros(len(OPTIONS), 5, dtype=torch.int32)
+    table[:, 1] = torch.tensor(top_k)
+    table.view(torch.float32)[:, 2:4] = torch.tensor([top_p, min_p]).T
+    return torch.tensor(temperatures), table[:, 1], *table.view(torch.float32)[:, 2:4].unbind(1)
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("vocab_size", "spread"), [(1, 1.0), (5, 1.0), (64, 0.1), (65, 5.0), (1000, 0.1), (3000, 5.0)])
+def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float, dtype: torch.dtype) -> None:
+    scores = (spread * randn(len(OPTIONS), vocab_size)).to(dtype)
+    rows, tables = torch.arange(len(OPTIONS)), option_tables()
+    rows[1] = -1
+    actual = threshold_kernels.thresholds(scores, rows, *tables)
+    expected = logits.thresholds.__wrapped__(scores, rows, *tables)
+    allowed = scores.float() >= actual.unsqueeze(1)
+    same = allowed == (scores.float() >= expected.unsqueeze(1))
+    # Sums are taken in another order: the token at the cut-off, and its equals, may be in or out.
+    assert scores[~same].unique().numel() <= len(OPTIONS) // 5
+    assert allowed.any(dim=1).all()
+    assert same[[2, 4, 5, 8, 9]].all(), "top_k and min_p alone are exact"
+    assert actual[[1, 8, 9]].tolist() == [-math.inf] * 3
+
+
+@loops_are_interpreted
+def test_ties_are_kept_whichever_groups_they_are_in() -> None:
+    scores = torch.zeros(3, 3000)
+    scores[:, [3, 70, 71, 2999]] = torch.tensor([2.0, 1.0, 1.0, 1.0])
+    top_k, top_p, min_p = torch.tensor([2, 0, 0]).int(), torch.tensor([1, 0.005, 1]), torch.tensor([0, 0, 0.3])
+    found = threshold_kernels.thresholds(scores, torch.arange(3), torch.ones(3), top_k, top_p, min_p)
+    assert (scores >= found.unsqueeze(1)).sum(dim=1).tolist() == [4] * 3
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
+def test_thresholds_of_rows_that_are_not_finite_hide_nothing(value: float) -> None:
+    scores = randn(len(OPTIONS), 1000)
+    scores[:, 500 if value != -math.inf else slice(None)] = value
+    tables, rows = option_tables(), torch.arange(len(OPTIONS))
+    found = threshold_kernels.thresholds(scores, rows, *tables)
+    seeds, context_lens = torch.zeros(len(OPTIONS)).long(), torch.ones(len(OPTIONS)).int()
+    token_ids = torch.zeros(len(OPTIONS), 2).int()
+    ids = sample_kernels.redraw(scores, found, rows, tables[0], seeds, token_ids, context_lens)
+    assert ids.tolist() == [-1] * len(OPTIONS)
+
+
+@loops_are_interpreted
+def test_thresholds_leave_out_logits_of_minus_infinity() -> None:
+    scores = torch.full((len(OPTIONS), 1000), -math.inf)
+    scores[:, [100, 700]] = torch.tensor([0.0, -0.1])
+    found = threshold_kernels.thresholds(scores, torch.arange(len(OPTIONS)), *option_tables())
+    expected = logits.thresholds.__wrapped__(scores, torch.arange(len(OPTIONS)), *option_tables())
+    assert ((scores >= found.unsqueeze(1)) & scores.isfinite()).tolist() == (
+        (scores >= expected.unsqueeze(1)) & scores.isfinite()
+    ).tolist()
+
+
+@loops_are_interpreted
+def test_thresholds_of_no_rows_are_none() -> None:
+    none = torch.zeros(0)
+    assert threshold_kernels.thresholds(torch.zeros(0, 10), none.long(), none, none.int(), none, none).shape == (0,)

@@ -27,9 +27,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def lowest(
-    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> Tensor:
+def lowest(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """The threshold of each row of the logits, all with the same options."""
     ones = torch.ones(len(logits))
     tables = temperature * ones, (top_k * ones).int(), top_p * ones, min_p * ones

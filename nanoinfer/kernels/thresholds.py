@@ -112,7 +112,8 @@ def _candidates_kernel(
         parts = tl.where(exists & (maxima > -INF), 1.0, 0.0)
         target = top_k.to(tl.float32)
         if (top_k == 0) & (top_p < 1):
-            parts *= tl.exp2(tl.where(parts > 0, maxima - peak, 0.0) * _scale(temperature))
+            reference = tl.where(tl.abs(peak) < INF, peak, 0.0)
+            parts *= tl.exp2(tl.where(parts > 0, maxima - reference, 0.0) * _scale(temperature))
             weights = tl.load(weights_ptr + line * num_groups + group, mask=exists, other=0.0)
             total = tl.sum(parts * weights, axis=0)
             tl.store(totals_ptr + line, total)
@@ -200,10 +201,11 @@ def _threshold_kernel(
         rows_ptr, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr, options_stride, vocab_size, line
     )
     threshold = -INF
-    if asked:
+    peak = tl.load(peaks_ptr + line, mask=asked, other=INF)
+    if tl.abs(peak) < INF:
         logits_ptr += line * logits_stride
         candidates_ptr += line * num_groups
-        count, peak = tl.load(counts_ptr + line), tl.load(peaks_ptr + line)
+        count = tl.load(counts_ptr + line)
         scale = _scale(temperature)
         least = tl.load(bounds_ptr + line)
         if top_k > 0:
@@ -222,7 +224,6 @@ def _threshold_kernel(
             threshold = bits.to(tl.float32, bitcast=True)
         if min_p > 0:
             threshold = tl.maximum(threshold, peak + temperature * tl.log(min_p))
-        threshold = tl.where(tl.abs(peak) < INF, threshold, -INF)
     tl.store(out_ptr + line, threshold)
 
 
