@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 
-from nanoinfer.engine.batch import NewBlock, Packet, PrefillChunk, ScheduledBatch, pack, read_header, split
+from nanoinfer.engine.batch import (
+    NewBlock,
+    Packet,
+    PrefillChunk,
+    ScheduledBatch,
+    SpecialRecord,
+    pack,
+    read_header,
+    split,
+)
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.sampling_params import SamplingParams
 from tests.helpers_scheduler import make_sequence
@@ -69,7 +78,9 @@ def test_a_packet_is_read_back_as_it_was_written() -> None:
 
 def test_sections_are_views_of_the_packet() -> None:
     packet = pack(prefill_and_decode())
-    assert all(np.shares_memory(section, packet) for section in split(packet, read_header(packet)))
+    sections = [section for section in split(packet, read_header(packet)) if section.size]
+    assert len(sections) == 5
+    assert all(np.shares_memory(section, packet) for section in sections)
 
 
 def test_a_preempted_sequence_travels_with_its_generated_tokens() -> None:
@@ -93,6 +104,30 @@ def test_a_seed_beyond_32_bits_travels_in_two_halves(seed: int) -> None:
     packet = one_admission(seed=seed)
     seed_low, seed_high = split(packet, read_header(packet)).row_records[0, 3:].tolist()
     assert (seed_high << 32) | (seed_low & 0xFFFF_FFFF) == seed
+
+
+def test_what_only_some_rows_ask_for_travels_with_them_alone() -> None:
+    params = SamplingParams(temperature=0.5, top_k=-1, top_p=0.75, min_tokens=3, logprobs=2, frequency_penalty=-0.5)
+    special, plain = Sequence(1, [10, 11], params), sequence_in_row(4, [20])
+    special.row, special.stop_token_ids, special.score_from = 3, {7, 5}, 1
+    special.token_ids.append(12)
+    chunks = [PrefillChunk(seq, 0, len(seq.token_ids), samples=True) for seq in (plain, special)]
+    packet = pack(ScheduledBatch(admitted=[plain, special], prefill=chunks))
+    sections = split(packet, read_header(packet))
+    record = SpecialRecord(*sections.special_records[0].tolist())
+    assert sections.special_records.shape == (1, len(SpecialRecord._fields))
+    assert sections.stop_ids.tolist() == [5, 7]
+    assert record[:10] == (3, 1, True, True, 3, 2, 2, -1, 1, 2)
+    floats = sections.special_records[0, 11:].view(np.float32).tolist()
+    assert (record.top_k, floats) == (0, [0.75, 0.0, 0.0, -0.5, 1.0])
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0, "top_k": 5}, {"n": 3, "seed": 1}, {"stop_token_ids": [1]}])
+def test_a_row_that_asks_for_nothing_special_has_no_record(options: dict) -> None:
+    seq = Sequence(0, [1], SamplingParams(**options))
+    seq.row = 0
+    header = read_header(pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 1, samples=True)])))
+    assert (header.num_special, header.num_stop_ids) == (0, 0)
 
 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:

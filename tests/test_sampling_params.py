@@ -13,7 +13,16 @@ def test_the_defaults_sample_up_to_64_tokens_from_the_models_own_distribution() 
     assert SamplingParams() == SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=False)
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.0}, {"temperature": 2}, {"max_tokens": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *[{"temperature": value} for value in (0, 0.0, 2)],
+        *[{name: 1} for name in ("max_tokens", "n", "top_k", "top_p", "min_p", "logprobs", "prompt_logprobs")],
+        *[{name: 0} for name in ("top_k", "min_p", "seed", "min_tokens", "logprobs", "prompt_logprobs")],
+        *[{"top_k": -1}, {"seed": -(2**63)}, {"seed": 2**63 - 1}, {"min_tokens": 64}, {"top_p": 1e-9}],
+        *[{"presence_penalty": -2}, {"frequency_penalty": 2.0}, {"repetition_penalty": 1e-3}, {"n": 1000}],
+    ],
+)
 def test_values_at_the_edge_of_their_range_are_accepted(options: dict[str, Any]) -> None:
     (name, value), *_ = options.items()
     assert getattr(SamplingParams(**options), name) == value
@@ -42,6 +51,28 @@ def test_values_at_the_edge_of_their_range_are_accepted(options: dict[str, Any])
         ({"stop": 1}, "stop=1 must be a string or a list of them", "use ['\\n'], say"),
         ({"stop_token_ids": 0}, "stop_token_ids=0 must be a list of token ids", "use [0], say"),
         ({"stop_token_ids": [-1]}, "stop_token_ids=[-1] must be a list of token ids", "use [0], say"),
+        ({"n": 0}, "n=0 must be at least 1", "one sample or more"),
+        ({"n": 2, "temperature": 0}, "n=2 samples at temperature=0 are all the same", "use n=1, or a temperature"),
+        ({"n": 1.5}, "n=1.5 is not an int", "use a whole number of at least 1"),
+        ({"top_k": -2}, "top_k=-2 must be at least -1", "use 0 for all tokens"),
+        ({"top_k": 0.5}, "top_k=0.5 is not an int", "use a whole number of at least 0"),
+        ({"top_p": 0}, "top_p=0 must be above 0 and at most 1", "use 1 for all tokens"),
+        ({"top_p": 1.01}, "top_p=1.01 must be above 0 and at most 1", "use 1 for all tokens"),
+        ({"top_p": math.nan}, "top_p=nan must be above 0", "use 1 for all tokens"),
+        ({"top_p": "0.9"}, "top_p='0.9' is not a number", "use 1 for all tokens"),
+        ({"min_p": -0.1}, "min_p=-0.1 must be at least 0 and at most 1", "use 0 for all tokens"),
+        ({"seed": 2**63}, f"seed={2**63} must fit in 64 bits", "use a number below 2**63"),
+        ({"seed": -(2**63) - 1}, f"seed={-(2**63) - 1} must be at least {-(2**63)}", "use None for any"),
+        ({"seed": 1.0}, "seed=1.0 is not an int", "use a whole number"),
+        ({"min_tokens": -1}, "min_tokens=-1 must be at least 0", "use 0 for no such limit"),
+        ({"min_tokens": 65}, "min_tokens=65 must be at most max_tokens=64", "raise that"),
+        ({"presence_penalty": 2.5}, "presence_penalty=2.5 must be between -2 and 2", "use 0 for none"),
+        ({"frequency_penalty": -3}, "frequency_penalty=-3 must be between -2 and 2", "use 0 for none"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0 must be finite and above 0", "use 1 for none"),
+        ({"repetition_penalty": None}, "repetition_penalty=None is not a number", "use 1 for none"),
+        ({"logprobs": -1}, "logprobs=-1 must be at least 0", "use None for none"),
+        ({"logprobs": True}, "logprobs=True is not an int", "use a whole number of at least 0"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs=-1 must be at least 0", "use None for none"),
         ({"stop_token_ids": [True]}, "stop_token_ids=[True] must be a list of token ids", "use [0], say"),
         ({"stop": "a", "detokenize": False}, "stop='a' is found in text, and detokenize=False", "leave one out"),
     ],
@@ -85,6 +116,10 @@ def test_one_stop_string_or_several_and_stop_ids_become_tuples() -> None:
         ({}, SamplingParams()),
         ({"temperature": 0.6, "do_sample": True, "eos_token_id": 3}, SamplingParams(temperature=0.6)),
         ({"temperature": 0.6, "do_sample": False}, SamplingParams(temperature=0)),
+        (
+            {"top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05, "num_beams": 4},
+            SamplingParams(top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.05),
+        ),
         ({"max_new_tokens": 32, "temperature": None}, SamplingParams(max_tokens=32)),
     ],
 )
