@@ -118,8 +118,8 @@ def test_what_only_some_rows_ask_for_travels_with_them_alone() -> None:
     assert sections.special_records.shape == (1, len(SpecialRecord._fields))
     assert sections.stop_ids.tolist() == [5, 7]
     assert record[:10] == (3, 1, True, True, 3, 2, 2, -1, 1, 2)
-    floats = sections.special_records[0, 11:].view(np.float32).tolist()
-    assert (record.top_k, floats) == (0, [0.75, 0.0, 0.0, -0.5, 1.0])
+    floats = sections.special_records[0, 10:].view(np.float32).tolist()
+    assert floats == [0.5, 0.0, 0.75, 0.0, 2.0, 0.0, -0.5, 1.0]
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0, "top_k": 5}, {"n": 3, "seed": 1}, {"stop_token_ids": [1]}])
@@ -134,7 +134,7 @@ def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
     assert packet.tolist() == [0, 0, 0, 0, 0, 0, 2, 0, 0, 4, 1]
     sections = split(packet, read_header(packet))
-    assert [section.shape for section in sections] == [(0, 5), (0,), (0, 3), (0, 3), (2,), (0, 16), (0,)]
+    assert [section.shape for section in sections] == [(0, 5), (0,), (0, 3), (0, 3), (2,), (0, 18), (0,)]
 
 
 def test_an_empty_batch_is_false_and_packs_to_a_header_of_zeros() -> None:

@@ -569,75 +569,65 @@ def test_a_second_draw_equals_its_twin_and_takes_the_place_of_the_first() -> Non
 
 # --- thresholds ---
 
-OPTIONS = [  # temperature, top_k, top_p, min_p
-    (0.6, 20, 0.95, 0.0),
-    (1.0, 1, 1.0, 0.0),
-    (2.0, 50, 0.5, 0.1),
-    (1.0, 0, 0.9, 0.0),
-    (1.0, 0, 1.0, 0.3),
-    (0.5, 300, 1.0, 0.0),
-    (1.0, 10**6, 0.3, 0.0),
-    (100.0, 0, 0.999, 0.001),
-    (0.0, 5, 0.5, 0.5),
-    (1.0, 0, 1.0, 0.0),
-]
-
-
-def option_tables() -> tuple[Tensor, ...]:
-    """The columns of a table, as the engine has them."""
-    temperatures, top_k, top_p, min_p = zip(*OPTIONS, strict=True)
-    table = torch.zeros(len(OPTIONS), 5, dtype=torch.int32)
-    table[:, 1] = torch.tensor(top_k)
-    table.view(torch.float32)[:, 2:4] = torch.tensor([top_p, min_p]).T
-    return torch.tensor(temperatures), table[:, 1], *table.view(torch.float32)[:, 2:4].unbind(1)
+LIMITS = torch.tensor(
+    [  # temperature, top_k, top_p, min_p
+        (0.6, 20, 0.95, 0.0),
+        (1.0, 1, 1.0, 0.0),
+        (2.0, 50, 0.5, 0.1),
+        (1.0, 0, 0.9, 0.0),
+        (1.0, 0, 1.0, 0.3),
+        (0.5, 300, 1.0, 0.0),
+        (1.0, 10**6, 0.3, 0.0),
+        (100.0, 0, 0.999, 0.001),
+        (0.0, 5, 0.5, 0.5),
+        (1.0, 0, 1.0, 0.0),
+        (0.0, 0, 0.0, 0.0),
+    ]
+)
 
 
 @loops_are_interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("vocab_size", "spread"), [(1, 1.0), (5, 1.0), (64, 0.1), (65, 5.0), (1000, 0.1), (3000, 5.0)])
 def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float, dtype: torch.dtype) -> None:
-    scores = (spread * randn(len(OPTIONS), vocab_size)).to(dtype)
-    rows, tables = torch.arange(len(OPTIONS)), option_tables()
-    rows[1] = -1
-    actual = threshold_kernels.thresholds(scores, rows, *tables)
-    expected = logits.thresholds.__wrapped__(scores, rows, *tables)
+    scores = (spread * randn(len(LIMITS), vocab_size)).to(dtype)
+    actual = threshold_kernels.thresholds(scores, LIMITS)
+    expected = logits.thresholds.__wrapped__(scores, LIMITS)
     allowed = scores.float() >= actual.unsqueeze(1)
     same = allowed == (scores.float() >= expected.unsqueeze(1))
     # Sums are taken in another order: the token at the cut-off, and its equals, may be in or out.
-    assert scores[~same].unique().numel() <= len(OPTIONS) // 5
+    assert scores[~same].unique().numel() <= len(LIMITS) // 5
     assert allowed.any(dim=1).all()
-    assert same[[2, 4, 5, 8, 9]].all(), "top_k and min_p alone are exact"
-    assert actual[[1, 8, 9]].tolist() == [-math.inf] * 3
+    assert same[[1, 4, 5, 8, 9, 10]].all(), "top_k and min_p alone are exact"
+    assert actual[8:].tolist() == [-math.inf] * 3
 
 
 @loops_are_interpreted
 def test_ties_are_kept_whichever_groups_they_are_in() -> None:
     scores = torch.zeros(3, 3000)
     scores[:, [3, 70, 71, 2999]] = torch.tensor([2.0, 1.0, 1.0, 1.0])
-    top_k, top_p, min_p = torch.tensor([2, 0, 0]).int(), torch.tensor([1, 0.005, 1]), torch.tensor([0, 0, 0.3])
-    found = threshold_kernels.thresholds(scores, torch.arange(3), torch.ones(3), top_k, top_p, min_p)
+    found = threshold_kernels.thresholds(scores, torch.tensor([[1, 2, 1, 0], [1, 0, 0.005, 0], [1, 0, 1, 0.3]]))
     assert (scores >= found.unsqueeze(1)).sum(dim=1).tolist() == [4] * 3
 
 
 @loops_are_interpreted
 @pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
 def test_thresholds_of_rows_that_are_not_finite_hide_nothing(value: float) -> None:
-    scores = randn(len(OPTIONS), 1000)
+    scores = randn(len(LIMITS), 1000)
     scores[:, 500 if value != -math.inf else slice(None)] = value
-    tables, rows = option_tables(), torch.arange(len(OPTIONS))
-    found = threshold_kernels.thresholds(scores, rows, *tables)
-    seeds, context_lens = torch.zeros(len(OPTIONS)).long(), torch.ones(len(OPTIONS)).int()
-    token_ids = torch.zeros(len(OPTIONS), 2).int()
-    ids = sample_kernels.redraw(scores, found, rows, tables[0], seeds, token_ids, context_lens)
-    assert ids.tolist() == [-1] * len(OPTIONS)
+    found, rows = threshold_kernels.thresholds(scores, LIMITS), torch.arange(len(LIMITS))
+    seeds, context_lens = torch.zeros(len(LIMITS)).long(), torch.ones(len(LIMITS)).int()
+    token_ids = torch.zeros(len(LIMITS), 2).int()
+    ids = sample_kernels.redraw(scores, found, rows, LIMITS[:, 0], seeds, token_ids, context_lens)
+    assert ids.tolist() == [-1] * len(LIMITS)
 
 
 @loops_are_interpreted
 def test_thresholds_leave_out_logits_of_minus_infinity() -> None:
-    scores = torch.full((len(OPTIONS), 1000), -math.inf)
+    scores = torch.full((len(LIMITS), 1000), -math.inf)
     scores[:, [100, 700]] = torch.tensor([0.0, -0.1])
-    found = threshold_kernels.thresholds(scores, torch.arange(len(OPTIONS)), *option_tables())
-    expected = logits.thresholds.__wrapped__(scores, torch.arange(len(OPTIONS)), *option_tables())
+    found = threshold_kernels.thresholds(scores, LIMITS)
+    expected = logits.thresholds.__wrapped__(scores, LIMITS)
     assert ((scores >= found.unsqueeze(1)) & scores.isfinite()).tolist() == (
         (scores >= expected.unsqueeze(1)) & scores.isfinite()
     ).tolist()
@@ -645,5 +635,4 @@ def test_thresholds_leave_out_logits_of_minus_infinity() -> None:
 
 @loops_are_interpreted
 def test_thresholds_of_no_rows_are_none() -> None:
-    none = torch.zeros(0)
-    assert threshold_kernels.thresholds(torch.zeros(0, 10), none.long(), none, none.int(), none, none).shape == (0,)
+    assert threshold_kernels.thresholds(torch.zeros(0, 10), torch.zeros(0, 4)).shape == (0,)

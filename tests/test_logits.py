@@ -29,9 +29,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def lowest(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """The threshold of each row of the logits, all with the same options."""
-    ones = torch.ones(len(logits))
-    tables = temperature * ones, (top_k * ones).int(), top_p * ones, min_p * ones
-    return thresholds(logits, torch.arange(len(logits)), *tables)
+    return thresholds(logits, torch.tensor([[temperature, top_k, top_p, min_p]]).expand(len(logits), 4))
 
 
 def allowed_by_transformers(scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -100,9 +98,8 @@ def test_ties_with_the_last_token_kept_are_kept() -> None:
 
 def test_rows_that_ask_for_nothing_have_no_threshold() -> None:
     logits = randn(4, 50)
-    temperatures, top_k = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 3, 3, 3], dtype=torch.int32)
-    rows = torch.tensor([0, 1, -1, 3])
-    found = thresholds(logits, rows, temperatures, top_k, torch.ones(4), torch.zeros(4))
+    limits = torch.tensor([[1.0, 0, 1, 0], [0, 3, 0.5, 0.5], [0, 0, 0, 0], [1, 3, 1, 0]])
+    found = thresholds(logits, limits)
     assert found[:3].tolist() == [-math.inf] * 3
     assert found[3] == logits[3].topk(3).values[2]
 
@@ -183,9 +180,9 @@ def test_penalties_are_those_of_the_definition(
     known = prompt + completion
     token_ids = torch.full((2, 30), 19, dtype=torch.int32)  # what lies behind the known tokens does not count
     token_ids[0, : len(known)] = torch.tensor(known)
-    lens = torch.tensor([len(prompt), 0]), torch.tensor([len(known), 0], dtype=torch.int32)
-    options = [torch.tensor([value, value]) for value in (presence, frequency, repetition)]
-    actual = penalise(logits, token_ids, *lens, *options)
+    context_lens = torch.tensor([len(known), 0], dtype=torch.int32)
+    penalties = torch.tensor([[length, presence, frequency, repetition] for length in (len(prompt), 0)])
+    actual = penalise(logits, token_ids, context_lens, penalties)
     expected = RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([known]), logits[:1].clone())
     for token, count in Counter(completion).items():
         expected[0, token] -= presence + count * frequency

@@ -103,10 +103,12 @@ class SpecialRecord(NamedTuple):
     num_logprobs: int
     num_prompt_logprobs: int
     score_from: int  # the first prompt token whose log-probability is wanted
-    num_prompt_tokens: int
+    score_to: int  # and the first that is none
+    temperature: int  # bits of the float32, as in all that follow
     top_k: int
-    top_p: int  # bits of the float32, and so on
+    top_p: int
     min_p: int
+    num_prompt_tokens: int
     presence_penalty: int
     frequency_penalty: int
     repetition_penalty: int
@@ -120,7 +122,7 @@ class PacketSections(NamedTuple):
     new_blocks: Any  # (num_new_blocks, 3): NewBlock
     chunks: Any  # (num_chunks, 3): row, start, length; the first num_prefill_samples of them yield a token
     decode_rows: Any  # (num_decode,)
-    special_records: Any  # (num_special, 16): SpecialRecord
+    special_records: Any  # (num_special, 18): SpecialRecord
     stop_ids: Any  # (num_stop_ids,): those of the special rows, one after another
 
 
@@ -179,9 +181,9 @@ def _row(seq: Sequence) -> int:
 
 
 def _row_record(seq: Sequence) -> RowRecord:
+    temperature = np.float32(seq.sampling_params.temperature).view(np.int32)
     seed_low, seed_high = np.array([seq.seed], dtype=np.int64).view(np.int32)
-    temperature = _bits(seq.sampling_params.temperature)
-    return RowRecord(_row(seq), len(seq.token_ids), temperature, int(seed_low), int(seed_high))
+    return RowRecord(_row(seq), len(seq.token_ids), int(temperature), int(seed_low), int(seed_high))
 
 
 def _is_special(seq: Sequence) -> bool:
@@ -191,27 +193,19 @@ def _is_special(seq: Sequence) -> bool:
 
 
 def _special_record(seq: Sequence) -> SpecialRecord:
-    params = seq.sampling_params
+    params, num_prompt_tokens = seq.sampling_params, seq.num_prompt_tokens
+    limits = params.temperature, min(max(params.top_k, 0), MANY), params.top_p, params.min_p
+    penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
     return SpecialRecord(
-        row=_row(seq),
-        num_generated=len(seq.token_ids) - seq.num_prompt_tokens,
-        is_masked=params.is_masked,
-        is_penalised=params.is_penalised,
-        min_tokens=min(params.min_tokens, MANY),
-        num_stop_ids=len(seq.stop_token_ids),
-        num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
-        score_from=-1 if seq.score_from is None else seq.score_from,
-        num_prompt_tokens=seq.num_prompt_tokens,
-        top_k=min(max(params.top_k, 0), MANY),
-        top_p=_bits(params.top_p),
-        min_p=_bits(params.min_p),
-        presence_penalty=_bits(params.presence_penalty),
-        frequency_penalty=_bits(params.frequency_penalty),
-        repetition_penalty=_bits(params.repetition_penalty),
+        _row(seq),
+        len(seq.token_ids) - num_prompt_tokens,
+        params.is_masked,
+        params.is_penalised,
+        min(params.min_tokens, MANY),
+        len(seq.stop_token_ids),
+        -1 if params.logprobs is None else params.logprobs,
+        -1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        -1 if seq.score_from is None else seq.score_from,
+        num_prompt_tokens,
+        *np.array([*limits, num_prompt_tokens, *penalties], dtype=np.float32).view(np.int32).tolist(),
     )
-
-
-def _bits(number: float) -> int:
-    """Those of the float32."""
-    return int(np.float32(number).view(np.int32))

@@ -64,10 +64,8 @@ class SpecialRows:
         self.state = state
         self.vocab_size = vocab_size
         self.rows: dict[int, SpecialRow] = {}
-        num_columns = len(SpecialRecord._fields) - SpecialRecord._fields.index("num_prompt_tokens")
-        self._table = torch.zeros(len(state.seeds), num_columns, dtype=torch.int32, device=state.device)
-        self.prompt_lens, self.top_k, *_ = self._table.unbind(1)
-        _, _, self.top_p, self.min_p, *self.penalties = self._table.view(torch.float32).unbind(1)
+        # float32, a line for each row: see `layers/logits.py`. Those of padding ask for nothing.
+        self.limits, self.penalties = torch.zeros(2, len(state.seeds), 4, device=state.device)
 
     def __bool__(self) -> bool:
         return bool(self.rows)
@@ -82,7 +80,8 @@ class SpecialRows:
             del stop_ids[: record.num_stop_ids]
         if header.num_special:
             records = on_device.special_records
-            self._table[records[:, 0].long()] = records[:, -self._table.shape[1] :]
+            numbers = records[:, -8:].contiguous().view(torch.float32)
+            self.limits[records[:, 0].long()], self.penalties[records[:, 0].long()] = numbers[:, :4], numbers[:, 4:]
 
     def redraw(self, logits: Tensor, rows: Tensor, host_rows: list[int], token_ids: Tensor) -> list[SampleLogprobs]:
         """Do what the special ones among a step's rows ask for, in the tables and in `token_ids`.
@@ -126,7 +125,7 @@ class SpecialRows:
         for index, (row, start, length) in enumerate(chunks):
             record = self.rows[row].record if row in self.rows else None
             if record is not None and record.score_from >= 0:
-                first, end = max(record.score_from, start + 1), min(record.num_prompt_tokens, start + length + 1)
+                first, end = max(record.score_from, start + 1), min(record.score_to, start + length + 1)
                 for position in range(first, end, ROWS_AT_ONCE):
                     tokens = self.state.token_ids[row, position : min(position + ROWS_AT_ONCE, end)]
                     before = offset + position - 1 - start
@@ -137,16 +136,14 @@ class SpecialRows:
         return found
 
     def _draw(self, logits: Tensor, rows: Tensor) -> Tensor:
-        state = self.state
-        lowest = thresholds(logits, rows, state.temperatures, self.top_k, self.top_p, self.min_p)
+        state, lowest = self.state, thresholds(logits, self.limits[rows])
         return redraw(logits, lowest, rows, state.temperatures, state.seeds, state.token_ids, state.context_lens)
 
     def _adjusted(self, logits: Tensor, rows: Tensor, specials: list[SpecialRow]) -> Tensor:
         """Logits, (num_rows, vocab_size), after penalties, and without the stop tokens that come too early."""
         if any(special.record.is_penalised for special in specials):
-            lens = self.prompt_lens[rows], self.state.context_lens[rows] - 1  # without the token drawn first
-            penalties = [table[rows] for table in self.penalties]
-            logits = penalise(logits.float(), self.state.token_ids[rows], *lens, *penalties)
+            known = self.state.context_lens[rows] - 1  # without the token drawn first
+            logits = penalise(logits.float(), self.state.token_ids[rows], known, self.penalties[rows])
         early = [
             (i, stop) for i, special in enumerate(specials) if special.awaits_min_tokens for stop in special.stop_ids
         ]
