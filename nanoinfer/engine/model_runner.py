@@ -259,7 +259,7 @@ class ModelRunner:
         return int(total * self.config.gpu_memory_utilization) - (total - free) - step_bytes - graph_bytes
 
     def _run_largest_prefill(self) -> None:
-        """As many prompt tokens as a step may have, in sequences as long as they may be, and logits for all rows."""
+        """As many prompt tokens as a step may have, in sequences as long as they may be, and special rows only."""
         num_tokens, longest = self.config.max_num_batched_tokens, self.state.token_ids.shape[1] - 1
         lens = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
         cu_lens = cumulated(torch.tensor(lens, dtype=torch.int32, device=self.device))
@@ -275,7 +275,7 @@ class ModelRunner:
         positions = torch.arange(num_tokens, device=self.device) % longest
         hidden = self.model(token_ids, positions, self.kv_cache, metadata)
         rows = torch.arange(self.config.max_num_seqs, device=self.device)
-        self._sample(hidden[rows % num_tokens], rows)
+        self.special.rehearse(self.logits, rows, self._sample(hidden[rows % num_tokens], rows))
 
     def _measure_graph_bytes(self) -> int:
         """The memory of all graphs, from capturing the largest (which the others share) and one small one more."""

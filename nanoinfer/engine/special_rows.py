@@ -116,6 +116,14 @@ class SpecialRows:
             special.num_generated += 1
         return found
 
+    def rehearse(self, logits: Tensor, rows: Tensor, token_ids: Tensor) -> None:
+        """Run what takes the most memory and time to compile, as if these rows asked for it."""
+        nothing = SpecialRecord(*[0] * len(SpecialRecord._fields))._replace(num_logprobs=-1)
+        for record in (nothing._replace(is_masked=1), nothing._replace(is_penalised=1, num_logprobs=1)):
+            self.rows = dict.fromkeys(range(len(rows)), SpecialRow(record, [], 0))
+            self.redraw(logits, rows, list(self.rows), token_ids)
+        self.rows = {}
+
     def score(self, model: CausalLM, hidden: Tensor, chunks: list[list[int]]) -> list[PromptLogprobs]:
         """Log-probabilities of the prompts' tokens that these chunks, (row, start, length), come before.
 
@@ -148,7 +156,7 @@ class SpecialRows:
             (i, stop) for i, special in enumerate(specials) if special.awaits_min_tokens for stop in special.stop_ids
         ]
         if early:
-            logits = logits.index_put(self._to_device(early).unbind(1), logits.new_tensor(-torch.inf))
+            logits = logits.index_put(self._to_device(early).unbind(1), logits.new_full((), -torch.inf))
         return logits
 
     def _gather(self, logits: Tensor) -> Tensor:

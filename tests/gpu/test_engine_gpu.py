@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,93 @@ def test_a_seeded_request_gets_the_same_tokens_with_and_without_overlap(random_c
             outputs = llm.generate([[i, i + 1, i + 2] for i in range(40)], params, use_tqdm=False)
             results.append([output.token_ids for output in outputs])
     assert results[0] == results[1]
+
+
+FREE = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True)
+KINDS = [
+    FREE,
+    replace(FREE, top_k=20, top_p=0.95, temperature=0.6),
+    replace(FREE, top_p=0.9, seed=3),
+    replace(FREE, min_p=0.1, logprobs=2),
+    replace(FREE, temperature=0, repetition_penalty=1.3),
+    replace(FREE, presence_penalty=1.0, frequency_penalty=0.5, top_k=50),
+    replace(FREE, temperature=0, logprobs=3, prompt_logprobs=1),
+    replace(FREE, ignore_eos=False, stop_token_ids=list(range(0, 512, 2)), min_tokens=6),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_mixed_sampling_settings_give_the_same_with_graphs_and_without(
+    random_checkpoint: Callable[..., Path], backend: str
+) -> None:
+    skip_without(backend)
+    folder = random_checkpoint(num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    results = []
+    for options in ({}, {"enforce_eager": True}, {"overlap": False}):
+        with LLM(folder, dtype="bfloat16", attention_backend=backend, **options) as llm:
+            # As many rows as a graph has, so that all see products of the same shape.
+            outputs = llm.generate([[i, i + 1, i + 2] for i in range(16)], KINDS * 2, use_tqdm=False)
+            assert llm.engine.block_manager.num_used_blocks == 0
+        results.append([output.token_ids for output in outputs])
+    assert results[0] == results[2], "overlap changes nothing"
+    agreement = sum(one == two for one, two in zip(*results[:2], strict=True))
+    assert agreement >= 14, f"{agreement} of 16 requests agree"
+    for output in outputs[7::8]:
+        assert all(token_id % 2 for token_id in output.token_ids[:6])
+
+
+def test_masks_alone_and_beside_plain_rows_are_the_same(random_checkpoint: Callable[..., Path]) -> None:
+    """Rows whose logits need no copy: all of a batch, or some of it, in float16 logits of a large vocabulary."""
+    folder = random_checkpoint(num_attention_heads=8, num_key_value_heads=2, head_dim=128, vocab_size=151936)
+    masked, prompts = replace(FREE, top_k=20, top_p=0.95, seed=1), [[i, i + 1, i + 2] for i in range(32)]
+    with LLM(folder, dtype="float16", max_model_len=1024) as llm:
+        alone = llm.generate(prompts, masked, use_tqdm=False)
+        mixed = llm.generate(prompts, [masked, replace(FREE, seed=1)] * 16, use_tqdm=False)
+        plain = llm.generate(prompts, replace(FREE, seed=1), use_tqdm=False)
+    same = sum(one.token_ids == two.token_ids for one, two in zip(mixed[::2], alone[::2], strict=True))
+    same += sum(one.token_ids == two.token_ids for one, two in zip(mixed[1::2], plain[1::2], strict=True))
+    assert same >= 30, f"{same} of 32 agree"
+    assert sum(one.token_ids == two.token_ids for one, two in zip(alone, plain, strict=True)) < 16
+
+
+def test_logprobs_are_those_of_the_cpu(random_checkpoint: Callable[..., Path]) -> None:
+    folder = random_checkpoint(num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    params = replace(FREE, logprobs=3, prompt_logprobs=2, top_k=20, max_tokens=12)
+    prompts = [[i + 1, i + 2] * n for i, n in enumerate((1, 40, 130, 300))]
+    with LLM(folder, dtype="bfloat16", max_num_batched_tokens=256) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        scores = llm.score(prompts, [output.token_ids for output in outputs], use_tqdm=False)
+    model = reference_model(folder)
+    for output, score in zip(outputs, scores, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([output.prompt_token_ids + output.token_ids], device="cuda")).logits[0, :-1]
+        expected = logits.float().log_softmax(dim=1).cpu()
+        entries = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
+        assert len(entries) == len(expected)
+        errors = torch.tensor(
+            [
+                entry.logprob - row[token_id]
+                for found, row in zip(entries, expected, strict=True)
+                for token_id, entry in found.items()
+            ]
+        )
+        assert errors.abs().max() < NEAR_TIE * logits.std().item()
+        mine = [
+            entry[token_id].logprob
+            for entry, token_id in zip(output.outputs[0].logprobs, output.token_ids, strict=True)
+        ]
+        assert score.logprobs == pytest.approx(mine, abs=NEAR_TIE * logits.std().item())
+
+
+def test_four_samples_share_the_blocks_of_their_prompt(random_checkpoint: Callable[..., Path]) -> None:
+    with LLM(random_checkpoint(), dtype="bfloat16", max_model_len=2048) as llm:
+        llm.add_request([5, 6, 7, 8] * 250, replace(FREE, n=4))
+        for _ in range(4):
+            llm.step()
+        assert llm.get_metrics().num_used_blocks == 3 + 4
+        while not llm.is_finished():
+            outputs = llm.step()
+    assert len({tuple(completion.token_ids) for completion in outputs[0].outputs}) == 4
 
 
 def test_the_cache_takes_what_the_user_grants(random_checkpoint: Callable[..., Path]) -> None:

@@ -8,8 +8,9 @@ from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.attention import TorchBackend
 from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
 from nanoinfer.layers.linear import RowParallelLinear
+from nanoinfer.layers.logits import thresholds
 from nanoinfer.layers.rotary_embedding import norm_rope_store
-from nanoinfer.layers.sampler import best_candidates, sample, sample_and_append
+from nanoinfer.layers.sampler import best_candidates, redraw, sample, sample_and_append
 from nanoinfer.utils.context import DecodeMetadata, LayerCache
 from nanoinfer.utils.distributed import TensorParallel
 
@@ -282,3 +283,93 @@ def test_sampling_draws_from_the_softmax(places: list[int]) -> None:
     expected = torch.softmax(logits[places].double(), 0).cpu() * 100_000
     chi_square = ((observed - expected) ** 2 / expected).sum()
     assert chi_square < 21.1  # 3 degrees of freedom, p = 0.0001
+
+
+LIMITS = [  # temperature, top_k, top_p, min_p
+    (0.6, 20, 0.95, 0.0),
+    (1.0, 50, 1.0, 0.0),
+    (1.0, 5000, 0.9, 0.01),
+    (0.7, 0, 0.9, 0.0),
+    (1.0, 0, 1.0, 0.1),
+    (2.0, 1, 0.5, 0.0),
+    (0.0, 20, 0.5, 0.0),
+    (1.0, 0, 1.0, 0.0),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("spread", [0.5, 2.0, 6.0])
+@pytest.mark.parametrize("vocab_size", [1, 1003, 32000, 151936])
+def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(64, vocab_size, device="cuda") * spread).to(dtype)
+    limits = torch.tensor(LIMITS, device="cuda").repeat(8, 1)
+    actual, expected = thresholds(logits, limits), thresholds.__wrapped__(logits, limits)
+    scores = logits.float()
+    different = (scores >= actual.unsqueeze(1)) != (scores >= expected.unsqueeze(1))
+    by_kind = different.sum(dim=1).view(8, 8)
+    assert by_kind[:, [1, 4, 6, 7]].sum() == 0, "top_k and min_p alone are exact"
+    # A token at the cut-off of top_p, and its equals, may be in or out: their sums are rounded in another way.
+    for row in different.any(dim=1).nonzero().flatten().tolist():
+        temperature, top_k, _, _ = LIMITS[row % 8]
+        probabilities = (scores[row] / temperature).double().softmax(dim=0)
+        if top_k:
+            probabilities[scores[row] < scores[row].topk(min(top_k, vocab_size)).values[-1]] = 0
+        probabilities /= probabilities.sum()
+        low, high = sorted((actual[row].item(), expected[row].item()))
+        between = probabilities[(scores[row] >= low) & (scores[row] < high)]
+        kept = probabilities[scores[row] >= high].sum()
+        assert scores[row][(scores[row] >= low) & (scores[row] < high)].unique().numel() <= 4, between
+        assert abs(kept.item() - LIMITS[row % 8][2]) < 1e-5
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_has_no_token_under_a_threshold_either(value: float) -> None:
+    logits = torch.randn(8, 151936, device="cuda").bfloat16()
+    logits[:, 151935 if value > 0 or value != value else slice(None)] = value
+    limits, rows = torch.tensor(LIMITS, device="cuda"), torch.arange(8, device="cuda")
+    token_ids, lens = torch.zeros(8, 3, device="cuda").int(), torch.ones(8, device="cuda").int()
+    ids = redraw(logits, thresholds(logits, limits), rows, limits[:, 0].contiguous(), rows, token_ids, lens)
+    assert ids.tolist() == [-1] * 8
+
+
+def test_a_second_draw_is_that_of_its_twin_and_without_thresholds_the_first_one() -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(64, 151936, device="cuda") * 3).bfloat16()
+    rows, temperatures = torch.arange(64, device="cuda"), torch.rand(64, device="cuda") * 2
+    rows[5], temperatures[::4] = -1, 0
+    seeds, lens = torch.randint(-(2**62), 2**62, (64,), device="cuda"), torch.arange(64, device="cuda").int()
+    token_ids = torch.zeros(64, 70, device="cuda").int()
+    first = sample_and_append(logits, rows, temperatures, seeds, token_ids, lens)
+    before, lens_before = token_ids.clone(), lens.clone()
+    none = torch.full((64,), -torch.inf, device="cuda")
+    assert torch.equal(redraw(logits, none, rows, temperatures, seeds, token_ids, lens), first)
+    assert torch.equal(token_ids, before)
+    bounds = torch.full((64,), 6.0, device="cuda")
+    ids = redraw(logits, bounds, rows, temperatures, seeds, token_ids, lens)
+    assert torch.equal(lens, lens_before)
+    drawn = rows >= 0
+    assert torch.equal(token_ids[rows[drawn], (lens[rows[drawn]] - 1).long()], ids[drawn])
+    assert (logits.float()[drawn].gather(1, ids[drawn].long().unsqueeze(1)) >= 6.0).all()
+    expected = redraw.__wrapped__(logits, bounds, rows, temperatures, seeds, token_ids.clone(), lens)
+    assert (ids == expected).float().mean() > 0.95  # logarithms differ in the last bit: near ties may flip
+
+
+def test_draws_under_qwens_settings_follow_the_truncated_softmax() -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(1, 151936, device="cuda") * 2).bfloat16()
+    bound = thresholds(logits, torch.tensor([[0.6, 20.0, 0.95, 0.0]], device="cuda"))
+    allowed = (logits.float() >= bound).squeeze(0).nonzero().flatten()
+    assert 5 < len(allowed) < 30
+    num_draws = 100_000
+    seeds, lens = torch.arange(num_draws, device="cuda"), torch.ones(num_draws, device="cuda").int()
+    temperatures, token_ids = (
+        torch.full((num_draws,), 0.6, device="cuda"),
+        torch.zeros(num_draws, 2, device="cuda").int(),
+    )
+    many = logits.expand(num_draws, -1)
+    ids = redraw(many, bound.expand(num_draws).contiguous(), seeds, temperatures, seeds, token_ids, lens)
+    observed = ids.bincount(minlength=151936)[allowed].double()
+    assert observed.sum() == num_draws
+    expected = (logits[0, allowed].double() / 0.6).softmax(dim=0) * num_draws
+    assert ((observed - expected) ** 2 / expected).sum() < 65  # at most 28 degrees of freedom, p = 0.0001

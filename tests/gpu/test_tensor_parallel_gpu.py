@@ -51,6 +51,26 @@ def test_several_gpus_draw_the_samples_of_one() -> None:
     assert same >= 0.9 * len(EXAMPLES), f"{same} of {len(EXAMPLES)} agree"
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_several_gpus_mask_penalise_and_score_as_one(enforce_eager: bool) -> None:
+    kinds = [
+        SamplingParams(temperature=0.5, max_tokens=24, top_k=20, top_p=0.95),
+        SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.1, min_tokens=5),
+        SamplingParams(temperature=0.5, max_tokens=24, logprobs=2, prompt_logprobs=1, min_p=0.05),
+    ]
+    results = []
+    for size in (1, 2):
+        with LLM(tiny_model_path(), tensor_parallel_size=size, enforce_eager=enforce_eager) as llm:
+            prompts = chat_prompts(llm, [example.question for example in EXAMPLES[:60]])
+            results.append(llm.generate(prompts, kinds * 20, use_tqdm=False))
+    same = sum(one.token_ids == two.token_ids for one, two in zip(*results, strict=True))
+    assert same >= 50, f"{same} of 60 agree"
+    for one, two in zip(*(result[2::3] for result in results), strict=True):
+        for mine, theirs in zip((one.prompt_logprobs or [])[1:], (two.prompt_logprobs or [])[1:], strict=True):
+            (token_id, entry), *_ = (mine or {}).items()
+            assert entry.logprob == pytest.approx((theirs or {})[token_id].logprob, abs=0.5)
+
+
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_chunks_preemption_and_overlap_change_no_answer(backend: str) -> None:
     options = {"max_num_batched_tokens": 300, "num_kvcache_blocks": 12, "max_model_len": 512, "max_num_seqs": 32}
