@@ -334,16 +334,17 @@ def make_params(kind: Any, workload: Workload, **others: Any) -> list[Any]:
     return [kind(temperature=0.6, ignore_eos=True, max_tokens=count, **others) for count in workload.max_tokens]
 
 
-def load_nanoinfer(model: Model, options: dict[str, Any], attention_backend: str) -> Engine:
+def load_nanoinfer(model: Model, options: dict[str, Any], args: argparse.Namespace) -> Engine:
     from nanoinfer import LLM
 
     load_format = "dummy" if model.random_weights else "auto"
-    llm = LLM(model.folder, load_format=load_format, attention_backend=attention_backend, **options)
+    llm = LLM(model.folder, load_format=load_format, attention_backend=args.attention_backend, **options)
     num_cached = 0
 
     def generate(workload: Workload) -> list[int]:
         nonlocal num_cached
-        outputs = llm.generate([*workload.prompts], make_params(SamplingParams, workload), use_tqdm=False)
+        params = make_params(SamplingParams, workload, top_k=args.top_k, top_p=args.top_p)
+        outputs = llm.generate([*workload.prompts], params, use_tqdm=False)
         num_cached += sum(output.num_cached_tokens for output in outputs)
         return [len(output.token_ids) for output in outputs]
 
@@ -353,7 +354,7 @@ def load_nanoinfer(model: Model, options: dict[str, Any], attention_backend: str
     return Engine(generate, stats, llm.reset_prefix_cache, llm.close, llm)
 
 
-def load_nanovllm(model: Model, options: dict[str, Any], _attention_backend: str) -> Engine:
+def load_nanovllm(model: Model, options: dict[str, Any], _args: argparse.Namespace) -> Engine:
     from nanovllm import LLM, SamplingParams
 
     llm = LLM(str(model.folder), **options)
@@ -370,7 +371,7 @@ def load_nanovllm(model: Model, options: dict[str, Any], _attention_backend: str
     return Engine(generate)
 
 
-def load_vllm(model: Model, options: dict[str, Any], _attention_backend: str) -> Engine:
+def load_vllm(model: Model, options: dict[str, Any], args: argparse.Namespace) -> Engine:
     from vllm import LLM, SamplingParams
 
     load_format = "dummy" if model.random_weights else "auto"
@@ -378,13 +379,14 @@ def load_vllm(model: Model, options: dict[str, Any], _attention_backend: str) ->
 
     def generate(workload: Workload) -> list[int]:
         inputs = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
-        outputs = llm.generate(inputs, make_params(SamplingParams, workload, detokenize=False), use_tqdm=False)
+        params = make_params(SamplingParams, workload, detokenize=False, top_k=args.top_k, top_p=args.top_p)
+        outputs = llm.generate(inputs, params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
     return Engine(generate, reset=llm.reset_prefix_cache)
 
 
-def load_transformers(model: Model, _options: dict[str, Any], _attention_backend: str) -> Engine:
+def load_transformers(model: Model, _options: dict[str, Any], args: argparse.Namespace) -> Engine:
     """Its own `generate` on left-padded batches of requests of like length: a batch runs until its longest ends."""
     import torch
     from transformers import AutoConfig, GenerationConfig, Qwen3ForCausalLM
@@ -405,7 +407,8 @@ def load_transformers(model: Model, _options: dict[str, Any], _attention_backend
             steps, width = batch[-1][0], max(len(prompt) for _, prompt in batch)
             padded = torch.tensor([[0] * (width - len(prompt)) + prompt for _, prompt in batch], device=device)
             mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for _, p in batch], device=device)
-            options = GenerationConfig(do_sample=True, temperature=0.6, top_k=0, max_new_tokens=steps, pad_token_id=0)
+            sampling = {"do_sample": True, "temperature": 0.6, "top_k": args.top_k, "top_p": args.top_p}
+            options = GenerationConfig(**sampling, max_new_tokens=steps, pad_token_id=0)
             output = net.generate(padded, attention_mask=mask, generation_config=options)
             assert output.shape[1] == width + steps, f"generate stopped at {output.shape[1] - width} of {steps} tokens"
         return workload.max_tokens  # what a row got beyond its own max_tokens is not counted
@@ -429,7 +432,7 @@ def load_engine(model: Model, load: Load, args: argparse.Namespace) -> Engine:
         "enforce_eager": args.enforce_eager,
     }
     try:
-        return ENGINES[args.engine](model, options, args.attention_backend)
+        return ENGINES[args.engine](model, options, args)
     except ImportError as error:
         sys.exit(f"bench.py: --engine {args.engine} cannot be imported here ({error}); install it first")
 
@@ -910,6 +913,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output-len", type=_positive, help="the most tokens of a completion instead")
     parser.add_argument("--shared-prefix", type=_positive, metavar="N", help="equal tokens before all prompts")
     parser.add_argument("--max-num-seqs", type=_positive, help="the most requests run at once (512)")
+    parser.add_argument("--top-k", type=int, default=0, help="draw from so many tokens (all); Qwen3 recommends 20")
+    parser.add_argument("--top-p", type=float, default=1.0, help="or from this share (1); Qwen3 recommends 0.95")
     parser.add_argument("--runs", type=_positive, default=1, help="timed runs, each with the next seed (1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run's workload (0)")
     parser.add_argument("--engine", choices=ENGINES, default="nanoinfer")
@@ -922,6 +927,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.engine != "nanoinfer" and (args.profile or args.attention_backend != "auto"):
         parser.error("--profile and --attention-backend are options of --engine nanoinfer alone")
+    if args.engine == "nanovllm" and (args.top_k, args.top_p) != (0, 1):
+        parser.error("nano-vllm has no --top-k and --top-p; leave them out")
     given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
     if args.host_only and (others := sorted({*given} - {"host_only", "json"})):
         options = ", ".join("--" + name.replace("_", "-") for name in others)

@@ -230,6 +230,7 @@ def test_the_rows_of_the_engine_can_be_chosen(tiny_size: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--engine", "nanovllm", "--top-k", "20"], "nano-vllm has no --top-k and --top-p"),
         (["--engine", "vllm", "--profile", "here"], "--attention-backend are options of --engine nanoinfer alone"),
         (["--engine", "vllm", "--attention-backend", "torch"], "are options of --engine nanoinfer alone"),
         (["--host-only", "--profile", "here"], "--host-only runs no model; leave out --profile"),
