@@ -282,6 +282,14 @@ def test_a_strong_presence_penalty_repeats_nothing_and_a_negative_one_does(rando
     assert repeated[0] < 20 < 70 < repeated[1]
 
 
+def test_a_stop_token_that_the_model_does_not_know_does_no_harm(random_checkpoint: Checkpoint) -> None:
+    with LLM(random_checkpoint(), device="cpu") as llm:
+        params = replace(GREEDY, stop_token_ids=[512, 99999], min_tokens=5)
+        assert said(llm.generate(PROMPTS, params, use_tqdm=False)) == said(
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        )
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_before_min_tokens_no_stop_token_is_drawn_and_no_stop_string_counts(overlap: bool) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=40)
@@ -382,7 +390,7 @@ def test_logits_are_computed_a_few_prompt_tokens_at_a_time(
 
         monkeypatch.setattr(model, "compute_logits", note)
         [output] = llm.generate(prompts(1500), replace(GREEDY, prompt_logprobs=0), use_tqdm=False)
-    assert most == 32
+    assert most == 64
     assert all(entry is not None for entry in (output.prompt_logprobs or [])[1:])
 
 
@@ -391,8 +399,6 @@ def test_more_logprobs_than_tokens_are_refused(random_checkpoint: Checkpoint, na
     with LLM(random_checkpoint(), device="cpu") as llm:
         with pytest.raises(RequestError, match=f"{name}=513 is more than the vocabulary of 512 tokens; use 20"):
             llm.generate([[1]], SamplingParams(**{name: 513}), use_tqdm=False)
-        with pytest.raises(RequestError, match=r"stop_token_ids=.* has an id outside the vocabulary; ids are 0 to 511"):
-            llm.generate([[1]], SamplingParams(stop_token_ids=[512]), use_tqdm=False)
         [output] = llm.generate([[1]], SamplingParams(max_tokens=2, ignore_eos=True, logprobs=512), use_tqdm=False)
         assert [len(entry) for entry in output.outputs[0].logprobs or []] == [512] * 2
 

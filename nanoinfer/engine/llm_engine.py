@@ -132,11 +132,6 @@ class LLMEngine:
                     f"{name}={getattr(sampling_params, name)} is more than the vocabulary of "
                     f"{self.model_config.vocab_size} tokens; use 20, say"
                 )
-        if any(token_id >= self.model_config.vocab_size for token_id in sampling_params.stop_token_ids or ()):
-            raise RequestError(
-                f"stop_token_ids={sampling_params.stop_token_ids} has an id outside the vocabulary; ids are 0 to "
-                f"{self.model_config.vocab_size - 1}"
-            )
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams, priority: int = 0) -> int:
         """Queue a request and return its id. Raises RequestError for a prompt that cannot be served."""

@@ -6,6 +6,7 @@ position and id alone, so that nothing is lost by it, and a step without special
 """
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from nanoinfer.layers.logits import BestTokens, best_tokens, penalise, threshold
 from nanoinfer.layers.sampler import redraw
 from nanoinfer.models import CausalLM
 
-ROWS_AT_ONCE = 32  # of which copies of the logits are made
+ROWS_AT_ONCE = 64  # of which copies of the logits are made
 
 
 class SampleLogprobs(NamedTuple):
@@ -74,10 +75,12 @@ class SpecialRows:
         """Enter a packet's new rows, and forget those that were there before."""
         for row in on_host.row_records[:, 0].tolist():
             self.rows.pop(row, None)
-        stop_ids = on_host.stop_ids.tolist()
+        stop_ids = iter(on_host.stop_ids.tolist())
         for record in [SpecialRecord(*numbers) for numbers in on_host.special_records.tolist()]:
-            self.rows[record.row] = SpecialRow(record, stop_ids[: record.num_stop_ids], record.num_generated)
-            del stop_ids[: record.num_stop_ids]
+            its_stop_ids = [
+                token_id for token_id in islice(stop_ids, record.num_stop_ids) if token_id < self.vocab_size
+            ]
+            self.rows[record.row] = SpecialRow(record, its_stop_ids, record.num_generated)
         if header.num_special:
             records = on_device.special_records
             numbers = records[:, -8:].contiguous().view(torch.float32)
@@ -134,14 +137,18 @@ class SpecialRows:
             record = self.rows[row].record if row in self.rows else None
             if record is not None and record.score_from >= 0:
                 first, end = max(record.score_from, start + 1), min(record.score_to, start + length + 1)
-                for position in range(first, end, ROWS_AT_ONCE):
-                    tokens = self.state.token_ids[row, position : min(position + ROWS_AT_ONCE, end)]
-                    before = offset + position - 1 - start
-                    logits = self._gather(model.compute_logits(hidden[before : before + len(tokens)]))
-                    best = best_tokens(logits, tokens, record.num_prompt_logprobs)
-                    found.append(PromptLogprobs(index, position, best.to_host()))
+                if first < end:
+                    before = hidden[offset + first - 1 - start : offset + end - 1 - start]
+                    best = self._score(model, before, self.state.token_ids[row, first:end], record.num_prompt_logprobs)
+                    found.append(PromptLogprobs(index, first, best.to_host()))
             offset += length
         return found
+
+    def _score(self, model: CausalLM, hidden: Tensor, token_ids: Tensor, num_best: int) -> BestTokens:
+        """Of the tokens (num_tokens,) that follow these hidden states."""
+        pairs = zip(hidden.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE), strict=True)
+        parts = [best_tokens(self._gather(model.compute_logits(states)), ids, num_best) for states, ids in pairs]
+        return BestTokens(*map(torch.cat, zip(*parts, strict=True)))
 
     def _draw(self, logits: Tensor, rows: Tensor) -> Tensor:
         state, lowest = self.state, thresholds(logits, self.limits[rows])
