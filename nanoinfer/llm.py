@@ -142,9 +142,9 @@ class LLM:
         if len(prompts) != len(completions):
             raise RequestError(f"{len(completions)} completions for {len(prompts)} prompts; give one for each")
         apart = self.engine.encode(prompts), self.engine.encode(completions, False, "completion")
-        texts = [isinstance(one, str) and isinstance(two, str) for one, two in zip(prompts, completions, strict=True)]
         wholes: list[Prompt] = [
-            f"{one}{two}" if is_text else [] for one, two, is_text in zip(prompts, completions, texts, strict=True)
+            one + two if isinstance(one, str) and isinstance(two, str) else []
+            for one, two in zip(prompts, completions, strict=True)
         ]
         pairs = [split_whole(*ids) for ids in zip(*apart, self.engine.tokenize(wholes), strict=True)]
         whole_ids = self.engine.encode([before + after for before, after in pairs])

@@ -154,6 +154,27 @@ def test_the_stop_string_that_is_complete_first_counts_and_of_equals_the_longest
     assert show("abcd", "bc", "abc")[1] == "abc"
 
 
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    early=st.text(alphabet="ab", max_size=12),
+    late=st.text(alphabet="ab", max_size=12),
+    stop=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_a_stop_string_counts_from_the_token_on_that_may_complete_it(early: str, late: str, stop: list[str]) -> None:
+    completion = CompletionText(TINY.detokenizer(), stop)
+    for character in early:
+        completion.extend(ids_of_bytes(character.encode()), may_stop=False)
+    assert completion.stop_string is None
+    for character in late:
+        completion.extend(ids_of_bytes(character.encode()))
+    completion.extend([], final=True)
+    text = early + late
+    ends = [end for end in range(len(early) + 1, len(text) + 1) if text[:end].endswith(tuple(stop))]
+    met = max((string for string in stop if text[: ends[0]].endswith(string)), key=len) if ends else None
+    assert completion.stop_string == met
+    assert str(completion) == (text[: ends[0] - len(met)] if met else text)
+
+
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(
     text=st.text(alphabet="abé", max_size=30),

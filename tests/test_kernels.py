@@ -604,10 +604,11 @@ def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float,
 
 @loops_are_interpreted
 def test_ties_are_kept_whichever_groups_they_are_in() -> None:
-    scores = torch.zeros(3, 3000)
+    scores = torch.zeros(4, 3000)
     scores[:, [3, 70, 71, 2999]] = torch.tensor([2.0, 1.0, 1.0, 1.0])
-    found = threshold_kernels.thresholds(scores, torch.tensor([[1, 2, 1, 0], [1, 0, 0.005, 0], [1, 0, 1, 0.3]]))
-    assert (scores >= found.unsqueeze(1)).sum(dim=1).tolist() == [4] * 3
+    limits = torch.tensor([[1, 2, 1, 0], [1, 0, 0.005, 0], [1, 0, 1, 0.3], [1, 0, 1e-30, 0]])
+    found = threshold_kernels.thresholds(scores, limits)
+    assert (scores >= found.unsqueeze(1)).sum(dim=1).tolist() == [4, 4, 4, 1]
 
 
 @loops_are_interpreted

@@ -194,7 +194,8 @@ def _is_special(seq: Sequence) -> bool:
 
 def _special_record(seq: Sequence) -> SpecialRecord:
     params, num_prompt_tokens = seq.sampling_params, seq.num_prompt_tokens
-    limits = params.temperature, min(max(params.top_k, 0), MANY), params.top_p, params.min_p
+    top_p = max(params.top_p, 1e-30)  # more than 0 in float32 too
+    limits = params.temperature, min(max(params.top_k, 0), MANY), top_p, params.min_p
     penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
     return SpecialRecord(
         _row(seq),
