@@ -293,9 +293,10 @@ class LLMEngine:
 
     def _note_logprobs(self, step: Step, wanted: list[bool]) -> None:
         """Keep the log-probabilities of the tokens that a step has yielded, and of the prompts' tokens in it."""
+        sampled = step.batch.sampled
         for part in step.handle.logprobs:
             for line, best in zip(part.lines, part.best.tolist(), strict=True):
-                seq = step.batch.sampled[line]
+                seq = sampled[line]
                 num_best = seq.sampling_params.logprobs
                 if wanted[line] and seq.finish_reason != "error" and num_best is not None:
                     completion = self._requests[seq.request_id].completions[seq.sample]
