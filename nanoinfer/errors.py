@@ -4,6 +4,7 @@
     |-- ConfigError (ValueError)         an option of LLM, or two that do not go together
     |-- ModelError (ValueError)          a model folder, config.json or checkpoint that cannot be used
     |-- RequestError (ValueError)        a prompt or sampling parameter that cannot be served
+    |-- JobError (ValueError)            input or output of a batch job that cannot be used
     |-- WorkerError (RuntimeError)       a process of a tensor-parallel engine has ended
     `-- EngineClosedError (RuntimeError) a call to an engine that was closed
 
@@ -25,6 +26,10 @@ class ModelError(NanoinferError, ValueError):
 
 class RequestError(NanoinferError, ValueError):
     """A prompt or a sampling parameter is invalid; nothing was queued."""
+
+
+class JobError(NanoinferError, ValueError):
+    """The input or the output file of a batch job cannot be used, or they do not belong together."""
 
 
 class EngineClosedError(NanoinferError, RuntimeError):

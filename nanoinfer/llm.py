@@ -292,11 +292,15 @@ def _score(output: RequestOutput, first: int) -> Score:
 
 
 class Progress:
-    """The progress bar of a `generate`: finished requests, and the tokens a second of its own steps so far."""
+    """The progress bar of a call: finished requests, and the tokens a second of its own steps so far.
 
-    def __init__(self, stats: EngineStats, num_requests: int, use_tqdm: bool) -> None:
+    num_before: how many had finished before it.
+    """
+
+    def __init__(self, stats: EngineStats, num_requests: int, use_tqdm: bool, num_before: int = 0) -> None:
         self._stats, self._before = stats, replace(stats)
-        self._bar = tqdm(total=num_requests, desc="Generating", unit="req", disable=not use_tqdm)
+        options = {"total": num_requests, "initial": num_before, "disable": not use_tqdm}
+        self._bar = tqdm(desc="Generating", unit="req", **options)
         self._shown = 0.0  # monotonic time
 
     def show(self, num_finished: int) -> None:

@@ -1,0 +1,115 @@
+"""The command line: `nanoinfer run-batch`, or `python -m nanoinfer run-batch`."""
+
+import argparse
+import inspect
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
+
+from nanoinfer.config import CHOICES, EngineConfig
+from nanoinfer.errors import NanoinferError
+
+if TYPE_CHECKING:
+    from nanoinfer.batch_job import Summary
+
+RUN_BATCH = """\
+Answers each line of a JSONL file, and writes each answer as it comes.
+
+A line is a request in OpenAI's batch format,
+  {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 99}}
+with /v1/completions and a prompt (a text, or a list of token ids) for plain text, or its body alone, which may have a
+custom_id too:
+  {"prompt": "The capital of France is", "temperature": 0}
+Sampling fields are those of SamplingParams. What a line leaves out is as the model's generation_config.json recommends,
+and else as SamplingParams has it: max_tokens is 64. A result has OpenAI's form: id, custom_id, response, error. A line
+that cannot be served gets an error with its number. Results come in the order in which they finish; a line without a
+custom_id gets "line-" and its number; two lines with the same custom_id are two requests.
+
+Killed or stopped at any moment, the same command goes on where it was: nothing that is written is done again, and
+nothing is lost. It needs the same input, model, --max-tokens and --temperature; other options may change."""
+
+EXIT_CODES = """\
+exit codes:
+  0  every line has an answer
+  1  the engine failed, or the output could not be written; start again to go on
+  2  nothing was done: a wrong option, a model, input or output that cannot be used
+  3  every line has a result, and some are errors
+  4  stopped: more errors than --max-errors
+  130  stopped by Ctrl-C; start again to go on"""
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    parser = argparse.ArgumentParser(prog="nanoinfer", description="Offline LLM inference.")
+    commands = parser.add_subparsers(required=True, metavar="run-batch")
+    batch = commands.add_parser(
+        "run-batch",
+        help="answer a file of requests",
+        description=RUN_BATCH,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    batch.add_argument("-i", "--input", type=Path, required=True, help="JSONL; gzipped if its name ends in .gz")
+    batch.add_argument("-o", "--output", type=Path, required=True, help="JSONL; what is there already is kept")
+    batch.add_argument("--max-tokens", type=int, help="for lines that do not say")
+    batch.add_argument("--temperature", type=float, help="for lines that do not say")
+    batch.add_argument("--max-errors", type=int, metavar="N", help="stop at more lines with errors than N")
+    add_engine_options(batch.add_argument_group("the model and the engine"))
+    sys.exit(run(parser.parse_args(arguments)))
+
+
+def add_engine_options(group: Any) -> None:
+    """An option for each field of EngineConfig, explained as there; one that is not given stays out of the result."""
+    document = inspect.getdoc(EngineConfig) or ""
+    for field in fields(EngineConfig):
+        explained = re.search(rf"^{field.name}: (.*(?:\n {{4}}.*)*)", document, re.MULTILINE)
+        kind = next(kind for kind in (*get_args(field.type), field.type) if kind is not type(None))
+        options: dict[str, Any] = {"type": kind, "choices": CHOICES.get(field.name), "metavar": "VALUE"}
+        if kind is bool:
+            options = {"action": argparse.BooleanOptionalAction}
+        group.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            help=" ".join(explained[1].split()).replace("%", "%%") if explained else None,
+            required=field.name == "model",
+            default=argparse.SUPPRESS,
+            **options,
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job and say how it went; the exit code."""
+    from nanoinfer.batch_job import run_batch  # imports PyTorch, which --help can do without
+    from nanoinfer.llm import LLM
+    from nanoinfer.utils.job_files import BatchInput
+
+    options = {field.name: getattr(args, field.name) for field in fields(EngineConfig) if field.name in args}
+    overrides = {name: value for name in ("max_tokens", "temperature") if (value := getattr(args, name)) is not None}
+    lines = BatchInput(args.input, settings=repr((args.model, overrides)))
+    try:
+        summary = run_batch(lambda: LLM(**options), lines, args.output, overrides=overrides, max_errors=args.max_errors)
+    except (NanoinferError, OSError) as error:
+        print(f"nanoinfer: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:  # while the model was loaded, or a second one
+        print("nanoinfer: interrupted; the same command goes on", file=sys.stderr)
+        return 130
+    print(described(summary, args.output), file=sys.stderr)
+    return {"interrupted": 130, "too many errors": 4}.get(summary.end, 3 if summary.num_errors else 0)
+
+
+def described(summary: "Summary", output: Path) -> str:
+    seconds = max(summary.seconds, 1e-9)
+    lines = f"{summary.num_done} of {summary.num_lines} lines are done ({summary.num_before} before this run)"
+    tokens = f"{summary.num_prompt_tokens} tokens in, {summary.num_generated_tokens} out"
+    rate = f"{summary.num_generated_tokens / seconds:.0f} a second"
+    text = f"{lines}, {summary.num_errors} with errors; {tokens} in {summary.seconds:.1f} s, {rate}; see {output}"
+    if summary.end == "interrupted":
+        text += "\ninterrupted: the same command goes on from here"
+    elif summary.end == "too many errors":
+        text += "\nstopped at more errors than --max-errors: mend the input and begin a new output, or allow more"
+    return text
+
+
+if __name__ == "__main__":
+    main()
