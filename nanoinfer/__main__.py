@@ -6,13 +6,10 @@ import re
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from nanoinfer.config import CHOICES, EngineConfig
 from nanoinfer.errors import NanoinferError
-
-if TYPE_CHECKING:
-    from nanoinfer.batch_job import Summary
 
 RUN_BATCH = """\
 Answers each line of a JSONL file, and writes each answer as it comes.
@@ -28,22 +25,22 @@ that cannot be served gets an error with its number. Results come in the order i
 custom_id gets "line-" and its number; two lines with the same custom_id are two requests.
 
 Killed or stopped at any moment, the same command goes on where it was: nothing that is written is done again, and
-nothing is lost. It needs the same input, model, --max-tokens and --temperature; other options may change."""
+nothing is lost. It needs the same input (lines may be added to it), model, --max-tokens and --temperature; other
+options may change."""
 
 EXIT_CODES = """\
 exit codes:
-  0  every line has an answer
-  1  the engine failed, or the output could not be written; start again to go on
-  2  nothing was done: a wrong option, a model, input or output that cannot be used
-  3  every line has a result, and some are errors
-  4  stopped: more errors than --max-errors
-  130  stopped by Ctrl-C; start again to go on"""
+  0    every line has an answer
+  1    the engine failed, or the output could not be written; the same command goes on
+  2    nothing was done: a wrong option, or a model, input or output that cannot be used
+  3    every line has a result, and some are errors
+  4    stopped at more errors than --max-errors
+  130  stopped by Ctrl-C; the same command goes on"""
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(prog="nanoinfer", description="Offline LLM inference.")
-    commands = parser.add_subparsers(required=True, metavar="run-batch")
-    batch = commands.add_parser(
+    batch = parser.add_subparsers(required=True, metavar="run-batch").add_parser(
         "run-batch",
         help="answer a file of requests",
         description=RUN_BATCH,
@@ -81,34 +78,33 @@ def run(args: argparse.Namespace) -> int:
     """Run the job and say how it went; the exit code."""
     from nanoinfer.batch_job import run_batch  # imports PyTorch, which --help can do without
     from nanoinfer.llm import LLM
-    from nanoinfer.utils.job_files import BatchInput
 
     options = {field.name: getattr(args, field.name) for field in fields(EngineConfig) if field.name in args}
-    overrides = {name: value for name in ("max_tokens", "temperature") if (value := getattr(args, name)) is not None}
-    lines = BatchInput(args.input, settings=repr((args.model, overrides)))
+    given = {name: getattr(args, name) for name in ("max_tokens", "temperature")}
+    overrides = {name: value for name, value in given.items() if value is not None}
     try:
-        summary = run_batch(lambda: LLM(**options), lines, args.output, overrides=overrides, max_errors=args.max_errors)
+        summary = run_batch(
+            lambda: LLM(**options),
+            args.input,
+            args.output,
+            settings=args.model,
+            overrides=overrides,
+            max_errors=args.max_errors,
+        )
     except (NanoinferError, OSError) as error:
         print(f"nanoinfer: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:  # while the model was loaded, or a second one
         print("nanoinfer: interrupted; the same command goes on", file=sys.stderr)
         return 130
-    print(described(summary, args.output), file=sys.stderr)
-    return {"interrupted": 130, "too many errors": 4}.get(summary.end, 3 if summary.num_errors else 0)
-
-
-def described(summary: "Summary", output: Path) -> str:
-    seconds = max(summary.seconds, 1e-9)
-    lines = f"{summary.num_done} of {summary.num_lines} lines are done ({summary.num_before} before this run)"
-    tokens = f"{summary.num_prompt_tokens} tokens in, {summary.num_generated_tokens} out"
-    rate = f"{summary.num_generated_tokens / seconds:.0f} a second"
-    text = f"{lines}, {summary.num_errors} with errors; {tokens} in {summary.seconds:.1f} s, {rate}; see {output}"
+    print(f"{summary}; see {args.output}", file=sys.stderr)
     if summary.end == "interrupted":
-        text += "\ninterrupted: the same command goes on from here"
-    elif summary.end == "too many errors":
-        text += "\nstopped at more errors than --max-errors: mend the input and begin a new output, or allow more"
-    return text
+        print("the same command goes on from here", file=sys.stderr)
+        return 130
+    if summary.end == "too many errors":
+        print("mend the input and begin another output, or raise --max-errors", file=sys.stderr)
+        return 4
+    return 3 if summary.num_errors else 0
 
 
 if __name__ == "__main__":

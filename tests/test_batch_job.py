@@ -23,7 +23,7 @@ from nanoinfer.batch_job import Summary, run_batch
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import JobError, RequestError
 from nanoinfer.utils import job_files
-from nanoinfer.utils.job_files import BatchInput, BatchOutput
+from nanoinfer.utils.job_files import BatchOutput
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -46,7 +46,7 @@ def write(path: Path, *lines: Any) -> Path:
 def job(llm: LLM, path: Path, settings: str = "", **options: Any) -> Summary:
     """Run the job of the input at `path`, with the output beside it."""
     load: Any = lambda: nullcontext(llm)  # noqa: E731 (`run_batch` would close it)
-    return run_batch(load, BatchInput(path, settings), path.with_suffix(".out"), use_tqdm=False, **options)
+    return run_batch(load, path, path.with_suffix(".out"), settings=settings, use_tqdm=False, **options)
 
 
 def records(path: Path) -> dict[str, dict[str, Any]]:
@@ -243,7 +243,7 @@ def test_logits_of_nan_are_an_error_of_their_line_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", {"prompt": [1, 2], **GREEDY}, {"prompt": [1, 7], **GREEDY})
     with LLM(tmp_path / "model", device="cpu") as llm:
         job(llm, path)
-    assert errors(path) == {"line-2": "its logits are NaN or infinite after 0 tokens"}
+    assert errors(path) == {"line-2": "the logits are NaN or infinite after 0 tokens"}
     assert records(path)["line-2"]["error"]["code"] == "model_error"
 
 
@@ -263,7 +263,7 @@ def test_a_finished_job_is_finished_without_a_model(llm: LLM, tmp_path: Path) ->
     path = write(tmp_path / "in.jsonl", {"prompt": [1], **GREEDY})
     job(llm, path)
     before = (tmp_path / "in.out").read_bytes()
-    summary = run_batch(lambda: 1 / 0, BatchInput(path, ""), tmp_path / "in.out")  # type: ignore[arg-type,return-value]
+    summary = run_batch(lambda: 1 / 0, path, tmp_path / "in.out")  # type: ignore[arg-type,return-value]
     assert (summary.num_before, summary.num_done) == (1, 1)
     assert (tmp_path / "in.out").read_bytes() == before
 
@@ -321,7 +321,7 @@ def test_more_lines_may_be_added_at_the_end(llm: LLM, tmp_path: Path) -> None:
     [
         (b'{"prompt": [1]}\n{"prompt": [3]}\n', "", "has the result of another line 2, or it was made with another"),
         (b'\n{"prompt": [1]}\n{"prompt": [2]}\n', "", "has the result of another line 2"),
-        (b'{"prompt": [1]}\n', "", "has results of 1 lines that"),
+        (b'{"prompt": [1]}\n', "", "has 2 results, and the input has 1 of their lines"),
         (b'{"prompt": [1]}\n{"prompt": [2]}\n', "other", "has the result of another line 1"),
     ],
 )
@@ -338,7 +338,10 @@ def test_an_input_that_changed_is_refused_and_nothing_is_written(
 @pytest.mark.parametrize("content", [b"a", b"\0" * 99, b'{"id": "line-x"}\n', b"{}\n", b'{"id": "batch"', b"\n"])
 def test_a_file_that_is_no_output_of_a_job_is_refused_and_left_alone(llm: LLM, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "in.out").write_bytes(content)
-    with pytest.raises(JobError, match=r"line 1 of .* is no result of a batch job; choose another output"):
+    with pytest.raises(
+        JobError,
+        match=r"in\.out (is no output|has a line at byte 0 that is no result) of a( batch)? job; choose another output",
+    ):
         job(llm, write(tmp_path / "in.jsonl", {"prompt": [1]}))
     assert (tmp_path / "in.out").read_bytes() == content
 
@@ -374,10 +377,10 @@ def test_the_exit_code_says_what_became_of_the_job(tmp_path: Path, capsys: pytes
     bad = write(tmp_path / "bad.jsonl", {"prompt": [2], **GREEDY}, {"prompt": []}, {"prompt": []})
     options = ["--model", tiny_model_path(), "--device", "cpu", "--max-num-seqs", 2, "--no-overlap"]
     assert run_main(*options, "-i", good, "-o", tmp_path / "out1") == 0
-    assert "1 of 1 lines are done (0 before this run), 0 with errors" in capsys.readouterr().err
+    assert "finished: 1 of 1 lines are done (0 before this run), 0 with errors" in capsys.readouterr().err
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out2") == 3
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out3", "--max-errors", 1) == 4
-    assert "stopped at more errors than --max-errors" in capsys.readouterr().err
+    assert "too many errors: " in capsys.readouterr().err
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out1") == 2
     assert "has the result of another line 1" in capsys.readouterr().err
     assert run_main(*options, "-i", good, "-o", tmp_path / "out1", "--temperature", 0.5) == 2
@@ -397,5 +400,5 @@ def test_every_option_of_the_engine_is_one_of_the_command_with_its_explanation()
 
 def test_wrong_sampling_parameters_of_the_job_are_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="max_tokens=0"):
-        run_batch(lambda: 1 / 0, BatchInput(tmp_path / "in", ""), tmp_path / "out", overrides={"max_tokens": 0})  # type: ignore[arg-type,return-value]
+        run_batch(lambda: 1 / 0, tmp_path / "in", tmp_path / "out", overrides={"max_tokens": 0})  # type: ignore[arg-type,return-value]
     assert not (tmp_path / "out").exists()

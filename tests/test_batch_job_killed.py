@@ -11,7 +11,6 @@ import pytest
 
 from nanoinfer import LLM, tiny_model_path
 from nanoinfer.batch_job import run_batch
-from nanoinfer.utils.job_files import BatchInput
 
 
 def write_input(path: Path, num_lines: int, random: Random) -> None:
@@ -79,6 +78,6 @@ def test_a_job_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(
     last = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     assert last.returncode == 0, last.stderr
     assert f"{num_lines} of {num_lines} lines are done" in last.stderr
-    run_batch(lambda: LLM(tiny_model_path(), device="cpu"), BatchInput(path, ""), tmp_path / "alone", use_tqdm=False)
+    run_batch(lambda: LLM(tiny_model_path(), device="cpu"), path, tmp_path / "alone", use_tqdm=False)
     assert len(answers(output)) == num_lines
     assert answers(output) == answers(tmp_path / "alone")

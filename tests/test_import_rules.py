@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "llm": ["config", "engine.llm_engine", "errors", "outputs", "sampling_params", "utils.chat", "utils.prompts"],
     "__init__": ["errors", "llm", "outputs", "sampling_params"],
     "batch_job": ["errors", "llm", "outputs", "sampling_params", "utils"],
-    "__main__": ["batch_job", "config", "errors", "llm", "utils.job_files"],
+    "__main__": ["batch_job", "config", "errors", "llm"],
     "assets": ["assets"],
 }
 WITHOUT_TORCH = ["engine.scheduler", "engine.block_manager", "engine.batch", "engine.sequence", "utils.shm_channel"]

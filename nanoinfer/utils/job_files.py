@@ -12,6 +12,7 @@ import re
 import zlib
 from array import array
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,33 +33,28 @@ class Line(NamedTuple):
     content: bytes | None  # None for one of more than MAX_LINE_BYTES
     digest: int  # of the content (or of its beginning) and of the settings; never 0
 
+    @property
+    def id(self) -> str:
+        return f"line-{self.number}-{self.digest:016x}"
 
-class BatchInput:
-    """The lines of a JSONL file, which may be gzipped.
 
-    settings: what else the answers depend on. Reading raises JobError where the file cannot be read.
-    """
-
-    def __init__(self, path: Path, settings: str) -> None:
-        self.path = path
-        self._seed = xxhash.xxh64_intdigest(settings.encode(errors="backslashreplace"))
-
-    def __iter__(self) -> Iterator[Line]:
-        try:
-            opened: Any = gzip.open if self.path.suffix == ".gz" else open
-            with opened(self.path, "rb") as file:
-                number = 0
-                while content := file.readline(MAX_LINE_BYTES):
-                    number += 1
-                    is_whole = content.endswith(b"\n") or len(content) < MAX_LINE_BYTES
-                    stripped = content.strip()
-                    if stripped or not is_whole:
-                        digest = xxhash.xxh64_intdigest(stripped, self._seed) or 1
-                        yield Line(number, stripped if is_whole else None, digest)
-                    while not is_whole and (content := file.readline(MAX_LINE_BYTES)):
-                        is_whole = content.endswith(b"\n")
-        except (OSError, EOFError, zlib.error) as error:
-            raise JobError(f"the input {self.path} cannot be read ({error}); check the file") from error
+def read_lines(path: Path, settings: str) -> Iterator[Line]:
+    """The lines of a file, which may be gzipped. settings: what else the answers depend on. Raises JobError."""
+    seed = xxhash.xxh64_intdigest(settings.encode(errors="backslashreplace"))
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    number = 0
+    try:
+        with opened(path, "rb") as file:
+            while content := file.readline(MAX_LINE_BYTES):
+                number += 1
+                is_whole = content.endswith(b"\n") or len(content) < MAX_LINE_BYTES
+                if (stripped := content.strip()) or not is_whole:
+                    digest = xxhash.xxh64_intdigest(stripped, seed) or 1
+                    yield Line(number, stripped if is_whole else None, digest)
+                while not is_whole and (content := file.readline(MAX_LINE_BYTES)):
+                    is_whole = content.endswith(b"\n")
+    except (OSError, EOFError, zlib.error) as error:
+        raise JobError(f"the input {path} cannot be read ({error}); check the file") from error
 
 
 class BatchOutput:
@@ -70,20 +66,21 @@ class BatchOutput:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.num_records = 0
         self.num_errors = 0
         self._digests = array("Q")  # of the line with number `index + 1`; 0 if that is not done
         try:
             self._file = path.open("a+b")
         except OSError as error:
             raise JobError(f"the output {path} cannot be written ({error}); choose another") from error
+        self.close = self._file.close
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system unlocks what a killed job had locked
             self._read()
-        except BlockingIOError:
-            self._file.close()
-            raise JobError(f"another job is writing to {path}; wait for its end, or choose another output") from None
-        except BaseException:
-            self._file.close()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, BlockingIOError):
+                raise JobError(f"another job is writing to {path}; wait for its end, or choose another") from None
             raise
 
     def has(self, line: Line) -> bool:
@@ -96,57 +93,46 @@ class BatchOutput:
             )
         return bool(done)
 
-    def check(self, lines: BatchInput) -> tuple[int, int]:
-        """How many lines there are, and how many are done. Raises JobError where the output is not of this input."""
-        if lines.path.exists() and lines.path.samefile(self.path):
-            raise JobError(f"input and output are the same file, {self.path}; choose another output")
+    def count(self, lines: Iterator[Line]) -> int:
+        """How many lines there are. Raises JobError where the output is not of this input."""
         num_lines = num_done = 0
         for line in lines:
             num_lines += 1
             num_done += self.has(line)
-        num_known = sum(digest != 0 for digest in self._digests)
-        if num_known > num_done:
+        if self.num_records > num_done:
             raise JobError(
-                f"{self.path} has results of {num_known - num_done} lines that {lines.path} has no more; give the "
-                "input as it was, or choose another output"
+                f"{self.path} has {self.num_records} results, and the input has {num_done} of their lines; go on with "
+                "the input that was used before, or choose another output"
             )
-        return num_lines, num_done
+        return num_lines
 
     def write(self, line: Line, record: dict[str, Any]) -> None:
-        """Add the record of a line; `flush` sends it."""
-        self.num_errors += record["error"] is not None
-        self._file.write(json.dumps({"id": record_id(line), **record}).encode() + b"\n")
-
-    def flush(self) -> None:
+        """Add the record of a line."""
+        self._file.write(json.dumps({"id": line.id, **record}, default=asdict).encode() + b"\n")
         self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        self.num_records += 1
+        self.num_errors += record["error"] is not None
 
     def _read(self) -> None:
         """Learn what is done."""
         self._file.seek(0)
         start = self._file.read(len(RECORD_START))
-        end, number = 0, 0
         if start != RECORD_START[: len(start)]:  # before a line of it is read: it may be of any size
-            raise self._foreign(1)
+            raise JobError(f"{self.path} is no output of a batch job; choose another output")
         self._file.seek(0)
-        for number, content in enumerate(self._file, start=1):
+        end = 0
+        for content in self._file:
             if not content.endswith(b"\n"):
                 break
             match = RECORD_ID.match(content)
             if match is None:
-                raise self._foreign(number)
+                raise JobError(
+                    f"{self.path} has a line at byte {end} that is no result of a job; choose another output"
+                )
             index, digest = int(match[1]) - 1, int(match[2], 16)
             self._digests.extend([0] * (index + 1 - len(self._digests)))
+            self.num_records += self._digests[index] == 0
             self._digests[index] = digest
             self.num_errors += not content.endswith(NO_ERROR)
             end += len(content)
         self._file.truncate(end)
-
-    def _foreign(self, number: int) -> JobError:
-        return JobError(f"line {number} of {self.path} is no result of a batch job; choose another output")
-
-
-def record_id(line: Line) -> str:
-    return f"line-{line.number}-{line.digest:016x}"
