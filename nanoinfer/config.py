@@ -4,7 +4,6 @@ Nothing that a run finds out (how many blocks fit, how long a sequence may be) i
 """
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral
@@ -17,6 +16,8 @@ from nanoinfer.utils.hub import read_json
 T = TypeVar("T", int, float)
 
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_SIZE, MAX_LAYERS, MAX_FLOAT = 2**24, 2**12, 1e30  # what is beyond them in a config.json is a mistake
+ROPE_FLOATS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 # What config.json may ask for that is not built in, and the value that does not ask for it.
 UNSUPPORTED_UNLESS = {
     "use_sliding_window": False,
@@ -103,8 +104,8 @@ class EngineConfig:
 
     def _check_positive_int(self, name: str) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-            raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+        if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 2**31:
+            raise ConfigError(f"{name}={value!r} must be a whole number of at least 1, and below 2**31")
         object.__setattr__(self, name, int(value))  # NumPy's integers, say
 
     @classmethod
@@ -172,12 +173,12 @@ class ModelConfig:
         architectures = raw.get("architectures") or ["(none)"]  # which the registry refuses
         if not isinstance(architectures, list):
             raise ModelError(f"config.json has architectures={architectures!r}; it must be a list of names")
-        return cls(
+        config = cls(
             architecture=str(architectures[0]),
             vocab_size=_number(raw, "vocab_size"),
             hidden_size=_number(raw, "hidden_size"),
             intermediate_size=_number(raw, "intermediate_size"),
-            num_hidden_layers=_number(raw, "num_hidden_layers"),
+            num_hidden_layers=_number(raw, "num_hidden_layers", limit=MAX_LAYERS),
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
@@ -189,6 +190,11 @@ class ModelConfig:
             dtype=_read_dtype(raw),
             rope=_read_rope(raw),
         )
+        if not 0 < config.max_model_len <= MAX_SIZE:
+            raise ModelError(
+                f"config.json stretches the context to {config.max_model_len} tokens; check its RoPE factor"
+            )
+        return config
 
     @property
     def max_model_len(self) -> int:
@@ -216,13 +222,17 @@ class ModelConfig:
             )
 
 
-def _number(raw: Mapping[str, Any], name: str, kind: type[T] = int, default: T | None = None) -> T:
+def _number(
+    raw: Mapping[str, Any], name: str, kind: type[T] = int, default: T | None = None, limit: int = MAX_SIZE
+) -> T:
     """A positive number; null and a missing one mean the default, where there is one."""
     value = default if raw.get(name) is None else raw[name]
     kinds = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
         wanted = "a whole number of at least 1" if kind is int else "a positive number"
         raise ModelError(f"config.json has {name}={value!r}; it must be {wanted}")
+    if value > (limit if kind is int else MAX_FLOAT):
+        raise ModelError(f"config.json has {name}={value!r}, beyond any model; download it again")
     return kind(value)
 
 
@@ -248,13 +258,13 @@ def _read_rope(raw: Mapping[str, Any]) -> RopeConfig:
         part = raw.get(name) or {}
         if not isinstance(part, Mapping) or any(isinstance(value, Mapping) for value in part.values()):
             raise ModelError(f"config.json has {name}={part!r}; one set of numbers for all layers is supported")
-        parameters |= part
+        parameters |= {key: value for key, value in part.items() if value is not None}
     old_spelling = parameters.pop("type", None)
     rope_type = parameters.pop("rope_type", old_spelling) or "default"
     theta = {"rope_theta": parameters.pop("rope_theta", None) or raw.get("rope_theta")}
-    for name in ("factor", "original_max_position_embeddings"):
-        if parameters.get(name) is not None:
-            parameters[name] = _number(parameters, name, float if name == "factor" else int)
+    for name in parameters.keys() & {*ROPE_FLOATS, "mscale", "mscale_all_dim", "original_max_position_embeddings"}:
+        if parameters[name] != 0 or not name.startswith("mscale"):  # where 0 means none
+            parameters[name] = _number(parameters, name, int if name.startswith("original") else float)
     if rope_type == "default" and "factor" in parameters:
         raise ModelError(
             f"config.json has RoPE parameters {parameters!r} and no rope_type; say which type they belong to"

@@ -50,7 +50,7 @@ def allocate_kv_cache(
             k, v = (torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape) for _ in range(2))
         else:
             k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-    except (torch.OutOfMemoryError, MemoryError, ValueError):  # the last: NumPy's for sizes beyond any address
+    except (torch.OutOfMemoryError, MemoryError, ValueError, OverflowError):  # the last two: sizes beyond any address
         raise ConfigError(
             f"num_kvcache_blocks={num_blocks} needs {2 * num_bytes / GIB:.1f} GiB, more than {device} has free; lower "
             "it, or leave it out to take what fits"

@@ -71,7 +71,7 @@ class LLMEngine:
         folder = resolve_model_folder(config.model, with_weights=config.load_format != "dummy")
         self.config = config
         self.model_config = ModelConfig.from_folder(folder)
-        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer = load_tokenizer(folder, self.model_config.vocab_size)
         stop_token_ids = read_stop_token_ids(folder, self.tokenizer)
         self.generation_config = read_generation_config(folder)
         runner_class = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
@@ -108,8 +108,9 @@ class LLMEngine:
 
     def tokenize(self, prompts: list[Prompt], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of the prompts that are texts; the others as they are."""
-        check_texts(prompts)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if texts:
+            check_texts(prompts, self.max_model_len * self.require_tokenizer().longest_token)
         encoded = iter(self.require_tokenizer().encode(texts, add_special_tokens) if texts else [])
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 

@@ -29,7 +29,7 @@ from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention import select_backend
 from nanoinfer.models import CausalLM, get_model_class
 from nanoinfer.utils.context import PrefillMetadata
-from nanoinfer.utils.device import current_device, default_dtype, select_device, select_dtype
+from nanoinfer.utils.device import current_device, default_dtype, is_out_of_memory, select_device, select_dtype
 from nanoinfer.utils.distributed import TensorParallel
 from nanoinfer.utils.loader import fill_with_random_weights, load_model
 
@@ -72,11 +72,13 @@ class ModelRunner:
         try:
             with torch.inference_mode(), current_device(self.device):
                 self._prepare(folder)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError, TypeError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise ConfigError(
-                f"{self.device} has too little memory for the model and the largest step ({error}); lower "
-                f"max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}, free "
-                "the memory that other programs hold, or use a smaller model"
+                f"{self.device} has too little memory for the model of {folder / 'config.json'} and the largest step "
+                f"({error}); lower max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs="
+                f"{config.max_num_seqs}, free the memory that other programs hold, or use a smaller model"
             ) from error
 
     def _prepare(self, folder: Path) -> None:

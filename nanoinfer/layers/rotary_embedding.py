@@ -98,6 +98,8 @@ def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
             return _yarn(inv_freq, config)
     except KeyError as error:
         raise ModelError(f"rope_type={rope.rope_type!r} needs the parameter {error} in config.json") from None
+    except (ArithmeticError, ValueError) as error:
+        raise ModelError(f"the RoPE parameters of config.json go beyond what can be computed ({error})") from None
     return inv_freq, 1.0
 
 

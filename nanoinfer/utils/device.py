@@ -60,6 +60,12 @@ def select_dtype(requested: str, checkpoint: str, device: torch.device) -> torch
     return dtype
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; on a CPU, PyTorch says so in words alone."""
+    said = ("can't allocate memory", "overflow", "failed to unpack")  # the last two: sizes beyond any address
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in str(error) for words in said)
+
+
 def current_device(device: torch.device) -> AbstractContextManager[None]:
     """Makes a GPU the current one: which that is belongs to the thread, and other engines may use another."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

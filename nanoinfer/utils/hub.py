@@ -15,11 +15,14 @@ def resolve_model_folder(model: str, with_weights: bool = True) -> Path:
 
     Raises ModelError where there is no such folder and the hub has no such model, or cannot be reached.
     """
-    folder = Path(model).expanduser()
-    if model and folder.is_dir():
-        return folder
-    if folder.is_file():
-        raise ModelError(f"model={model!r} is a file; give the folder that holds config.json")
+    try:
+        folder = Path(model).expanduser()
+        if model and folder.is_dir():
+            return folder
+        if folder.is_file():
+            raise ModelError(f"model={model!r} is a file; give the folder that holds config.json")
+    except (OSError, RuntimeError) as error:  # a name too long for any file, the home of nobody
+        raise ModelError(f"model={model!r} cannot be a folder ({error}); give another") from None
     if not _is_hub_id(model):
         raise ModelError(f"model={model!r}: there is no such folder; give one, or a hub id such as 'Qwen/Qwen3-0.6B'")
 
@@ -38,9 +41,11 @@ def resolve_model_folder(model: str, with_weights: bool = True) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a model. Raises ModelError where it is no such file."""
+    if not path.is_file():  # a device would be read for ever
+        raise ModelError(f"{path} is no file; download it again")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no text
+    except (ValueError, RecursionError, OSError) as error:  # no JSON, no text, or not ours to read
         raise ModelError(f"{path} is not valid JSON ({error}); download the file again") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a {type(content).__name__}, not an object; download the file again")

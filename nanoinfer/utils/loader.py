@@ -71,7 +71,7 @@ def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
                     yield name, file.get_tensor(name)
-        except SafetensorError as error:
+        except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
             raise ModelError(f"{path} is not a valid safetensors file ({error}); download it again") from None
 
 
@@ -81,10 +81,14 @@ def _weight_files(folder: Path) -> list[Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ModelError(f"{index} has no weight_map; download the file again")
+        for name in weight_map.values():
+            # The file may be a link, as in the hub's cache; its name may not lead out of the folder.
+            if not isinstance(name, str) or Path(name).name != name or len(name) > 255:
+                raise ModelError(f"{index} names {name!r:.99}, which is no file of its folder; download it again")
         files = sorted({folder / name for name in weight_map.values()})
     else:
         files = sorted(folder.glob("*.safetensors"))
-    absent = [path.name for path in files if not path.exists()]
+    absent = [path.name for path in files if not path.is_file()]
     if absent:
         raise ModelError(f"{folder} lacks {_listed(absent)}, which its index names; download the checkpoint again")
     if not files:
@@ -109,6 +113,8 @@ def _target(name: str, packed: dict[str, tuple[str, str]]) -> tuple[str, str | N
 def _place(model: Any, param_name: str, shard: str | None, tensor: Tensor) -> None:
     module = model.get_submodule(param_name.rpartition(".")[0])
     param = model.get_parameter(param_name)
+    if not tensor.is_floating_point():
+        raise ModelError(f"the checkpoint has {tensor.dtype}, and only floating-point weights are supported")
     if shard is not None:
         module.weight_loader(param, tensor, shard)
     elif hasattr(module, "weight_loader"):

@@ -66,10 +66,17 @@ def split_whole(prompt: list[int], completion: list[int], whole: list[int]) -> t
     return (whole[:num_same], whole[num_same:]) if num_same > 0 else (prompt, completion)
 
 
-def check_texts(prompts: list[Prompt]) -> None:
-    """Raise RequestError for a text that is no Unicode."""
+def check_texts(prompts: list[Prompt], max_characters: int) -> None:
+    """Raise RequestError for a text that is no Unicode, or so long that nobody should try to encode it."""
     for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str) and not _is_unicode(prompt):
+        if not isinstance(prompt, str):
+            continue
+        if len(prompt) > max_characters:
+            raise RequestError(
+                f"prompt {index} has {len(prompt)} characters, and max_model_len tokens hold {max_characters} at most; "
+                "shorten it"
+            )
+        if not _is_unicode(prompt):
             raise RequestError(f"prompt {index} has a lone surrogate, which is no character; decode its bytes as UTF-8")
 
 

@@ -1,13 +1,18 @@
 """Text to token ids and back, by the model's own tokenizer from transformers, and the ids that end a completion."""
 
+import sys
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.errors import ModelError
+from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.utils.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
 from nanoinfer.utils.hub import read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+
+
+STOPS = (KeyboardInterrupt, SystemExit, MemoryError)
 
 
 class Tokenizer:
@@ -15,8 +20,10 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         try:
-            self.hf: Any = _tokenizer_class(folder).from_pretrained(folder)
-        except Exception as error:
+            self.hf: Any = _tokenizer_class(folder).from_pretrained(folder, trust_remote_code=False)
+        except STOPS:
+            raise
+        except BaseException as error:  # a panic of the tokenizers library is no Exception
             raise ModelError(f"the tokenizer in {folder} cannot be loaded ({error}); check its files") from error
         self._texts: dict[int, str] = {}  # of single tokens
         self._token_bytes: dict[bool, TokenBytes] = {}  # by whether special tokens are skipped
@@ -28,6 +35,11 @@ class Tokenizer:
                 True: TokenBytes(backend.id_to_token, skipped=special),
             }
 
+    @cached_property
+    def longest_token(self) -> int:
+        """The most characters that one token may stand for."""
+        return max(map(len, self.hf.get_vocab())) if self._token_bytes else sys.maxsize
+
     def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Encode plain texts in one batch, with the special tokens that the tokenizer adds, or as they are.
 
@@ -35,7 +47,12 @@ class Tokenizer:
         """
         if not texts:
             return []
-        batch: list[list[int]] = self.hf(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        try:
+            batch: list[list[int]] = self.hf(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        except STOPS:
+            raise
+        except BaseException as error:
+            raise RequestError(f"the tokenizer cannot encode a prompt ({error}); shorten it") from error
         if not add_special_tokens:
             return batch
         bos, bos_id = self.hf.bos_token, self.hf.bos_token_id
@@ -79,9 +96,20 @@ def _tokenizer_class(folder: Path) -> Any:
     return found or transformers.AutoTokenizer
 
 
-def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer in `folder`, or None where there is none: prompts must then be token ids."""
-    return Tokenizer(folder) if any((folder / name).exists() for name in TOKENIZER_FILES) else None
+def load_tokenizer(folder: Path, vocab_size: int | None = None) -> Tokenizer | None:
+    """The tokenizer in `folder`, or None where there is none: prompts must then be token ids.
+
+    Raises ModelError where it cannot be loaded, or has more tokens than `vocab_size`, the model's.
+    """
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        return None
+    tokenizer = Tokenizer(folder)
+    if vocab_size is not None and len(tokenizer.hf) > vocab_size:
+        raise ModelError(
+            f"the tokenizer in {folder} has {len(tokenizer.hf)} tokens, and config.json vocab_size={vocab_size}; they "
+            "are not of one model, download both again"
+        )
+    return tokenizer
 
 
 def read_stop_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
