@@ -1,5 +1,6 @@
 """The facade: prompts in, completions out."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from nanoinfer.utils.prompts import (
 
 OnFinish = Callable[[RequestOutput], object]
 SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+STEP_SECONDS = 0.01  # so long a thread waits for another's step; that one serves its requests too
 
 
 class Prepared(NamedTuple):
@@ -50,6 +52,7 @@ class LLM:
     max_num_batched_tokens=16384, gpu_memory_utilization=0.9, kvcache_block_size=256, num_kvcache_blocks=None,
     enable_prefix_caching=True, enforce_eager=False, attention_backend="auto", overlap=True, load_format="auto", seed=0.
 
+    Calls from several threads are served together; their steps take turns.
     Raises TypeError for an unknown option, ConfigError for a value out of range, ModelError for a model that cannot
     be used. Any call raises WorkerError where a process of a tensor-parallel engine has ended; that closes the engine.
     """
@@ -59,6 +62,7 @@ class LLM:
         self._unclaimed: list[RequestOutput] = []  # of `add_request`, finished while `generate` or `stream` ran steps
         # The call that waits for a request, by request id: where its output is put, whichever call runs the step.
         self._inboxes: dict[int, list[RequestOutput] | deque[RequestOutput]] = {}
+        self._lock = threading.RLock()  # held while a call prepares, queues or drops requests, and for each step
 
     def generate(
         self,
@@ -164,12 +168,14 @@ class LLM:
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> int:
         """Queue a request for `step` to run and return its id. Raises RequestError for one that cannot be served."""
         [params], [rank] = one_for_each(sampling_params, 1), as_priorities([priority], 1)
-        return self.engine.add_request(prompt, params, rank)
+        with self._lock:
+            return self.engine.add_request(prompt, params, rank)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; return the requests of `add_request` that finished, in this step or during another call's."""
         self._step()
-        finished, self._unclaimed = self._unclaimed, []
+        with self._lock:
+            finished, self._unclaimed = self._unclaimed, []
         return finished
 
     def is_finished(self) -> bool:
@@ -200,11 +206,13 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        self.engine.reset_prefix_cache()
+        with self._lock:
+            self.engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Free the model and the cache; closing twice is fine."""
-        self.engine.close()
+        with self._lock:
+            self.engine.close()
 
     exit = close  # nano-vllm's name
 
@@ -229,7 +237,8 @@ class LLM:
         for item in params:
             self.engine.check_params(item)
         priorities = as_priorities(priority, len(prompts))
-        encoded = self.engine.encode(prompts, add_special_tokens)
+        with self._lock:  # tokenizers do not serve two threads at once
+            encoded = self.engine.encode(prompts, add_special_tokens)
         return [Prepared(*parts) for parts in zip(prompts, encoded, params, priorities, strict=True)]
 
     def _complete(self, requests: list[Prepared], use_tqdm: bool, on_finish: OnFinish | None) -> list[RequestOutput]:
@@ -238,9 +247,10 @@ class LLM:
         inbox: list[RequestOutput] = []
         num_reported = 0
         try:
-            for request in requests:
-                request_ids.append(self.engine.add_encoded(*request))
-                self._inboxes[request_ids[-1]] = inbox
+            with self._lock:
+                for request in requests:
+                    request_ids.append(self.engine.add_encoded(*request))
+                    self._inboxes[request_ids[-1]] = inbox
             with Progress(self.engine.stats, len(requests), use_tqdm) as progress:
                 while len(inbox) < len(requests):
                     self._step()
@@ -250,10 +260,11 @@ class LLM:
                         on_finish(inbox[num_reported - 1])
         finally:
             if len(inbox) < len(request_ids):
-                unfinished = set(request_ids) - {output.request_id for output in inbox}
-                for request_id in unfinished:
-                    self._inboxes.pop(request_id, None)
-                self.engine.abort(sorted(unfinished))
+                with self._lock:
+                    unfinished = set(request_ids) - {output.request_id for output in inbox}
+                    for request_id in unfinished:
+                        self._inboxes.pop(request_id, None)
+                    self.engine.abort(sorted(unfinished))
         return sorted(inbox, key=lambda output: output.request_id)
 
     def _stream(self, requests: list[Prepared]) -> Iterator[StreamChunk]:
@@ -261,10 +272,11 @@ class LLM:
         num_open: dict[int, int] = {}  # index of the prompt -> samples that are unfinished
         chunks: deque[StreamChunk] = deque()
         try:
-            for index, request in enumerate(requests):
-                unfinished[index] = self.engine.add_encoded(*request, chunks=chunks, index=index)
-                self._inboxes[unfinished[index]] = deque(maxlen=0)  # the chunks say it all
-                num_open[index] = request.sampling_params.n
+            with self._lock:
+                for index, request in enumerate(requests):
+                    unfinished[index] = self.engine.add_encoded(*request, chunks=chunks, index=index)
+                    self._inboxes[unfinished[index]] = deque(maxlen=0)  # the chunks say it all
+                    num_open[index] = request.sampling_params.n
             while unfinished:
                 if not chunks:
                     self._step()
@@ -278,9 +290,14 @@ class LLM:
             self.engine.abort_later(unfinished.values())
 
     def _step(self) -> None:
-        """Run one step and hand each output to the call that waits for it."""
-        for output in self.engine.step():
-            self._inboxes.pop(output.request_id, self._unclaimed).append(output)
+        """Run one step, or let another thread run its own, and hand each output to the call that waits for it."""
+        if not self._lock.acquire(timeout=STEP_SECONDS):
+            return
+        try:
+            for output in self.engine.step():
+                self._inboxes.pop(output.request_id, self._unclaimed).append(output)
+        finally:
+            self._lock.release()
 
 
 def _score(output: RequestOutput, first: int) -> Score:

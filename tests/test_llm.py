@@ -1,6 +1,8 @@
 """The facade: what a user calls, what comes back, and what happens to calls that make no sense."""
 
 import shutil
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -192,6 +194,40 @@ def test_close_twice_is_fine_and_later_calls_say_so(random_checkpoint: Checkpoin
     for call in (lambda: llm.generate([1]), lambda: llm.add_request([1]), llm.step, llm.reset_prefix_cache):
         with pytest.raises(EngineClosedError, match="make a new LLM"):
             call()
+
+
+def test_calls_from_several_threads_get_the_answers_of_calls_one_after_another(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (3, 9, 17)]
+    prompts = [[[index + 1] * 5, [index + 2] * 7, [index + 3] * 20] for index in range(4)]
+    alone = [[output.token_ids for output in llm.generate(batch, params, use_tqdm=False)] for batch in prompts]
+    wrong: list[object] = []
+
+    def call(index: int) -> None:
+        try:
+            for _ in range(8):
+                outputs = llm.generate(prompts[index], params, use_tqdm=False)
+                if [output.token_ids for output in outputs] != alone[index]:
+                    wrong.append(index)
+                streamed = list(llm.stream(prompts[index][0], params[0]))
+                if [token_id for chunk in streamed for token_id in chunk.token_ids] != alone[index][0]:
+                    wrong.append(index)
+        except BaseException as error:
+            wrong.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # as many changes of thread as there can be
+    try:
+        threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+    assert not any(thread.is_alive() for thread in threads)
+    assert llm.is_finished()
+    assert llm.engine.block_manager.num_used_blocks == 0
 
 
 def test_two_engines_live_side_by_side(random_checkpoint: Checkpoint) -> None:
