@@ -1,0 +1,184 @@
+"""Random input of every kind: it is served, or refused with an error of the tree; no other exception, no crash."""
+
+# ruff: noqa: PT017 (an error is one of two right ends)
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from nanoinfer import LLM, NanoinferError, SamplingParams, tiny_model_path
+from nanoinfer.batch_job import Job
+from nanoinfer.config import EngineConfig, ModelConfig
+from nanoinfer.layers.rotary_embedding import rope_frequencies
+from nanoinfer.utils.job_files import BatchOutput, Line
+from nanoinfer.utils.loader import load_model
+from tests.test_loader import build, checkpoint_tensors, tiny_config
+
+NUM_CASES = [150, pytest.param(10_000, marks=pytest.mark.slow)]
+
+numbers = st.integers() | st.floats() | st.sampled_from([0, -1, 2**31, 2**63, 2**64, 10**30, 10**400, 1e308, 1e-308])
+texts = st.text(max_size=9) | st.sampled_from(["auto", "cpu", "float32", "stop", "\ud800", "\0", "user", "content"])
+leaves = st.none() | st.booleans() | numbers | texts
+values = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=6
+)
+
+
+def fuzz(num_cases: int, check: Callable[..., None], *strategies: Any) -> None:
+    """Run `check` on so many random cases: always the same ones if they are few."""
+    run = given(*strategies)(check)
+    few = num_cases < 1000
+    settings(
+        max_examples=num_cases, deadline=None, database=None, derandomize=few, suppress_health_check=list(HealthCheck)
+    )(run)()
+
+
+def named(names: list[str]) -> Any:
+    """A dict with some of these names, or others."""
+    return st.dictionaries(st.sampled_from(names) | texts, values, max_size=4)
+
+
+@pytest.mark.parametrize("num_cases", NUM_CASES)
+def test_engine_options(num_cases: int) -> None:
+    names = [field.name for field in fields(EngineConfig) if field.name != "model"]
+
+    def check(model: Any, options: dict[str, Any]) -> None:
+        try:
+            EngineConfig.from_options(model, options)
+        except NanoinferError:
+            assert set(options) <= set(names)
+        except TypeError as error:
+            assert "LLM has no option" in str(error)
+
+    fuzz(num_cases, check, texts, named(names))
+
+
+@pytest.mark.parametrize("num_cases", NUM_CASES)
+def test_sampling_parameters(num_cases: int) -> None:
+    names = [field.name for field in fields(SamplingParams)]
+
+    def check(options: dict[str, Any], generation_config: dict[str, Any]) -> None:
+        for make in (
+            lambda: SamplingParams(**options),
+            lambda: SamplingParams.from_generation_config(generation_config),
+        ):
+            try:
+                make()
+            except NanoinferError:
+                pass
+            except TypeError as error:
+                assert "unexpected keyword argument" in str(error) or "keywords must be strings" in str(error)
+
+    fuzz(num_cases, check, named(names), named([*names, "do_sample", "max_new_tokens"]))
+
+
+SIZES = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 8,
+    "hidden_size": 6,
+    "intermediate_size": 10,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+}
+ROPE = ["type", "rope_type", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"]
+ROPE += ["beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "rope_theta"]
+
+
+@pytest.mark.parametrize("num_cases", NUM_CASES)
+def test_config_json(num_cases: int, tmp_path: Path) -> None:
+    others = ["rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype", "rms_norm_eps", "hidden_act"]
+    rope = st.fixed_dictionaries(
+        {"rope_type": st.sampled_from(["default", "linear", "llama3", "yarn"])},
+        optional={name: numbers | st.floats(0.1, 9) | values for name in ROPE[2:]},
+    )
+
+    def check(entries: dict[str, Any], rope: dict[str, Any] | None, cut: int) -> None:
+        content = json.dumps({**SIZES, **({"rope_scaling": rope} if rope else {}), **entries})
+        (tmp_path / "config.json").write_bytes(content.encode()[: cut or None])
+        try:
+            config = ModelConfig.from_folder(tmp_path)
+            if config.head_dim < 2**16:
+                rope_frequencies(config)
+        except NanoinferError:
+            pass
+
+    fuzz(num_cases, check, named([*SIZES, *others]), st.none() | rope, st.just(0) | st.integers(1, 300))
+
+
+@pytest.mark.parametrize("num_cases", NUM_CASES)
+def test_weights(num_cases: int, tmp_path: Path) -> None:
+    valid = save(checkpoint_tensors())
+    (length,) = struct.unpack("<Q", valid[:8])
+    header = json.loads(valid[8 : 8 + length])
+    path, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    parts = st.fixed_dictionaries({}, optional={"dtype": values, "shape": values, "data_offsets": values})
+    bytes_changed = st.dictionaries(st.integers(0, len(valid) - 1), st.integers(0, 255), max_size=5)
+    model = build(tiny_config())
+
+    def check(changes: dict[str, Any], changed: dict[int, int], cut: int, weight_map: Any) -> None:
+        new = {name: {**entry, **changes.get(name, {})} for name, entry in header.items()}
+        encoded = json.dumps(new).encode() if changes else valid[8 : 8 + length]
+        content = bytearray(struct.pack("<Q", len(encoded)) + encoded + valid[8 + length :])
+        for place, byte in changed.items():
+            content[place % len(content)] = byte
+        path.write_bytes(content[: cut or None])
+        index.unlink(missing_ok=True)
+        if weight_map is not None:
+            index.write_text(json.dumps({"weight_map": weight_map}))
+        try:
+            load_model(model, tmp_path)
+        except NanoinferError as error:
+            assert str(tmp_path) in str(error)
+
+    names = st.dictionaries(st.sampled_from([*header, "x"]), parts, max_size=2)
+    cuts = st.just(0) | st.integers(1, len(valid))
+    fuzz(num_cases, check, names, bytes_changed, cuts, st.none() | st.dictionaries(texts, values, max_size=3) | values)
+
+
+@pytest.mark.parametrize("num_cases", NUM_CASES)
+def test_lines_of_a_batch(num_cases: int, tmp_path: Path) -> None:
+    names = [field.name for field in fields(SamplingParams)]
+    names += [
+        "stream",
+        "logprobs",
+        "top_logprobs",
+        "max_completion_tokens",
+        "tools",
+        "chat_template_kwargs",
+        "custom_id",
+    ]
+    message = st.fixed_dictionaries({}, optional={"role": texts, "content": values, "tool_calls": values})
+    content = st.fixed_dictionaries(
+        {}, optional={"prompt": texts | st.lists(numbers, max_size=3) | values, "messages": st.lists(message) | values}
+    )
+    body = st.builds(lambda first, second: {**first, **second}, content, named(names))
+    urls = st.sampled_from(["/v1/chat/completions", "/v1/completions"]) | values
+    wrapped = st.fixed_dictionaries(
+        {"url": urls, "body": body | values}, optional={"method": values, "custom_id": values}
+    )
+    lines = (body | wrapped | values).map(lambda line: json.dumps(line).encode()) | st.binary(max_size=50)
+
+    with LLM(tiny_model_path(), device="cpu", num_kvcache_blocks=16) as llm:
+        output = BatchOutput(tmp_path / "out")
+        job = Job(llm, output, SamplingParams(), max_errors=None)
+
+        def check(line: bytes, cut: int) -> None:
+            before = output.num_records
+            job._ask(Line(1, line[: cut or None], 1))
+            assert output.num_records + len(job._asked) == before + 1, "queued, or an error was written"
+            llm.engine.abort(list(job._asked))
+            job._asked.clear()
+
+        fuzz(num_cases, check, lines, st.just(0) | st.integers(1, 90))
+        output.close()
+    assert all(json.loads(line)["id"] for line in (tmp_path / "out").read_text().splitlines())
