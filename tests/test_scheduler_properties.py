@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 import xxhash
@@ -225,3 +226,40 @@ def test_in_thousands_of_histories_every_request_gets_the_answer_it_would_get_al
     options: Options, events: list[Event]
 ) -> None:
     play(options, events)
+
+
+def random_history(random: Random, num_steps: int) -> Counter[str]:
+    """A long history, without hypothesis, which makes short ones and takes its time; what happened in it."""
+    history = History(
+        Options(
+            num_blocks=random.randint(2, 24),
+            block_size=random.randint(1, 4),
+            max_num_seqs=random.randint(1, 6),
+            max_num_batched_tokens=random.randint(1, 16),
+            hash_function=random.choice([xxhash.xxh64_intdigest, always_seven]),
+            reserved_tokens=random.randint(0, 4),
+            overlap=random.random() < 0.5,
+        )
+    )
+    for _ in range(num_steps):
+        history.play(Step(fails=random.random() < 0.01))
+        while history.scheduler.num_waiting < 6 and random.random() < 0.4:
+            prompt = [1] * random.randint(0, 12) + random.choices(range(VOCAB_SIZE), k=random.randint(1, 4))
+            priority = random.choice([0, 0, 0, 1, -1])
+            history.play(Add(prompt, random.randint(1, 24), random.random() < 0.5, priority))
+        if random.random() < 0.02:
+            newest = len(history.seqs)
+            history.play(Abort({random.randint(max(0, newest - 8), newest)}))
+        if random.random() < 0.005:
+            history.play(ResetPrefixCache())
+    history.finish()
+    return history.seen
+
+
+@pytest.mark.parametrize("num_steps", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_in_long_histories_every_request_gets_the_answer_it_would_get_alone(num_steps: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(num_steps // 500):
+        seen.update(random_history(Random(seed), num_steps=500))
+    wanted = ("several running", "blocks shared", "chunks cut", "overlaps", "failures", "preemptions")
+    assert all(seen[event] >= num_steps / 200 for event in wanted), f"the histories are too tame: {seen}"
