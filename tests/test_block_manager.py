@@ -93,6 +93,20 @@ def test_a_shared_block_costs_nothing_in_use_and_one_free_block_when_idle() -> N
     assert manager.num_blocks_to_allocate(second, [0, 1]) == 3
 
 
+def test_the_blocks_that_were_found_are_those_that_are_given_though_all_others_are_taken() -> None:
+    manager = BlockManager(num_blocks=3, block_size=2)
+    first = make_sequence(0, [1, 2, 3, 4, 5, 6])
+    prefill(manager, first)
+    manager.free(first)
+    follower = make_sequence(1, [1, 2, 3, 4, 9])
+    found = manager.find_cached_prefix(follower)
+    assert manager.num_blocks_to_allocate(follower, found) == manager.num_free_blocks == 3
+    manager.allocate(follower, found)
+    assert follower.block_table == [*found, 2], "the last block did not take the place of one that was found"
+    assert follower.num_computed_tokens == 4
+    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 3, 4, 9])) == found
+
+
 def test_blocks_that_come_back_are_noticed() -> None:
     manager = BlockManager(num_blocks=2, block_size=2)
     seq = make_sequence(0, [1, 2, 3])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoinfer.engine.cuda_graphs import graph_sizes
 from nanoinfer.engine.device_state import PADDING_ROW, DeviceState
 
 
@@ -29,6 +30,21 @@ def test_a_decode_step_computes_the_newest_token_of_each_row(state: DeviceState)
     assert inputs.positions.tolist() == [4, 1]
     assert inputs.metadata.slot_mapping.tolist() == [9 * 4, 7 * 4 + 1]
     assert inputs.metadata.context_lens.tolist() == [5, 2]
+
+
+def test_a_row_has_room_for_the_longest_sequence_and_a_padding_row_comes_last() -> None:
+    state = DeviceState(max_num_seqs=3, max_model_len=9, block_size=4, device=torch.device("cpu"))
+    assert state.block_tables.shape == (4, 3), "whatever the batch: a captured graph keeps the width"
+    assert state.token_ids.shape == (4, 10)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 7, 64, 65, 100, 512])
+def test_every_batch_has_a_graph_that_holds_it(max_num_seqs: int) -> None:
+    sizes = graph_sizes(max_num_seqs)
+    assert max(sizes) == max_num_seqs
+    for num_rows in range(1, max_num_seqs + 1):
+        smallest = min(size for size in sizes if size >= num_rows)
+        assert smallest - num_rows < 16, "and not much is padding"
 
 
 def test_padding_attends_to_nothing_and_writes_no_keys(state: DeviceState) -> None:

@@ -56,6 +56,7 @@ def generate(folder: Path, prompts: list[list[int]], params: SamplingParams = GR
         {"head_dim": 128, "attention_bias": True},
         {"head_dim": 80},
         {"num_attention_heads": 6, "num_key_value_heads": 3},
+        {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 96},
         {
             "max_position_embeddings": 128,
             "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
@@ -98,6 +99,8 @@ def test_lengths_around_the_edge_of_a_default_block_equal_transformers(
         {"kvcache_block_size": 48},
         {"kvcache_block_size": 64},
         {"max_num_batched_tokens": 16},
+        {"kvcache_block_size": 16, "max_num_batched_tokens": 16},
+        {"kvcache_block_size": 16, "max_num_batched_tokens": 32},
         {"max_num_batched_tokens": 17},
         {"max_num_batched_tokens": 1},
         {"max_num_seqs": 1},

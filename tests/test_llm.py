@@ -1,5 +1,8 @@
 """The facade: what a user calls, what comes back, and what happens to calls that make no sense."""
 
+import gc
+import multiprocessing
+import os
 import shutil
 import sys
 import threading
@@ -11,7 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoinfer import LLM, EngineClosedError, RequestError, RequestOutput, SamplingParams, tiny_model_path
+from nanoinfer import (
+    LLM,
+    ConfigError,
+    EngineClosedError,
+    ModelError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    tiny_model_path,
+)
 
 Checkpoint = Callable[..., Path]
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -168,7 +180,7 @@ def test_outputs_of_a_step_are_kept_when_the_text_of_one_cannot_be_made(
 
 
 def test_a_request_whose_logits_are_nan_ends_in_an_error_and_harms_no_other(
-    random_checkpoint: Checkpoint, tmp_path: Path
+    random_checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Token 7 has an embedding of NaN: prompts with it are lost, before, beside and after the others."""
     shutil.copytree(random_checkpoint(), tmp_path, dirs_exist_ok=True)
@@ -184,6 +196,7 @@ def test_a_request_whose_logits_are_nan_ends_in_an_error_and_harms_no_other(
             outputs = llm.generate([bad[0], *good, bad[1]], SHORT, use_tqdm=False)
             assert [output.finish_reason for output in outputs] == ["error", *["length"] * 3, "error"]
             assert [output.token_ids for output in outputs] == [[], *expected, []]
+            assert f"request {outputs[0].request_id} ends in an error: its logits are NaN or infinite" in caplog.text
         assert llm.engine.block_manager.num_used_blocks == 0
 
 
@@ -228,6 +241,31 @@ def test_calls_from_several_threads_get_the_answers_of_calls_one_after_another(l
     assert not any(thread.is_alive() for thread in threads)
     assert llm.is_finished()
     assert llm.engine.block_manager.num_used_blocks == 0
+
+
+def test_a_construction_that_fails_leaves_no_weights_no_open_file_and_no_process(
+    random_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    shutil.copytree(random_checkpoint(), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    last = max(weights)
+    save_file({name: weight for name, weight in weights.items() if name != last}, tmp_path / "model.safetensors")
+    gc.collect()
+    files_before, modules_before = os.listdir("/proc/self/fd"), num_modules()
+    for _ in range(3):
+        with pytest.raises(ModelError, match="lacks weights for"):
+            LLM(tmp_path, device="cpu")
+        with pytest.raises(ConfigError, match="max_model_len=999999 is above"):
+            LLM(tmp_path, device="cpu", max_model_len=999999)
+    gc.collect()
+    assert num_modules() == modules_before
+    assert len(os.listdir("/proc/self/fd")) == len(files_before)
+    assert multiprocessing.active_children() == []
+
+
+def num_modules() -> int:
+    """Models and their parts that are alive."""
+    return sum(issubclass(type(item), torch.nn.Module) for item in gc.get_objects())
 
 
 def test_two_engines_live_side_by_side(random_checkpoint: Checkpoint) -> None:

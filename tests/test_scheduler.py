@@ -497,9 +497,9 @@ def test_the_reserve_keeps_the_benchmark_from_computing_its_prompts_twice(num_bl
         scheduler.add(seq)
     num_prompt_tokens = sum(seq.num_prompt_tokens for seq in seqs)
     num_computed_tokens = sum(batch.num_prefill_tokens for batch in run_to_the_end(scheduler))
-    print(f"{num_computed_tokens / num_prompt_tokens - 1:.2%} computed twice, {scheduler.num_preemptions} preemptions")
-    # Without the reserve it is 40%, with 400 blocks.
+    # Without the reserve 40% are computed twice, with 400 blocks.
     assert num_computed_tokens <= 1.05 * num_prompt_tokens
+    assert scheduler.num_preemptions <= 12, "of 256 requests"
 
 
 # --- priorities ---
