@@ -8,7 +8,15 @@ Importing the package costs little: PyTorch is imported with `LLM`, when it is f
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.errors import ConfigError, EngineClosedError, ModelError, NanoinferError, RequestError, WorkerError
+from nanoinfer.errors import (
+    ConfigError,
+    EngineClosedError,
+    JobError,
+    ModelError,
+    NanoinferError,
+    RequestError,
+    WorkerError,
+)
 from nanoinfer.outputs import (
     CompletionOutput,
     EngineMetrics,
@@ -31,6 +39,7 @@ __all__ = [
     "ConfigError",
     "EngineClosedError",
     "EngineMetrics",
+    "JobError",
     "Logprob",
     "ModelError",
     "NanoinferError",

@@ -158,8 +158,8 @@ class Job:
                 texts = render_chats(self._llm.engine.require_tokenizer(), [prompt], **request.chat_options)
                 [prompt] = self._llm.engine.encode([*texts], add_special_tokens=False)
             self._asked[self._llm.add_request(prompt, params)] = Asked(line, custom_id, request.is_chat)
-        except (RequestError, RecursionError) as error:
-            self._fail(line, custom_id, "invalid_request", str(error) or "the line is nested too deeply")
+        except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
+            self._fail(line, custom_id, "invalid_request", str(error))
 
     def _answer(self, asked: Asked, output: RequestOutput, summary: Summary) -> None:
         """Write what became of a request."""
@@ -234,10 +234,12 @@ def response_body(output: RequestOutput, is_chat: bool) -> dict[str, Any]:
         reasons = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         logprobs = getattr(choice, "logprobs", None)
         choices.append({"index": choice.index, **text, **token_ids, "logprobs": logprobs, **reasons})
+    prompt_logprobs = getattr(output, "prompt_logprobs", None)
     num_in, num_out = len(output.prompt_token_ids), sum(len(choice.token_ids) for choice in output.outputs)
     return {
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "choices": choices,
+        **({} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}),
         "usage": {"prompt_tokens": num_in, "completion_tokens": num_out, "total_tokens": num_in + num_out},
     }

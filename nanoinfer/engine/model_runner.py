@@ -72,7 +72,7 @@ class ModelRunner:
         try:
             with torch.inference_mode(), current_device(self.device):
                 self._prepare(folder)
-        except (RuntimeError, MemoryError, TypeError) as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise ConfigError(

@@ -62,7 +62,7 @@ def select_dtype(requested: str, checkpoint: str, device: torch.device) -> torch
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out; on a CPU, PyTorch says so in words alone."""
-    said = ("can't allocate memory", "overflow", "failed to unpack")  # the last two: sizes beyond any address
+    said = ("can't allocate memory", "overflow")  # the last: a size beyond any address
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in str(error) for words in said)
 
 

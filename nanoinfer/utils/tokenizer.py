@@ -10,9 +10,8 @@ from nanoinfer.utils.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes
 from nanoinfer.utils.hub import read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-
-
-STOPS = (KeyboardInterrupt, SystemExit, MemoryError)
+# Not the tokenizer's failures. All else is, even where it is no Exception, as a panic of its Rust code.
+PASSED_ON = (KeyboardInterrupt, SystemExit, MemoryError)
 
 
 class Tokenizer:
@@ -21,9 +20,9 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         try:
             self.hf: Any = _tokenizer_class(folder).from_pretrained(folder, trust_remote_code=False)
-        except STOPS:
+        except PASSED_ON:
             raise
-        except BaseException as error:  # a panic of the tokenizers library is no Exception
+        except BaseException as error:
             raise ModelError(f"the tokenizer in {folder} cannot be loaded ({error}); check its files") from error
         self._texts: dict[int, str] = {}  # of single tokens
         self._token_bytes: dict[bool, TokenBytes] = {}  # by whether special tokens are skipped
@@ -49,7 +48,7 @@ class Tokenizer:
             return []
         try:
             batch: list[list[int]] = self.hf(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-        except STOPS:
+        except PASSED_ON:
             raise
         except BaseException as error:
             raise RequestError(f"the tokenizer cannot encode a prompt ({error}); shorten it") from error
