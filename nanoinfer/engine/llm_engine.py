@@ -71,7 +71,8 @@ class LLMEngine:
         folder = resolve_model_folder(config.model, with_weights=config.load_format != "dummy")
         self.config = config
         self.model_config = ModelConfig.from_folder(folder)
-        self.tokenizer = load_tokenizer(folder, self.model_config.vocab_size)
+        # Random weights fit any tokenizer as well as another.
+        self.tokenizer = load_tokenizer(folder, None if config.load_format == "dummy" else self.model_config.vocab_size)
         stop_token_ids = read_stop_token_ids(folder, self.tokenizer)
         self.generation_config = read_generation_config(folder)
         runner_class = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
