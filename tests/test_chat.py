@@ -63,6 +63,11 @@ def test_a_template_of_ones_own_replaces_the_tokenizers(llm: LLM) -> None:
             [{"content": "Hello"}],
             "message 0 of conversation 0 has no role: {'content': 'Hello'}; give 'system'",
         ),
+        ([{"role": "user", "content": 3}], "message 0 of conversation 0 has content that is no text: 3; give a text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "message 0 of conversation 0 has content that is no text: [{'type': 'image_url'",
+        ),
         ([*SUM, {"role": "user"}], "message 1 of conversation 0 has no content: {'role': 'user'}; give a text"),
     ],
 )
@@ -71,6 +76,14 @@ def test_a_malformed_conversation_is_refused_by_place_and_value(llm: LLM, messag
         chat(llm, messages)
     assert str(error.value).startswith(said)
     assert llm.is_finished()
+
+
+def test_a_content_in_text_parts_is_one_text_to_any_template(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "312 + 48?"}]
+    assert chat(llm, [{"role": "user", "content": parts}])[0].text == "312 + 48 = 360"
+    only_strings = "{% for m in messages %}{{ m.content if m.content is string else '' }}{% endfor %}"
+    [output] = chat(llm, [{"role": "user", "content": parts}], chat_template=only_strings)
+    assert output.prompt == "What is 312 + 48?"
 
 
 def test_what_the_template_refuses_is_a_request_error(llm: LLM) -> None:

@@ -33,7 +33,7 @@ def render_chats(
         _check(conversation, index)
         try:
             text = tokenizer.hf.apply_chat_template(
-                list(conversation),
+                [_with_one_text(message) for message in conversation],
                 tools=None if tools is None else list(tools),
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -69,3 +69,17 @@ def _check(conversation: Any, index: int) -> None:
             raise RequestError(f"{which} has no role: {dict(message)!r}; give 'system', 'user', 'assistant' or 'tool'")
         if message.get("content") is None and not message.get("tool_calls"):
             raise RequestError(f"{which} has no content: {dict(message)!r}; give a text, which may be empty")
+        content = message.get("content")
+        parts = content if isinstance(content, (list, tuple)) else [{"text": "" if content is None else content}]
+        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+            raise RequestError(
+                f"{which} has content that is no text: {content!r}; give a text, or a list of text parts"
+            )
+
+
+def _with_one_text(message: Message) -> Message:
+    """A content in parts, as OpenAI has it, joined: many templates would drop it."""
+    parts = message.get("content")
+    if not isinstance(parts, (list, tuple)):
+        return message
+    return {**message, "content": "".join(part["text"] for part in parts)}
