@@ -19,10 +19,13 @@ A line is a request in OpenAI's batch format,
 with /v1/completions and a prompt (a text, or a list of token ids) for plain text, or its body alone, which may have a
 custom_id too:
   {"prompt": "The capital of France is", "temperature": 0}
-Sampling fields are those of SamplingParams. What a line leaves out is as the model's generation_config.json recommends,
-and else as SamplingParams has it: max_tokens is 64. A result has OpenAI's form: id, custom_id, response, error. A line
-that cannot be served gets an error with its number. Results come in the order in which they finish; a line without a
-custom_id gets "line-" and its number; two lines with the same custom_id are two requests.
+Sampling fields are those of SamplingParams; a chat may have tools and chat_template_kwargs too. What a line leaves out
+is as the model's generation_config.json recommends, and else as SamplingParams has it: max_tokens is 64. Of a body,
+model, user and metadata are passed over; any other field that is not known is an error.
+
+A result has OpenAI's form: id, custom_id, response, error. A line that cannot be served gets an error with its number.
+Results come in the order in which they finish; a line without a custom_id gets "line-" and its number; two lines with
+the same custom_id are two requests.
 
 Killed or stopped at any moment, the same command goes on where it was: nothing that is written is done again, and
 nothing is lost. It needs the same input (lines may be added to it), model, --max-tokens and --temperature; other
