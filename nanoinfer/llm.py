@@ -145,13 +145,14 @@ class LLM:
         prompts, completions = as_list_of_prompts(prompts), as_list_of_prompts(completions)
         if len(prompts) != len(completions):
             raise RequestError(f"{len(completions)} completions for {len(prompts)} prompts; give one for each")
-        apart = self.engine.encode(prompts), self.engine.encode(completions, False, "completion")
         wholes: list[Prompt] = [
             one + two if isinstance(one, str) and isinstance(two, str) else []
             for one, two in zip(prompts, completions, strict=True)
         ]
-        pairs = [split_whole(*ids) for ids in zip(*apart, self.engine.tokenize(wholes), strict=True)]
-        whole_ids = self.engine.encode([before + after for before, after in pairs])
+        with self._lock:
+            apart = self.engine.encode(prompts), self.engine.encode(completions, False, "completion")
+            pairs = [split_whole(*ids) for ids in zip(*apart, self.engine.tokenize(wholes), strict=True)]
+            whole_ids = self.engine.encode([before + after for before, after in pairs])
         requests = [
             Prepared(ids, ids, SCORING, 0, len(before)) for ids, (before, _) in zip(whole_ids, pairs, strict=True)
         ]
