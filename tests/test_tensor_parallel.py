@@ -26,7 +26,7 @@ from nanoinfer.engine.executor import _work
 from nanoinfer.engine.model_runner import ModelRunner
 from nanoinfer.utils import workers
 from nanoinfer.utils.device import select_devices
-from nanoinfer.utils.distributed import TensorParallel, connect
+from nanoinfer.utils.distributed import MIN_TOKENS_IN_PARTS, TensorParallel, connect
 from nanoinfer.utils.shm_channel import SLOT_SIZE
 from nanoinfer.utils.workers import PASSED
 
@@ -202,6 +202,10 @@ def answer_exchange(tp: TensorParallel) -> None:
     assert tp.all_reduce(torch.tensor([1.0, tp.rank])).tolist() == [3.0, 3.0]
     assert tp.all_gather(torch.tensor([[tp.rank], [10]])).tolist() == [[[rank], [10]] for rank in range(3)]
     assert tp.minimum(7 - tp.rank, torch.device("cpu")) == 5
+    for num_tokens in (MIN_TOKENS_IN_PARTS - 1, MIN_TOKENS_IN_PARTS + 1):  # in one product, and in parts
+        x = torch.arange(num_tokens, dtype=torch.float32).unsqueeze(1).expand(-1, 2)
+        expected = 2 * (1 + 2 + 3) * torch.arange(num_tokens, dtype=torch.float32)
+        assert torch.equal(tp.sum_of_products(x, torch.full((1, 2), tp.rank + 1.0)).squeeze(1), expected)
 
 
 @pytest.mark.usefixtures("nothing_remains")
