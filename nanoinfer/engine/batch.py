@@ -6,6 +6,7 @@ prompts to compute, and the rows to decode. It is one flat int32 array, so that 
 and one write to reach another process.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -68,14 +69,14 @@ class ScheduledBatch:
 
 
 class Header(NamedTuple):
-    """The first numbers of a packet: how long its sections are, and what the host must know to launch."""
+    """The first numbers of a packet: what the host must know to launch, and how long its sections are, in order."""
 
+    num_prefill_tokens: int
+    num_prefill_samples: int  # chunks that yield a token: all, or all but the last
     num_admitted: int
     num_known_tokens: int  # of all admitted sequences together
     num_new_blocks: int
     num_chunks: int
-    num_prefill_tokens: int
-    num_prefill_samples: int
     num_decode: int
     num_special: int
     num_stop_ids: int  # of all special rows together
@@ -115,7 +116,7 @@ class SpecialRecord(NamedTuple):
 
 
 class PacketSections(NamedTuple):
-    """A packet cut into its parts: views of the array, or of a tensor on the device with the same content."""
+    """What follows the header: views of the packet, be it an array or a tensor on the device."""
 
     row_records: Any  # (num_admitted, 5): RowRecord
     known_tokens: Any  # (num_known_tokens,): the ids of the admitted sequences, one after another
@@ -126,29 +127,25 @@ class PacketSections(NamedTuple):
     stop_ids: Any  # (num_stop_ids,): those of the special rows, one after another
 
 
+LINE_SHAPES = ((len(RowRecord._fields),), (), (3,), (3,), (), (len(SpecialRecord._fields),), ())  # of each section
+
+
 def pack(batch: ScheduledBatch) -> Packet:
     """Write `batch` as a packet: the header and its sections."""
     assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk of a step may be cut short"
-    records = [_row_record(seq) for seq in batch.admitted]
     special = [seq for seq in batch.admitted if _is_special(seq)]
-    stop_ids = [token_id for seq in special for token_id in sorted(seq.stop_token_ids)]
-    chunks = [(_row(chunk.seq), chunk.start, chunk.length) for chunk in batch.prefill]
-    header = Header(
-        num_admitted=len(records),
-        num_known_tokens=sum(record.num_tokens for record in records),
-        num_new_blocks=len(batch.new_blocks),
-        num_chunks=len(chunks),
-        num_prefill_tokens=batch.num_prefill_tokens,
-        num_prefill_samples=sum(chunk.samples for chunk in batch.prefill),
-        num_decode=len(batch.decode),
-        num_special=len(special),
-        num_stop_ids=len(stop_ids),
+    sections = PacketSections(
+        row_records=[_row_record(seq) for seq in batch.admitted],
+        known_tokens=[token_id for seq in batch.admitted for token_id in seq.token_ids],
+        new_blocks=batch.new_blocks,
+        chunks=[(_row(chunk.seq), chunk.start, chunk.length) for chunk in batch.prefill],
+        decode_rows=[seq.row for seq in batch.decode],
+        special_records=[_special_record(seq) for seq in special],
+        stop_ids=[token_id for seq in special for token_id in sorted(seq.stop_token_ids)],
     )
-    known_tokens = [seq.token_ids for seq in batch.admitted]
-    decode_rows = [seq.row for seq in batch.decode]
-    specials = [_special_record(seq) for seq in special]
-    sections: list[Any] = [header, records, *known_tokens, batch.new_blocks, chunks, decode_rows, specials, stop_ids]
-    return np.concatenate([np.asarray(section, dtype=np.int32).ravel() for section in sections])
+    num_samples = sum(chunk.samples for chunk in batch.prefill)
+    header = Header(batch.num_prefill_tokens, num_samples, *map(len, sections))
+    return np.concatenate([np.asarray(part, dtype=np.int32).ravel() for part in (header, *sections)])
 
 
 def read_header(packet: Packet) -> Header:
@@ -157,20 +154,11 @@ def read_header(packet: Packet) -> Header:
 
 def split(packet: Any, header: Header) -> PacketSections:
     """Cut a packet (an array, or a tensor on the device) into views of its sections."""
-    sizes = (
-        (header.num_admitted, len(RowRecord._fields)),
-        (header.num_known_tokens,),
-        (header.num_new_blocks, len(NewBlock._fields)),
-        (header.num_chunks, 3),
-        (header.num_decode,),
-        (header.num_special, len(SpecialRecord._fields)),
-        (header.num_stop_ids,),
-    )
     views, offset = [], len(Header._fields)
-    for shape in sizes:
-        length = int(np.prod(shape))
-        views.append(packet[offset : offset + length].reshape(shape))
-        offset += length
+    for num_lines, line_shape in zip(header[2:], LINE_SHAPES, strict=True):
+        end = offset + num_lines * math.prod(line_shape)
+        views.append(packet[offset:end].reshape(num_lines, *line_shape))
+        offset = end
     assert offset == len(packet), f"a packet of {len(packet)} numbers has sections of {offset}"
     return PacketSections(*views)
 
