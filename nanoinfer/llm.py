@@ -1,20 +1,18 @@
 """The facade: prompts in, completions out."""
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm.auto import tqdm
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.llm_engine import EngineStats, LLMEngine
+from nanoinfer.engine.llm_engine import LLMEngine, Prepared
 from nanoinfer.errors import RequestError
-from nanoinfer.outputs import EngineMetrics, RequestOutput, Score, StreamChunk
+from nanoinfer.outputs import EngineMetrics, EngineStats, RequestOutput, Score, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.chat import Conversation, render_chats
 from nanoinfer.utils.prompts import (
@@ -29,16 +27,6 @@ from nanoinfer.utils.prompts import (
 OnFinish = Callable[[RequestOutput], object]
 SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 STEP_SECONDS = 0.01  # so long a thread waits for another's step; that one serves its requests too
-
-
-class Prepared(NamedTuple):
-    """A prompt, checked and ready to be queued."""
-
-    prompt: Prompt
-    token_ids: list[int]
-    sampling_params: SamplingParams
-    priority: int = 0
-    score_from: int = 1  # the first token that prompt_logprobs are wanted of
 
 
 class LLM:
@@ -60,8 +48,6 @@ class LLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         self.engine = LLMEngine(EngineConfig.from_options(model, options))
         self._unclaimed: list[RequestOutput] = []  # of `add_request`, finished while `generate` or `stream` ran steps
-        # The call that waits for a request, by request id: where its output is put, whichever call runs the step.
-        self._inboxes: dict[int, list[RequestOutput] | deque[RequestOutput]] = {}
         self._lock = threading.RLock()  # held while a call prepares, queues or drops requests, and for each step
 
     def generate(
@@ -82,7 +68,9 @@ class LLM:
         Raises RequestError for a prompt that cannot be served; nothing is queued then, and nothing is left behind if
         the call fails later.
         """
-        return self._complete(self._prepare(prompts, sampling_params, priority), use_tqdm, on_finish)
+        return self._complete(
+            self._prepare(as_list_of_prompts(prompts), sampling_params, priority), use_tqdm, on_finish
+        )
 
     def chat(
         self,
@@ -114,7 +102,7 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs,
         )
         # The template has written all special tokens that there are to be.
-        requests = self._prepare(texts, sampling_params, priority, add_special_tokens=False)
+        requests = self._prepare([*texts], sampling_params, priority, add_special_tokens=False)
         return self._complete(requests, use_tqdm, on_finish)
 
     def stream(
@@ -129,7 +117,7 @@ class LLM:
         what is unfinished aborted: the next step of any call frees it. With n > 1 the samples' chunks come side by
         side, and `sample` says whose each is. Log-probabilities are not streamed.
         """
-        return self._stream(self._prepare(prompts, sampling_params))
+        return self._stream(self._prepare(as_list_of_prompts(prompts), sampling_params))
 
     def score(
         self, prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], use_tqdm: bool = True
@@ -168,9 +156,9 @@ class LLM:
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> int:
         """Queue a request for `step` to run and return its id. Raises RequestError for one that cannot be served."""
-        [params], [rank] = one_for_each(sampling_params, 1), as_priorities([priority], 1)
+        [request] = self._prepare([prompt], sampling_params, [priority])
         with self._lock:
-            return self.engine.add_request(prompt, params, rank)
+            return self.engine.add_request(request)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; return the requests of `add_request` that finished, in this step or during another call's."""
@@ -220,20 +208,17 @@ class LLM:
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _prepare(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None = None,
         add_special_tokens: bool = True,
     ) -> list[Prepared]:
         """Check everything that a user can get wrong, before anything is queued."""
-        prompts = as_list_of_prompts(prompts)
         params = one_for_each(sampling_params, len(prompts))
         for item in params:
             self.engine.check_params(item)
@@ -250,8 +235,7 @@ class LLM:
         try:
             with self._lock:
                 for request in requests:
-                    request_ids.append(self.engine.add_encoded(*request))
-                    self._inboxes[request_ids[-1]] = inbox
+                    request_ids.append(self.engine.add_request(request, inbox))
             with Progress(self.engine.stats, len(requests), use_tqdm) as progress:
                 while len(inbox) < len(requests):
                     self._step()
@@ -262,43 +246,33 @@ class LLM:
         finally:
             if len(inbox) < len(request_ids):
                 with self._lock:
-                    unfinished = set(request_ids) - {output.request_id for output in inbox}
-                    for request_id in unfinished:
-                        self._inboxes.pop(request_id, None)
-                    self.engine.abort(sorted(unfinished))
+                    self.engine.abort({*request_ids} - {output.request_id for output in inbox})
         return sorted(inbox, key=lambda output: output.request_id)
 
     def _stream(self, requests: list[Prepared]) -> Iterator[StreamChunk]:
-        unfinished: dict[int, int] = {}  # index of the prompt -> request id
-        num_open: dict[int, int] = {}  # index of the prompt -> samples that are unfinished
+        """Run these requests and yield their chunks; those that are left early are aborted by a later step."""
+        request_ids: list[int] = []
+        inbox: list[RequestOutput] = []
         chunks: deque[StreamChunk] = deque()
         try:
             with self._lock:
                 for index, request in enumerate(requests):
-                    unfinished[index] = self.engine.add_encoded(*request, chunks=chunks, index=index)
-                    self._inboxes[unfinished[index]] = deque(maxlen=0)  # the chunks say it all
-                    num_open[index] = request.sampling_params.n
-            while unfinished:
-                if not chunks:
+                    request_ids.append(self.engine.add_request(request, inbox, chunks, index))
+            while chunks or len(inbox) < len(requests):
+                if chunks:
+                    yield chunks.popleft()
+                else:
                     self._step()
-                while chunks:
-                    chunk = chunks.popleft()
-                    num_open[chunk.index] -= chunk.finish_reason is not None
-                    if num_open[chunk.index] == 0:
-                        unfinished.pop(chunk.index, None)
-                    yield chunk
         finally:
-            self.engine.abort_later(unfinished.values())
+            self.engine.abort_later({*request_ids} - {output.request_id for output in inbox})
 
     def _step(self) -> None:
-        """Run one step, or let another thread run its own, and hand each output to the call that waits for it."""
-        if not self._lock.acquire(timeout=STEP_SECONDS):
-            return
-        try:
-            for output in self.engine.step():
-                self._inboxes.pop(output.request_id, self._unclaimed).append(output)
-        finally:
-            self._lock.release()
+        """Run one step, or let another thread run its own."""
+        if self._lock.acquire(timeout=STEP_SECONDS):
+            try:
+                self._unclaimed += self.engine.step()
+            finally:
+                self._lock.release()
 
 
 def _score(output: RequestOutput, first: int) -> Score:
@@ -317,19 +291,16 @@ class Progress:
 
     def __init__(self, stats: EngineStats, num_requests: int, use_tqdm: bool, num_before: int = 0) -> None:
         self._stats, self._before = stats, replace(stats)
-        options = {"total": num_requests, "initial": num_before, "disable": not use_tqdm}
-        self._bar = tqdm(desc="Generating", unit="req", **options)
-        self._shown = 0.0  # monotonic time
+        # A few times a second at most, whether or not a request has finished.
+        drawn = {"mininterval": 0.2, "miniters": 0, "disable": not use_tqdm}
+        self._bar = tqdm(desc="Generating", unit="req", total=num_requests, initial=num_before, **drawn)
 
     def show(self, num_finished: int) -> None:
-        """Redraw, a few times a second at most, whether or not a request has finished."""
-        self._bar.n = num_finished
-        if time.monotonic() - self._shown > 0.2 or num_finished == self._bar.total:
-            now, before = self._stats, self._before
-            prefill = _rate(now.prefill_tokens - before.prefill_tokens, now.prefill_seconds - before.prefill_seconds)
-            decode = _rate(now.decode_tokens - before.decode_tokens, now.decode_seconds - before.decode_seconds)
-            self._bar.set_postfix_str(f"prefill {prefill} tok/s, decode {decode} tok/s")  # draws
-            self._shown = time.monotonic()
+        now, before = self._stats, self._before
+        prefill = _rate(now.prefill_tokens - before.prefill_tokens, now.prefill_seconds - before.prefill_seconds)
+        decode = _rate(now.decode_tokens - before.decode_tokens, now.decode_seconds - before.decode_seconds)
+        self._bar.set_postfix_str(f"prefill {prefill} tok/s, decode {decode} tok/s", refresh=False)
+        self._bar.update(num_finished - self._bar.n)
 
     def __enter__(self) -> "Progress":
         return self

@@ -74,26 +74,39 @@ class RequestMetrics:
     time_per_token: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineMetrics:
+@dataclass(slots=True)
+class EngineStats:
+    """What an engine counts of its work, as EngineMetrics explains it."""
+
+    num_prompt_tokens: int = 0
+    cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_prefill_steps: int = 0
+    num_decode_steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        return self.cached_tokens / max(1, self.num_prompt_tokens)
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineMetrics(EngineStats):
     """The work of an LLM since it was made, and the blocks of KV cache that it uses now.
 
-    num_prompt_tokens: tokens of the prompts that were begun, once for each sample. num_generated_tokens: tokens out.
-    prefix_hit_rate: the share of the prompt tokens whose keys and values came from the prefix cache. num_preemptions:
-    how often a request had to give its blocks up. Seconds are those of the steps, from launch to collection, without
-    overlap.
+    num_prompt_tokens: tokens of the prompts that were begun, once for each sample. cached_tokens: those whose keys and
+    values came from the prefix cache; prefix_hit_rate: their share. num_generated_tokens: tokens out. prefill_tokens:
+    prompt tokens computed. decode_tokens: tokens generated in decode steps; a request's first comes out of its prefill.
+    num_preemptions: how often a request had to give its blocks up. Seconds are those of the steps, from launch to
+    collection, without overlap.
     """
 
-    num_prompt_tokens: int
-    num_generated_tokens: int
-    prefix_hit_rate: float
     num_preemptions: int
     num_used_blocks: int
     num_blocks: int
-    num_prefill_steps: int
-    num_decode_steps: int
-    prefill_seconds: float
-    decode_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import NamedTuple
 
 import xxhash
@@ -19,7 +19,7 @@ from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import EngineClosedError, RequestError
-from nanoinfer.outputs import EngineMetrics, Logprob, RequestOutput, StreamChunk, TokenLogprobs
+from nanoinfer.outputs import EngineMetrics, EngineStats, Logprob, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.detokenizer import CompletionText
 from nanoinfer.utils.hub import resolve_model_folder
@@ -29,31 +29,14 @@ from nanoinfer.utils.tokenizer import Tokenizer, load_tokenizer, read_generation
 logger = logging.getLogger("nanoinfer")
 
 
-@dataclass(slots=True)
-class EngineStats:
-    """Work done so far: tokens, and seconds of the steps that did it."""
+class Prepared(NamedTuple):
+    """A prompt, checked and ready to be queued."""
 
-    num_prefill_steps: int = 0
-    num_decode_steps: int = 0
-    prefill_tokens: int = 0  # prompt tokens computed; those found in the cache are not counted
-    decode_tokens: int = 0  # tokens generated in decode steps; a request's first comes out of its prefill
-    prompt_tokens: int = 0  # of requests that were begun; those found in the cache are counted
-    cached_tokens: int = 0  # of these, those found in the cache
-    generated_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-    def add(self, batch: ScheduledBatch, num_generated: int, seconds: float) -> None:
-        """Count a collected step, in which `num_generated` sequences got a token that was wanted."""
-        self.generated_tokens += num_generated
-        if batch.prefill:
-            self.num_prefill_steps += 1
-            self.prefill_tokens += batch.num_prefill_tokens
-            self.prefill_seconds += seconds
-        else:
-            self.num_decode_steps += 1
-            self.decode_tokens += num_generated
-            self.decode_seconds += seconds
+    prompt: Prompt
+    token_ids: list[int]  # of the prompt, as `encode` makes them
+    sampling_params: SamplingParams
+    priority: int = 0  # higher runs first
+    score_from: int = 1  # the first token that prompt_logprobs are wanted of, if they are
 
 
 class Step(NamedTuple):
@@ -96,8 +79,7 @@ class LLMEngine:
         self._num_requests = 0
         self._num_sequences = 0
         self._requests: dict[int, Request] = {}  # those that were not returned
-        self._followed: dict[int, Completion] = {}  # by seq_id: those whose text matters before they have finished
-        self._starting: dict[int, Completion] = {}  # by seq_id: begun, and without a first token
+        self._watched: dict[int, Completion] = {}  # by seq_id: begun, and to be looked at when a token has come
         self._marked: deque[int] = deque()  # to be aborted by the next step
 
     def encode(self, prompts: list[Prompt], add_special_tokens: bool = True, what: str = "prompt") -> list[list[int]]:
@@ -135,47 +117,38 @@ class LLMEngine:
                     f"{self.model_config.vocab_size} tokens; use 20, say"
                 )
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams, priority: int = 0) -> int:
-        """Queue a request and return its id. Raises RequestError for a prompt that cannot be served."""
-        self.check_params(sampling_params)
-        return self.add_encoded(prompt, self.encode([prompt])[0], sampling_params, priority)
-
-    def add_encoded(
+    def add_request(
         self,
-        prompt: Prompt,
-        token_ids: list[int],
-        sampling_params: SamplingParams,
-        priority: int = 0,
-        score_from: int = 1,
+        prepared: Prepared,
+        inbox: list[RequestOutput] | None = None,
         chunks: deque[StreamChunk] | None = None,
         index: int = 0,
     ) -> int:
-        """Queue a prompt that `encode` has turned into `token_ids`, and return its id.
+        """Queue a request and return its id.
 
-        priority: higher runs first. score_from: the first token that `prompt_logprobs` are wanted of, if they are.
-        chunks: where a stream finds what is new of it, under this `index`.
+        inbox: where its output is put; None if `step` is to return it. chunks: where a stream finds what is new of it,
+        under this `index`.
         """
+        prompt, token_ids, params, priority, score_from = prepared
         request_id = self._num_requests
         self._num_requests += 1
-        request = Request(request_id, prompt if isinstance(prompt, str) else None, [])
-        for sample in range(sampling_params.n):
-            seed = self._seed(sampling_params, request_id, sample)
-            seq = Sequence(self._num_sequences, token_ids, sampling_params, seed, priority, request_id, sample)
+        request = Request(request_id, prompt if isinstance(prompt, str) else None, [], inbox)
+        for sample in range(params.n):
+            seed = self._seed(params, request_id, sample)
+            seq = Sequence(self._num_sequences, token_ids, params, seed, priority, request_id, sample)
             self._num_sequences += 1
-            request.completions.append(Completion(seq, self._completion_text(sampling_params), chunks, index))
-        if sampling_params.prompt_logprobs is not None:
+            request.completions.append(Completion(seq, self._completion_text(params), chunks, index))
+        if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(token_ids)
             if score_from < len(token_ids):
-                request.seqs[0].score_from = score_from
+                request.completions[0].seq.score_from = score_from
         self._requests[request_id] = request
         for completion in request.completions:
             self.scheduler.add(completion.seq)
-            if completion.is_followed:
-                self._followed[completion.seq.seq_id] = completion
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Launch the next step, collect the one before it, and return the requests that finished.
+        """Launch the next step, collect the one before it, and return the requests that finished and have no inbox.
 
         The list may be empty: the first step of all has nothing to collect. If a step fails, the requests that were
         in it are queued again and the error is raised.
@@ -186,22 +159,22 @@ class LLMEngine:
         max_in_flight = 1 if launched and self.config.overlap else 0
         while len(self._in_flight) > max_in_flight:
             self._collect()
-        while self._in_flight and self.scheduler.is_finished():
-            self._collect()  # it was launched before a stop was known, and nobody waits for it
+        if self.scheduler.is_finished():
+            self._collect_all()  # it was launched before a stop was known, and nobody waits for it
         self._make_outputs()
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def abort(self, request_ids: list[int]) -> None:
+    def abort(self, request_ids: Iterable[int]) -> None:
         """Drop these requests and what they hold; those that are finished are passed over."""
-        while self._in_flight:
-            self._collect()
+        self._collect_all()
+        self._abort_unfinished(request_ids)
         dropped = set(request_ids)
+        self._watched = {key: one for key, one in self._watched.items() if one.seq.request_id not in dropped}
         self._finished = deque(seq for seq in self._finished if seq.request_id not in dropped)
         self._outputs = [output for output in self._outputs if output.request_id not in dropped]
-        self.scheduler.abort(self._seq_ids(dropped))
-        for request_id in request_ids:
-            self._forget(request_id)
+        for request_id in dropped:
+            self._requests.pop(request_id, None)
 
     def abort_later(self, request_ids: Iterable[int]) -> None:
         """Have the next step finish these requests as they are, with "abort"; those that are finished are passed over.
@@ -216,18 +189,11 @@ class LLMEngine:
 
     def metrics(self) -> EngineMetrics:
         """The work done so far, and what is held now."""
-        stats, manager = self.stats, self.block_manager
         return EngineMetrics(
-            num_prompt_tokens=stats.prompt_tokens,
-            num_generated_tokens=stats.generated_tokens,
-            prefix_hit_rate=stats.cached_tokens / max(1, stats.prompt_tokens),
+            **asdict(self.stats),
             num_preemptions=self.scheduler.num_preemptions,
-            num_used_blocks=manager.num_used_blocks,
-            num_blocks=manager.num_blocks,
-            num_prefill_steps=stats.num_prefill_steps,
-            num_decode_steps=stats.num_decode_steps,
-            prefill_seconds=stats.prefill_seconds,
-            decode_seconds=stats.decode_seconds,
+            num_used_blocks=self.block_manager.num_used_blocks,
+            num_blocks=self.block_manager.num_blocks,
         )
 
     def reset_prefix_cache(self) -> None:
@@ -272,26 +238,53 @@ class LLMEngine:
             self._note_logprobs(step, wanted)
         # Steps overlap: each counts from its launch, or from the end of the one before it.
         now = time.perf_counter()
-        self.stats.add(step.batch, sum(wanted), now - max(step.started, self._last_collected))
+        self._count(step.batch, sum(wanted), now - max(step.started, self._last_collected))
         self._last_collected = now
-        if self._starting:
-            self._note_first_tokens(step.batch, now)
-        if self._followed:
-            self._follow(step.batch)
+        if self._watched:
+            self._watch(step.batch, now)
+
+    def _collect_all(self) -> None:
+        while self._in_flight:
+            self._collect()
+
+    def _count(self, batch: ScheduledBatch, num_generated: int, seconds: float) -> None:
+        """Count a collected step, in which `num_generated` sequences got a token that was wanted."""
+        stats = self.stats
+        stats.num_generated_tokens += num_generated
+        if batch.prefill:
+            stats.num_prefill_steps += 1
+            stats.prefill_tokens += batch.num_prefill_tokens
+            stats.prefill_seconds += seconds
+        else:
+            stats.num_decode_steps += 1
+            stats.decode_tokens += num_generated
+            stats.decode_seconds += seconds
 
     def _note_admissions(self, batch: ScheduledBatch, now: float) -> None:
         for seq in batch.admitted:
-            completion = self._requests[seq.request_id].completions[seq.sample]
+            completion = self._completion(seq)
             if completion.begun is None:
                 completion.begun = now
-                self._starting[seq.seq_id] = completion
-                self.stats.prompt_tokens += seq.num_prompt_tokens
+                self._watched[seq.seq_id] = completion
+                self.stats.num_prompt_tokens += seq.num_prompt_tokens
                 self.stats.cached_tokens += seq.num_cached_tokens or 0
 
-    def _note_first_tokens(self, batch: ScheduledBatch, now: float) -> None:
+    def _watch(self, batch: ScheduledBatch, now: float) -> None:
+        """Note first tokens and extend followed texts; a sequence ends with its stop string as with a stop token."""
+        stopped = []
         for seq in batch.sampled:
-            if seq.seq_id in self._starting and len(seq.token_ids) > seq.num_prompt_tokens:
-                self._starting.pop(seq.seq_id).first_token = now
+            completion = self._watched.get(seq.seq_id)
+            if completion is None:
+                continue
+            if completion.first_token is None and len(seq.token_ids) > seq.num_prompt_tokens:
+                completion.first_token = now
+            if not completion.is_followed:
+                del self._watched[seq.seq_id]
+            elif seq.status is SequenceStatus.RUNNING and completion.advance():
+                stopped.append(seq)
+        if stopped:
+            self.scheduler.stop(stopped)
+            self._finished += stopped
 
     def _note_logprobs(self, step: Step, wanted: list[bool]) -> None:
         """Keep the log-probabilities of the tokens that a step has yielded, and of the prompts' tokens in it."""
@@ -301,8 +294,7 @@ class LLMEngine:
                 seq = sampled[line]
                 num_best = seq.sampling_params.logprobs
                 if wanted[line] and seq.finish_reason != "error" and num_best is not None:
-                    completion = self._requests[seq.request_id].completions[seq.sample]
-                    completion.logprobs.append(self._logprobs(seq, num_best, *best))
+                    self._completion(seq).logprobs.append(self._logprobs(seq, num_best, *best))
         for scored in step.handle.prompt_logprobs:
             seq = step.batch.prefill[scored.chunk].seq
             request, num_best = self._requests.get(seq.request_id), seq.sampling_params.prompt_logprobs
@@ -325,33 +317,20 @@ class LLMEngine:
         text_of = self.tokenizer.text_of_token if self.tokenizer and seq.sampling_params.detokenize else lambda _: None
         return {token_id: Logprob(*numbers, text_of(token_id)) for token_id, numbers in found.items()}
 
-    def _follow(self, batch: ScheduledBatch) -> None:
-        """Extend the texts that somebody waits for; a sequence ends with its stop string as with a stop token."""
-        sampled = [seq for seq in batch.sampled if seq.status is SequenceStatus.RUNNING]
-        followed = [self._followed[seq.seq_id] for seq in sampled if seq.seq_id in self._followed]
-        stopped = [completion.seq for completion in followed if completion.advance()]
-        if stopped:
-            self.scheduler.stop(stopped)
-            self._finished += stopped
+    def _completion(self, seq: Sequence) -> Completion:
+        return self._requests[seq.request_id].completions[seq.sample]
 
     def _abort_marked(self) -> None:
-        while self._in_flight:  # a step that fails must find its sequences as it left them
-            self._collect()
-        marked = {self._marked.popleft() for _ in range(len(self._marked))}
-        requests = [self._requests[request_id] for request_id in sorted(marked) if request_id in self._requests]
-        seqs = [seq for request in requests for seq in request.seqs if seq.status is not SequenceStatus.FINISHED]
-        self.scheduler.abort({seq.seq_id for seq in seqs})
-        self._finished += seqs
+        self._collect_all()  # a step that fails must find its sequences as it left them
+        self._finished += self._abort_unfinished({self._marked.popleft() for _ in range(len(self._marked))})
 
-    def _seq_ids(self, request_ids: set[int]) -> set[int]:
-        requests = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
-        return {seq.seq_id for request in requests for seq in request.seqs}
-
-    def _forget(self, request_id: int) -> None:
-        for seq_id in self._seq_ids({request_id}):
-            self._followed.pop(seq_id, None)
-            self._starting.pop(seq_id, None)
-        self._requests.pop(request_id, None)
+    def _abort_unfinished(self, request_ids: Iterable[int]) -> list[Sequence]:
+        """Have the scheduler drop what is unfinished of these requests: its sequences."""
+        requests = [self._requests[request_id] for request_id in sorted(request_ids) if request_id in self._requests]
+        seqs = [completion.seq for request in requests for completion in request.completions]
+        aborted = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
+        self.scheduler.abort({seq.seq_id for seq in aborted})
+        return aborted
 
     def _seed(self, params: SamplingParams, request_id: int, sample: int) -> int:
         """Of a sample's own random stream, so that equal prompts differ and batches do not matter."""
@@ -368,7 +347,8 @@ class LLMEngine:
         while self._finished:  # one at a time, so that an error in one loses no other
             output = self._output(self._finished[0])
             if output is not None:
-                self._outputs.append(output)
+                inbox = self._requests.pop(output.request_id).inbox
+                (self._outputs if inbox is None else inbox).append(output)
             self._finished.popleft()
 
     def _discard(self, *batches: ScheduledBatch) -> None:
@@ -386,9 +366,6 @@ class LLMEngine:
         """Finish a sample; the output of its request, if it is the last."""
         if seq.finish_reason == "error":
             logger.warning("request %d ends in an error: its logits are NaN or infinite", seq.request_id)
-        request = self._requests[seq.request_id]
-        request.completions[seq.sample].finish()
-        output = request.output()
-        if output is not None:
-            self._forget(seq.request_id)
-        return output
+        self._watched.pop(seq.seq_id, None)
+        self._completion(seq).finish()
+        return self._requests[seq.request_id].output()

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
@@ -53,10 +53,11 @@ class Completion:
                 reason, stop_reason = "stop", self.text.stop_string
         self._stream(reason)
         token_ids = seq.completion_token_ids
-        self.output = CompletionOutput(seq.sample, text, token_ids, reason, stop_reason)
+        logprobs, total = None, None
         if params.logprobs is not None:
-            total = sum(entry[token_id].logprob for entry, token_id in zip(self.logprobs, token_ids, strict=True))
-            self.output = replace(self.output, logprobs=self.logprobs, cumulative_logprob=total)
+            logprobs = self.logprobs
+            total = sum(entry[token_id].logprob for entry, token_id in zip(logprobs, token_ids, strict=True))
+        self.output = CompletionOutput(seq.sample, text, token_ids, reason, stop_reason, logprobs, total)
 
     def _read(self, token_ids: list[int], final: bool = False) -> bool:
         """Extend the text; return whether a stop string is complete, which the first min_tokens tokens cannot do."""
@@ -88,35 +89,31 @@ class Request:
     request_id: int
     prompt: str | None  # None if it was given as token ids
     completions: list[Completion]  # its samples
+    inbox: list[RequestOutput] | None = None  # where its output is put; None if a step is to return it
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as they come
     arrived: float = field(default_factory=time.perf_counter)
-
-    @property
-    def seqs(self) -> list[Sequence]:
-        return [completion.seq for completion in self.completions]
 
     def output(self) -> RequestOutput | None:
         """What its user gets, once all its samples have finished."""
         outputs = [completion.output for completion in self.completions if completion.output is not None]
         if len(outputs) < len(self.completions):
             return None
+        seqs = [completion.seq for completion in self.completions]
+        begun, first_token = self.completions[0].begun, self.completions[0].first_token  # the first to run
+        num_later = max(len(seq.token_ids) for seq in seqs) - seqs[0].num_prompt_tokens - 1
+        time_per_token = None
+        if first_token is not None and num_later > 0:
+            time_per_token = (time.perf_counter() - first_token) / num_later
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.seqs[0].prompt_token_ids,
-            num_cached_tokens=self.seqs[0].num_cached_tokens or 0,
+            prompt_token_ids=seqs[0].prompt_token_ids,
+            num_cached_tokens=seqs[0].num_cached_tokens or 0,
             outputs=outputs,
-            metrics=self._metrics(),
+            metrics=RequestMetrics(
+                queue_time=None if begun is None else begun - self.arrived,
+                time_to_first_token=None if first_token is None else first_token - self.arrived,
+                time_per_token=time_per_token,
+            ),
             prompt_logprobs=self.prompt_logprobs,
-        )
-
-    def _metrics(self) -> RequestMetrics:
-        num_later = max(len(seq.token_ids) for seq in self.seqs) - self.seqs[0].num_prompt_tokens - 1
-        begun, first_token = self.completions[0].begun, self.completions[0].first_token  # the first to run
-        return RequestMetrics(
-            queue_time=None if begun is None else begun - self.arrived,
-            time_to_first_token=None if first_token is None else first_token - self.arrived,
-            time_per_token=None
-            if first_token is None or num_later < 1
-            else (time.perf_counter() - first_token) / num_later,
         )
