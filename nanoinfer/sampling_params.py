@@ -1,7 +1,7 @@
 """How one request is to be sampled: chosen by the user, validated once, never changed."""
 
-import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
@@ -10,6 +10,30 @@ from nanoinfer.errors import RequestError
 
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 MAX_TEMPERATURE = 1e6  # far past where every token is as likely as any other
+
+# Of each number: whether a value is in range, the rule in words, and what to use instead.
+FLOATS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "temperature": (
+        lambda value: 0 <= value <= MAX_TEMPERATURE,
+        f"finite and at least 0, and at most {MAX_TEMPERATURE:g}",
+        "use 0 for greedy or a positive number",
+    ),
+    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1", "use 1 for all tokens"),
+    "min_p": (lambda value: 0 <= value <= 1, "at least 0 and at most 1", "use 0 for all tokens"),
+    "presence_penalty": (lambda value: -2 <= value <= 2, "between -2 and 2", "use 0 for none"),
+    "frequency_penalty": (lambda value: -2 <= value <= 2, "between -2 and 2", "use 0 for none"),
+    "repetition_penalty": (lambda value: 0 < value <= sys.float_info.max, "finite and above 0", "use 1 for none"),
+}
+# Of each whole number: the least, and what to use instead or why.
+INTS = {
+    "max_tokens": (1, "a request generates one token or more"),
+    "n": (1, "a request has one sample or more"),
+    "top_k": (-1, "use 0 for all tokens"),
+    "min_tokens": (0, "use 0 for no such limit"),
+    "logprobs": (0, "use None for none, or 0 for those of the tokens themselves"),
+    "prompt_logprobs": (0, "use None for none, or 0 for those of the tokens themselves"),
+    "seed": (-(2**63), "use None for any"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,31 +88,23 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        greedy_or_positive = "use 0 for greedy or a positive number"
-        self._check_float(
-            "temperature",
-            0 <= _real(self.temperature) <= MAX_TEMPERATURE,
-            greedy_or_positive,
-            f"finite and at least 0, and at most {MAX_TEMPERATURE:g}",
-        )
-        self._check_float("top_p", 0 < _real(self.top_p) <= 1, "use 1 for all tokens", "above 0 and at most 1")
-        self._check_float("min_p", 0 <= _real(self.min_p) <= 1, "use 0 for all tokens", "at least 0 and at most 1")
-        for name in ("presence_penalty", "frequency_penalty"):
-            self._check_float(name, -2 <= _real(getattr(self, name)) <= 2, "use 0 for none", "between -2 and 2")
-        self._check_float(
-            "repetition_penalty", 0 < _real(self.repetition_penalty) < math.inf, "use 1 for none", "finite and above 0"
-        )
-        self._check_int("max_tokens", 1, "a request generates one token or more")
-        self._check_int("n", 1, "a request has one sample or more")
-        self._check_int("top_k", -1, "use 0 for all tokens")
-        self._check_int("min_tokens", 0, "use 0 for no such limit")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                self._check_int(name, 0, "use None for none, or 0 for those of the tokens themselves")
-        if self.seed is not None:
-            self._check_int("seed", -(2**63), "use None for any")
-            if self.seed >= 2**63:
-                raise RequestError(f"seed={self.seed} must fit in 64 bits; use a number below 2**63")
+        for name, (is_in_range, rule, remedy) in FLOATS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise RequestError(f"{name}={value!r} is not a number; {remedy}")
+            if not is_in_range(value):
+                raise RequestError(f"{name}={value} must be {rule}; {remedy}")
+        for name, (least, remedy) in INTS.items():
+            value = getattr(self, name)
+            if value is None and name in ("logprobs", "prompt_logprobs", "seed"):
+                continue
+            if not is_whole_number(value):
+                raise RequestError(f"{name}={value!r} is not an int; use a whole number of at least {max(least, 0)}")
+            if value < least:
+                raise RequestError(f"{name}={value} must be at least {least}; {remedy}")
+            object.__setattr__(self, name, int(value))  # NumPy's integers, say
+        if self.seed is not None and self.seed >= 2**63:
+            raise RequestError(f"seed={self.seed} must fit in 64 bits; use a number below 2**63")
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}; raise that")
         if self.n > 1 and self.temperature == 0:
@@ -121,27 +137,12 @@ class SamplingParams:
             options["temperature"] = 0.0
         return cls(**options)
 
-    def _check_float(self, name: str, is_valid: bool, remedy: str, rule: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise RequestError(f"{name}={value!r} is not a number; {remedy}")
-        if not is_valid:
-            raise RequestError(f"{name}={value} must be {rule}; {remedy}")
-
-    def _check_int(self, name: str, least: int, remedy: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise RequestError(f"{name}={value!r} is not an int; use a whole number of at least {max(least, 0)}")
-        if value < least:
-            raise RequestError(f"{name}={value} must be at least {least}; {remedy}")
-        object.__setattr__(self, name, int(value))  # NumPy's integers, say
-
     def _check_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         if not isinstance(stop, (list, tuple)) or not all(isinstance(item, str) and item for item in stop):
             raise RequestError(f"stop={self.stop!r} must be a string or a list of them, none empty; use ['\\n'], say")
         ids = () if self.stop_token_ids is None else self.stop_token_ids
-        if not isinstance(ids, (list, tuple)) or not all(_is_token_id(item) for item in ids):
+        if not isinstance(ids, (list, tuple)) or not all(is_whole_number(item) and item >= 0 for item in ids):
             raise RequestError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids; use [0], say")
         if stop and not self.detokenize:
             raise RequestError(f"stop={self.stop!r} is found in text, and detokenize=False makes none; leave one out")
@@ -149,10 +150,6 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(int(item) for item in ids))
 
 
-def _real(value: Any) -> float:
-    """The number, or one that is in no range (NaN) where it is none."""
-    return float(value) if isinstance(value, Real) else math.nan
-
-
-def _is_token_id(item: object) -> bool:
-    return isinstance(item, Integral) and not isinstance(item, bool) and int(item) >= 0
+def is_whole_number(item: object) -> bool:
+    """Whether it is an integer, NumPy's included; True and False are none."""
+    return isinstance(item, Integral) and not isinstance(item, bool)

@@ -209,7 +209,7 @@ def check_cache_contents(manager: BlockManager, device: FakeDevice) -> None:
     texts: dict[int, list[int] | None] = {ROOT_SERIAL: []}
     for serial in sorted(blocks):  # a parent is entered before its children
         block = blocks[serial]
-        assert manager._cached[block.entry.hash] is block
+        assert manager._cached[block.entry.hash] is block.entry
         parent = texts.get(block.entry.parent_serial)
         if parent is None:  # an orphan: no lookup can come past its parent
             continue

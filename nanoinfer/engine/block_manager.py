@@ -11,7 +11,7 @@ the least recently used; of a sequence the tail goes before the head, since a sh
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import xxhash
@@ -25,6 +25,7 @@ ROOT_SERIAL = 0  # the parent of every first block
 class CacheEntry:
     """What a cached block holds, enough to verify a hit."""
 
+    block_id: int
     hash: int
     serial: int
     parent_serial: int
@@ -60,7 +61,7 @@ class BlockManager:
         self._hash = hash_function
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # the next to hand out first
-        self._cached: dict[int, Block] = {}  # by hash
+        self._cached: dict[int, CacheEntry] = {}  # by hash
         self._next_serial = ROOT_SERIAL + 1
 
     @property
@@ -91,13 +92,11 @@ class BlockManager:
         found: list[int] = []
         parent_serial = ROOT_SERIAL
         for index in range(((seq.score_from or len(seq.token_ids)) - 1) // self.block_size):
-            key, tokens = self._prefix_hash(seq, index)
-            block = self._cached.get(key)
-            if block is None or not self._holds(block, parent_serial, tokens):
+            entry = self._find(seq, index, parent_serial)
+            if entry is None:
                 break
-            assert block.entry is not None, "a block in the cache's index has an entry"
-            parent_serial = block.entry.serial
-            found.append(block.block_id)
+            parent_serial = entry.serial
+            found.append(entry.block_id)
         return found
 
     def num_blocks_to_allocate(self, seq: Sequence, cached_block_ids: list[int]) -> int:
@@ -129,7 +128,7 @@ class BlockManager:
         block_id, _ = self._free.popitem(last=False)
         block = self._blocks[block_id]
         assert block.ref_count == 0, f"block {block_id} is handed out while a sequence still uses it"
-        self._drop_entry(block)
+        self.forget_blocks([block_id])
         block.ref_count = 1
         seq.block_table.append(block_id)
         return block_id
@@ -142,23 +141,27 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         for index in range(len(seq.prefix_serials), num_computed_tokens // self.block_size):
-            key, tokens = self._prefix_hash(seq, index)
             parent_serial = seq.prefix_serials[-1] if seq.prefix_serials else ROOT_SERIAL
-            known = self._cached.get(key)
-            if known is None or not self._holds(known, parent_serial, tokens):
-                if known is not None:  # a collision, or an entry whose parent is gone: the newest wins
-                    self._drop_entry(known)
-                known = self._blocks[seq.block_table[index]]
-                known.entry = CacheEntry(key, self._next_serial, parent_serial, tokens)
+            entry = self._find(seq, index, parent_serial)
+            if entry is None:
+                key, tokens = seq.prefix_hashes[index]
+                if key in self._cached:  # a collision, or an entry whose parent is gone: the newest wins
+                    self.forget_blocks([self._cached[key].block_id])
+                block_id = seq.block_table[index]
+                entry = CacheEntry(block_id, key, self._next_serial, parent_serial, tokens)
+                self._blocks[block_id].entry = self._cached[key] = entry
                 self._next_serial += 1
-                self._cached[key] = known
-            assert known.entry is not None, "a block in the cache's index has an entry"
-            seq.prefix_serials.append(known.entry.serial)
+            seq.prefix_serials.append(entry.serial)
 
-    def forget_blocks(self, block_ids: list[int]) -> None:
-        """Take the entries of blocks back whose step failed: their contents are unknown."""
+    def forget_blocks(self, block_ids: Iterable[int]) -> None:
+        """Take the entries of blocks back, as of those whose step failed: their contents are unknown."""
         for block_id in block_ids:
-            self._drop_entry(self._blocks[block_id])
+            block = self._blocks[block_id]
+            if block.entry is not None:
+                del self._cached[block.entry.hash]
+                block.entry = None
+                if block_id in self._free:
+                    self._free.move_to_end(block_id, last=False)
 
     def free(self, seq: Sequence) -> None:
         """Take all blocks of `seq` back; what is cached in them can be found until they are handed out again."""
@@ -178,29 +181,19 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; sequences that run keep their blocks."""
-        self.forget_blocks([block.block_id for block in self._cached.values()])
+        self.forget_blocks([entry.block_id for entry in self._cached.values()])
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _prefix_hash(self, seq: Sequence, index: int) -> tuple[int, bytes]:
-        """Chained hash and tokens of block `index` of `seq`, computed once for each block."""
+    def _find(self, seq: Sequence, index: int, parent_serial: int) -> CacheEntry | None:
+        """The entry with the tokens of block `index` of `seq` after this parent, each block hashed once."""
         hashes = seq.prefix_hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
             tokens = array("i", seq.token_ids[start : start + self.block_size]).tobytes()
             parent = hashes[-1][0].to_bytes(8, "little") if hashes else b""
             hashes.append((self._hash(parent + tokens), tokens))
-        return hashes[index]
-
-    @staticmethod
-    def _holds(block: Block, parent_serial: int, tokens: bytes) -> bool:
-        entry = block.entry
-        return entry is not None and entry.parent_serial == parent_serial and entry.tokens == tokens
-
-    def _drop_entry(self, block: Block) -> None:
-        if block.entry is not None:
-            del self._cached[block.entry.hash]
-            block.entry = None
-            if block.block_id in self._free:
-                self._free.move_to_end(block.block_id, last=False)
+        key, tokens = hashes[index]
+        entry = self._cached.get(key)
+        return entry if entry and (entry.parent_serial, entry.tokens) == (parent_serial, tokens) else None

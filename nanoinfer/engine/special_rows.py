@@ -76,10 +76,8 @@ class SpecialRows:
         for row in on_host.row_records[:, 0].tolist():
             self.rows.pop(row, None)
         stop_ids = iter(on_host.stop_ids.tolist())
-        for record in [SpecialRecord(*numbers) for numbers in on_host.special_records.tolist()]:
-            its_stop_ids = [
-                token_id for token_id in islice(stop_ids, record.num_stop_ids) if token_id < self.vocab_size
-            ]
+        for record in map(SpecialRecord._make, on_host.special_records.tolist()):
+            its_stop_ids = [i for i in islice(stop_ids, record.num_stop_ids) if i < self.vocab_size]
             self.rows[record.row] = SpecialRow(record, its_stop_ids, record.num_generated)
         if header.num_special:
             records = on_device.special_records

@@ -136,10 +136,5 @@ class CompletionText:
 
     def _num_open(self, text: str) -> int:
         """The length of the longest end of `text` that is the beginning of a stop string."""
-        longest = 0
-        for stop in self.stop:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+        beginnings = (stop[:length] for stop in self.stop for length in range(1, len(stop)))
+        return max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)

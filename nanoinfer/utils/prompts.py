@@ -5,7 +5,7 @@ from numbers import Integral
 from typing import Any, cast
 
 from nanoinfer.errors import RequestError
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams, is_whole_number
 
 Prompt = str | list[int]
 
@@ -26,9 +26,7 @@ def as_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
     """A priority for each of `count` prompts."""
     if priority is None:
         return [0] * count
-    if not isinstance(priority, (list, tuple)) or not all(
-        isinstance(item, Integral) and not isinstance(item, bool) for item in priority
-    ):
+    if not isinstance(priority, (list, tuple)) or not all(map(is_whole_number, priority)):
         raise RequestError(f"priority={priority!r} must be a list of whole numbers, one for each prompt; 0 is usual")
     if len(priority) != count:
         raise RequestError(f"{len(priority)} priorities for {count} prompts; give one for each")
@@ -38,7 +36,7 @@ def as_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
 def as_request_ids(request_ids: int | Sequence[int]) -> list[int]:
     """One request id or several, as a list."""
     ids: list[Any] = list(request_ids) if isinstance(request_ids, (list, tuple, set, frozenset)) else [request_ids]
-    if not all(isinstance(item, Integral) and not isinstance(item, bool) for item in ids):
+    if not all(map(is_whole_number, ids)):
         raise RequestError(f"request_ids={request_ids!r}; give an id that add_request returned, or a list of these")
     return [int(item) for item in ids]
 
@@ -76,8 +74,11 @@ def check_texts(prompts: list[Prompt], max_characters: int) -> None:
                 f"prompt {index} has {len(prompt)} characters, and max_model_len tokens hold {max_characters} at most; "
                 "shorten it"
             )
-        if not _is_unicode(prompt):
-            raise RequestError(f"prompt {index} has a lone surrogate, which is no character; decode its bytes as UTF-8")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            message = f"prompt {index} has a lone surrogate, which is no character; decode its bytes as UTF-8"
+            raise RequestError(message) from error
 
 
 def check_token_ids(token_ids: list[int], which: str, vocab_size: int, max_model_len: int) -> list[int]:
@@ -88,7 +89,7 @@ def check_token_ids(token_ids: list[int], which: str, vocab_size: int, max_model
         raise RequestError(f"{which} is empty; give at least one token")
     if not all(type(token_id) is int for token_id in token_ids):
         for item in token_ids:
-            if not isinstance(item, Integral) or isinstance(item, bool):
+            if not is_whole_number(item):
                 raise RequestError(f"{which} has {item!r} among its token ids; they must be ints")
         token_ids = [int(token_id) for token_id in token_ids]  # NumPy's, say
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
@@ -100,11 +101,3 @@ def check_token_ids(token_ids: list[int], which: str, vocab_size: int, max_model
             f"shorten it to {max_model_len - 1}, or raise max_model_len if model and KV cache allow"
         )
     return list(token_ids)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
