@@ -24,6 +24,8 @@ from nanoinfer.utils.prompts import (
     split_whole,
 )
 
+Prompts = Prompt | Sequence[Prompt]
+Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
 OnFinish = Callable[[RequestOutput], object]
 SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 STEP_SECONDS = 0.01  # so long a thread waits for another's step; that one serves its requests too
@@ -52,8 +54,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
         priority: Sequence[int] | None = None,
@@ -75,7 +77,7 @@ class LLM:
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
         tools: Sequence[Any] | None = None,
@@ -105,11 +107,7 @@ class LLM:
         requests = self._prepare([*texts], sampling_params, priority, add_special_tokens=False)
         return self._complete(requests, use_tqdm, on_finish)
 
-    def stream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[StreamChunk]:
+    def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamChunk]:
         """Complete one prompt or many, and yield what is new of each as its tokens come.
 
         prompts, sampling_params: as in `generate`, and so are the errors, raised by this call. The requests are queued
@@ -119,9 +117,7 @@ class LLM:
         """
         return self._stream(self._prepare(as_list_of_prompts(prompts), sampling_params))
 
-    def score(
-        self, prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], use_tqdm: bool = True
-    ) -> list[Score]:
+    def score(self, prompts: Prompts, completions: Prompts, use_tqdm: bool = True) -> list[Score]:
         """How likely the model finds each completion after its prompt, and whether greedy decoding would say it.
 
         prompts, completions: as in `generate`, as many of both. Two texts are joined before they are tokenized, as the
@@ -214,7 +210,7 @@ class LLM:
     def _prepare(
         self,
         prompts: list[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: Params,
         priority: Sequence[int] | None = None,
         add_special_tokens: bool = True,
     ) -> list[Prepared]:

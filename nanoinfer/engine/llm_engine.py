@@ -4,7 +4,7 @@ import logging
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import EngineClosedError, RequestError
 from nanoinfer.outputs import EngineMetrics, EngineStats, Logprob, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.utils.detokenizer import CompletionText
+from nanoinfer.utils.detokenizer import CompletionText, WindowDetokenizer
 from nanoinfer.utils.hub import resolve_model_folder
 from nanoinfer.utils.prompts import Prompt, check_texts, check_token_ids
 from nanoinfer.utils.tokenizer import Tokenizer, load_tokenizer, read_generation_config, read_stop_token_ids
@@ -165,10 +165,10 @@ class LLMEngine:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def abort(self, request_ids: Iterable[int]) -> None:
+    def abort(self, request_ids: Collection[int]) -> None:
         """Drop these requests and what they hold; those that are finished are passed over."""
-        self._collect_all()
-        self._abort_unfinished(request_ids)
+        self.abort_later(request_ids)
+        self._abort_marked()
         dropped = set(request_ids)
         self._watched = {key: one for key, one in self._watched.items() if one.seq.request_id not in dropped}
         self._finished = deque(seq for seq in self._finished if seq.request_id not in dropped)
@@ -322,25 +322,23 @@ class LLMEngine:
 
     def _abort_marked(self) -> None:
         self._collect_all()  # a step that fails must find its sequences as it left them
-        self._finished += self._abort_unfinished({self._marked.popleft() for _ in range(len(self._marked))})
-
-    def _abort_unfinished(self, request_ids: Iterable[int]) -> list[Sequence]:
-        """Have the scheduler drop what is unfinished of these requests: its sequences."""
-        requests = [self._requests[request_id] for request_id in sorted(request_ids) if request_id in self._requests]
+        marked = sorted({self._marked.popleft() for _ in range(len(self._marked))})
+        requests = [self._requests[request_id] for request_id in marked if request_id in self._requests]
         seqs = [completion.seq for request in requests for completion in request.completions]
-        aborted = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
-        self.scheduler.abort({seq.seq_id for seq in aborted})
-        return aborted
+        unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
+        self.scheduler.abort({seq.seq_id for seq in unfinished})
+        self._finished += unfinished
 
     def _seed(self, params: SamplingParams, request_id: int, sample: int) -> int:
         """Of a sample's own random stream, so that equal prompts differ and batches do not matter."""
         source = (params.seed,) if params.seed is not None else (self.config.seed, request_id)
         return xxhash.xxh64_intdigest(struct.pack(f"<{len(source) + 1}q", *source, sample)) >> 1
 
-    def _completion_text(self, params: SamplingParams) -> CompletionText | None:
-        if self.tokenizer is None or not params.detokenize:
-            return None
-        detokenizer = self.tokenizer.detokenizer(params.skip_special_tokens)
+    def _completion_text(self, params: SamplingParams) -> CompletionText:
+        tokenizer = self.tokenizer if params.detokenize else None
+        detokenizer = (
+            tokenizer.detokenizer(params.skip_special_tokens) if tokenizer else WindowDetokenizer(lambda _: "")
+        )
         return CompletionText(detokenizer, params.stop or (), params.include_stop_str_in_output)
 
     def _make_outputs(self) -> None:

@@ -14,7 +14,7 @@ class Completion:
     """What the engine keeps of one sample of a request beside its sequence."""
 
     seq: Sequence
-    text: CompletionText | None  # None if no text is to be made
+    text: CompletionText
     chunks: deque[StreamChunk] | None = None  # where its stream takes them, if it is streamed
     index: int = 0  # of its prompt in that stream
     num_read: int = 0  # tokens of the completion that are in `text`
@@ -27,7 +27,7 @@ class Completion:
     @property
     def is_followed(self) -> bool:
         """Whether it matters what the text is before it has finished."""
-        return self.chunks is not None or (self.text is not None and bool(self.text.stop))
+        return self.chunks is not None or bool(self.text.stop)
 
     def advance(self) -> bool:
         """Read the tokens collected since the last time; return whether a stop string is complete."""
@@ -38,31 +38,26 @@ class Completion:
 
     def finish(self) -> None:
         """Read the rest, end the stream, and make the output."""
-        seq, params = self.seq, self.seq.sampling_params
-        reason, text = seq.finish_reason, ""
+        seq, params, text = self.seq, self.seq.sampling_params, self.text
+        reason = seq.finish_reason
         stop_reason: str | int | None = None
         assert reason is not None, f"sequence {seq.seq_id} is returned before it finished"
         rest = self._completion(self.num_read)
-        if reason == "stop" and (self.text is None or self.text.stop_string is None):  # by its last token
+        if reason == "stop" and text.stop_string is None:  # by its last token
             stop_reason = seq.token_ids[-1] if seq.token_ids[-1] in (params.stop_token_ids or ()) else None
             rest = rest if params.include_stop_str_in_output else rest[:-1]
-        if self.text is not None:
-            self._read(rest, final=True)
-            text = str(self.text)
-            if self.text.stop_string is not None:  # complete with the token that also made the length
-                reason, stop_reason = "stop", self.text.stop_string
+        if self._read(rest, final=True):  # a stop string is complete with the token that also made the length
+            reason, stop_reason = "stop", text.stop_string
         self._stream(reason)
         token_ids = seq.completion_token_ids
         logprobs, total = None, None
         if params.logprobs is not None:
             logprobs = self.logprobs
             total = sum(entry[token_id].logprob for entry, token_id in zip(logprobs, token_ids, strict=True))
-        self.output = CompletionOutput(seq.sample, text, token_ids, reason, stop_reason, logprobs, total)
+        self.output = CompletionOutput(seq.sample, str(text), token_ids, reason, stop_reason, logprobs, total)
 
     def _read(self, token_ids: list[int], final: bool = False) -> bool:
         """Extend the text; return whether a stop string is complete, which the first min_tokens tokens cannot do."""
-        if self.text is None:
-            return False
         early = max(0, self.seq.sampling_params.min_tokens - self.num_read)
         self.num_read += len(token_ids)
         if early:
@@ -76,10 +71,9 @@ class Completion:
     def _stream(self, finish_reason: str | None) -> None:
         """Put what is new in front of the stream, if there is one."""
         if self.chunks is not None:
-            text = "" if self.text is None else self.text.take()
             token_ids = self._completion(self.num_streamed)
             self.num_streamed += len(token_ids)
-            self.chunks.append(StreamChunk(self.index, text, token_ids, finish_reason, self.seq.sample))
+            self.chunks.append(StreamChunk(self.index, self.text.take(), token_ids, finish_reason, self.seq.sample))
 
 
 @dataclass(slots=True, eq=False)

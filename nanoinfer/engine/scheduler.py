@@ -97,25 +97,21 @@ class Scheduler:
             if token_id == NO_TOKEN:
                 # What it wrote to the cache may be NaN as well, so nobody may find it there.
                 self.block_manager.forget_blocks(seq.block_table)
-                finished.append(self._finish(seq, "error"))
+                finished.append((seq, "error"))
                 continue
             seq.token_ids.append(token_id)
             num_computed = len(seq.token_ids) - 1  # by this step and those before it
             if num_computed % block_size == 0:
                 self.block_manager.cache_blocks(seq, num_computed)
             if token_id in seq.stop_token_ids:
-                finished.append(self._finish(seq, "stop"))
+                finished.append((seq, "stop"))
             elif len(seq.token_ids) >= seq.max_num_tokens:
-                finished.append(self._finish(seq, "length"))
-        if finished:
-            self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
-        return finished
+                finished.append((seq, "length"))
+        return self._finish(finished)
 
     def stop(self, seqs: list[Sequence]) -> None:
         """Finish running sequences whose text has met a stop string, as a stop token would have."""
-        for seq in seqs:
-            self._finish(seq, "stop")
-        self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
+        self._finish([(seq, "stop") for seq in seqs])
 
     def discard(self, batches: list[ScheduledBatch]) -> None:
         """Undo steps that failed: their sequences go back to the queue, and what they were to cache is forgotten."""
@@ -130,9 +126,7 @@ class Scheduler:
 
     def abort(self, seq_ids: set[int]) -> None:
         """Drop these sequences wherever they are; ids that are not known, or finished, are passed over."""
-        for seq in [seq for seq in self.running if seq.seq_id in seq_ids]:
-            self.running.remove(seq)
-            self._finish(seq, "abort")
+        self._finish([(seq, "abort") for seq in self.running if seq.seq_id in seq_ids])
         for _, seq in self._waiting:
             if seq.seq_id in seq_ids:
                 seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"
@@ -226,19 +220,21 @@ class Scheduler:
     def _send_back(self, seq: Sequence) -> None:
         """Take everything from a running sequence and queue it again; its known tokens stay."""
         self.running.remove(seq)
-        self._release(seq)
+        self._release(seq, SequenceStatus.WAITING)
         seq.num_pending_tokens = 0
-        seq.status = SequenceStatus.WAITING
         self.add(seq)
 
-    def _finish(self, seq: Sequence, reason: str) -> Sequence:
-        self._release(seq)
-        seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
-        return seq
+    def _finish(self, reasons: list[tuple[Sequence, str]]) -> list[Sequence]:
+        """Take everything from running sequences, each with the reason why it ends; they are returned."""
+        for seq, reason in reasons:
+            seq.finish_reason = reason
+            self._release(seq, SequenceStatus.FINISHED)
+        if reasons:
+            self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
+        return [seq for seq, _ in reasons]
 
-    def _release(self, seq: Sequence) -> None:
+    def _release(self, seq: Sequence, status: SequenceStatus) -> None:
         assert seq.row is not None, f"sequence {seq.seq_id} is released and has no row"
         heapq.heappush(self._free_rows, seq.row)
-        seq.row = None
+        seq.row, seq.status = None, status
         self.block_manager.free(seq)
