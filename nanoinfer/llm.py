@@ -49,7 +49,7 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         self.engine = LLMEngine(EngineConfig.from_options(model, options))
-        self._unclaimed: list[RequestOutput] = []  # of `add_request`, finished while `generate` or `stream` ran steps
+        self._unclaimed: list[RequestOutput] = []  # of requests of `add_request`, until `step` returns them
         self._lock = threading.RLock()  # held while a call prepares, queues or drops requests, and for each step
 
     def generate(
@@ -154,13 +154,14 @@ class LLM:
         """Queue a request for `step` to run and return its id. Raises RequestError for one that cannot be served."""
         [request] = self._prepare([prompt], sampling_params, [priority])
         with self._lock:
-            return self.engine.add_request(request)
+            return self.engine.add_request(request, self._unclaimed)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; return the requests of `add_request` that finished, in this step or during another call's."""
         self._step()
         with self._lock:
-            finished, self._unclaimed = self._unclaimed, []
+            finished = self._unclaimed.copy()
+            self._unclaimed.clear()
         return finished
 
     def is_finished(self) -> bool:
@@ -266,7 +267,7 @@ class LLM:
         """Run one step, or let another thread run its own."""
         if self._lock.acquire(timeout=STEP_SECONDS):
             try:
-                self._unclaimed += self.engine.step()
+                self.engine.step()
             finally:
                 self._lock.release()
 
@@ -293,9 +294,9 @@ class Progress:
 
     def show(self, num_finished: int) -> None:
         now, before = self._stats, self._before
-        prefill = _rate(now.prefill_tokens - before.prefill_tokens, now.prefill_seconds - before.prefill_seconds)
-        decode = _rate(now.decode_tokens - before.decode_tokens, now.decode_seconds - before.decode_seconds)
-        self._bar.set_postfix_str(f"prefill {prefill} tok/s, decode {decode} tok/s", refresh=False)
+        prefill = (now.prefill_tokens - before.prefill_tokens) / max(1e-9, now.prefill_seconds - before.prefill_seconds)
+        decode = (now.decode_tokens - before.decode_tokens) / max(1e-9, now.decode_seconds - before.decode_seconds)
+        self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)
         self._bar.update(num_finished - self._bar.n)
 
     def __enter__(self) -> "Progress":
@@ -303,7 +304,3 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
-
-
-def _rate(count: int, seconds: float) -> str:
-    return f"{count / seconds:.0f}" if seconds > 0 else "0"

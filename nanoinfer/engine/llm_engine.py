@@ -74,7 +74,6 @@ class LLMEngine:
         self.stats = EngineStats()
         self._in_flight: deque[Step] = deque()  # launched and not collected, the oldest first
         self._finished: deque[Sequence] = deque()  # what their users get is still to be made
-        self._outputs: list[RequestOutput] = []  # made and not returned
         self._last_collected = 0.0  # perf_counter
         self._num_requests = 0
         self._num_sequences = 0
@@ -120,14 +119,13 @@ class LLMEngine:
     def add_request(
         self,
         prepared: Prepared,
-        inbox: list[RequestOutput] | None = None,
+        inbox: list[RequestOutput],
         chunks: deque[StreamChunk] | None = None,
         index: int = 0,
     ) -> int:
         """Queue a request and return its id.
 
-        inbox: where its output is put; None if `step` is to return it. chunks: where a stream finds what is new of it,
-        under this `index`.
+        inbox: where a step puts its output. chunks: where a stream finds what is new of it, under this `index`.
         """
         prompt, token_ids, params, priority, score_from = prepared
         request_id = self._num_requests
@@ -147,11 +145,10 @@ class LLMEngine:
             self.scheduler.add(completion.seq)
         return request_id
 
-    def step(self) -> list[RequestOutput]:
-        """Launch the next step, collect the one before it, and return the requests that finished and have no inbox.
+    def step(self) -> None:
+        """Launch the next step, collect the one before it, and hand over the requests that finished.
 
-        The list may be empty: the first step of all has nothing to collect. If a step fails, the requests that were
-        in it are queued again and the error is raised.
+        If a step fails, the requests that were in it are queued again and the error is raised.
         """
         if self._marked:
             self._abort_marked()
@@ -161,9 +158,11 @@ class LLMEngine:
             self._collect()
         if self.scheduler.is_finished():
             self._collect_all()  # it was launched before a stop was known, and nobody waits for it
-        self._make_outputs()
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        while self._finished:  # one at a time, so that an error in one loses no other
+            output = self._output(self._finished[0])
+            if output is not None:
+                self._requests.pop(output.request_id).inbox.append(output)
+            self._finished.popleft()
 
     def abort(self, request_ids: Collection[int]) -> None:
         """Drop these requests and what they hold; those that are finished are passed over."""
@@ -172,7 +171,6 @@ class LLMEngine:
         dropped = set(request_ids)
         self._watched = {key: one for key, one in self._watched.items() if one.seq.request_id not in dropped}
         self._finished = deque(seq for seq in self._finished if seq.request_id not in dropped)
-        self._outputs = [output for output in self._outputs if output.request_id not in dropped]
         for request_id in dropped:
             self._requests.pop(request_id, None)
 
@@ -184,8 +182,8 @@ class LLMEngine:
         self._marked.extend(request_ids)
 
     def is_finished(self) -> bool:
-        """Whether every request has finished and was returned."""
-        return self.scheduler.is_finished() and not self._finished and not self._outputs
+        """Whether every request has finished and was handed over."""
+        return self.scheduler.is_finished() and not self._finished
 
     def metrics(self) -> EngineMetrics:
         """The work done so far, and what is held now."""
@@ -340,14 +338,6 @@ class LLMEngine:
             tokenizer.detokenizer(params.skip_special_tokens) if tokenizer else WindowDetokenizer(lambda _: "")
         )
         return CompletionText(detokenizer, params.stop or (), params.include_stop_str_in_output)
-
-    def _make_outputs(self) -> None:
-        while self._finished:  # one at a time, so that an error in one loses no other
-            output = self._output(self._finished[0])
-            if output is not None:
-                inbox = self._requests.pop(output.request_id).inbox
-                (self._outputs if inbox is None else inbox).append(output)
-            self._finished.popleft()
 
     def _discard(self, *batches: ScheduledBatch) -> None:
         """Queue the sequences of all steps in flight, and of these batches, again."""

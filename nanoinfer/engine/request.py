@@ -78,12 +78,12 @@ class Completion:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What the engine keeps of a request until it is returned."""
+    """What the engine keeps of a request until it is handed over."""
 
     request_id: int
     prompt: str | None  # None if it was given as token ids
     completions: list[Completion]  # its samples
-    inbox: list[RequestOutput] | None = None  # where its output is put; None if a step is to return it
+    inbox: list[RequestOutput]  # where its output is put
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as they come
     arrived: float = field(default_factory=time.perf_counter)
 

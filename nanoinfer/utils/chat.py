@@ -27,9 +27,8 @@ def render_chats(
     """
     if chat_template is None and tokenizer.hf.chat_template is None:
         raise RequestError("the tokenizer has no chat template; give one as chat_template, or use generate")
-    conversations = _as_conversations(messages)
     texts = []
-    for index, conversation in enumerate(conversations):
+    for index, conversation in enumerate(_as_conversations(messages)):
         _check(conversation, index)
         try:
             text = tokenizer.hf.apply_chat_template(
@@ -67,9 +66,9 @@ def _check(conversation: Any, index: int) -> None:
             raise RequestError(f"{which} is {message!r}; give a dict such as {{'role': 'user', 'content': 'Hello'}}")
         if not isinstance(message.get("role"), str):
             raise RequestError(f"{which} has no role: {dict(message)!r}; give 'system', 'user', 'assistant' or 'tool'")
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise RequestError(f"{which} has no content: {dict(message)!r}; give a text, which may be empty")
         content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            raise RequestError(f"{which} has no content: {dict(message)!r}; give a text, which may be empty")
         parts = content if isinstance(content, (list, tuple)) else [{"text": "" if content is None else content}]
         if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
             raise RequestError(
