@@ -17,8 +17,7 @@ class Completion:
     text: CompletionText
     chunks: deque[StreamChunk] | None = None  # where its stream takes them, if it is streamed
     index: int = 0  # of its prompt in that stream
-    num_read: int = 0  # tokens of the completion that are in `text`
-    num_streamed: int = 0  # and those that are in `chunks`
+    num_read: int = 0  # tokens of the completion that are in `text`, and in `chunks`
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its tokens, where they are asked for
     output: CompletionOutput | None = None  # once it has finished
     begun: float | None = None  # when its first step was launched (perf_counter)
@@ -31,9 +30,10 @@ class Completion:
 
     def advance(self) -> bool:
         """Read the tokens collected since the last time; return whether a stop string is complete."""
-        if self._read(self._completion(self.num_read)):
+        token_ids = self._unread()
+        if self._read(token_ids):
             return True
-        self._stream(finish_reason=None)
+        self._stream(token_ids, finish_reason=None)
         return False
 
     def finish(self) -> None:
@@ -42,13 +42,13 @@ class Completion:
         reason = seq.finish_reason
         stop_reason: str | int | None = None
         assert reason is not None, f"sequence {seq.seq_id} is returned before it finished"
-        rest = self._completion(self.num_read)
+        rest = unread = self._unread()
         if reason == "stop" and text.stop_string is None:  # by its last token
             stop_reason = seq.token_ids[-1] if seq.token_ids[-1] in (params.stop_token_ids or ()) else None
             rest = rest if params.include_stop_str_in_output else rest[:-1]
         if self._read(rest, final=True):  # a stop string is complete with the token that also made the length
             reason, stop_reason = "stop", text.stop_string
-        self._stream(reason)
+        self._stream(unread, reason)
         token_ids = seq.completion_token_ids
         logprobs, total = None, None
         if params.logprobs is not None:
@@ -59,20 +59,18 @@ class Completion:
     def _read(self, token_ids: list[int], final: bool = False) -> bool:
         """Extend the text; return whether a stop string is complete, which the first min_tokens tokens cannot do."""
         early = max(0, self.seq.sampling_params.min_tokens - self.num_read)
-        self.num_read += len(token_ids)
         if early:
             self.text.extend(token_ids[:early], may_stop=False)
         self.text.extend(token_ids[early:], final)
         return self.text.stop_string is not None
 
-    def _completion(self, start: int) -> list[int]:
-        return self.seq.token_ids[self.seq.num_prompt_tokens + start :]
+    def _unread(self) -> list[int]:
+        return self.seq.token_ids[self.seq.num_prompt_tokens + self.num_read :]
 
-    def _stream(self, finish_reason: str | None) -> None:
-        """Put what is new in front of the stream, if there is one."""
+    def _stream(self, token_ids: list[int], finish_reason: str | None) -> None:
+        """Count these tokens as read, and put what is new in front of the stream, if there is one."""
+        self.num_read += len(token_ids)
         if self.chunks is not None:
-            token_ids = self._completion(self.num_streamed)
-            self.num_streamed += len(token_ids)
             self.chunks.append(StreamChunk(self.index, self.text.take(), token_ids, finish_reason, self.seq.sample))
 
 
