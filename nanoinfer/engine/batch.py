@@ -8,6 +8,7 @@ and one write to reach another process.
 
 import math
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,7 +137,7 @@ def pack(batch: ScheduledBatch) -> Packet:
     special = [seq for seq in batch.admitted if _is_special(seq)]
     sections = PacketSections(
         row_records=[_row_record(seq) for seq in batch.admitted],
-        known_tokens=[token_id for seq in batch.admitted for token_id in seq.token_ids],
+        known_tokens=[*chain.from_iterable(seq.token_ids for seq in batch.admitted)],
         new_blocks=batch.new_blocks,
         chunks=[(_row(chunk.seq), chunk.start, chunk.length) for chunk in batch.prefill],
         decode_rows=[seq.row for seq in batch.decode],
