@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -130,8 +130,7 @@ class SamplingParams:
         "do_sample": false is a temperature of 0, and max_new_tokens is max_tokens. `dataclasses.replace` changes what
         is to differ.
         """
-        known = {field.name for field in fields(cls)}
-        names = {"max_new_tokens": "max_tokens"} | {name: name for name in RECOMMENDED if name in known}
+        names = {"max_new_tokens": "max_tokens"} | {name: name for name in RECOMMENDED}
         options = {ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None}
         if config.get("do_sample") is False:
             options["temperature"] = 0.0
