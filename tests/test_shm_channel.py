@@ -6,17 +6,15 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoinfer.utils.shm_channel import NUM_SLOTS, SLOT_SIZE, MessageKind, Ring, RingReader, RingWriter
-
-STEP, CLOSE = MessageKind.STEP, MessageKind.CLOSE
+from nanoinfer.utils.shm_channel import NUM_SLOTS, SLOT_SIZE, Ring, RingReader, RingWriter
 
 
 @pytest.fixture
@@ -35,6 +33,11 @@ def connect(stack: ExitStack, num_readers: int = 1, num_slots: int = 4, slot_siz
     return writer, [RingReader(ring, index, theirs) for index, (_, theirs) in enumerate(pairs)]
 
 
+def close(writer: RingWriter) -> None:
+    for doorbell in writer._doorbells:
+        doorbell.shutdown(socket.SHUT_WR)
+
+
 def numbers(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(-(2**31), 2**31, length, dtype=np.int32)
 
@@ -44,25 +47,17 @@ def test_a_message_arrives_as_it_was_sent_whatever_its_length(stack: ExitStack, 
     writer, [reader] = connect(stack)
     for seed in range(5):  # more than once round the ring
         sent = numbers(length, seed)
-        writer.send(STEP, sent)
-        kind, received = reader.receive()
-        assert kind is STEP
+        writer.send(sent)
+        received = reader.receive()
         assert received.dtype == np.int32
         assert received.tolist() == sent.tolist()
 
 
-def test_a_message_without_content_has_a_kind() -> None:
-    with ExitStack() as stack:
-        writer, [reader] = connect(stack)
-        writer.send(CLOSE)
-        assert reader.receive().kind is CLOSE
-
-
 def test_what_was_received_stays_when_its_slot_is_written_again(stack: ExitStack) -> None:
     writer, [reader] = connect(stack, num_slots=1)
-    writer.send(STEP, numbers(8, seed=1))
-    first = reader.receive().numbers
-    writer.send(STEP, numbers(8, seed=2))
+    writer.send(numbers(8, seed=1))
+    first = reader.receive()
+    writer.send(numbers(8, seed=2))
     assert first.tolist() == numbers(8, seed=1).tolist()
 
 
@@ -85,17 +80,18 @@ def test_every_reader_gets_every_message_in_order_at_its_own_pace(
 
         def read(index: int) -> None:
             pause = random.Random(seed + index)
-            while (message := readers[index].receive()).kind is STEP:
-                received[index].append(message.numbers.tolist())
-                if pause.random() < 0.1:
-                    time.sleep(0.001)
+            with suppress(EOFError):
+                while True:
+                    received[index].append(readers[index].receive().tolist())
+                    if pause.random() < 0.1:
+                        time.sleep(0.001)
 
         threads = [threading.Thread(target=read, args=(index,)) for index in range(num_readers)]
         for thread in threads:
             thread.start()
         for content in sent:
-            writer.send(STEP, np.array(content, dtype=np.int32))
-        writer.send(CLOSE)
+            writer.send(np.array(content, dtype=np.int32))
+        close(writer)
         for thread in threads:
             thread.join(timeout=30)
     assert received == [sent] * num_readers
@@ -112,21 +108,24 @@ def test_a_slot_is_not_written_again_before_the_slowest_reader_has_read_it(stack
 
     writer._check = give_up
     for value in (1, 2):
-        writer.send(STEP, np.array([value], dtype=np.int32))
-        assert fast.receive().numbers.tolist() == [value]
+        writer.send(np.array([value], dtype=np.int32))
+        assert fast.receive().tolist() == [value]
     with pytest.raises(GaveUpError):
-        writer.send(STEP, np.array([3], dtype=np.int32))
-    assert slow.receive().numbers.tolist() == [1]
-    writer.send(STEP, np.array([3], dtype=np.int32))
-    assert [slow.receive().numbers.tolist() for _ in range(2)] == [[2], [3]]
-    assert fast.receive().numbers.tolist() == [3]
+        writer.send(np.array([3], dtype=np.int32))
+    assert slow.receive().tolist() == [1]
+    writer.send(np.array([3], dtype=np.int32))
+    assert [slow.receive().tolist() for _ in range(2)] == [[2], [3]]
+    assert fast.receive().tolist() == [3]
 
 
-def test_a_reader_learns_of_the_writers_end_after_all_that_it_wrote(stack: ExitStack) -> None:
+@pytest.mark.parametrize("end", [close, lambda writer: writer._doorbells[0].close()], ids=["closed", "gone"])
+def test_a_reader_learns_of_the_writers_end_after_all_that_it_wrote(
+    stack: ExitStack, end: Callable[[RingWriter], None]
+) -> None:
     writer, [reader] = connect(stack)
-    writer.send(STEP, numbers(3))
-    writer._doorbells[0].close()
-    assert reader.receive().kind is STEP
+    writer.send(numbers(3))
+    end(writer)
+    assert reader.receive().tolist() == numbers(3).tolist()
     with pytest.raises(EOFError, match="rank 0 is gone"):
         reader.receive()
 
@@ -135,7 +134,7 @@ def test_a_writer_learns_that_a_reader_is_gone(stack: ExitStack) -> None:
     writer, [reader] = connect(stack)
     reader._doorbell.close()
     with pytest.raises(OSError, match="Broken pipe"):
-        writer.send(STEP, numbers(3))
+        writer.send(numbers(3))
 
 
 def test_a_waiting_reader_sleeps(stack: ExitStack) -> None:
@@ -150,7 +149,7 @@ def test_a_waiting_reader_sleeps(stack: ExitStack) -> None:
     thread = threading.Thread(target=read)
     thread.start()
     time.sleep(0.5)
-    writer.send(CLOSE)
+    writer.send(numbers(3))
     thread.join(timeout=10)
     assert used[0] < 0.1, f"{used[0]:.2f} s of processor time in half a second"
 
@@ -158,8 +157,9 @@ def test_a_waiting_reader_sleeps(stack: ExitStack) -> None:
 def echo(ring: Ring, index: int, doorbell: socket.socket, answers: socket.socket) -> None:
     """In a process of its own: answer each message with its sum."""
     reader = RingReader(ring, index, doorbell)
-    while (message := reader.receive()).kind is STEP:
-        answers.sendall(int(message.numbers.sum(dtype=np.int64)).to_bytes(8, "little", signed=True))
+    with suppress(EOFError):
+        while True:
+            answers.sendall(int(reader.receive().sum(dtype=np.int64)).to_bytes(8, "little", signed=True))
 
 
 def test_spawned_processes_read_the_same_memory_and_it_has_no_name() -> None:
@@ -180,11 +180,11 @@ def test_spawned_processes_read_the_same_memory_and_it_has_no_name() -> None:
     writer = RingWriter(ring, doorbells)
     for length in (1, 1000, SLOT_SIZE, SLOT_SIZE + 1, (NUM_SLOTS + 1) * SLOT_SIZE):
         sent = numbers(length)
-        writer.send(STEP, sent)
+        writer.send(sent)
         for answer in answers:
             received = int.from_bytes(answer.recv(8, socket.MSG_WAITALL), "little", signed=True)
             assert received == sent.sum(dtype=np.int64)
-    writer.send(CLOSE)
+    close(writer)
     for process, *ends in zip(processes, doorbells, answers, strict=True):
         process.join(timeout=30)
         assert process.exitcode == 0
@@ -199,7 +199,7 @@ def test_writing_a_decode_step_of_256_rows_is_cheap(stack: ExitStack) -> None:
     packet, seconds = numbers(280), []
     for _ in range(200):
         started = time.perf_counter()
-        writer.send(STEP, packet)
+        writer.send(packet)
         seconds.append(time.perf_counter() - started)
         for reader in readers:
             reader.receive()

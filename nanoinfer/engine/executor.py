@@ -21,7 +21,7 @@ from nanoinfer.engine.model_runner import ModelRunner, StepHandle
 from nanoinfer.errors import WorkerError
 from nanoinfer.utils.device import becomes_idle, select_devices, select_dtype
 from nanoinfer.utils.distributed import NCCL_ENVIRONMENT, TensorParallel, connect
-from nanoinfer.utils.shm_channel import MessageKind, Ring, RingReader, RingWriter
+from nanoinfer.utils.shm_channel import Ring, RingReader, RingWriter
 from nanoinfer.utils.workers import PASSED, Workers, postponed_interrupt
 
 POLL_SECONDS = 20e-6
@@ -46,11 +46,12 @@ class ParallelRunner:
         self._runner: ModelRunner | None = None
         self._tp = TensorParallel()
         self._workers = Workers(size, _work, (ring, config, model_config, folder, devices))
+        weakref.finalize(self, self._workers.close)
         self._writer = RingWriter(ring, self._workers.links, self._workers.check)
         try:
             self._workers.wait_for_stage(1)  # all are there to be met
             self._tp = _join(0, config, model_config, devices, self._workers.folder)
-            self._workers.watch.on_failure = weakref.finalize(self, self._tp.abort)
+            self._workers.on_failure = weakref.finalize(self, self._tp.abort)
             self._runner = ModelRunner(replace(config, device=str(self._device)), model_config, folder, self._tp)
             self._workers.wait_for_stage(2)  # all are ready
         except BaseException as error:
@@ -68,7 +69,7 @@ class ParallelRunner:
         assert runner is not None, "the engine asks for `closed` first"
         with postponed_interrupt():
             try:
-                self._writer.send(MessageKind.STEP, packet)
+                self._writer.send(packet)
                 return runner.launch(packet)
             except BaseException as error:
                 self._fail(error)
@@ -86,8 +87,7 @@ class ParallelRunner:
     def close(self) -> None:
         """End the workers and free this rank's memory. Closing twice is fine."""
         if self._runner is not None:
-            with suppress(OSError, WorkerError):  # a worker that is gone needs no message
-                self._writer.send(MessageKind.CLOSE)
+            self._workers.hang_up()
             self._free(ABORT_SECONDS)
         self._workers.close()
 
@@ -106,12 +106,12 @@ class ParallelRunner:
         """
         runner, self._runner = self._runner, None
         if not becomes_idle(self._device, seconds):
-            self._workers.watch.on_failure()
+            self._workers.on_failure()
             if not becomes_idle(self._device, ABORT_SECONDS):
                 return False
         if runner is not None:
             runner.close()
-        self._workers.watch.on_failure()  # after the graphs that communicate
+        self._workers.on_failure()  # after the graphs that communicate
         tp, self._tp = self._tp, TensorParallel()
         tp.close()
         return True
@@ -144,9 +144,9 @@ def _work(
     runner = ModelRunner(replace(config, device=str(devices[rank])), model_config, folder, tp)
     link.sendall(PASSED)
     reader = RingReader(ring, rank - 1, link)
-    with suppress(EOFError):  # rank 0 has gone without a word
-        while (message := reader.receive()).kind is MessageKind.STEP:
-            runner.launch(message.numbers)
+    with suppress(EOFError):  # rank 0 has closed its end, or is gone
+        while True:
+            runner.launch(reader.receive())
     if becomes_idle(devices[rank], ABORT_SECONDS):
         runner.close()
         tp.abort()

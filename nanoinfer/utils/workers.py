@@ -14,7 +14,6 @@ import threading
 import time
 import traceback
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
@@ -35,27 +34,33 @@ class Workers:
     """Ranks 1 to `size` - 1, each running `target(rank, link, folder, *args)` in a spawned process.
 
     links: a socket to each of them. folder: a private one, for all ranks; it goes with the workers.
-    watch: what notices a worker's end.
+    on_failure: called when the first worker ends before it should, from a thread that reads what they report.
+    That thread keeps this object alive, so it must be closed.
     """
 
     def __init__(self, size: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             # We are a worker that is still importing the user's script. Our parent explains.
             raise SystemExit(NO_MAIN_GUARD)
+        self.size = size
         self.folder = Path(tempfile.mkdtemp(prefix="nanoinfer-"))
         self.links: list[socket.socket] = []
-        self.watch = Watch(size)
+        self.on_failure: Callable[[], object] = lambda: None
+        self._owner = os.getpid()
         self._processes: list[SpawnProcess] = []
-        # Not a method: that would keep this object alive.
-        state = (self.watch, self._processes, self.links, self.folder)
-        self.close = weakref.finalize(self, _end_workers, os.getpid(), *state)
+        self._reports = dict.fromkeys(range(1, size), b"")  # by rank
+        self._failure = ""  # why the first worker has ended
+        self._changed = threading.Condition()  # of the two above
+        self._is_closing = False
+        self._patience = EXIT_SECONDS
+        self._thread = threading.Thread(target=self._watch, name="nanoinfer watch", daemon=True)
         try:
             for rank in range(1, size):
                 self._start(rank, target, args)
+            self._thread.start()
         except BaseException:
             self.kill()
             raise
-        self.watch.start(self.links, self._processes)
 
     def _start(self, rank: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
         ours, theirs = socket.socketpair()
@@ -66,137 +71,117 @@ class Workers:
             name=f"nanoinfer rank {rank}",
             daemon=True,
         )
-        with theirs, _blocked_interrupt():  # a worker inherits the blocking, so that Ctrl-C is only ours
-            process.start()
+        # What is blocked here is so in the worker too, which inherits it: Ctrl-C is only ours.
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with theirs:
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
         self._processes.append(process)
-
-    def kill(self) -> None:
-        """Close, and give the workers no time to end by themselves."""
-        self.watch.patience = 0.0
-        self.close()
 
     @property
     def have_failed(self) -> bool:
-        return self.watch.failed.is_set()
+        return bool(self._failure)
 
     def check(self) -> None:
         """Raise WorkerError if a worker has ended."""
         if self.have_failed:
-            raise WorkerError(self.watch.message)
+            raise WorkerError(self._failure)
 
     def explanation(self, error: BaseException) -> BaseException:
         """The WorkerError that is behind `error`, an error of the communication, say; or else `error` itself."""
         seconds = 0.0 if isinstance(error, (NanoinferError, KeyboardInterrupt)) else EXPLANATION_SECONDS
-        if isinstance(error, WorkerError) or not self.watch.failed.wait(seconds):
+        with self._changed:
+            self._changed.wait_for(lambda: self.have_failed, seconds)
+        if isinstance(error, WorkerError) or not self.have_failed:
             return error
-        explanation = WorkerError(self.watch.message)
+        explanation = WorkerError(self._failure)
         explanation.__cause__ = error
         return explanation
 
     def wait_for_stage(self, stage: int) -> None:
         """Return when all workers have passed their `stage`-th stage, counted from 1. Raises WorkerError."""
-        with self.watch.changed:
-            self.watch.changed.wait_for(lambda: self.have_failed or min(self.watch.stages.values()) >= stage)
+        passed = stage * PASSED
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.have_failed or all(report.startswith(passed) for report in self._reports.values())
+            )
         self.check()
 
+    def hang_up(self) -> None:
+        """Write no more: each worker finds the end of the file when it has read all that was written."""
+        for link in self.links:
+            with suppress(OSError):  # it has ended already
+                link.shutdown(socket.SHUT_WR)
 
-class Watch:
-    """A thread that reads what workers report, and notices the first that ends before it should.
+    def kill(self) -> None:
+        """Close, and give the workers no time to end by themselves."""
+        self._patience = 0.0
+        self.close()
 
-    on_failure: called then, from this thread.
-    """
+    def close(self) -> None:
+        """Let the workers end by themselves, kill those that do not, and leave nothing of them; once is enough."""
+        if self._is_closing or os.getpid() != self._owner:  # a fork of the owner has other workers or none
+            return
+        self._is_closing = True
+        self.hang_up()
+        deadline = time.monotonic() + self._patience
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+        for process in self._processes:
+            process.join()
+            process.close()
+        if self._thread.ident is None:  # never started
+            for link in self.links:
+                link.close()
+        elif self._thread is not threading.current_thread():  # where the garbage collector may have called us
+            self._thread.join(JOIN_SECONDS)  # `on_failure` may hang
+        shutil.rmtree(self.folder, ignore_errors=True)
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.stages = dict.fromkeys(range(1, size), 0)
-        self.changed = threading.Condition()
-        self.failed = threading.Event()
-        self.message = ""
-        self.on_failure: Callable[[], object] = lambda: None
-        self.is_closing = False
-        self.patience = EXIT_SECONDS
-        self.thread: threading.Thread | None = None
-
-    def start(self, links: list[socket.socket], processes: list[SpawnProcess]) -> None:
-        self.thread = threading.Thread(
-            target=self._run, args=(list(links), list(processes)), name="nanoinfer watch", daemon=True
-        )
-        self.thread.start()
-
-    def _run(self, links: list[socket.socket], processes: list[SpawnProcess]) -> None:
-        reports = dict.fromkeys(links, b"")
-        while reports:
-            for link in wait(list(reports)):
+    def _watch(self) -> None:
+        """Read what workers report until all have ended, and notice the first that does so before it should."""
+        ranks = {link: rank for rank, link in enumerate(self.links, start=1)}
+        while ranks:
+            for link in wait(list(ranks)):
                 assert isinstance(link, socket.socket)
-                rank = links.index(link) + 1
                 with suppress(ConnectionResetError):  # it ended with steps unread
                     if received := link.recv(65536):
-                        reports[link] += received
-                        self._count(rank, reports[link])
+                        with self._changed:
+                            self._reports[ranks[link]] += received
+                            self._changed.notify_all()
                         continue
-                report = reports.pop(link)
+                rank = ranks.pop(link)
                 link.close()
-                if not (self.is_closing or self.failed.is_set()):
-                    self._fail(rank, report.lstrip(PASSED).decode(errors="replace"), processes[rank - 1])
+                if not (self._is_closing or self.have_failed):
+                    failure = self._explain(rank)
+                    self._patience = 0.0
+                    with self._changed:
+                        self._failure = failure
+                        self._changed.notify_all()
+                    self.on_failure()
 
-    def _count(self, rank: int, report: bytes) -> None:
-        with self.changed:
-            self.stages[rank] = len(report) - len(report.lstrip(PASSED))
-            self.changed.notify_all()
-
-    def _fail(self, rank: int, report: str, process: SpawnProcess) -> None:
+    def _explain(self, rank: int) -> str:
+        process, report = self._processes[rank - 1], self._reports[rank].lstrip(PASSED).decode(errors="replace")
         if not report:
             process.join(1.0)
-        self.message = self._explain(rank, report, process.exitcode)
-        self.patience = 0.0
-        with self.changed:
-            self.failed.set()
-            self.changed.notify_all()
-        self.on_failure()
-
-    def _explain(self, rank: int, report: str, exitcode: int | None) -> str:
-        size, remedy = self.size, "this engine is closed; make a new LLM"
+        exitcode, details = process.exitcode, ""
         if exitcode == NO_MAIN_GUARD:
             return (
-                f"tensor_parallel_size={size} spawns processes that import this script, and it makes an LLM when it is "
-                'imported; put the code that it runs under `if __name__ == "__main__":`'
+                f"tensor_parallel_size={self.size} spawns processes that import this script, and it makes an LLM when "
+                'it is imported; put the code that it runs under `if __name__ == "__main__":`'
             )
         if report:
-            return f"rank {rank} of tensor_parallel_size={size} failed; {remedy}. Its traceback:\n{report}"
-        if exitcode is not None and exitcode < 0:
+            ended, details = "failed", f". Its traceback:\n{report}"
+        elif exitcode is not None and exitcode < 0:
             name = signal.Signals(-exitcode).name
-            hint = " (by the system, if it was out of memory)" if name == "SIGKILL" else ""
-            return f"rank {rank} of tensor_parallel_size={size} was ended by {name}{hint}; {remedy}"
-        return (
-            f"rank {rank} of tensor_parallel_size={size} ended with exit code {exitcode}, for a reason that may be on "
-            f"stderr; {remedy}"
-        )
-
-
-def _end_workers(
-    owner: int, watch: Watch, processes: list[SpawnProcess], links: list[socket.socket], folder: Path
-) -> None:
-    """Let the workers end by themselves, kill those that do not, and leave nothing of them."""
-    if os.getpid() != owner:  # a fork of the owner, which has other workers or none
-        return
-    watch.is_closing = True
-    for link in links:
-        with suppress(OSError):  # it has ended already
-            link.shutdown(socket.SHUT_WR)
-    deadline = time.monotonic() + watch.patience
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.exitcode is None:
-            process.kill()
-    for process in processes:
-        process.join()
-        process.close()
-    if watch.thread is None:
-        for link in links:
-            link.close()
-    elif watch.thread is not threading.current_thread():  # where the garbage collector may have called us
-        watch.thread.join(JOIN_SECONDS)  # `on_failure` may hang
-    shutil.rmtree(folder, ignore_errors=True)
+            ended = f"was ended by {name}" + " (by the system, if it was out of memory)" * (name == "SIGKILL")
+        else:
+            ended = f"ended with exit code {exitcode}, for a reason that may be on stderr"
+        rank_of = f"rank {rank} of tensor_parallel_size={self.size}"
+        return f"{rank_of} {ended}; this engine is closed; make a new LLM{details}"
 
 
 def _run_worker(target: Callable[..., None], rank: int, link: socket.socket, folder: Path, *args: Any) -> None:
@@ -220,16 +205,6 @@ def _end_with_parent(folder: Path) -> None:
     parent.join()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
-
-
-@contextmanager
-def _blocked_interrupt() -> Iterator[None]:
-    """Ctrl-C reaches this thread, and what it starts here, only when the scope is left; what it started, never."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 @contextmanager
