@@ -5,8 +5,9 @@ step that finishes it. See `utils/job_files.py` for what a job started again kno
 """
 
 import json
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from itertools import islice
@@ -26,17 +27,8 @@ from nanoinfer.utils.workers import postponed_interrupt
 ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 IGNORED = {"model", "user", "metadata"}  # of a body
 CHAT_OPTIONS = ("tools", "chat_template_kwargs")
-SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
+SAMPLING_FIELDS = [field.name for field in fields(SamplingParams)]
 MAX_MESSAGE = 1000  # characters of an error that are written
-
-
-class BatchRequest(NamedTuple):
-    """What a line asks for."""
-
-    content: Any  # messages, or a prompt
-    is_chat: bool
-    chat_options: dict[str, Any]
-    sampling: dict[str, Any]  # fields of SamplingParams
 
 
 class Asked(NamedTuple):
@@ -53,8 +45,8 @@ class Summary:
 
     num_lines: int
     num_before: int  # lines that were done already
-    num_done: int  # these included
-    num_errors: int
+    num_done: int = 0  # these included
+    num_errors: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     seconds: float = 0.0
@@ -91,16 +83,16 @@ def run_batch(
         raise JobError(f"input and output are the same file, {input_path}; choose another output")
     settings = f"{settings} {overrides}"
     with closing(BatchOutput(output_path)) as output:
-        num_lines = output.count(read_lines(input_path, settings))
-        summary = Summary(num_lines, output.num_records, output.num_records, output.num_errors)
+        summary = Summary(output.count(read_lines(input_path, settings)), output.num_records)
         if max_errors is not None and output.num_errors > max_errors:
             summary.end = "too many errors"
-        elif summary.num_done < num_lines:
+        elif output.num_records < summary.num_lines:
             with load() as llm:
                 started = time.monotonic()
                 job = Job(llm, output, replace(llm.default_sampling_params, **overrides), max_errors)
                 job.run((line for line in read_lines(input_path, settings) if not output.has(line)), summary, use_tqdm)
                 summary.seconds = time.monotonic() - started
+        summary.num_done, summary.num_errors = output.num_records, output.num_errors
         return summary
 
 
@@ -108,7 +100,8 @@ class Job:
     """The lines that are left, and those that the engine has."""
 
     def __init__(self, llm: LLM, output: BatchOutput, base: SamplingParams, max_errors: int | None) -> None:
-        self._llm, self._output, self._base, self._max_errors = llm, output, base, max_errors
+        self._llm, self._output, self._base = llm, output, base
+        self._max_errors = math.inf if max_errors is None else max_errors
         self._asked: dict[int, Asked] = {}  # by request id
         # A full running set, and as many that wait: rows are refilled from them in one step.
         self._window = 2 * llm.engine.config.max_num_seqs
@@ -122,11 +115,10 @@ class Job:
                     with postponed_interrupt():  # what has finished is written first
                         is_left = self._fill(pending)
                         for output in self._llm.step() if self._asked else []:
-                            self._answer(self._asked.pop(output.request_id), output, summary)
-                        summary.num_done, summary.num_errors = self._output.num_records, self._output.num_errors
-                        if self._has_too_many_errors():
+                            self._answer(output, summary)
+                        if self._output.num_errors > self._max_errors:
                             summary.end = "too many errors"
-                    progress.show(summary.num_done)
+                    progress.show(self._output.num_records)
             except KeyboardInterrupt:
                 summary.end = "interrupted"
 
@@ -135,44 +127,56 @@ class Job:
         line = None
         for line in islice(pending, self._window - len(self._asked)):
             self._ask(line)
-            if self._has_too_many_errors():
+            if self._output.num_errors > self._max_errors:
                 break
         return line is not None or bool(self._asked)
-
-    def _has_too_many_errors(self) -> bool:
-        return self._max_errors is not None and self._output.num_errors > self._max_errors
 
     def _ask(self, line: Line) -> None:
         """Queue the request of a line, or write what is wrong with it."""
         custom_id = f"line-{line.number}"
+        engine = self._llm.engine
         try:
             content = parse_line(line)
             custom_id = content.pop("custom_id", None) or custom_id
-            request = parse_request(content)
+            body = parse_body(content)
             # A seed for each line: what is drawn for it does not depend on where the job was interrupted.
-            seed = xxhash.xxh64_intdigest(b"%d" % line.number, self._llm.engine.config.seed % 2**64) >> 1
-            seeds = {"seed": seed} if "seed" in SAMPLING_FIELDS else {}
-            params = replace(self._base, **(seeds | request.sampling))
-            prompt = request.content
-            if request.is_chat:
-                texts = render_chats(self._llm.engine.require_tokenizer(), [prompt], **request.chat_options)
-                [prompt] = self._llm.engine.encode([*texts], add_special_tokens=False)
-            self._asked[self._llm.add_request(prompt, params)] = Asked(line, custom_id, request.is_chat)
+            seed = xxhash.xxh64_intdigest(b"%d" % line.number, engine.config.seed % 2**64) >> 1
+            params = replace(self._base, **{"seed": seed, **_only(SAMPLING_FIELDS, body)})
+            is_chat = "messages" in body
+            if is_chat:
+                texts = render_chats(engine.require_tokenizer(), [body["messages"]], **_only(CHAT_OPTIONS, body))
+                [body["prompt"]] = engine.encode([*texts], add_special_tokens=False)
+            self._asked[self._llm.add_request(body["prompt"], params)] = Asked(line, custom_id, is_chat)
         except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
             self._fail(line, custom_id, "invalid_request", str(error))
 
-    def _answer(self, asked: Asked, output: RequestOutput, summary: Summary) -> None:
-        """Write what became of a request."""
-        line, custom_id, is_chat = asked
+    def _answer(self, output: RequestOutput, summary: Summary) -> None:
+        """Write what became of a request, in OpenAI's form; a choice without text has its token_ids."""
+        line, custom_id, is_chat = self._asked.pop(output.request_id)
         if any(choice.finish_reason == "error" for choice in output.outputs):
             message = f"the logits are NaN or infinite after {len(output.token_ids)} tokens"
             self._fail(line, custom_id, "model_error", message)
             return
-        body = {"id": line.id, "model": self._llm.engine.config.model, **response_body(output, is_chat)}
+        choices = []
+        for choice in output.outputs:
+            text = {"message": {"role": "assistant", "content": choice.text}} if is_chat else {"text": choice.text}
+            reasons = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+            token_ids = {} if choice.text else {"token_ids": choice.token_ids}
+            choices.append({"index": choice.index, **text, **token_ids, "logprobs": choice.logprobs, **reasons})
+        num_in, num_out = len(output.prompt_token_ids), sum(len(choice.token_ids) for choice in output.outputs)
+        body = {
+            "id": line.id,
+            "model": self._llm.engine.config.model,
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "choices": choices,
+            **({} if output.prompt_logprobs is None else {"prompt_logprobs": output.prompt_logprobs}),
+            "usage": {"prompt_tokens": num_in, "completion_tokens": num_out, "total_tokens": num_in + num_out},
+        }
         response = {"status_code": 200, "request_id": str(output.request_id), "body": body}
         self._output.write(line, {"custom_id": custom_id, "response": response, "error": None})
-        summary.num_prompt_tokens += body["usage"]["prompt_tokens"]
-        summary.num_generated_tokens += body["usage"]["completion_tokens"]
+        summary.num_prompt_tokens += num_in
+        summary.num_generated_tokens += num_out
 
     def _fail(self, line: Line, custom_id: str, code: str, message: str) -> None:
         error = {"code": code, "message": message[:MAX_MESSAGE], "line": line.number}
@@ -194,8 +198,11 @@ def parse_line(line: Line) -> dict[str, Any]:
     return content
 
 
-def parse_request(content: dict[str, Any]) -> BatchRequest:
-    """What a line asks for, in OpenAI's batch format or plainly as a body alone. Raises RequestError."""
+def parse_body(content: dict[str, Any]) -> dict[str, Any]:
+    """What a line asks for, in OpenAI's batch format or plainly as a body alone. Raises RequestError.
+
+    It has messages or a prompt, for messages perhaps CHAT_OPTIONS, and fields of SamplingParams.
+    """
     body, needed = content, ""
     if "body" in content:
         body, url, method = content["body"], content.get("url"), content.get("method", "POST")
@@ -205,41 +212,24 @@ def parse_request(content: dict[str, Any]) -> BatchRequest:
             raise RequestError(f"body is a {type(body).__name__}, not an object")
         needed = ENDPOINTS[url]
     # OpenAI's null means a field's default.
-    rest = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-    given = [name for name in ENDPOINTS.values() if name in rest]
-    if len(given) != 1 or needed not in ("", given[0]):
+    body = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    given = [name for name in ENDPOINTS.values() if name in body]
+    if len(given) != 1 or needed not in ("", *given):
         raise RequestError(f"there is {' and '.join(given) or 'neither'}; give {needed or 'either messages or prompt'}")
-    asked, is_chat = rest.pop(given[0]), given == ["messages"]
-    if is_chat and not isinstance(asked, list):
-        raise RequestError(f"messages is a {type(asked).__name__}; give a list of messages")
-    chat_options = {name: rest.pop(name) for name in CHAT_OPTIONS if is_chat and name in rest}
-    if rest.get("stream") is False:
-        del rest["stream"]
-    if isinstance(rest.get("logprobs"), bool):  # a chat's, which gives their number apart
-        number = rest.pop("top_logprobs", 0)
-        rest |= {"logprobs": number} if rest.pop("logprobs") else {}
-    if "max_completion_tokens" in rest:
-        rest["max_tokens"] = rest.pop("max_completion_tokens")
-    if unknown := sorted(set(rest) - SAMPLING_FIELDS):
+    if not isinstance(body.get("messages", []), list):
+        raise RequestError(f"messages is a {type(body['messages']).__name__}; give a list of messages")
+    if body.get("stream") is False:
+        del body["stream"]
+    if isinstance(body.get("logprobs"), bool):  # a chat's, which gives their number apart
+        number = body.pop("top_logprobs", 0)
+        body |= {"logprobs": number} if body.pop("logprobs") else {}
+    if "max_completion_tokens" in body:
+        body["max_tokens"] = body.pop("max_completion_tokens")
+    others = given if given == ["prompt"] else [*given, *CHAT_OPTIONS]
+    if unknown := sorted(set(body) - {*SAMPLING_FIELDS, *others}):
         raise RequestError(f"unknown fields: {', '.join(unknown)}; known are {', '.join(sorted(SAMPLING_FIELDS))}")
-    return BatchRequest(asked, is_chat, chat_options, rest)
+    return body
 
 
-def response_body(output: RequestOutput, is_chat: bool) -> dict[str, Any]:
-    """The body of OpenAI's response; a choice without text has its token_ids."""
-    choices = []
-    for choice in output.outputs:
-        text = {"message": {"role": "assistant", "content": choice.text}} if is_chat else {"text": choice.text}
-        token_ids = {} if choice.text else {"token_ids": choice.token_ids}
-        reasons = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        logprobs = getattr(choice, "logprobs", None)
-        choices.append({"index": choice.index, **text, **token_ids, "logprobs": logprobs, **reasons})
-    prompt_logprobs = getattr(output, "prompt_logprobs", None)
-    num_in, num_out = len(output.prompt_token_ids), sum(len(choice.token_ids) for choice in output.outputs)
-    return {
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": int(time.time()),
-        "choices": choices,
-        **({} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}),
-        "usage": {"prompt_tokens": num_in, "completion_tokens": num_out, "total_tokens": num_in + num_out},
-    }
+def _only(names: Iterable[str], body: dict[str, Any]) -> dict[str, Any]:
+    return {name: body[name] for name in names if name in body}
