@@ -5,15 +5,13 @@ Nothing that a run finds out (how many blocks fit, how long a sequence may be) i
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, get_args
 
 from nanoinfer.errors import ConfigError, ModelError
 from nanoinfer.utils.hub import read_json
-
-T = TypeVar("T", int, float)
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SIZE, MAX_LAYERS, MAX_FLOAT = 2**24, 2**12, 1e30  # what is beyond them in a config.json is a mistake
@@ -29,6 +27,13 @@ CHOICES = {
     "dtype": ("auto", *DTYPES),
     "attention_backend": ("auto", "flash_attn", "triton", "torch"),
     "load_format": ("auto", "safetensors", "dummy"),
+}
+# What config.json may leave out; and, unless it says otherwise, each query head has a KV head of its own.
+DEFAULTS = {
+    "head_dim": 128,  # Qwen3's, not hidden_size / num_attention_heads
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
 }
 
 
@@ -80,33 +85,25 @@ class EngineConfig:
         object.__setattr__(self, "model", str(self.model))
         object.__setattr__(self, "device", str(self.device))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not known; use one of {', '.join(choices)}")
-        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "kvcache_block_size"):
-            self._check_positive_int(name)
-        for name in ("max_model_len", "num_kvcache_blocks"):
-            if getattr(self, name) is not None:
-                self._check_positive_int(name)
-        for name in ("enable_prefix_caching", "enforce_eager", "overlap"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not a bool; use True or False")
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name in CHOICES and value not in CHOICES[name]:
+                raise ConfigError(f"{name}={value!r} is not known; use one of {', '.join(CHOICES[name])}")
+            if field.type is bool and not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r} is not a bool; use True or False")
+            is_count = int in (field.type, *get_args(field.type)) and name != "seed"
+            if is_count and (value is not None or field.default is not None):
+                if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 2**31:
+                    raise ConfigError(f"{name}={value!r} must be a whole number of at least 1, and below 2**31")
+                object.__setattr__(self, name, int(value))  # NumPy's integers, say
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed!r} is not an int of 64 bits; use a whole number such as 0")
-        utilization = self.gpu_memory_utilization
-        if isinstance(utilization, bool) or not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization={utilization!r} must lie in (0, 1]; 0.9 suits a card of one's own"
-            )
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization={share!r} must lie in (0, 1]; 0.9 suits a card of one's own")
         if self.kvcache_block_size % 16 != 0:
             nearest = max(16, round(self.kvcache_block_size / 16) * 16)
             raise ConfigError(f"kvcache_block_size={self.kvcache_block_size} is no multiple of 16; use {nearest}")
-
-    def _check_positive_int(self, name: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 2**31:
-            raise ConfigError(f"{name}={value!r} must be a whole number of at least 1, and below 2**31")
-        object.__setattr__(self, name, int(value))  # NumPy's integers, say
 
     @classmethod
     def from_options(cls, model: str | Path, options: Mapping[str, Any]) -> "EngineConfig":
@@ -123,9 +120,9 @@ class EngineConfig:
 class RopeConfig:
     """Rotary embedding of a model. `theta` is the base; `parameters` are the other numbers of its type."""
 
-    rope_type: str = "default"
-    theta: float = 10000.0
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    rope_type: str
+    theta: float
+    parameters: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,53 +156,40 @@ class ModelConfig:
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         """Read the fields of a config.json; what the engine would have to ignore is refused."""
         for name, supported in UNSUPPORTED_UNLESS.items():
-            if raw.get(name, supported) not in (supported, None):
-                raise ModelError(
-                    f"config.json has {name}={raw[name]!r}, which is not supported; use a model without it"
-                )
-        num_heads = _number(raw, "num_attention_heads")
-        num_kv_heads = _number(raw, "num_key_value_heads", default=num_heads)
-        if num_heads % num_kv_heads != 0:
-            raise ModelError(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}")
-        head_dim = _number(raw, "head_dim", default=128)  # Qwen3's default, not hidden_size / num_attention_heads
-        if head_dim % 2 != 0:
-            raise ModelError(f"head_dim={head_dim} is odd; rotary embedding turns pairs of dimensions")
+            value = raw.get(name, supported)
+            if value not in (supported, None):
+                raise ModelError(f"config.json has {name}={value!r}, which is not supported; use a model without it")
         architectures = raw.get("architectures") or ["(none)"]  # which the registry refuses
         if not isinstance(architectures, list):
             raise ModelError(f"config.json has architectures={architectures!r}; it must be a list of names")
-        config = cls(
-            architecture=str(architectures[0]),
-            vocab_size=_number(raw, "vocab_size"),
-            hidden_size=_number(raw, "hidden_size"),
-            intermediate_size=_number(raw, "intermediate_size"),
-            num_hidden_layers=_number(raw, "num_hidden_layers", limit=MAX_LAYERS),
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_kv_heads,
-            head_dim=head_dim,
-            max_position_embeddings=_number(raw, "max_position_embeddings", default=32768),
-            rms_norm_eps=_number(raw, "rms_norm_eps", float, default=1e-6),
-            initializer_range=_number(raw, "initializer_range", float, default=0.02),
-            tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
-            attention_bias=_flag(raw, "attention_bias"),
-            dtype=_read_dtype(raw),
-            rope=_read_rope(raw),
-        )
-        if not 0 < config.max_model_len <= MAX_SIZE:
-            raise ModelError(
-                f"config.json stretches the context to {config.max_model_len} tokens; check its RoPE factor"
-            )
+        defaults = {"num_key_value_heads": raw.get("num_attention_heads"), **DEFAULTS}
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            if field.type in (int, float):
+                values[field.name] = _number(raw, field.name, field.type, defaults.get(field.name))
+            elif field.type is bool:
+                flag = raw.get(field.name)
+                if not isinstance(flag, (bool, type(None))):
+                    raise ModelError(f"config.json has {field.name}={flag!r}; it must be true or false")
+                values[field.name] = bool(flag)
+        config = cls(architecture=str(architectures[0]), dtype=_read_dtype(raw), rope=_read_rope(raw), **values)
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        if num_heads % num_kv_heads != 0:
+            raise ModelError(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}")
+        if config.head_dim % 2 != 0:
+            raise ModelError(f"head_dim={config.head_dim} is odd; rotary embedding turns pairs of dimensions")
+        length = config.max_model_len
+        if not 0 < length <= MAX_SIZE:
+            raise ModelError(f"config.json stretches the context to {length} tokens; check its RoPE factor")
         return config
 
     @property
     def max_model_len(self) -> int:
         """The longest sequence, in tokens, that the model's positions are made for."""
-        factor = self.rope.parameters.get("factor", 1.0)
-        if self.rope.rope_type == "linear":
-            return int(self.max_position_embeddings * factor)
-        if self.rope.rope_type == "yarn":
-            original = self.rope.parameters.get("original_max_position_embeddings")
-            return int(original * factor) if original else self.max_position_embeddings
-        return self.max_position_embeddings
+        stretched: dict[str, Any] = {"linear": self.max_position_embeddings}
+        stretched["yarn"] = self.rope.parameters.get("original_max_position_embeddings")
+        original = stretched.get(self.rope.rope_type)
+        return int(original * self.rope.parameters.get("factor", 1.0)) if original else self.max_position_embeddings
 
     def check_tensor_parallel_size(self, size: int) -> None:
         """Raise ConfigError where heads or MLP cannot be split over `size` ranks, with the sizes that would do."""
@@ -222,25 +206,16 @@ class ModelConfig:
             )
 
 
-def _number(
-    raw: Mapping[str, Any], name: str, kind: type[T] = int, default: T | None = None, limit: int = MAX_SIZE
-) -> T:
+def _number(raw: Mapping[str, Any], name: str, kind: Any, default: Any = None) -> Any:
     """A positive number; null and a missing one mean the default, where there is one."""
     value = default if raw.get(name) is None else raw[name]
-    kinds = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, kind if kind is int else (int, float)) or not value > 0:
         wanted = "a whole number of at least 1" if kind is int else "a positive number"
         raise ModelError(f"config.json has {name}={value!r}; it must be {wanted}")
-    if value > (limit if kind is int else MAX_FLOAT):
+    limit = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE if kind is int else MAX_FLOAT
+    if value > limit:
         raise ModelError(f"config.json has {name}={value!r}, beyond any model; download it again")
     return kind(value)
-
-
-def _flag(raw: Mapping[str, Any], name: str) -> bool:
-    value = raw.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ModelError(f"config.json has {name}={value!r}; it must be true or false")
-    return bool(value)
 
 
 def _read_dtype(raw: Mapping[str, Any]) -> str:
@@ -266,9 +241,5 @@ def _read_rope(raw: Mapping[str, Any]) -> RopeConfig:
         if parameters[name] != 0 or not name.startswith("mscale"):  # where 0 means none
             parameters[name] = _number(parameters, name, int if name.startswith("original") else float)
     if rope_type == "default" and "factor" in parameters:
-        raise ModelError(
-            f"config.json has RoPE parameters {parameters!r} and no rope_type; say which type they belong to"
-        )
-    return RopeConfig(
-        rope_type=str(rope_type), theta=_number(theta, "rope_theta", float, 10000.0), parameters=parameters
-    )
+        raise ModelError(f"config.json has RoPE parameters {parameters!r} and no rope_type; say whose they are")
+    return RopeConfig(str(rope_type), _number(theta, "rope_theta", float, 10000.0), parameters)

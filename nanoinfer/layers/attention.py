@@ -141,9 +141,7 @@ def select_backend(
     Raises ConfigError where the requested one cannot, with the reason.
     """
     obstacles = {
-        "triton": _triton_obstacle(device, dtype, head_dim),
-        "flash_attn": _flash_attn_obstacle(device, dtype, head_dim, block_size),
-        "torch": None,
+        name: _obstacle(name, device, dtype, head_dim, block_size) for name in ("triton", "flash_attn", "torch")
     }
     if requested == "auto":
         requested = next(name for name, obstacle in obstacles.items() if obstacle is None)
@@ -163,33 +161,23 @@ def select_backend(
     return TritonBackend(VarlenAttention())
 
 
-def _gpu_obstacle(device: torch.device, dtype: torch.dtype, package: str) -> str | None:
-    """Why a backend that needs a recent GPU, 16 bits, Triton and `package` cannot serve; None where it can."""
+def _obstacle(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    """Why a backend cannot serve; None where it can."""
+    if backend == "torch":
+        return None
     if device.type != "cuda":
         return f"runs on CUDA, and device is {device.type!r}; use a GPU"
-    for name in ("triton", package):
-        if error := import_error(name):
-            return f"needs the package {name.replace('_', '-')}, which cannot be imported ({error}); install it"
+    for package in ("triton", backend):
+        if error := import_error(package):
+            return f"needs the package {package.replace('_', '-')}, which cannot be imported ({error}); install it"
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return f"needs a GPU of compute capability 8.0 or more, and {torch.cuda.get_device_name(device)} has less"
     if dtype == torch.float32:
         return "computes in 16 bits, and dtype is 'float32'; use dtype='bfloat16'"
-    return None
-
-
-def _flash_attn_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    if obstacle := _gpu_obstacle(device, dtype, "flash_attn"):
-        return obstacle
-    if head_dim % 8 != 0 or head_dim > 256:
-        return f"takes a head_dim that is a multiple of 8 up to 256, and the model has {head_dim}; use another model"
-    if block_size % 256 != 0:
-        return f"needs kvcache_block_size to be a multiple of 256, not {block_size}; use 256"
-    return None
-
-
-def _triton_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    if obstacle := _gpu_obstacle(device, dtype, "triton"):
-        return obstacle
-    if head_dim not in (64, 128):
+    if backend == "triton" and head_dim not in (64, 128):
         return f"takes a head_dim of 64 or 128, and the model has {head_dim}; use another model"
+    if backend == "flash_attn" and (head_dim % 8 != 0 or head_dim > 256):
+        return f"takes a head_dim that is a multiple of 8 up to 256, and the model has {head_dim}; use another model"
+    if backend == "flash_attn" and block_size % 256 != 0:
+        return f"needs kvcache_block_size to be a multiple of 256, not {block_size}; use 256"
     return None

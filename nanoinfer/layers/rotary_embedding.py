@@ -4,8 +4,6 @@ The rotation stands between other small operations on each head, and is computed
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,15 +128,13 @@ def _yarn(inv_freq: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
         high += 0.001
     interpolate = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     stretched = inv_freq / factor * interpolate + inv_freq * (1 - interpolate)
-    return stretched, _yarn_attention_factor(p, factor)
 
-
-def _yarn_attention_factor(p: Mapping[str, Any], factor: float) -> float:
     def mscale(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if p.get("attention_factor") is not None:
-        return float(p["attention_factor"])
-    if p.get("mscale") and p.get("mscale_all_dim"):
-        return mscale(p["mscale"]) / mscale(p["mscale_all_dim"])
-    return mscale(1.0)
+    attention_factor = p.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = mscale(1.0)
+        if p.get("mscale") and p.get("mscale_all_dim"):
+            attention_factor = mscale(p["mscale"]) / mscale(p["mscale_all_dim"])
+    return stretched, attention_factor

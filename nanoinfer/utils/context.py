@@ -29,10 +29,6 @@ class KVCache:
         return self.k.shape[1]
 
     @property
-    def block_size(self) -> int:
-        return self.k.shape[3]
-
-    @property
     def num_bytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
 

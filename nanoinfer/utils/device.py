@@ -16,7 +16,7 @@ def select_device(requested: str) -> torch.device:
     try:
         device = torch.device(requested)
     except RuntimeError:
-        raise ConfigError(f"device={requested!r} is not known; use 'auto', 'cpu', 'cuda' or 'cuda:N'") from None
+        device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={requested!r} is not supported; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if device.type == "cuda":

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nanoinfer.errors import ModelError
 from nanoinfer.utils.hub import read_json
 
-PICKLED = ("*.bin", "*.pt", "*.pth")
+PICKLED = (".bin", ".pt", ".pth")
 SHOWN = 8  # names listed in a message
 
 
@@ -37,15 +37,18 @@ def load_model(model: Any, folder: Path) -> None:
         seen.add(name)
         if name in model.ignored_weights or name.endswith("rotary_emb.inv_freq"):  # a table that we compute
             continue
-        param_name, shard = _target(name, model.packed_modules_mapping)
-        if (param_name, shard) not in missing:
+        module_name, _, kind = name.rpartition(".")
+        parent, _, part = module_name.rpartition(".")
+        packed, shard = model.packed_modules_mapping.get(part, (part, None))
+        target = f"{parent}.{packed}.{kind}" if shard else name
+        if (target, shard) not in missing:
             left_over.append(name)
             continue
         try:
-            _place(model, param_name, shard, tensor)
+            _place(model, target, shard, tensor)
         except ModelError as error:
             raise ModelError(f"{name} in {folder}: {error}; is this config.json that of the checkpoint?") from None
-        missing.discard((param_name, shard))
+        missing.discard((target, shard))
     if missing:
         names = [f"{name} ({shard})" if shard else name for name, shard in missing]
         raise ModelError(f"{folder} lacks weights for {_listed(names)}; download the checkpoint again")
@@ -88,26 +91,16 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted({folder / name for name in weight_map.values()})
     else:
         files = sorted(folder.glob("*.safetensors"))
-    absent = [path.name for path in files if not path.is_file()]
-    if absent:
+    if absent := [path.name for path in files if not path.is_file()]:
         raise ModelError(f"{folder} lacks {_listed(absent)}, which its index names; download the checkpoint again")
-    if not files:
-        if any(True for pattern in PICKLED for _ in folder.glob(pattern)):
-            raise ModelError(
-                f"{folder} has only pickled weights, which are refused: unpickling a file can run any code that is in "
-                "it; convert them with transformers' save_pretrained(safe_serialization=True)"
-            )
-        raise ModelError(f"{folder} has no *.safetensors file; download the checkpoint, or use load_format='dummy'")
-    return files
-
-
-def _target(name: str, packed: dict[str, tuple[str, str]]) -> tuple[str, str | None]:
-    """The parameter that a checkpoint's tensor fills, and the shard of it: (name, None) where they are one."""
-    parts = name.split(".")
-    if len(parts) > 1 and parts[-2] in packed:
-        parts[-2], shard = packed[parts[-2]]
-        return ".".join(parts), shard
-    return name, None
+    if files:
+        return files
+    if any(path.suffix in PICKLED for path in folder.iterdir()):
+        raise ModelError(
+            f"{folder} has only pickled weights, which are refused: unpickling a file can run any code that is in it; "
+            "convert them with transformers' save_pretrained(safe_serialization=True)"
+        )
+    raise ModelError(f"{folder} has no *.safetensors file; download the checkpoint, or use load_format='dummy'")
 
 
 def _place(model: Any, param_name: str, shard: str | None, tensor: Tensor) -> None:
@@ -126,6 +119,5 @@ def _place(model: Any, param_name: str, shard: str | None, tensor: Tensor) -> No
 
 
 def _listed(names: list[str]) -> str:
-    names = sorted(names)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    return ", ".join(sorted(names)[:SHOWN]) + more

@@ -60,10 +60,8 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Decode a completion, as it is: spaces before punctuation stay."""
-        text: str = self.hf.decode(
-            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return text
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self.hf.decode(token_ids, **options))
 
     def text_of_token(self, token_id: int) -> str:
         """One token alone, special or not."""
@@ -89,10 +87,9 @@ def _tokenizer_class(folder: Path) -> Any:
     path = folder / "tokenizer_config.json"
     settings = read_json(path) if path.exists() and (folder / "tokenizer.json").exists() else {}
     name = settings.get("tokenizer_class")
-    found = None
-    if isinstance(name, str) and "auto_map" not in settings:  # that names code of the checkpoint's own
-        found = getattr(transformers, name.removesuffix("Fast") + "Fast", None)
-    return found or transformers.AutoTokenizer
+    if not isinstance(name, str) or "auto_map" in settings:  # which names code of the checkpoint's own
+        return transformers.AutoTokenizer
+    return getattr(transformers, name.removesuffix("Fast") + "Fast", transformers.AutoTokenizer)
 
 
 def load_tokenizer(folder: Path, vocab_size: int | None = None) -> Tokenizer | None:
@@ -103,28 +100,22 @@ def load_tokenizer(folder: Path, vocab_size: int | None = None) -> Tokenizer | N
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
     tokenizer = Tokenizer(folder)
-    if vocab_size is not None and len(tokenizer.hf) > vocab_size:
-        raise ModelError(
-            f"the tokenizer in {folder} has {len(tokenizer.hf)} tokens, and config.json vocab_size={vocab_size}; they "
-            "are not of one model, download both again"
-        )
+    num_tokens = len(tokenizer.hf)
+    if vocab_size is not None and num_tokens > vocab_size:
+        excess = f"{num_tokens} tokens, and config.json vocab_size={vocab_size}"
+        raise ModelError(f"the tokenizer in {folder} has {excess}; they are not of one model, download both again")
     return tokenizer
 
 
 def read_stop_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
     """The tokenizer's eos and those of generation_config.json (an id or a list) or, lacking that, of config.json."""
-    stop: set[Any] = {tokenizer.hf.eos_token_id} if tokenizer else set()
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if path.exists():
-            eos = read_json(path).get("eos_token_id")
-            listed = eos if isinstance(eos, list) else [eos]
-            if not all(item is None or isinstance(item, int) for item in listed):
-                raise ModelError(f"{path} has eos_token_id={eos!r}; it must be an id or a list of ids")
-            stop.update(listed)
-            break
-    stop.discard(None)
-    return frozenset(stop)
+    paths = [folder / name for name in ("generation_config.json", "config.json")]
+    path = next((path for path in paths if path.exists()), None)
+    eos = read_json(path).get("eos_token_id") if path else None
+    listed = eos if isinstance(eos, list) else [eos]
+    if not all(item is None or isinstance(item, int) for item in listed):
+        raise ModelError(f"{path} has eos_token_id={eos!r}; it must be an id or a list of ids")
+    return frozenset({*listed, tokenizer.hf.eos_token_id if tokenizer else None} - {None})
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
