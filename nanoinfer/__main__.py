@@ -23,9 +23,8 @@ Sampling fields are those of SamplingParams; a chat may have tools and chat_temp
 is as the model's generation_config.json recommends, and else as SamplingParams has it: max_tokens is 64. Of a body,
 model, user and metadata are passed over; any other field that is not known is an error.
 
-A result has OpenAI's form: id, custom_id, response, error. A line that cannot be served gets an error with its number.
-Results come in the order in which they finish; a line without a custom_id gets "line-" and its number; two lines with
-the same custom_id are two requests.
+A result has OpenAI's form: id, custom_id, response, error. Results come in the order in which they finish; a line
+without a custom_id gets "line-" and its number; two lines with the same custom_id are two requests.
 
 Killed or stopped at any moment, the same command goes on where it was: nothing that is written is done again, and
 nothing is lost. It needs the same input (lines may be added to it), model, --max-tokens and --temperature; other
@@ -52,8 +51,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     )
     batch.add_argument("-i", "--input", type=Path, required=True, help="JSONL; gzipped if its name ends in .gz")
     batch.add_argument("-o", "--output", type=Path, required=True, help="JSONL; what is there already is kept")
-    batch.add_argument("--max-tokens", type=int, help="for lines that do not say")
-    batch.add_argument("--temperature", type=float, help="for lines that do not say")
+    batch.add_argument("--max-tokens", type=int, default=argparse.SUPPRESS, help="for lines that do not say")
+    batch.add_argument("--temperature", type=float, default=argparse.SUPPRESS, help="for lines that do not say")
     batch.add_argument("--max-errors", type=int, metavar="N", help="stop at more lines with errors than N")
     add_engine_options(batch.add_argument_group("the model and the engine"))
     sys.exit(run(parser.parse_args(arguments)))
@@ -83,17 +82,10 @@ def run(args: argparse.Namespace) -> int:
     from nanoinfer.llm import LLM
 
     options = {field.name: getattr(args, field.name) for field in fields(EngineConfig) if field.name in args}
-    given = {name: getattr(args, name) for name in ("max_tokens", "temperature")}
-    overrides = {name: value for name, value in given.items() if value is not None}
+    overrides = {name: getattr(args, name) for name in ("max_tokens", "temperature") if name in args}
+    given = {"settings": args.model, "overrides": overrides, "max_errors": args.max_errors}
     try:
-        summary = run_batch(
-            lambda: LLM(**options),
-            args.input,
-            args.output,
-            settings=args.model,
-            overrides=overrides,
-            max_errors=args.max_errors,
-        )
+        summary = run_batch(lambda: LLM(**options), args.input, args.output, **given)
     except (NanoinferError, OSError) as error:
         print(f"nanoinfer: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

@@ -7,10 +7,10 @@ step that finishes it. See `utils/job_files.py` for what a job started again kno
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,52 +84,46 @@ def run_batch(
     settings = f"{settings} {overrides}"
     with closing(BatchOutput(output_path)) as output:
         summary = Summary(output.count(read_lines(input_path, settings)), output.num_records)
-        if max_errors is not None and output.num_errors > max_errors:
-            summary.end = "too many errors"
-        elif output.num_records < summary.num_lines:
+        limit = math.inf if max_errors is None else max_errors
+        if output.num_records < summary.num_lines and output.num_errors <= limit:
             with load() as llm:
                 started = time.monotonic()
-                job = Job(llm, output, replace(llm.default_sampling_params, **overrides), max_errors)
-                job.run((line for line in read_lines(input_path, settings) if not output.has(line)), summary, use_tqdm)
+                pending = (line for line in read_lines(input_path, settings) if not output.has(line))
+                job = Job(llm, output, replace(llm.default_sampling_params, **overrides), limit)
+                job.run(pending, summary, use_tqdm)
                 summary.seconds = time.monotonic() - started
         summary.num_done, summary.num_errors = output.num_records, output.num_errors
+        if summary.end == "finished" and output.num_errors > limit:
+            summary.end = "too many errors"
         return summary
 
 
 class Job:
     """The lines that are left, and those that the engine has."""
 
-    def __init__(self, llm: LLM, output: BatchOutput, base: SamplingParams, max_errors: int | None) -> None:
-        self._llm, self._output, self._base = llm, output, base
-        self._max_errors = math.inf if max_errors is None else max_errors
+    def __init__(self, llm: LLM, output: BatchOutput, base: SamplingParams, max_errors: float) -> None:
+        self._llm, self._output, self._base, self._max_errors = llm, output, base, max_errors
         self._asked: dict[int, Asked] = {}  # by request id
         # A full running set, and as many that wait: rows are refilled from them in one step.
         self._window = 2 * llm.engine.config.max_num_seqs
 
     def run(self, pending: Iterator[Line], summary: Summary, use_tqdm: bool) -> None:
-        """Fill the engine up, run a step and write what it finished, until nothing is left."""
+        """Fill the engine up, run a step and write what it finished, until nothing is left or too much is wrong."""
+        pending = takewhile(lambda _: self._output.num_errors <= self._max_errors, pending)
         with Progress(self._llm.engine.stats, summary.num_lines, use_tqdm, summary.num_before) as progress:
             try:
                 is_left = True
-                while is_left and summary.end == "finished":
+                while is_left and self._output.num_errors <= self._max_errors:
                     with postponed_interrupt():  # what has finished is written first
-                        is_left = self._fill(pending)
+                        is_left = bool(self._asked)
+                        for line in islice(pending, self._window - len(self._asked)):
+                            self._ask(line)
+                            is_left = True
                         for output in self._llm.step() if self._asked else []:
                             self._answer(output, summary)
-                        if self._output.num_errors > self._max_errors:
-                            summary.end = "too many errors"
                     progress.show(self._output.num_records)
             except KeyboardInterrupt:
                 summary.end = "interrupted"
-
-    def _fill(self, pending: Iterator[Line]) -> bool:
-        """Queue lines until there are enough; whether there was anything to do."""
-        line = None
-        for line in islice(pending, self._window - len(self._asked)):
-            self._ask(line)
-            if self._output.num_errors > self._max_errors:
-                break
-        return line is not None or bool(self._asked)
 
     def _ask(self, line: Line) -> None:
         """Queue the request of a line, or write what is wrong with it."""
@@ -141,10 +135,12 @@ class Job:
             body = parse_body(content)
             # A seed for each line: what is drawn for it does not depend on where the job was interrupted.
             seed = xxhash.xxh64_intdigest(b"%d" % line.number, engine.config.seed % 2**64) >> 1
-            params = replace(self._base, **{"seed": seed, **_only(SAMPLING_FIELDS, body)})
+            sampling = {"seed": seed} | {name: body[name] for name in SAMPLING_FIELDS if name in body}
+            params = replace(self._base, **sampling)
             is_chat = "messages" in body
             if is_chat:
-                texts = render_chats(engine.require_tokenizer(), [body["messages"]], **_only(CHAT_OPTIONS, body))
+                options = {name: body[name] for name in CHAT_OPTIONS if name in body}
+                texts = render_chats(engine.require_tokenizer(), [body["messages"]], **options)
                 [body["prompt"]] = engine.encode([*texts], add_special_tokens=False)
             self._asked[self._llm.add_request(body["prompt"], params)] = Asked(line, custom_id, is_chat)
         except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
@@ -229,7 +225,3 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
     if unknown := sorted(set(body) - {*SAMPLING_FIELDS, *others}):
         raise RequestError(f"unknown fields: {', '.join(unknown)}; known are {', '.join(sorted(SAMPLING_FIELDS))}")
     return body
-
-
-def _only(names: Iterable[str], body: dict[str, Any]) -> dict[str, Any]:
-    return {name: body[name] for name in names if name in body}

@@ -3,6 +3,7 @@
 # ruff: noqa: PT017 (an error is one of two right ends)
 
 import json
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import fields
@@ -170,7 +171,7 @@ def test_lines_of_a_batch(num_cases: int, tmp_path: Path) -> None:
 
     with LLM(tiny_model_path(), device="cpu", num_kvcache_blocks=16) as llm:
         output = BatchOutput(tmp_path / "out")
-        job = Job(llm, output, SamplingParams(), max_errors=None)
+        job = Job(llm, output, SamplingParams(), max_errors=math.inf)
 
         def check(line: bytes, cut: int) -> None:
             before = output.num_records

@@ -42,9 +42,8 @@ class ParallelRunner:
         if devices[0].type == "cuda":
             os.environ.update(NCCL_ENVIRONMENT)  # the workers inherit it
         ring = Ring(num_readers=size - 1)
-        self._device = devices[0]
-        self._runner: ModelRunner | None = None
-        self._tp = TensorParallel()
+        self.closed = False
+        self._device, self._tp = devices[0], TensorParallel()
         self._workers = Workers(size, _work, (ring, config, model_config, folder, devices))
         weakref.finalize(self, self._workers.close)
         self._writer = RingWriter(ring, self._workers.links, self._workers.check)
@@ -56,37 +55,28 @@ class ParallelRunner:
             self._workers.wait_for_stage(2)  # all are ready
         except BaseException as error:
             self._fail(error)
-        self.num_blocks = self._runner.num_blocks
-        self.max_model_len = self._runner.max_model_len
-
-    @property
-    def closed(self) -> bool:
-        return self._runner is None
+        self.num_blocks, self.max_model_len = self._runner.num_blocks, self._runner.max_model_len
 
     def launch(self, packet: Packet) -> StepHandle:
         """Start a step on all ranks."""
-        runner = self._runner
-        assert runner is not None, "the engine asks for `closed` first"
         with postponed_interrupt():
             try:
                 self._writer.send(packet)
-                return runner.launch(packet)
+                return self._runner.launch(packet)
             except BaseException as error:
                 self._fail(error)
 
     def wait(self, handle: StepHandle) -> list[int]:
         """The token ids of a launched step."""
-        runner = self._runner
-        assert runner is not None, "the engine asks for `closed` first"
         while not (handle.is_done() or self._workers.have_failed):
             time.sleep(POLL_SECONDS)
         if self._workers.have_failed:
             self._fail(RuntimeError("the ranks' communication was aborted"))
-        return runner.wait(handle)
+        return self._runner.wait(handle)
 
     def close(self) -> None:
         """End the workers and free this rank's memory. Closing twice is fine."""
-        if self._runner is not None:
+        if not self.closed:
             self._workers.hang_up()
             self._free(ABORT_SECONDS)
         self._workers.close()
@@ -104,13 +94,14 @@ class ParallelRunner:
 
         False where it does not end even so: then nothing can be freed.
         """
-        runner, self._runner = self._runner, None
+        self.closed = True
         if not becomes_idle(self._device, seconds):
             self._workers.on_failure()
             if not becomes_idle(self._device, ABORT_SECONDS):
                 return False
-        if runner is not None:
-            runner.close()
+        if hasattr(self, "_runner"):
+            self._runner.close()
+            del self._runner
         self._workers.on_failure()  # after the graphs that communicate
         tp, self._tp = self._tp, TensorParallel()
         tp.close()

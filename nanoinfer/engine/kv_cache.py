@@ -33,16 +33,8 @@ def num_blocks_in(free_bytes: int, config: ModelConfig, block_size: int, dtype: 
     return free_bytes // bytes_per_block
 
 
-def allocate_kv_cache(
-    config: ModelConfig,
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    tp: TensorParallel,
-) -> KVCache:
-    """A cache of zeros: what was never written must not be NaN, since 0 x NaN is NaN."""
-    shape = cache_shape(config, num_blocks, block_size, tp)
+def allocate_kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> KVCache:
+    """A cache of zeros: what was never written must not be NaN, since 0 x NaN is NaN. shape: as of `cache_shape`."""
     num_bytes = math.prod(shape) * dtype.itemsize  # of the keys, and of the values
     try:
         if device.type == "cpu":
@@ -52,7 +44,7 @@ def allocate_kv_cache(
             k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
     except (torch.OutOfMemoryError, MemoryError, ValueError, OverflowError):  # the last two: sizes beyond any address
         raise ConfigError(
-            f"num_kvcache_blocks={num_blocks} needs {2 * num_bytes / GIB:.1f} GiB, more than {device} has free; lower "
+            f"num_kvcache_blocks={shape[1]} needs {2 * num_bytes / GIB:.1f} GiB, more than {device} has free; lower "
             "it, or leave it out to take what fits"
         ) from None
     return KVCache(k, v)

@@ -21,6 +21,7 @@ from nanoinfer.engine.kv_cache import (
     CPU_CACHE_BYTES,
     GIB,
     allocate_kv_cache,
+    cache_shape,
     num_blocks_in,
     resolve_max_model_len,
 )
@@ -236,7 +237,8 @@ class ModelRunner:
     def _allocate(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache and the tables."""
         block_size = self.config.kvcache_block_size
-        self.kv_cache = allocate_kv_cache(self.model_config, num_blocks, block_size, self.dtype, self.device, self.tp)
+        shape = cache_shape(self.model_config, num_blocks, block_size, self.tp)
+        self.kv_cache = allocate_kv_cache(shape, self.dtype, self.device)
         self.state = DeviceState(self.config.max_num_seqs, max_model_len, block_size, self.device, self.tp)
         self.special = SpecialRows(self.state, self.model_config.vocab_size)
 

@@ -23,7 +23,8 @@ def resolve_model_folder(model: str, with_weights: bool = True) -> Path:
             raise ModelError(f"model={model!r} is a file; give the folder that holds config.json")
     except (OSError, RuntimeError) as error:  # a name too long for any file, the home of nobody
         raise ModelError(f"model={model!r} cannot be a folder ({error}); give another") from None
-    if not _is_hub_id(model):
+    parts = model.split("/")
+    if len(parts) != 2 or not all(parts) or model.startswith((".", "~")) or "\\" in model:
         raise ModelError(f"model={model!r}: there is no such folder; give one, or a hub id such as 'Qwen/Qwen3-0.6B'")
 
     from huggingface_hub import snapshot_download
@@ -50,8 +51,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a {type(content).__name__}, not an object; download the file again")
     return content
-
-
-def _is_hub_id(model: str) -> bool:
-    parts = model.split("/")
-    return len(parts) == 2 and all(parts) and not model.startswith((".", "~", "/")) and "\\" not in model

@@ -12,6 +12,7 @@ import re
 import zlib
 from array import array
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,19 +70,17 @@ class BatchOutput:
         self.num_records = 0
         self.num_errors = 0
         self._digests = array("Q")  # of the line with number `index + 1`; 0 if that is not done
-        try:
-            self._file = path.open("a+b")
-        except OSError as error:
-            raise JobError(f"the output {path} cannot be written ({error}); choose another") from error
-        self.close = self._file.close
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system unlocks what a killed job had locked
-            self._read()
-        except BaseException as error:
-            self.close()
-            if isinstance(error, BlockingIOError):
+        with ExitStack() as stack:
+            try:
+                self._file = stack.enter_context(path.open("a+b"))
+                # The system unlocks what a killed job had locked.
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 raise JobError(f"another job is writing to {path}; wait for its end, or choose another") from None
-            raise
+            except OSError as error:
+                raise JobError(f"the output {path} cannot be written ({error}); choose another") from error
+            self._read()
+            self.close = stack.pop_all().close
 
     def has(self, line: Line) -> bool:
         """Whether a line is done. Raises JobError where that was another line, or had other settings."""
@@ -126,9 +125,8 @@ class BatchOutput:
                 break
             match = RECORD_ID.match(content)
             if match is None:
-                raise JobError(
-                    f"{self.path} has a line at byte {end} that is no result of a job; choose another output"
-                )
+                where = f"{self.path} has a line at byte {end}"
+                raise JobError(f"{where} that is no result of a job; choose another output")
             index, digest = int(match[1]) - 1, int(match[2], 16)
             self._digests.extend([0] * (index + 1 - len(self._digests)))
             self.num_records += self._digests[index] == 0

@@ -26,23 +26,23 @@ class Ring:
     It has no name that others could meet, and is gone with the last process that has it, however that one ends.
 
     num_read: (num_readers,) int64, the slots that each reader has read, ever.
-    headers: (num_slots, 2) int64: the number of slots ever written before it, and the length of its message.
+    lengths: (num_slots,) int64, of the message that each slot is part of.
     slots: (num_slots, slot_size) int32.
     """
 
     def __init__(self, num_readers: int, num_slots: int = NUM_SLOTS, slot_size: int = SLOT_SIZE) -> None:
-        num_bytes = 8 * (CACHE_LINE * num_readers + 2 * num_slots) + 4 * num_slots * slot_size
+        num_bytes = 8 * (CACHE_LINE * num_readers + num_slots) + 4 * num_slots * slot_size
         self.__setstate__((Arena(num_bytes), num_readers, num_slots))
 
     def __setstate__(self, state: tuple[Arena, int, int]) -> None:
         self._arena, num_readers, num_slots = state
-        wide = np.frombuffer(self._arena.buffer, np.int64, count=CACHE_LINE * num_readers + 2 * num_slots)
+        wide = np.frombuffer(self._arena.buffer, np.int64, count=CACHE_LINE * num_readers + num_slots)
         self.num_read = wide[: CACHE_LINE * num_readers : CACHE_LINE]
-        self.headers = wide[CACHE_LINE * num_readers :].reshape(num_slots, 2)
+        self.lengths = wide[CACHE_LINE * num_readers :]
         self.slots = np.frombuffer(self._arena.buffer, np.int32, offset=wide.nbytes).reshape(num_slots, -1)
 
     def __getstate__(self) -> tuple[Arena, int, int]:
-        return self._arena, len(self.num_read), len(self.headers)
+        return self._arena, len(self.num_read), len(self.lengths)
 
 
 class RingWriter:
@@ -63,7 +63,7 @@ class RingWriter:
                 time.sleep(SPIN_SECONDS)
             part, slot = numbers[start : start + slot_size], self._num_written % num_slots
             self.ring.slots[slot, : len(part)] = part
-            self.ring.headers[slot] = self._num_written, len(numbers)
+            self.ring.lengths[slot] = len(numbers)
             self._num_written += 1
             for doorbell in self._doorbells:
                 doorbell.send(b"\0")
@@ -83,14 +83,12 @@ class RingReader:
         """The next message, waited for. Raises EOFError when the writer is gone."""
         self._wait()
         num_slots, slot_size = self.ring.slots.shape
-        length = int(self.ring.headers[self._num_read % num_slots, 1])
+        length = int(self.ring.lengths[self._num_read % num_slots])
         numbers = np.empty(length, np.int32)
         for start in range(0, max(1, length), slot_size):
             self._wait()
-            slot = self._num_read % num_slots
-            assert self.ring.headers[slot, 0] == self._num_read, f"slot {slot} was overwritten before it was read"
             part = numbers[start : start + slot_size]
-            part[:] = self.ring.slots[slot, : len(part)]
+            part[:] = self.ring.slots[self._num_read % num_slots, : len(part)]
             self._num_read += 1
             self.ring.num_read[self._index] = self._num_read
         return numbers
@@ -101,7 +99,7 @@ class RingReader:
         while self._num_rung == self._num_read:
             try:
                 flags = socket.MSG_DONTWAIT if time.perf_counter() < spin_until else 0
-                rings = self._doorbell.recv(len(self.ring.headers), flags)
+                rings = self._doorbell.recv(NUM_SLOTS, flags)
             except BlockingIOError:
                 continue
             if not rings:

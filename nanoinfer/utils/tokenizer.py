@@ -89,7 +89,7 @@ def _tokenizer_class(folder: Path) -> Any:
     name = settings.get("tokenizer_class")
     if not isinstance(name, str) or "auto_map" in settings:  # which names code of the checkpoint's own
         return transformers.AutoTokenizer
-    return getattr(transformers, name.removesuffix("Fast") + "Fast", transformers.AutoTokenizer)
+    return getattr(transformers, name.removesuffix("Fast") + "Fast", None) or transformers.AutoTokenizer
 
 
 def load_tokenizer(folder: Path, vocab_size: int | None = None) -> Tokenizer | None:

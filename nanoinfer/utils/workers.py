@@ -65,12 +65,9 @@ class Workers:
     def _start(self, rank: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
         ours, theirs = socket.socketpair()
         self.links.append(ours)
-        process = multiprocessing.get_context("spawn").Process(
-            target=_run_worker,
-            args=(target, rank, theirs, self.folder, *args),
-            name=f"nanoinfer rank {rank}",
-            daemon=True,
-        )
+        arguments = (target, rank, theirs, self.folder, *args)
+        spawn = multiprocessing.get_context("spawn").Process
+        process = spawn(target=_run_worker, args=arguments, name=f"nanoinfer rank {rank}", daemon=True)
         # What is blocked here is so in the worker too, which inherits it: Ctrl-C is only ours.
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -105,7 +102,7 @@ class Workers:
         passed = stage * PASSED
         with self._changed:
             self._changed.wait_for(
-                lambda: self.have_failed or all(report.startswith(passed) for report in self._reports.values())
+                lambda: self._failure or all(report.startswith(passed) for report in self._reports.values())
             )
         self.check()
 
