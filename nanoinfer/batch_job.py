@@ -151,8 +151,7 @@ class Job:
         line, custom_id, is_chat = self._asked.pop(output.request_id)
         if any(choice.finish_reason == "error" for choice in output.outputs):
             message = f"the logits are NaN or infinite after {len(output.token_ids)} tokens"
-            self._fail(line, custom_id, "model_error", message)
-            return
+            return self._fail(line, custom_id, "model_error", message)
         choices = []
         for choice in output.outputs:
             text = {"message": {"role": "assistant", "content": choice.text}} if is_chat else {"text": choice.text}

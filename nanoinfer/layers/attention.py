@@ -140,15 +140,15 @@ def select_backend(
 
     Raises ConfigError where the requested one cannot, with the reason.
     """
-    obstacles = {
-        name: _obstacle(name, device, dtype, head_dim, block_size) for name in ("triton", "flash_attn", "torch")
-    }
+    names = ("triton", "flash_attn", "torch")
+    obstacles = {name: _obstacle(name, device, dtype, head_dim, block_size) for name in names}
     if requested == "auto":
-        requested = next(name for name, obstacle in obstacles.items() if obstacle is None)
+        requested = next(name for name in names if obstacles[name] is None)
     if obstacles[requested] is not None:
         raise ConfigError(f"attention_backend={requested!r} {obstacles[requested]}, or use attention_backend='auto'")
     if requested == "torch":
         return TorchBackend()
+    # What these import is slow to import, or not there.
     from nanoinfer.layers.triton_attention import TritonBackend
 
     if obstacles["flash_attn"] is None:

@@ -16,7 +16,7 @@ def select_device(requested: str) -> torch.device:
     try:
         device = torch.device(requested)
     except RuntimeError:
-        device = torch.device("meta")
+        device = torch.device("meta")  # no more supported than a name that is not known
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={requested!r} is not supported; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if device.type == "cuda":

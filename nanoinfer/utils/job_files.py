@@ -115,18 +115,16 @@ class BatchOutput:
     def _read(self) -> None:
         """Learn what is done."""
         self._file.seek(0)
-        start = self._file.read(len(RECORD_START))
-        if start != RECORD_START[: len(start)]:  # before a line of it is read: it may be of any size
+        # Before a line is read, which may be of any size in another file.
+        if not RECORD_START.startswith(self._file.peek()[: len(RECORD_START)]):
             raise JobError(f"{self.path} is no output of a batch job; choose another output")
-        self._file.seek(0)
         end = 0
         for content in self._file:
             if not content.endswith(b"\n"):
                 break
-            match = RECORD_ID.match(content)
-            if match is None:
-                where = f"{self.path} has a line at byte {end}"
-                raise JobError(f"{where} that is no result of a job; choose another output")
+            if not (match := RECORD_ID.match(content)):
+                place = f"a line at byte {end}"
+                raise JobError(f"{self.path} has {place} that is no result of a job; choose another output")
             index, digest = int(match[1]) - 1, int(match[2], 16)
             self._digests.extend([0] * (index + 1 - len(self._digests)))
             self.num_records += self._digests[index] == 0

@@ -25,11 +25,10 @@ def load_model(model: Any, folder: Path) -> None:
     and a module with a `weight_loader(param, tensor[, shard])` places its own share. Raises ModelError where tensors
     are missing, left over, or of another shape.
     """
-    missing = {
-        (name, shard)
-        for name, _ in model.named_parameters()
-        for shard in getattr(model.get_submodule(name.rpartition(".")[0]), "shards", (None,))
-    }
+    missing: dict[tuple[str, str | None], tuple[Any, Tensor]] = {}  # parameter and shard -> its module, the parameter
+    for name, param in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        missing |= {(name, shard): (module, param) for shard in getattr(module, "shards", (None,))}
     seen, left_over = set(), []
     for name, tensor in iterate_weights(folder):
         if name in seen:
@@ -40,15 +39,14 @@ def load_model(model: Any, folder: Path) -> None:
         module_name, _, kind = name.rpartition(".")
         parent, _, part = module_name.rpartition(".")
         packed, shard = model.packed_modules_mapping.get(part, (part, None))
-        target = f"{parent}.{packed}.{kind}" if shard else name
-        if (target, shard) not in missing:
+        target = f"{parent}.{packed}.{kind}" if shard else name, shard
+        if target not in missing:
             left_over.append(name)
             continue
         try:
-            _place(model, target, shard, tensor)
+            _place(*missing.pop(target), shard, tensor)
         except ModelError as error:
             raise ModelError(f"{name} in {folder}: {error}; is this config.json that of the checkpoint?") from None
-        missing.discard((target, shard))
     if missing:
         names = [f"{name} ({shard})" if shard else name for name, shard in missing]
         raise ModelError(f"{folder} lacks weights for {_listed(names)}; download the checkpoint again")
@@ -103,15 +101,11 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ModelError(f"{folder} has no *.safetensors file; download the checkpoint, or use load_format='dummy'")
 
 
-def _place(model: Any, param_name: str, shard: str | None, tensor: Tensor) -> None:
-    module = model.get_submodule(param_name.rpartition(".")[0])
-    param = model.get_parameter(param_name)
+def _place(module: Any, param: Tensor, shard: str | None, tensor: Tensor) -> None:
     if not tensor.is_floating_point():
         raise ModelError(f"the checkpoint has {tensor.dtype}, and only floating-point weights are supported")
-    if shard is not None:
-        module.weight_loader(param, tensor, shard)
-    elif hasattr(module, "weight_loader"):
-        module.weight_loader(param, tensor)
+    if hasattr(module, "weight_loader"):
+        module.weight_loader(param, tensor, *([shard] if shard else []))
     elif param.shape != tensor.shape:
         raise ModelError(f"the checkpoint has shape {tuple(tensor.shape)}, config.json implies {tuple(param.shape)}")
     else:
