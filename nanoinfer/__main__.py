@@ -23,8 +23,9 @@ Sampling fields are those of SamplingParams; a chat may have tools and chat_temp
 is as the model's generation_config.json recommends, and else as SamplingParams has it: max_tokens is 64. Of a body,
 model, user and metadata are passed over; any other field that is not known is an error.
 
-A result has OpenAI's form: id, custom_id, response, error. Results come in the order in which they finish; a line
-without a custom_id gets "line-" and its number; two lines with the same custom_id are two requests.
+A result has OpenAI's form: id, custom_id, response, error. A line that cannot be served gets an error with its number.
+Results come in the order in which they finish; a line without a custom_id gets "line-" and its number; two lines with
+the same custom_id are two requests.
 
 Killed or stopped at any moment, the same command goes on where it was: nothing that is written is done again, and
 nothing is lost. It needs the same input (lines may be added to it), model, --max-tokens and --temperature; other
@@ -60,16 +61,15 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def add_engine_options(group: Any) -> None:
     """An option for each field of EngineConfig, explained as there; one that is not given stays out of the result."""
-    document = inspect.getdoc(EngineConfig) or ""
+    explained = dict(re.findall(r"^(\w+): (.*(?:\n {4}.*)*)", inspect.getdoc(EngineConfig) or "", re.MULTILINE))
     for field in fields(EngineConfig):
-        explained = re.search(rf"^{field.name}: (.*(?:\n {{4}}.*)*)", document, re.MULTILINE)
-        kind = next(kind for kind in (*get_args(field.type), field.type) if kind is not type(None))
+        kind = (*get_args(field.type), field.type)[0]  # of `int | None`, int
         options: dict[str, Any] = {"type": kind, "choices": CHOICES.get(field.name), "metavar": "VALUE"}
         if kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
         group.add_argument(
             f"--{field.name.replace('_', '-')}",
-            help=" ".join(explained[1].split()).replace("%", "%%") if explained else None,
+            help=" ".join(explained[field.name].split()).replace("%", "%%"),
             required=field.name == "model",
             default=argparse.SUPPRESS,
             **options,
@@ -92,14 +92,13 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # while the model was loaded, or a second one
         print("nanoinfer: interrupted; the same command goes on", file=sys.stderr)
         return 130
-    print(f"{summary}; see {args.output}", file=sys.stderr)
-    if summary.end == "interrupted":
-        print("the same command goes on from here", file=sys.stderr)
-        return 130
-    if summary.end == "too many errors":
-        print("mend the input and begin another output, or raise --max-errors", file=sys.stderr)
-        return 4
-    return 3 if summary.num_errors else 0
+    exit_code, advice = {
+        "interrupted": (130, "\nthe same command goes on from here"),
+        "too many errors": (4, "\nmend the input and begin another output, or raise --max-errors"),
+        "finished": (3 if summary.num_errors else 0, ""),
+    }[summary.end]
+    print(f"{summary}; see {args.output}{advice}", file=sys.stderr)
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ class ParallelRunner:
     def _fail(self, error: BaseException) -> NoReturn:
         """Close without the workers' help, and raise what is behind `error`."""
         error = self._workers.explanation(error)
-        self._workers.kill()
+        self._workers.close(patience=0.0)
         if not self._free(0.0):
             raise WorkerError(f"{error}\nThe step on {self._device} did not end; restart this process") from error
         raise error

@@ -49,17 +49,10 @@ def _context_groups(context_lens: tuple[int, ...]) -> Iterator[slice]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata, chunks: slice) -> Tensor:
-    cu_query_lens = metadata.cu_query_lens[chunks.start : chunks.stop + 1]
-    cu_context_lens = metadata.cu_context_lens[chunks.start : chunks.stop + 1]
-    out: Any = varlen_attn(
-        q,
-        k,
-        v,
-        cu_query_lens - cu_query_lens[0],
-        cu_context_lens - cu_context_lens[0],
-        max(metadata.query_lens[chunks]),
-        max(metadata.context_lens[chunks]),
-        window_size=(-1, 0),  # causal
-        **GROUPED_HEADS,
-    )
+    ends = slice(chunks.start, chunks.stop + 1)
+    cu_query_lens, cu_context_lens = metadata.cu_query_lens[ends], metadata.cu_context_lens[ends]
+    cu_lens = cu_query_lens - cu_query_lens[0], cu_context_lens - cu_context_lens[0]
+    longest = max(metadata.query_lens[chunks]), max(metadata.context_lens[chunks])
+    causal = (-1, 0)
+    out: Any = varlen_attn(q, k, v, *cu_lens, *longest, window_size=causal, **GROUPED_HEADS)
     return out

@@ -23,7 +23,7 @@ from typing import Any
 
 from nanoinfer.errors import NanoinferError, WorkerError
 
-EXIT_SECONDS = 10.0  # a worker that was told to end is killed after so long
+EXIT_SECONDS = 10.0  # of patience with a worker that was told to end
 EXPLANATION_SECONDS = 2.0  # a worker's end may show in an error here before it shows in its socket
 JOIN_SECONDS = 3.0
 NO_MAIN_GUARD = 79  # exit code of a worker whose import of the user's script would start an engine
@@ -52,14 +52,13 @@ class Workers:
         self._failure = ""  # why the first worker has ended
         self._changed = threading.Condition()  # of the two above
         self._is_closing = False
-        self._patience = EXIT_SECONDS
         self._thread = threading.Thread(target=self._watch, name="nanoinfer watch", daemon=True)
         try:
             for rank in range(1, size):
                 self._start(rank, target, args)
             self._thread.start()
         except BaseException:
-            self.kill()
+            self.close(patience=0.0)
             raise
 
     def _start(self, rank: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -112,18 +111,16 @@ class Workers:
             with suppress(OSError):  # it has ended already
                 link.shutdown(socket.SHUT_WR)
 
-    def kill(self) -> None:
-        """Close, and give the workers no time to end by themselves."""
-        self._patience = 0.0
-        self.close()
+    def close(self, patience: float = EXIT_SECONDS) -> None:
+        """Let the workers end by themselves, and leave nothing of them; closing twice is fine.
 
-    def close(self) -> None:
-        """Let the workers end by themselves, kill those that do not, and leave nothing of them; once is enough."""
-        if self._is_closing or os.getpid() != self._owner:  # a fork of the owner has other workers or none
+        patience: seconds after which those that have not ended are killed; if one has failed, that is at once.
+        """
+        if self._is_closing or os.getpid() != self._owner:  # a fork of the owner has other workers, or none
             return
         self._is_closing = True
         self.hang_up()
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + (0.0 if self.have_failed else patience)
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is None:
@@ -154,7 +151,6 @@ class Workers:
                 link.close()
                 if not (self._is_closing or self.have_failed):
                     failure = self._explain(rank)
-                    self._patience = 0.0
                     with self._changed:
                         self._failure = failure
                         self._changed.notify_all()
