@@ -92,13 +92,11 @@ def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
             return inv_freq / rope.parameters["factor"], 1.0
         if rope.rope_type == "llama3":
             return _llama3(inv_freq, config), 1.0
-        if rope.rope_type == "yarn":
-            return _yarn(inv_freq, config)
+        return _yarn(inv_freq, config) if rope.rope_type == "yarn" else (inv_freq, 1.0)
     except KeyError as error:
         raise ModelError(f"rope_type={rope.rope_type!r} needs the parameter {error} in config.json") from None
     except (ArithmeticError, ValueError) as error:
         raise ModelError(f"the RoPE parameters of config.json go beyond what can be computed ({error})") from None
-    return inv_freq, 1.0
 
 
 def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:

@@ -29,10 +29,8 @@ class Tokenizer:
         backend: Any = getattr(self.hf, "backend_tokenizer", None)
         if backend is not None and type(backend.decoder).__name__ == "ByteLevel":
             special = [index for index, token in backend.get_added_tokens_decoder().items() if token.special]
-            self._token_bytes = {
-                False: TokenBytes(backend.id_to_token),
-                True: TokenBytes(backend.id_to_token, skipped=special),
-            }
+            skipped = {False: (), True: special}
+            self._token_bytes = {skips: TokenBytes(backend.id_to_token, ids) for skips, ids in skipped.items()}
 
     @cached_property
     def longest_token(self) -> int:
