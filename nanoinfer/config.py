@@ -241,5 +241,5 @@ def _read_rope(raw: Mapping[str, Any]) -> RopeConfig:
         if parameters[name] != 0 or not name.startswith("mscale"):  # where 0 means none
             parameters[name] = _number(parameters, name, int if name.startswith("original") else float)
     if rope_type == "default" and "factor" in parameters:
-        raise ModelError(f"config.json has RoPE parameters {parameters!r} and no rope_type; say whose they are")
+        raise ModelError(f"config.json has RoPE parameters {parameters!r} and no rope_type; say of which type")
     return RopeConfig(str(rope_type), _number(theta, "rope_theta", float, 10000.0), parameters)
