@@ -81,6 +81,10 @@ def run_batch(
     SamplingParams(**overrides)  # raises before the model is loaded
     if input_path.resolve() == output_path.resolve():
         raise JobError(f"input and output are the same file, {input_path}; choose another output")
+    if input_path.exists() and not input_path.is_file():
+        raise JobError(f"the input {input_path} cannot be read twice; write it to a file first")
+    if max_errors is not None and max_errors < 0:
+        raise JobError(f"max_errors={max_errors} must be at least 0; use 0 to stop at the first error")
     settings = f"{settings} {overrides}"
     with closing(BatchOutput(output_path)) as output:
         summary = Summary(output.count(read_lines(input_path, settings)), output.num_records)
@@ -95,6 +99,11 @@ def run_batch(
         summary.num_done, summary.num_errors = output.num_records, output.num_errors
         if summary.end == "finished" and output.num_errors > limit:
             summary.end = "too many errors"
+        elif summary.end == "finished" and output.num_records < summary.num_lines:
+            raise JobError(
+                f"the input had {summary.num_lines} lines when the job began, and {output.num_records} are done: it "
+                "was changed meanwhile; start the job again"
+            )
         return summary
 
 

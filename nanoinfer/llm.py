@@ -13,7 +13,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine, Prepared
 from nanoinfer.errors import RequestError
 from nanoinfer.outputs import EngineMetrics, EngineStats, RequestOutput, Score, StreamChunk
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams, is_whole_number
 from nanoinfer.utils.chat import Conversation, render_chats
 from nanoinfer.utils.prompts import (
     Prompt,
@@ -23,6 +23,7 @@ from nanoinfer.utils.prompts import (
     one_for_each,
     split_whole,
 )
+from nanoinfer.utils.workers import postponed_interrupt
 
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
@@ -165,7 +166,7 @@ class LLM:
         return finished
 
     def is_finished(self) -> bool:
-        """Whether `step` has nothing more to return."""
+        """Whether no request is left, those of other calls included, and `step` has nothing more to return."""
         return self.engine.is_finished() and not self._unclaimed
 
     @property
@@ -184,11 +185,16 @@ class LLM:
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, as `generate` makes them. Raises RequestError where there is no tokenizer."""
-        return self.engine.require_tokenizer().encode([text])[0]
+        if not isinstance(text, str):
+            raise RequestError(f"{text!r} is a {type(text).__name__}; give a string")
+        with self._lock:
+            return self.engine.tokenize([text])[0]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids. Raises RequestError where there is no tokenizer."""
-        return self.engine.require_tokenizer().decode(list(token_ids), skip_special_tokens)
+        if wrong := [item for item in token_ids if not is_whole_number(item) or not 0 <= item < 2**32]:
+            raise RequestError(f"{wrong[0]!r} is no token id; give a list of ids")
+        return self.engine.require_tokenizer().decode([int(item) for item in token_ids], skip_special_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -230,7 +236,7 @@ class LLM:
         inbox: list[RequestOutput] = []
         num_reported = 0
         try:
-            with self._lock:
+            with self._lock, postponed_interrupt():
                 for request in requests:
                     request_ids.append(self.engine.add_request(request, inbox))
             with Progress(self.engine.stats, len(requests), use_tqdm) as progress:
@@ -242,7 +248,7 @@ class LLM:
                         on_finish(inbox[num_reported - 1])
         finally:
             if len(inbox) < len(request_ids):
-                with self._lock:
+                with self._lock, postponed_interrupt():
                     self.engine.abort({*request_ids} - {output.request_id for output in inbox})
         return sorted(inbox, key=lambda output: output.request_id)
 
@@ -252,7 +258,7 @@ class LLM:
         inbox: list[RequestOutput] = []
         chunks: deque[StreamChunk] = deque()
         try:
-            with self._lock:
+            with self._lock, postponed_interrupt():
                 for index, request in enumerate(requests):
                     request_ids.append(self.engine.add_request(request, inbox, chunks, index))
             while chunks or len(inbox) < len(requests):
@@ -267,7 +273,8 @@ class LLM:
         """Run one step, or let another thread run its own."""
         if self._lock.acquire(timeout=STEP_SECONDS):
             try:
-                self.engine.step()
+                with postponed_interrupt():
+                    self.engine.step()
             finally:
                 self._lock.release()
 

@@ -1,6 +1,6 @@
 """How one request is to be sampled: chosen by the user, validated once, never changed."""
 
-import sys
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -22,17 +22,17 @@ FLOATS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "min_p": (lambda value: 0 <= value <= 1, "at least 0 and at most 1", "use 0 for all tokens"),
     "presence_penalty": (lambda value: -2 <= value <= 2, "between -2 and 2", "use 0 for none"),
     "frequency_penalty": (lambda value: -2 <= value <= 2, "between -2 and 2", "use 0 for none"),
-    "repetition_penalty": (lambda value: 0 < value <= sys.float_info.max, "finite and above 0", "use 1 for none"),
+    "repetition_penalty": (lambda value: 1e-3 <= value <= 1e3, "between 0.001 and 1000", "use 1 for none"),
 }
-# Of each whole number: the least, and what to use instead or why.
-INTS = {
-    "max_tokens": (1, "a request generates one token or more"),
-    "n": (1, "a request has one sample or more"),
-    "top_k": (-1, "use 0 for all tokens"),
-    "min_tokens": (0, "use 0 for no such limit"),
-    "logprobs": (0, "use None for none, or 0 for those of the tokens themselves"),
-    "prompt_logprobs": (0, "use None for none, or 0 for those of the tokens themselves"),
-    "seed": (-(2**63), "use None for any"),
+# Of each whole number: the least and the most, and what to use instead or why.
+INTS: dict[str, tuple[int, float, str]] = {
+    "max_tokens": (1, math.inf, "a request generates one token or more"),
+    "n": (1, 10_000, "a request has one sample or more; for more than these, ask again"),
+    "top_k": (-1, math.inf, "use 0 for all tokens"),
+    "min_tokens": (0, math.inf, "use 0 for no such limit"),
+    "logprobs": (0, 1000, "use None for none, or 0 for those of the tokens themselves"),
+    "prompt_logprobs": (0, 1000, "use None for none, or 0 for those of the tokens themselves"),
+    "seed": (-(2**63), 2**63 - 1, "it must fit in 64 bits; use None for any"),
 }
 
 
@@ -94,7 +94,7 @@ class SamplingParams:
                 raise RequestError(f"{name}={value!r} is not a number; {remedy}")
             if not is_in_range(value):
                 raise RequestError(f"{name}={value} must be {rule}; {remedy}")
-        for name, (least, remedy) in INTS.items():
+        for name, (least, most, remedy) in INTS.items():
             value = getattr(self, name)
             if value is None and name in ("logprobs", "prompt_logprobs", "seed"):
                 continue
@@ -102,9 +102,9 @@ class SamplingParams:
                 raise RequestError(f"{name}={value!r} is not an int; use a whole number of at least {max(least, 0)}")
             if value < least:
                 raise RequestError(f"{name}={value} must be at least {least}; {remedy}")
+            if value > most:
+                raise RequestError(f"{name}={value} must be at most {most}; {remedy}")
             object.__setattr__(self, name, int(value))  # NumPy's integers, say
-        if self.seed is not None and self.seed >= 2**63:
-            raise RequestError(f"seed={self.seed} must fit in 64 bits; use a number below 2**63")
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}; raise that")
         if self.n > 1 and self.temperature == 0:
@@ -141,7 +141,7 @@ class SamplingParams:
         if not isinstance(stop, (list, tuple)) or not all(isinstance(item, str) and item for item in stop):
             raise RequestError(f"stop={self.stop!r} must be a string or a list of them, none empty; use ['\\n'], say")
         ids = () if self.stop_token_ids is None else self.stop_token_ids
-        if not isinstance(ids, (list, tuple)) or not all(is_whole_number(item) and item >= 0 for item in ids):
+        if not isinstance(ids, (list, tuple)) or not all(is_whole_number(item) and 0 <= item < 2**31 for item in ids):
             raise RequestError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids; use [0], say")
         if stop and not self.detokenize:
             raise RequestError(f"stop={self.stop!r} is found in text, and detokenize=False makes none; leave one out")

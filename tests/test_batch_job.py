@@ -194,6 +194,8 @@ BAD_LINES = [
     ({"prompt": "a", "stream": True}, "unknown fields: stream; known are"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens=0 must be at least 1"),
     ({"prompt": "a", "stop": 3}, "stop=3 must be a string or a list of them"),
+    ({"prompt": "a", "stop_token_ids": [2**32], "min_tokens": 1}, "stop_token_ids=[4294967296] must be a list of"),
+    ({"prompt": "a", "n": 10**9}, "n=1000000000 must be at most 10000"),
 ]
 
 
@@ -352,6 +354,25 @@ def test_input_and_output_cannot_be_one_file_and_must_be_files(llm: LLM, tmp_pat
             job(llm, path)
     with pytest.raises(JobError, match="cannot be written"):
         BatchOutput(tmp_path / "no" / "out.jsonl")
+    with pytest.raises(JobError, match="is no file"):
+        BatchOutput(Path("/dev/null"))
+    os.mkfifo(tmp_path / "fifo.jsonl")
+    with pytest.raises(JobError, match="cannot be read twice"):
+        job(llm, tmp_path / "fifo.jsonl")
+    with pytest.raises(JobError, match="max_errors=-1 must be at least 0"):
+        job(llm, write(tmp_path / "in.jsonl", {"prompt": [1]}), max_errors=-1)
+
+
+def test_an_input_that_loses_lines_while_the_job_runs_is_not_finished(llm: LLM, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", {"prompt": [1], **GREEDY}, {"prompt": [2], **GREEDY})
+
+    def load() -> Any:
+        write(path, {"prompt": [1], **GREEDY})
+        return nullcontext(llm)
+
+    with pytest.raises(JobError, match="had 2 lines when the job began, and 1 are done"):
+        run_batch(load, path, path.with_suffix(".out"), use_tqdm=False)
+    assert list(records(path)) == ["line-1"]
 
 
 def test_two_jobs_cannot_write_one_output(tmp_path: Path) -> None:

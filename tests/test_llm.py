@@ -4,10 +4,13 @@ import gc
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -413,3 +416,48 @@ def test_a_request_says_how_long_it_waited_and_took(random_checkpoint: Checkpoin
     assert second.queue_time is not None
     assert 0 <= first.queue_time < first.time_to_first_token < second.queue_time, "one after the other"
     assert third.time_per_token is None, "one token has no pace"
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**40], ["a"], [True]])
+def test_decode_names_what_is_no_token_id(ids: list[Any]) -> None:
+    with LLM(tiny_model_path(), device="cpu") as llm, pytest.raises(RequestError, match="is no token id"):
+        llm.decode(ids)
+
+
+@pytest.mark.parametrize(("text", "message"), [("\ud800", "a lone surrogate"), (3, "3 is a int; give a string")])
+def test_encode_explains_what_is_no_text(text: Any, message: str) -> None:
+    with LLM(tiny_model_path(), device="cpu") as llm, pytest.raises(RequestError, match=message):
+        llm.encode(text)
+
+
+def test_ctrl_c_anywhere_in_the_bookkeeping_leaves_the_engine_as_good_as_new(llm: LLM) -> None:
+    """Ctrl-C at the k-th line that the scheduler or the block manager executes, for many k."""
+    expected = llm.generate([[1, 2, 3], [4]], SHORT, use_tqdm=False)
+    lines_left = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines_left
+        if Path(frame.f_code.co_filename).name not in ("scheduler.py", "block_manager.py"):
+            return None if event == "call" else trace
+        if event == "line":
+            lines_left -= 1
+            if lines_left == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+        return trace
+
+    num_interrupted = 0
+    for count in range(3, 900, 37):
+        lines_left = count
+        previous = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            llm.generate([[1, 2, 3], [5] * 40], SHORT, use_tqdm=False)
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        finally:
+            sys.settrace(previous)
+        assert llm.is_finished()
+        assert llm.engine.block_manager.num_used_blocks == 0
+        again = llm.generate([[1, 2, 3], [4]], SHORT, use_tqdm=False)
+        assert [output.token_ids for output in again] == [output.token_ids for output in expected]
+    assert num_interrupted > 5

@@ -113,6 +113,8 @@ def _join(
 ) -> TensorParallel:
     """Meet the other ranks, in a folder that they share, and each other's memory."""
     tp = connect(rank, len(devices), devices[rank], shared_folder / "store")
+    if model_config.attention_bias:  # of which one product a layer has its sum over NCCL, and the memory needs two
+        return tp
     dtype = select_dtype(config.dtype, model_config.dtype, devices[rank])
     return tp.with_symmetric_memory(config.max_num_seqs, model_config.hidden_size, dtype, devices)
 

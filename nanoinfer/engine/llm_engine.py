@@ -109,11 +109,12 @@ class LLMEngine:
                 f"stop={sampling_params.stop!r} is found in text, and {self.config.model} has no tokenizer; "
                 "use stop_token_ids"
             )
+        vocab_size = self.model_config.vocab_size
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(sampling_params, name) or 0) > self.model_config.vocab_size:
+            if (getattr(sampling_params, name) or 0) > vocab_size:
                 raise RequestError(
-                    f"{name}={getattr(sampling_params, name)} is more than the vocabulary of "
-                    f"{self.model_config.vocab_size} tokens; use 20, say"
+                    f"{name}={getattr(sampling_params, name)} is more than the vocabulary of {vocab_size} tokens; use "
+                    "20, say"
                 )
 
     def add_request(

@@ -136,5 +136,5 @@ class CompletionText:
 
     def _num_open(self, text: str) -> int:
         """The length of the longest end of `text` that is the beginning of a stop string."""
-        beginnings = (stop[:length] for stop in self.stop for length in range(1, len(stop)))
+        beginnings = (stop[:length] for stop in self.stop for length in range(1, min(len(stop), len(text) + 1)))
         return max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)

@@ -23,7 +23,7 @@ from nanoinfer.errors import JobError
 
 MAX_LINE_BYTES = 16 * 2**20
 RECORD_START = b'{"id": "line-'
-RECORD_ID = re.compile(rb'\{"id": "line-(\d{1,12})-([0-9a-f]{16})"')
+RECORD_ID = re.compile(rb'\{"id": "line-(\d{1,9})-([0-9a-f]{16})"')
 NO_ERROR = b'"error": null}\n'  # how the record of an answer ends
 
 
@@ -66,6 +66,8 @@ class BatchOutput:
     """
 
     def __init__(self, path: Path) -> None:
+        if path.exists() and not path.is_file():
+            raise JobError(f"the output {path} is no file; choose another")
         self.path = path
         self.num_records = 0
         self.num_errors = 0
