@@ -263,7 +263,7 @@ class ModelRunner:
         return int(total * self.config.gpu_memory_utilization) - (total - free) - step_bytes - graph_bytes
 
     def _run_largest_prefill(self) -> None:
-        """As many prompt tokens as a step may have, in sequences as long as they may be, and special rows only."""
+        """As many prompt tokens as a step may have, in sequences as long as they may be, and all rows special."""
         num_tokens, longest = self.config.max_num_batched_tokens, self.state.token_ids.shape[1] - 1
         lens = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
         cu_lens = cumulated(torch.tensor(lens, dtype=torch.int32, device=self.device))
@@ -279,7 +279,10 @@ class ModelRunner:
         positions = torch.arange(num_tokens, device=self.device) % longest
         hidden = self.model(token_ids, positions, self.kv_cache, metadata)
         rows = torch.arange(self.config.max_num_seqs, device=self.device)
-        self.special.rehearse(self.logits, rows, self._sample(hidden[rows % num_tokens], rows))
+        self._sample(hidden[rows % num_tokens], rows)
+        del hidden
+        # Not run, since their kernels would have to be compiled for users who never ask for them.
+        torch.empty(self.special.scratch_bytes, dtype=torch.uint8, device=self.device)
 
     def _measure_graph_bytes(self) -> int:
         """The memory of all graphs, from capturing the largest (which the others share) and one small one more."""

@@ -20,6 +20,7 @@ from nanoinfer.layers.sampler import redraw
 from nanoinfer.models import CausalLM
 
 ROWS_AT_ONCE = 64  # of which copies of the logits are made
+COPIES = 12  # of them at the same time: penalties alone have eight
 
 
 class SampleLogprobs(NamedTuple):
@@ -117,13 +118,10 @@ class SpecialRows:
             special.num_generated += 1
         return found
 
-    def rehearse(self, logits: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-        """Run what takes the most memory and time to compile, as if these rows asked for it."""
-        nothing = SpecialRecord(*[0] * len(SpecialRecord._fields))._replace(num_logprobs=-1)
-        for record in (nothing._replace(is_masked=1), nothing._replace(is_penalised=1, num_logprobs=1)):
-            self.rows = dict.fromkeys(range(len(rows)), SpecialRow(record, [], 0))
-            self.redraw(logits, rows, list(self.rows), token_ids)
-        self.rows = {}
+    @property
+    def scratch_bytes(self) -> int:
+        """The memory that `redraw` and `score` work in, at most: float32 copies of some rows' logits."""
+        return COPIES * ROWS_AT_ONCE * self.vocab_size * torch.float32.itemsize
 
     def score(self, model: CausalLM, hidden: Tensor, chunks: list[list[int]]) -> list[PromptLogprobs]:
         """Log-probabilities of the prompts' tokens that these chunks, (row, start, length), come before.
