@@ -21,7 +21,7 @@ from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.layers.rotary_embedding import rope_frequencies
 from nanoinfer.utils.job_files import BatchOutput, Line
 from nanoinfer.utils.loader import load_model
-from tests.test_loader import build, checkpoint_tensors, tiny_config
+from tests.test_loader import SIZES, build, checkpoint_tensors, tiny_config
 
 NUM_CASES = [150, pytest.param(10_000, marks=pytest.mark.slow)]
 
@@ -81,16 +81,6 @@ def test_sampling_parameters(num_cases: int) -> None:
     fuzz(num_cases, check, named(names), named([*names, "do_sample", "max_new_tokens"]))
 
 
-SIZES = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 8,
-    "hidden_size": 6,
-    "intermediate_size": 10,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 2,
-}
 ROPE = ["type", "rope_type", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"]
 ROPE += ["beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "rope_theta"]
 

@@ -23,19 +23,21 @@ QKV_PROJ = "model.layers.0.self_attn.qkv_proj"
 GATE_UP_PROJ = "model.layers.0.mlp.gate_up_proj"
 
 
+SIZES = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 8,
+    "hidden_size": 6,
+    "intermediate_size": 10,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+}
+
+
 def tiny_config(**overrides: Any) -> ModelConfig:
     """One layer: vocabulary of 8, 6 dimensions, 4 query heads over 2 KV heads of 2 dimensions, an MLP of 10."""
-    raw = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 8,
-        "hidden_size": 6,
-        "intermediate_size": 10,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 2,
-    }
-    return ModelConfig.from_dict({**raw, **overrides})
+    return ModelConfig.from_dict({**SIZES, **overrides})
 
 
 def checkpoint_tensors(bias: bool = False, head: bool = True, vocab_size: int = 8) -> dict[str, Tensor]:
