@@ -68,7 +68,8 @@ def attention() -> None:
     for heads in HEADS:
         line = [f"{heads} query heads"]
         for rows, shortest, longest in loads:
-            lens = torch.randint(shortest, longest + 1, (rows,), dtype=torch.int32, device="cuda")
+            order = torch.randperm(rows, device="cuda")
+            lens = torch.linspace(shortest, longest, rows + 2, device="cuda")[1:-1][order].int()
             width = -(-longest // BLOCK_SIZE)
             tables = torch.randperm(num_blocks, device="cuda")[: rows * width].view(rows, width).int()
             plan, q = plan_decode(lens, tables, BLOCK_SIZE, HEAD_DIM), randn(rows, heads, HEAD_DIM)

@@ -1,11 +1,13 @@
 """The engine on the GPU: its answers on the tiny checkpoint against the CPU's, over every backend and with graphs."""
 
+import gc
 import importlib.util
 import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,7 +130,12 @@ def test_preemption_changes_no_answer_of_the_tiny_checkpoint(backend: str) -> No
 def test_the_engine_runs_without_flash_attn_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     from nanoinfer.layers import attention
 
-    monkeypatch.setattr(attention, "_flash_attn_obstacle", lambda *_: "is hidden by this test")
+    obstacle = attention._obstacle
+
+    def hide_flash_attn(backend: str, *args: Any) -> str | None:
+        return "is hidden by this test" if backend == "flash_attn" else obstacle(backend, *args)
+
+    monkeypatch.setattr(attention, "_obstacle", hide_flash_attn)
     examples = [example for task in TASKS for example in held_out_examples(task, 20, seed=6)]
     with LLM(tiny_model_path()) as llm:
         assert llm.engine.runner is not None
@@ -294,6 +301,29 @@ def test_the_cache_takes_what_the_user_grants(random_checkpoint: Callable[..., P
         assert 0.45 * total < used < 0.51 * total
         assert llm.engine.runner.kv_cache.num_bytes > 0.4 * total
     assert torch.cuda.mem_get_info()[0] > free - 2**30  # close gives it back
+
+
+def test_a_construction_that_fails_gives_the_gpus_memory_back(
+    random_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nanoinfer.engine import model_runner
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the test says so")
+
+    with LLM(random_checkpoint(), dtype="bfloat16", num_kvcache_blocks=8) as llm:  # what PyTorch keeps for good
+        llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    with monkeypatch.context() as patch:
+        patch.setattr(model_runner, "DecodeGraphs", fail)  # the last thing made: the cache is there by then
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="the test says so"):
+                LLM(random_checkpoint(), dtype="bfloat16", gpu_memory_utilization=0.5)
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+    with LLM(random_checkpoint(), dtype="bfloat16", gpu_memory_utilization=0.5) as llm:
+        assert llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].token_ids
 
 
 def test_too_little_memory_for_a_block_is_an_error_with_the_figures(random_checkpoint: Callable[..., Path]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
 from nanoinfer import LLM, RequestOutput, SamplingParams, tiny_model_path
 from tests.tiny_checkpoint.tasks import TASKS, Example, held_out_examples
@@ -96,6 +97,14 @@ def num_open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def gpu_bytes() -> int:
+    """What the tensors on the GPU take, the cache included; 0 on a CPU."""
+    if DEVICE != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -109,7 +118,7 @@ def test_under_load_every_request_ends_once_with_the_right_answer_and_nothing_is
     with LLM(tiny_model_path(), device=DEVICE, num_kvcache_blocks=40, **OPTIONS) as llm:
         llm.engine.scheduler.reserved_tokens = 0  # so that blocks run short all the time
         aborted: set[int] = set()
-        before = (0, 0, 0)
+        before = (0, 0, 0, 0)
         num_added = 0
         while waiting or num_added < num_requests:
             for _ in range(min(random.randint(0, 6), num_requests - num_added, 60 - len(waiting))):
@@ -118,7 +127,7 @@ def test_under_load_every_request_ends_once_with_the_right_answer_and_nothing_is
                 waiting[request_id] = wanted
                 num_added += 1
                 if num_added == num_requests // 5:
-                    before = (resident_bytes(), num_open_files(), len(gc.get_objects()))
+                    before = (resident_bytes(), num_open_files(), len(gc.get_objects()), gpu_bytes())
             if waiting and random.random() < 0.03:
                 aborted.add(random.choice(sorted(waiting)))
                 llm.abort(list(aborted & waiting.keys()))
@@ -139,7 +148,8 @@ def test_under_load_every_request_ends_once_with_the_right_answer_and_nothing_is
         assert llm.engine.block_manager.num_used_blocks == 0
         assert sorted(llm.engine.scheduler._free_rows) == list(range(OPTIONS["max_num_seqs"]))
         gc.collect()
-        after = (resident_bytes(), num_open_files(), len(gc.get_objects()))
+        after = (resident_bytes(), num_open_files(), len(gc.get_objects()), gpu_bytes())
         assert after[0] - before[0] < 64 * 2**20, "memory grows"
         assert after[1] == before[1]
         assert after[2] - before[2] < 5000, "objects are kept"
+        assert after[3] - before[3] < 2**20, "memory on the GPU grows"
