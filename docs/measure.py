@@ -11,6 +11,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -121,10 +122,10 @@ def products() -> None:
 
 @torch.inference_mode()
 def sums(rank: int, size: int, folder: str) -> None:
-    """Microseconds of a sum over the ranks and the norm of it and the residual, for 8B, by three ways; in each rank."""
+    """Microseconds of a sum over the ranks and the norm of it and the residual, for 8B, in five ways; in each rank."""
     devices = [torch.device("cuda", index) for index in range(size)]
     torch.cuda.set_device(rank)
-    distributed.MAX_BYTES_READ_BY_ALL = {size: 2**30}
+    distributed.MAX_BYTES_IN_MEMORY = {size: 2**30}
     tp = distributed.connect(rank, size, devices[rank], Path(folder) / "store")
     max_tokens, hidden_size = 512, 4096
     tp = tp.with_symmetric_memory(max_tokens, hidden_size, DTYPE, devices)
@@ -142,15 +143,17 @@ def sums(rank: int, size: int, folder: str) -> None:
         total = getattr(torch.ops.symm_mem, name)(shared[:num_tokens], "sum", "sums")
         add_rms_norm(total, residual[:num_tokens], weight, 1e-6)
 
-    def by_us(num_tokens: int) -> None:
-        sum_ranks_add_rms_norm(residual[:num_tokens], tp.memory.next_turn(num_tokens), weight, 1e-6)
+    def by_us(two_shot: bool, num_tokens: int) -> None:
+        sums = replace(tp.memory.next_turn(num_tokens), two_shot=two_shot)
+        sum_ranks_add_rms_norm(residual[:num_tokens], sums, weight, 1e-6)
 
     for num_tokens in (1, 8, 16, 32, 64, 128, 192, 256, 512):
         ways = (
             by_nccl,
             partial(by_pytorch, "one_shot_all_reduce"),
             partial(by_pytorch, "two_shot_all_reduce_"),
-            by_us,
+            partial(by_us, False),
+            partial(by_us, True),
         )
         times = [microseconds([partial(way, num_tokens)] * 40) for way in ways]
         if rank == 0:

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -24,6 +25,7 @@ from nanoinfer.kernels import paged_attention  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
 from nanoinfer.kernels import sample as sample_kernels  # noqa: E402
 from nanoinfer.kernels import silu_and_mul as silu_kernels  # noqa: E402
+from nanoinfer.kernels import sum_ranks as sum_ranks_kernels  # noqa: E402
 from nanoinfer.kernels import thresholds as threshold_kernels  # noqa: E402
 from nanoinfer.kernels.paged_attention import paged_decode_attention, plan_decode  # noqa: E402
 from nanoinfer.kernels.sample import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
@@ -68,6 +70,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
     [
         (layernorm.rms_norm, rms_norm_kernels),
         (layernorm.add_rms_norm, rms_norm_kernels),
+        (layernorm.sum_ranks_add_rms_norm, sum_ranks_kernels),
         (activation.silu_and_mul, silu_kernels),
         (rotary_embedding.norm_rope_store, norm_rope_store_kernels),
         (sampler.sample_and_append, sample_kernels),
@@ -121,23 +124,6 @@ def test_add_rms_norm_adds_up_partial_sums_in_float32(dtype: torch.dtype) -> Non
     assert_nearly_equal(total, (parts[0] + parts[1] + parts[2] + parts[3] + residual).to(dtype))
 
 
-@loops_are_interpreted
-@pytest.mark.parametrize("size", [96, 1024])
-def test_the_sum_of_all_ranks_equals_its_twin_and_is_announced_to_all(size: int) -> None:
-    """As rank 1 of three: the others have announced their sixth sum already."""
-    num_tokens, max_tokens, rank = 5, 8, 1
-    parts = [randn(max_tokens, size, seed=seed, dtype=torch.bfloat16) for seed in range(3)]
-    residual, weight = randn(num_tokens, size, seed=3, dtype=torch.bfloat16), randn(size, dtype=torch.bfloat16)
-    announced = [torch.tensor([6, 5, 6]) for _ in parts]
-    num_sums = torch.tensor([5, 4])
-    sums = RankSums(rank, 1, parts[rank][:num_tokens], tuple(parts), tuple(announced), num_sums)
-    actual = rms_norm_kernels.sum_ranks_add_rms_norm(residual, sums, weight, 1e-5)
-    for ours, twin in zip(actual, layernorm.sum_ranks_add_rms_norm(residual, sums, weight, 1e-5), strict=True):
-        assert_nearly_equal(ours, twin)
-    assert num_sums.tolist() == [5, 6]
-    assert [of_peer.tolist() for of_peer in announced] == [[6, 6, 6]] * 3
-
-
 def test_rms_norm_reads_rows_out_of_wider_ones() -> None:
     wide, wider, weight = randn(4, 100), randn(4, 200, seed=1), randn(60)
     x, residual = wide[:, 20:80], wider[:, 100:160]
@@ -161,6 +147,100 @@ def test_rms_norm_keeps_a_row_of_zeros_finite_and_nan_in_its_row() -> None:
     assert out[0].tolist() == [0.0, 0.0]
     assert out[1].isnan().all()
     torch.testing.assert_close(out[2], torch.ones(2))
+
+
+# --- sum_ranks ---
+
+NUM_RANKS, NUM_TOKENS, MAX_TOKENS = 4, 6, 8
+SIXTH = 6  # the sum that is to be computed
+
+
+def sums_of_all_ranks(size: int, two_shot: bool) -> list[RankSums]:
+    """All ranks' views of their sixth sum: for each rank, what it waits for from others is there."""
+    parts = tuple(randn(MAX_TOKENS, size, seed=rank, dtype=torch.bfloat16) for rank in range(NUM_RANKS))
+    outs = tuple(torch.full_like(part, torch.nan) for part in parts)
+    flags = torch.full((NUM_RANKS, NUM_RANKS + MAX_TOKENS), SIXTH)
+    for rank, own in enumerate(flags):
+        own[rank] = 5
+        own[NUM_RANKS + rank :: NUM_RANKS] = 5  # the rows that it owns
+    addresses = torch.tensor([own.data_ptr() for own in flags])
+    return [
+        RankSums(
+            rank,
+            turn=1,
+            two_shot=two_shot,
+            part=parts[rank][:NUM_TOKENS],
+            out=outs[rank][:NUM_TOKENS],
+            parts=parts,
+            outs=outs,
+            flags=flags[rank],
+            flag_addresses=addresses,
+            num_sums=torch.tensor([5, 4]),
+        )
+        for rank in range(NUM_RANKS)
+    ]
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("size", [96, 1024])
+def test_in_one_shot_a_rank_sums_all_rows_for_itself(size: int) -> None:
+    all_sums = sums_of_all_ranks(size, two_shot=False)
+    sums, others = all_sums[1], all_sums[:1] + all_sums[2:]
+    residual, weight = randn(NUM_TOKENS, size, seed=9, dtype=torch.bfloat16), randn(size, dtype=torch.bfloat16)
+    out, total = sum_ranks_kernels.sum_ranks_add_rms_norm(residual, sums, weight, 1e-5)
+    expected, expected_total = layernorm.sum_ranks_add_rms_norm(residual, sums, weight, 1e-5)
+    assert_nearly_equal(out, expected)
+    assert_nearly_equal(total, expected_total)
+    assert out is sums.out
+    assert all(other.out.isnan().all() for other in others)
+    assert sums.num_sums.tolist() == [5, SIXTH]
+    assert [of_peer.flags[1].item() for of_peer in all_sums] == [SIXTH] * NUM_RANKS
+    assert sums.flags[NUM_RANKS + 1] == 5, "rows are announced in two shots only"
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("size", [96, 1024])
+def test_in_two_shots_a_rank_sums_its_rows_for_all(size: int) -> None:
+    all_sums = sums_of_all_ranks(size, two_shot=True)
+    residual, weight = randn(NUM_TOKENS, size, seed=9, dtype=torch.bfloat16), randn(size, dtype=torch.bfloat16)
+    expected, expected_total = layernorm.sum_ranks_add_rms_norm(residual, all_sums[0], weight, 1e-5)
+    for rank, sums in enumerate(all_sums):
+        of_rank = slice(rank, None, NUM_RANKS)
+        own_residual = torch.full_like(residual, torch.nan)
+        own_residual[of_rank] = residual[of_rank]
+        out, total = sum_ranks_kernels.sum_ranks_add_rms_norm(own_residual, sums, weight, 1e-5)
+        assert out is sums.out
+        assert_nearly_equal(total[of_rank], expected_total[of_rank])
+        for of_peer in all_sums:
+            assert_nearly_equal(of_peer.out[of_rank], expected[of_rank])
+            assert of_peer.out[rank + 1 : NUM_RANKS].isnan().all(), "the rows of ranks to come"
+            assert of_peer.flags[rank] == SIXTH
+            assert (of_peer.flags[NUM_RANKS:][:NUM_TOKENS][of_rank] == SIXTH).all()
+            assert of_peer.outs[rank][NUM_TOKENS:].isnan().all()
+        assert sums.num_sums.tolist() == [5, SIXTH]
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize(
+    ("two_shot", "late_flag"),
+    [(False, 3), (True, 3), (True, NUM_RANKS), (True, NUM_RANKS + 5)],
+    ids=["a part, in one shot", "a part", "the first row", "the last row"],
+)
+def test_a_rank_waits_for_what_others_have_not_announced(two_shot: bool, late_flag: int) -> None:
+    sums = sums_of_all_ranks(96, two_shot)[2]
+    sums.flags[late_flag] = 5
+    has_come = threading.Event()
+
+    def announce() -> None:
+        has_come.set()
+        sums.flags[late_flag] = SIXTH
+
+    timer = threading.Timer(0.2, announce)
+    timer.start()
+    residual, weight = randn(NUM_TOKENS, 96, dtype=torch.bfloat16), randn(96, dtype=torch.bfloat16)
+    sum_ranks_kernels.sum_ranks_add_rms_norm(residual, sums, weight, 1e-5)
+    assert has_come.is_set()
+    timer.join()
 
 
 # --- silu_and_mul ---

@@ -1,8 +1,9 @@
 """The layers against transformers, against a naive attention, and cut over two ranks against the whole."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -219,6 +220,21 @@ def test_row_parallel_outputs_add_up_to_the_whole_with_the_bias_once(bias: bool)
     expected = x @ weight.T + (offset if bias else 0)
     torch.testing.assert_close(run(WHOLE), expected)
     torch.testing.assert_close(run(RANKS[0]) + run(RANKS[1]), expected)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_row_parallel_products_of_few_tokens_go_to_the_ranks_memory_with_or_without_a_bias(bias: bool) -> None:
+    """A bias too: within a pass, sums of one kind only may add to the residual."""
+    x, weight, offset = randn(3, 8), randn(5, 8), 100 * randn(5)
+    parts = [torch.empty(3, 5) for _ in RANKS]
+    for tp, part in zip(RANKS, parts, strict=True):
+        memory: Any = SimpleNamespace(max_tokens=3, next_turn=lambda num_tokens, part=part: SimpleNamespace(part=part))
+        layer = RowParallelLinear(8, 5, bias=bias, tp=replace(tp, memory=memory))
+        layer.weight_loader(layer.weight, weight)
+        if bias:
+            layer.weight_loader(layer.bias, offset)
+        assert layer(tp.shard(x, dim=1)).part is part
+    torch.testing.assert_close(parts[0] + parts[1], x @ weight.T + (offset if bias else 0))
 
 
 def test_ranks_that_share_a_kv_head_hold_it_whole() -> None:

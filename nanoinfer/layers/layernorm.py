@@ -24,9 +24,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-@triton_on_cuda("nanoinfer.kernels.rms_norm")
+@triton_on_cuda("nanoinfer.kernels.sum_ranks")
 def sum_ranks_add_rms_norm(residual: Tensor, sums: RankSums, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` of the sum of all ranks' parts. Every rank must call it; the kernels wait for each other."""
+    """`add_rms_norm` of the sum of all ranks' parts. Every rank must call it; the kernels wait for each other.
+
+    In two shots x + residual has this rank's rows only, which is what the next sum of the same pass needs.
+    """
     parts = [part[: len(residual)] for part in sums.parts if isinstance(part, Tensor)]
     return add_rms_norm(torch.stack(parts).float(), residual, weight, eps)
 

@@ -82,7 +82,7 @@ class RowParallelLinear(nn.Module):
 
     A product of few rows and few columns cannot fill a GPU, unless its sums are computed in parts, at the same time.
     So on one GPU a step of few tokens gets partial sums, which `RMSNorm.add` adds up together with the residual. On
-    several, it adds up the ranks' sums of such a step where these can be read in each other's memory.
+    several, it adds up the ranks' sums of such a step where they reach each other's memory.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel) -> None:
@@ -100,10 +100,17 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | RankSums:
         """(num_tokens, input_size) -> (num_tokens, output_size), or (parts, num_tokens, output_size), or RankSums."""
+        # One rank adds the bias, so that the sum over the ranks has it once.
+        bias = self.bias if self.tp.rank == 0 else None
         memory = self.tp.memory
-        if memory is not None and self.bias is None and len(x) <= memory.max_tokens:
+        # Nothing but the number of tokens decides, so that no residual of such sums, which may lack the rows that other
+        # ranks have, comes to a sum of another kind.
+        if memory is not None and len(x) <= memory.max_tokens:
             sums = memory.next_turn(len(x))
-            torch.mm(x, self.weight.t(), out=sums.local)
+            if bias is None:
+                torch.mm(x, self.weight.t(), out=sums.part)
+            else:
+                torch.addmm(bias, x, self.weight.t(), out=sums.part)
             return sums
         parts = self._num_parts(x)
         if parts > 1:
@@ -112,8 +119,6 @@ class RowParallelLinear(nn.Module):
             return torch.bmm(x, weight)
         if self.tp.size > 1 and self.bias is None:
             return self.tp.sum_of_products(x, self.weight)
-        # One rank adds the bias, so that the sum over the ranks has it once.
-        bias = self.bias if self.tp.rank == 0 else None
         return self.tp.all_reduce(F.linear(x, self.weight, bias))
 
     def _num_parts(self, x: Tensor) -> int:

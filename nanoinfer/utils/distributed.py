@@ -24,8 +24,8 @@ dist: Any = torch.distributed  # its process groups are hardly typed
 VOCAB_UNIT = 64  # shards of the vocabulary begin at multiples of it: four groups of ids that share random numbers
 CONNECT_TIMEOUT = datetime.timedelta(seconds=8)
 TIMEOUT = datetime.timedelta(minutes=30)
-# Bytes up to which a sum goes through symmetric memory, where every rank reads all, and beyond which NCCL is faster.
-MAX_BYTES_READ_BY_ALL = {2: 8 * 2**20, 4: 2 * 2**20, 8: 512 * 2**10}
+# Bytes up to which so many ranks' sums go through symmetric memory, and beyond which NCCL is faster.
+MAX_BYTES_IN_MEMORY = {2: 4 * 2**20, 4: 4 * 2**20, 8: 4 * 2**20}
 NCCL_ENVIRONMENT = {
     # Multicast over NVLink needs rights that not every container has, and fails without them.
     "NCCL_NVLS_ENABLE": "0",
@@ -133,7 +133,7 @@ class TensorParallel:
         self, max_tokens: int, hidden_size: int, dtype: torch.dtype, devices: list[torch.device]
     ) -> "TensorParallel":
         """The same with `memory` for steps of at most so many tokens, if all ranks can have it."""
-        device, max_bytes = devices[self.rank], MAX_BYTES_READ_BY_ALL.get(self.size, 0)
+        device, max_bytes = devices[self.rank], MAX_BYTES_IN_MEMORY.get(self.size, 0)
         max_tokens = min(max_tokens, max_bytes // (hidden_size * dtype.itemsize))
         if device.type == "cpu" or max_tokens == 0 or import_error("triton"):
             return self

@@ -1,4 +1,4 @@
-"""Memory on each rank's GPU that the other ranks read over NVLink, so that sums of a few tokens need no NCCL.
+"""Memory on each rank's GPU that the others reach over NVLink, so that sums of a few tokens need no NCCL.
 
 It is shared by CUDA's interprocess communication (CUDA Runtime API, "Device Management", cudaIpc*).
 """
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 NUM_TURNS = 2
+# From so many bytes on, and for more than two ranks, a sum takes two shots (`kernels/sum_ranks.py`).
+MIN_BYTES_IN_TWO_SHOTS = 256 * 2**10
 RELEASED = 2**62  # a number of sums that nobody waits for
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 HANDLE_BYTES = 64
@@ -31,28 +33,40 @@ class PeerTensor:
 
 @dataclass(frozen=True, slots=True)
 class RankSums:
-    """What is wanted is the sum of all ranks' parts.
+    """The sum of all ranks' parts, which is still to be computed, and normalised.
 
-    local: (num_tokens, hidden_size), this rank's part.
-    parts: (max_tokens, hidden_size) of each rank, of which the first `num_tokens` lines count.
-    announced: (num_ranks,) int64 of each rank, the number of sums that each rank has told it of.
-    num_sums: (NUM_TURNS,) int64, the number of sums that this rank had told of, at the end of each turn.
+    two_shot: each rank computes a share of the rows, for all.
+    part: (num_tokens, hidden_size), this rank's. out: the same, where its norm of the sum comes to lie.
+    parts, outs: (max_tokens, hidden_size) of each rank, of which the first `num_tokens` lines count.
+    flags: (num_ranks + max_tokens,) int64: the number of sums that each rank has announced to this one, and for each
+        row the sum, by number, that was last written for this rank.
+    flag_addresses: (num_ranks,) int64, where the flags of each rank are.
+    num_sums: (NUM_TURNS,) int64, the number of sums that this rank had announced, at the end of each turn.
     """
 
     rank: int
     turn: int
-    local: Tensor
+    two_shot: bool
+    part: Tensor
+    out: Tensor
     parts: tuple[Tensor | PeerTensor, ...]
-    announced: tuple[Tensor | PeerTensor, ...]
+    outs: tuple[Tensor | PeerTensor, ...]
+    flags: Tensor
+    flag_addresses: Tensor
     num_sums: Tensor
 
 
 class SymmetricMemory:
-    """Two buffers a rank, which take turns, and what says that they are filled.
+    """Each rank's parts and results of two sums, which take turns, and the flags that say what is there.
 
-    A rank that has filled its buffer tells all ranks how many sums it has begun, and reads theirs when they have told
-    it of as many. Who has come to the next sum is done with this one, so after that sum its buffer is free. As a CUDA
-    graph keeps its turns, every step has an even number of sums.
+    A rank that has filled in its part announces the sum to all ranks, and reads theirs when they have announced it. In
+    two shots it waits for the results where others compute them, who have waited for all ranks' announcements.
+
+    Two turns are enough. When a rank is done with sum k + 1, all ranks have announced it, so all have read the parts of
+    sum k, whose place it may fill. And results of sum k + 2 come to a rank only after it has announced that sum, when
+    whatever used its results of sum k has run.
+
+    As a CUDA graph keeps its turns, every step has an even number of sums.
 
     all_gather: all ranks' tensors of the same shape. shape: (max_tokens, hidden_size).
     All ranks make one at the same time, with their own GPU as the current one; RuntimeError where CUDA refuses.
@@ -68,9 +82,11 @@ class SymmetricMemory:
     ) -> None:
         self._rank = rank
         self.max_tokens, hidden_size = shape
-        turn_bytes = -(-self.max_tokens * hidden_size * dtype.itemsize // 16) * 16
-        offset = NUM_TURNS * turn_bytes  # of what is announced
-        own = _OwnMemory(offset + 8 * num_ranks)
+        row_bytes = hidden_size * dtype.itemsize
+        self._two_shot_tokens = -(-MIN_BYTES_IN_TWO_SHOTS // row_bytes) if num_ranks > 2 else self.max_tokens + 1
+        buffer_bytes = -(-self.max_tokens * row_bytes // 16) * 16
+        offset = 2 * NUM_TURNS * buffer_bytes  # of the flags
+        own = _OwnMemory(offset + 8 * (num_ranks + self.max_tokens))
         memory = torch.as_tensor(own)
         memory.zero_()
         handle = torch.frombuffer(bytearray(own.handle()), dtype=torch.uint8)
@@ -79,31 +95,42 @@ class SymmetricMemory:
             own if peer == rank else _PeerMemory(handles[peer]) for peer in range(num_ranks)
         ]
         starts = [memory.address for memory in self._memories]
-        self._parts = [
-            tuple(PeerTensor(start + turn * turn_bytes, dtype) for start in starts) for turn in range(NUM_TURNS)
+        # The parts of each turn, then the results of each.
+        self._on_all_ranks = [
+            tuple(PeerTensor(start + index * buffer_bytes, dtype) for start in starts) for index in range(2 * NUM_TURNS)
         ]
-        self._announced = tuple(PeerTensor(start + offset, torch.int64) for start in starts)
-        turns = memory[:offset].view(NUM_TURNS, turn_bytes)[:, : self.max_tokens * hidden_size * dtype.itemsize]
-        self._local = [turn.view(dtype).view(shape) for turn in turns]
-        self._own_announced = memory[offset:].view(torch.int64)
+        buffers = memory[:offset].view(2 * NUM_TURNS, buffer_bytes)[:, : self.max_tokens * row_bytes]
+        self._on_this_rank = [buffer.view(dtype).view(shape) for buffer in buffers]
+        self._flags = memory[offset:].view(torch.int64)
+        self._flag_addresses = torch.tensor([start + offset for start in starts], device="cuda")
         self._num_sums = torch.zeros(NUM_TURNS, dtype=torch.int64, device="cuda")
         self._turn = 0
         # For `release`, which must not load a kernel, nor wait, while one hangs.
-        self._released = torch.full(self._own_announced.shape, RELEASED).pin_memory()
+        self._released = torch.full(self._flags.shape, RELEASED).pin_memory()
         self._stream = torch.cuda.Stream()
         self._lock = threading.Lock()
 
     def next_turn(self, num_tokens: int) -> RankSums:
         """The buffers of the next sum, of at most `max_tokens` tokens."""
         turn, self._turn = self._turn, (self._turn + 1) % NUM_TURNS
-        local, parts = self._local[turn][:num_tokens], self._parts[turn]
-        return RankSums(self._rank, turn, local, parts, self._announced, self._num_sums)
+        return RankSums(
+            self._rank,
+            turn,
+            two_shot=num_tokens >= self._two_shot_tokens,
+            part=self._on_this_rank[turn][:num_tokens],
+            out=self._on_this_rank[NUM_TURNS + turn][:num_tokens],
+            parts=self._on_all_ranks[turn],
+            outs=self._on_all_ranks[NUM_TURNS + turn],
+            flags=self._flags,
+            flag_addresses=self._flag_addresses,
+            num_sums=self._num_sums,
+        )
 
     def release(self) -> None:
         """Have no kernel of this rank wait any more: another rank has gone. Any thread may call it."""
         with self._lock, torch.cuda.stream(self._stream):
             if self._memories:
-                self._own_announced.copy_(self._released, non_blocking=True)
+                self._flags.copy_(self._released, non_blocking=True)
 
     def close(self) -> None:
         """Give the memory back, which nothing on this GPU may use any more."""

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,38 +138,45 @@ def test_five_engines_one_after_another_give_their_memory_back() -> None:
 
 
 def _sum_in_two_ways(rank: int, size: int, folder: str) -> None:
-    """Run by each rank: sums by way of the GPUs' memory, some ranks late, against NCCL's."""
+    """Run by each rank: sums by way of the GPUs' memory, in one shot and in two, some ranks late, against NCCL's."""
     devices = [torch.device("cuda", index) for index in range(size)]
     torch.cuda.set_device(rank)
     max_tokens, hidden_size, dtype = 512, 1024, torch.bfloat16
     tp = connect(rank, size, devices[rank], Path(folder) / "store")
     tp = tp.with_symmetric_memory(max_tokens, hidden_size, dtype, devices)
     assert tp.memory is not None
-    torch.manual_seed(0)
-    residual = torch.randn(max_tokens, hidden_size, dtype=dtype, device="cuda")
-    weight = torch.randn(hidden_size, dtype=dtype, device="cuda")
-    for turn in range(60):
-        num_tokens = (1, 7, 64, tp.memory.max_tokens)[turn // 2 % 4]  # as in a step, an even number of sums of each
-        torch.manual_seed(turn * size + rank)
-        sums = tp.memory.next_turn(num_tokens)
-        sums.local.normal_()
-        wide = tp.all_reduce(sums.local.float())
-        if turn % size == rank:
-            torch.cuda._sleep(2_000_000)  # a millisecond
-        out, total = sum_ranks_add_rms_norm(residual[:num_tokens], sums, weight, 1e-6)
-        expected_out, expected_total = add_rms_norm(wide.unsqueeze(0), residual[:num_tokens], weight, 1e-6)
-        torch.testing.assert_close(total, expected_total)
-        torch.testing.assert_close(out, expected_out)
+    first_residual = torch.ones(max_tokens, hidden_size, dtype=dtype, device="cuda")
+    weight = torch.linspace(-2, 2, hidden_size, dtype=dtype, device="cuda")
+    torch.manual_seed(rank)
+    for step in range(40):
+        num_tokens = (1, 2, 7, 64, tp.memory.max_tokens)[step % 5]
+        two_shot = step // 5 % 2 == 1
+        residual, ours = first_residual[:num_tokens], []
+        for index in range(6):  # as in a step, an even number of sums of as many tokens, with nothing else in between
+            sums = replace(tp.memory.next_turn(num_tokens), two_shot=two_shot)
+            sums.part.random_(-8, 9)  # whose sums are exact
+            out, residual = sum_ranks_add_rms_norm(residual, sums, weight, 1e-6)
+            if (step + index) % size == rank:
+                torch.cuda._sleep(2_000_000)  # a millisecond
+            ours.append((sums.part.clone(), out.clone(), residual))
+        expected_residual = first_residual[:num_tokens]
+        for part, out, residual in ours:
+            total = tp.all_reduce(part.float()).unsqueeze(0)
+            expected, expected_residual = add_rms_norm(total, expected_residual, weight, 1e-6)
+            torch.testing.assert_close(out, expected)
+            owned = slice(rank, None, size) if two_shot else slice(None)
+            assert torch.equal(residual[owned], expected_residual[owned])
     x = torch.randn(3 * MIN_TOKENS_IN_PARTS, 256, dtype=dtype, device="cuda")
     matrix = torch.randn(hidden_size, 256, dtype=dtype, device="cuda")
     in_parts, whole = tp.sum_of_products(x, matrix), tp.all_reduce((x @ matrix.t()).float())
     torch.testing.assert_close(in_parts.float(), whole, rtol=0.02, atol=1.0)  # rounded by each addition
-    if rank == 0:  # nobody comes to this sum
-        sum_ranks_add_rms_norm(residual[:4], tp.memory.next_turn(4), weight, 1e-6)
+    if rank == 0:  # nobody comes to this sum, of rows that it owns and others
+        sums = replace(tp.memory.next_turn(4), two_shot=True)
+        sum_ranks_add_rms_norm(first_residual[:4], sums, weight, 1e-6)
         assert not becomes_idle(devices[0], 0.5)
         tp.memory.release()
         assert becomes_idle(devices[0], 0.5)
-    torch.cuda.synchronize()
+    tp.minimum(0, devices[rank])  # all are done with each other's memory
     tp.abort()
     tp.close()
 
