@@ -58,7 +58,8 @@ def _sum_ranks_kernel(
     num_sums = tl.load(num_sums_ptr + 1 - turn) + 1
     if row == 0:  # for all: this rank's product is complete
         tl.store(num_sums_ptr + turn, num_sums)
-        tl.atomic_xchg(flags_of_all + rank, num_sums, sem="release", scope="sys")
+        # Not an exchange: that might undo `SymmetricMemory.release`.
+        tl.atomic_max(flags_of_all + rank, num_sums, sem="release", scope="sys")
     if TWO_SHOT and row % num_ranks != rank:
         _wait(flags_ptr + num_ranks + row + tl.arange(0, 1), num_sums)
         return
@@ -77,7 +78,7 @@ def _sum_ranks_kernel(
             tl.store(out_ptrs[peer] + row * size + column, out, mask=mask)
     if TWO_SHOT:
         tl.debug_barrier()  # what all threads stored comes before the news of it
-        tl.atomic_xchg(flags_of_all + num_ranks + row, num_sums, sem="release", scope="sys")
+        tl.atomic_max(flags_of_all + num_ranks + row, num_sums, sem="release", scope="sys")
 
 
 def sum_ranks_add_rms_norm(residual: Tensor, sums: RankSums, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
