@@ -76,10 +76,9 @@ class ParallelRunner:
 
     def close(self) -> None:
         """End the workers and free this rank's memory. Closing twice is fine."""
-        if not self.closed:
-            self._workers.hang_up()
-            self._free(ABORT_SECONDS)
         self._workers.close()
+        if not self.closed:
+            self._free(ABORT_SECONDS)  # what the workers shared, too, now that they have left it
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Close without the workers' help, and raise what is behind `error`."""
@@ -113,8 +112,6 @@ def _join(
 ) -> TensorParallel:
     """Meet the other ranks, in a folder that they share, and each other's memory."""
     tp = connect(rank, len(devices), devices[rank], shared_folder / "store")
-    if model_config.attention_bias:  # of which one product a layer has its sum over NCCL, and the memory needs two
-        return tp
     dtype = select_dtype(config.dtype, model_config.dtype, devices[rank])
     return tp.with_symmetric_memory(config.max_num_seqs, model_config.hidden_size, dtype, devices)
 
@@ -142,5 +139,4 @@ def _work(
             runner.launch(reader.receive())
     if becomes_idle(devices[rank], ABORT_SECONDS):
         runner.close()
-        tp.abort()
-        tp.close()
+        tp.abort()  # what it shares goes with this process

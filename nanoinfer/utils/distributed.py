@@ -141,8 +141,12 @@ class TensorParallel:
         if not self.minimum(all(torch.cuda.can_device_access_peer(device, peer) for peer in peers), device):
             logger.info("%s does not reach all other GPUs' memory: all sums go over NCCL", device)
             return self
-        with torch.cuda.device(device):
-            memory = SymmetricMemory(self.rank, self.size, self.all_gather, (max_tokens, hidden_size), dtype)
+        try:
+            with torch.cuda.device(device):
+                memory = SymmetricMemory(self.rank, self.size, self.all_gather, (max_tokens, hidden_size), dtype)
+        except RuntimeError as error:
+            logger.info("%s: all sums go over NCCL", error)
+            return self
         return replace(self, memory=memory)
 
     def abort(self) -> None:

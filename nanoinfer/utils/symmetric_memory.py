@@ -69,7 +69,8 @@ class SymmetricMemory:
     As a CUDA graph keeps its turns, every step has an even number of sums.
 
     all_gather: all ranks' tensors of the same shape. shape: (max_tokens, hidden_size).
-    All ranks make one at the same time, with their own GPU as the current one; RuntimeError where CUDA refuses.
+    All ranks make one at the same time, with their own GPU as the current one. Raises RuntimeError on all of them where
+    CUDA refuses it to one.
     """
 
     def __init__(
@@ -86,14 +87,8 @@ class SymmetricMemory:
         self._two_shot_tokens = -(-MIN_BYTES_IN_TWO_SHOTS // row_bytes) if num_ranks > 2 else self.max_tokens + 1
         buffer_bytes = -(-self.max_tokens * row_bytes // 16) * 16
         offset = 2 * NUM_TURNS * buffer_bytes  # of the flags
-        own = _OwnMemory(offset + 8 * (num_ranks + self.max_tokens))
-        memory = torch.as_tensor(own)
-        memory.zero_()
-        handle = torch.frombuffer(bytearray(own.handle()), dtype=torch.uint8)
-        handles = [bytes(line) for line in all_gather(handle.cuda()).tolist()]  # after which all have zeroed theirs
-        self._memories: list[_OwnMemory | _PeerMemory] = [
-            own if peer == rank else _PeerMemory(handles[peer]) for peer in range(num_ranks)
-        ]
+        self._memories = _share(offset + 8 * (num_ranks + self.max_tokens), rank, num_ranks, all_gather)
+        memory = torch.as_tensor(self._memories[rank])
         starts = [memory.address for memory in self._memories]
         # The parts of each turn, then the results of each.
         self._on_all_ranks = [
@@ -178,6 +173,37 @@ class _PeerMemory:
 
     def close(self) -> None:
         _cuda("cudaIpcCloseMemHandle", ctypes.c_void_p(self.address))
+
+
+def _share(
+    num_bytes: int, rank: int, num_ranks: int, all_gather: Callable[[Tensor], Tensor]
+) -> list[_OwnMemory | _PeerMemory]:
+    """All ranks' memory, of zeros, as this one sees it."""
+    memories: list[_OwnMemory | _PeerMemory] = []
+    error: Exception | None = None
+    handle = bytes(HANDLE_BYTES)
+    try:
+        own = _OwnMemory(num_bytes)
+        memories = [own]
+        torch.as_tensor(own).zero_()
+        handle = own.handle()
+    except (OSError, RuntimeError) as refusal:
+        error = refusal
+    # The others' handles come when all have zeroed theirs. Whoever was refused takes part as well.
+    handles = all_gather(torch.frombuffer(bytearray(handle), dtype=torch.uint8).cuda()).tolist()
+    try:
+        if error is None:
+            for peer in range(num_ranks):
+                if peer != rank:
+                    memories.append(_PeerMemory(bytes(handles[peer])))
+    except (OSError, RuntimeError) as refusal:
+        error = refusal
+    if all_gather(torch.tensor([error is not None], device="cuda")).any():
+        for memory in memories:
+            memory.close()
+        raise RuntimeError(f"GPU memory cannot be shared: {error or 'another rank was refused'}") from error
+    memories.insert(rank, memories.pop(0))
+    return memories
 
 
 def _cuda(name: str, *args: Any) -> None:
