@@ -76,9 +76,11 @@ class ParallelRunner:
 
     def close(self) -> None:
         """End the workers and free this rank's memory. Closing twice is fine."""
-        self._workers.close()
         if not self.closed:
-            self._free(ABORT_SECONDS)  # what the workers shared, too, now that they have left it
+            self._workers.hang_up()
+            self._free(ABORT_SECONDS)
+        self._workers.close()
+        self._tp.close()  # what the workers shared, too, now that they have left it
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Close without the workers' help, and raise what is behind `error`."""
@@ -86,6 +88,7 @@ class ParallelRunner:
         self._workers.close(patience=0.0)
         if not self._free(0.0):
             raise WorkerError(f"{error}\nThe step on {self._device} did not end; restart this process") from error
+        self._tp.close()
         raise error
 
     def _free(self, seconds: float) -> bool:
@@ -97,13 +100,12 @@ class ParallelRunner:
         if not becomes_idle(self._device, seconds):
             self._workers.on_failure()
             if not becomes_idle(self._device, ABORT_SECONDS):
+                self._tp = TensorParallel()  # its memory is in use
                 return False
         if hasattr(self, "_runner"):
             self._runner.close()
             del self._runner
         self._workers.on_failure()  # after the graphs that communicate
-        tp, self._tp = self._tp, TensorParallel()
-        tp.close()
         return True
 
 

@@ -33,6 +33,8 @@ NCCL_ENVIRONMENT = {
     # We notice ourselves when a rank dies, and raise; PyTorch would end the user's process as well.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # It would look for news in the ranks' folder once a second, and wait five minutes for one that is gone.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 MIN_TOKENS_IN_PARTS = 2048  # from which on exchanging a sum takes long enough to be worth hiding
 NUM_PARTS = 4

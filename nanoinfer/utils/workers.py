@@ -51,7 +51,7 @@ class Workers:
         self._reports = dict.fromkeys(range(1, size), b"")  # by rank
         self._failure = ""  # why the first worker has ended
         self._changed = threading.Condition()  # of the two above
-        self._is_closing = False
+        self._is_closing = self._is_closed = False
         self._thread = threading.Thread(target=self._watch, name="nanoinfer watch", daemon=True)
         try:
             for rank in range(1, size):
@@ -106,7 +106,8 @@ class Workers:
         self.check()
 
     def hang_up(self) -> None:
-        """Write no more: each worker finds the end of the file when it has read all that was written."""
+        """Write no more: each worker finds the end of the file when it has read all that was written, and ends."""
+        self._is_closing = True
         for link in self.links:
             with suppress(OSError):  # it has ended already
                 link.shutdown(socket.SHUT_WR)
@@ -116,9 +117,9 @@ class Workers:
 
         patience: seconds after which those that have not ended are killed; if one has failed, that is at once.
         """
-        if self._is_closing or os.getpid() != self._owner:  # a fork of the owner has other workers, or none
+        if self._is_closed or os.getpid() != self._owner:  # a fork of the owner has other workers, or none
             return
-        self._is_closing = True
+        self._is_closed = True
         self.hang_up()
         deadline = time.monotonic() + (0.0 if self.have_failed else patience)
         for process in self._processes:
@@ -127,7 +128,8 @@ class Workers:
                 process.kill()
         for process in self._processes:
             process.join()
-            process.close()
+            with suppress(ValueError):  # our thread has just taken its exit code
+                process.close()
         if self._thread.ident is None:  # never started
             for link in self.links:
                 link.close()
