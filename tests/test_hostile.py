@@ -157,7 +157,7 @@ def test_an_index_may_only_name_files_of_its_folder(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     for name in ("../outside/model.safetensors", "link/model.safetensors", str(outside / "model.safetensors"), ".", 3):
         index.write_text(json.dumps({"weight_map": {NORM: name}}))
-        assert f"{index} names {name!r}, which is no file of its folder" in refusal(folder)
+        assert f"{index} names {name!r:.99}, which is no file of its folder" in refusal(folder)
     for name in ("..", "", "\0", "\ud800", "link", "no.safetensors"):
         index.write_text(json.dumps({"weight_map": {NORM: name}}))
         assert f"{folder} lacks" in refusal(folder)

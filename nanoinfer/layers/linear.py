@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.errors import ModelError
-from nanoinfer.utils.distributed import TensorParallel
+from nanoinfer.utils.distributed import PendingSum, TensorParallel
 from nanoinfer.utils.symmetric_memory import RankSums
 
 MAX_TOKENS_IN_PARTS = 256  # beyond, a product fills the GPU by itself
+Sum = Tensor | RankSums | list[PendingSum]  # of all ranks, or what the next norm makes of it
 
 
 class ColumnParallelLinear(nn.Module):
@@ -98,8 +99,8 @@ class RowParallelLinear(nn.Module):
         check_shape(full, self.full_shape if param.dim() == 2 else self.full_shape[:1])
         param.copy_(self.tp.shard(full, dim=1) if param.dim() == 2 else full)
 
-    def forward(self, x: Tensor) -> Tensor | RankSums:
-        """(num_tokens, input_size) -> (num_tokens, output_size), or (parts, num_tokens, output_size), or RankSums."""
+    def forward(self, x: Tensor) -> Sum:
+        """(num_tokens, input_size) -> (num_tokens, output_size), or (parts, num_tokens, output_size) or a sum to come."""
         # One rank adds the bias, so that the sum over the ranks has it once.
         bias = self.bias if self.tp.rank == 0 else None
         memory = self.tp.memory
@@ -117,9 +118,7 @@ class RowParallelLinear(nn.Module):
             x = x.unflatten(1, (parts, -1)).transpose(0, 1)  # (parts, num_tokens, input_size / parts)
             weight = self.weight.unflatten(1, (parts, -1)).permute(1, 2, 0)  # (parts, input_size / parts, output_size)
             return torch.bmm(x, weight)
-        if self.tp.size > 1 and self.bias is None:
-            return self.tp.sum_of_products(x, self.weight)
-        return self.tp.all_reduce(F.linear(x, self.weight, bias))
+        return self.tp.sum_of_products(x, self.weight, bias)
 
     def _num_parts(self, x: Tensor) -> int:
         """Into how many parts to cut the sums (docs/performance.md has the times that this is based on)."""

@@ -12,10 +12,13 @@ from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.attention import Attention, AttentionBackend
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
-from nanoinfer.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanoinfer.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, Sum
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.utils.context import KVCache, LayerCache, Metadata
-from nanoinfer.utils.distributed import TensorParallel
+from nanoinfer.utils.distributed import TensorParallel, in_parts
+from nanoinfer.utils.symmetric_memory import RankSums
+
+Residual = Tensor | list[Tensor]  # (num_tokens, hidden_size), or its parts
 
 
 class Qwen3Attention(nn.Module):
@@ -38,10 +41,10 @@ class Qwen3Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.attn = Attention(rotary_emb, config.rms_norm_eps, backend)
 
-    def forward(self, positions: Tensor, hidden: Tensor, cache: LayerCache, metadata: Metadata) -> Tensor:
-        qkv = self.qkv_proj(hidden)  # (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
+    def forward(self, positions: Tensor, qkv: Tensor, cache: LayerCache, metadata: Metadata) -> Sum:
+        """qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), the product of `qkv_proj`."""
         out = self.attn(qkv, (self.q_norm.weight, self.k_norm.weight), positions, cache, metadata)
-        return self.o_proj(out.flatten(1))  # (num_tokens, hidden_size), or partial sums of it
+        return self.o_proj(out.flatten(1))
 
 
 class Qwen3MLP(nn.Module):
@@ -50,12 +53,15 @@ class Qwen3MLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, config.intermediate_size, tp)
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, bias=False, tp=tp)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Sum:
         return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
 
 
 class Qwen3DecoderLayer(nn.Module):
-    """`residual` is the stream that skips the layer; each norm adds to it before it normalises."""
+    """`residual` is the stream that skips the layer; each norm adds to it before it normalises.
+
+    Several GPUs exchange the sums of a large step in parts. What computes with one token at a time goes by these parts.
+    """
 
     def __init__(
         self, config: ModelConfig, rotary_emb: RotaryEmbedding, backend: AttentionBackend, tp: TensorParallel
@@ -67,13 +73,20 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, positions: Tensor, hidden: Tensor, residual: Tensor | None, cache: LayerCache, metadata: Metadata
-    ) -> tuple[Tensor, Tensor]:
+        self, positions: Tensor, hidden: Sum, residual: Residual | None, cache: LayerCache, metadata: Metadata
+    ) -> tuple[Sum, Residual]:
+        qkv, residual = in_parts(self._to_qkv, hidden, residual)
+        hidden = self.self_attn(positions, qkv, cache, metadata)
+        return in_parts(self._through_mlp, hidden, residual)
+
+    def _to_qkv(self, hidden: Tensor | RankSums, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if residual is None:
-            hidden, residual = self.input_layernorm(hidden), hidden
-        else:
-            hidden, residual = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn(positions, hidden, cache, metadata)
+            assert isinstance(hidden, Tensor), "the first layer gets the embeddings"
+            return self.self_attn.qkv_proj(self.input_layernorm(hidden)), hidden
+        hidden, residual = self.input_layernorm.add(hidden, residual)
+        return self.self_attn.qkv_proj(hidden), residual
+
+    def _through_mlp(self, hidden: Tensor | RankSums, residual: Tensor) -> tuple[Sum, Tensor]:
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
         return self.mlp(hidden), residual
 
@@ -89,13 +102,12 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
-        hidden = self.embed_tokens(token_ids)  # (num_tokens, hidden_size)
-        residual: Tensor | None = None
+        hidden: Sum = self.embed_tokens(token_ids)  # (num_tokens, hidden_size)
+        residual: Residual | None = None
         for index, layer in enumerate(self.layers):
             hidden, residual = layer(positions, hidden, residual, kv_cache.layer(index), metadata)
-        assert residual is not None, "a model has at least one layer"
-        hidden, _ = self.norm.add(hidden, residual)
-        return hidden
+        out, _ = in_parts(self.norm.add, hidden, residual)
+        return out
 
 
 class Qwen3ForCausalLM(nn.Module):

@@ -5,6 +5,7 @@ Each engine has a process group of its own; PyTorch's global one is left to the 
 
 import datetime
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +37,7 @@ NCCL_ENVIRONMENT = {
     # It would look for news in the ranks' folder once a second, and wait five minutes for one that is gone.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-MIN_TOKENS_IN_PARTS = 2048  # from which on exchanging a sum takes long enough to be worth hiding
-NUM_PARTS = 4
+PART_TOKENS = 4096  # at least, of a part of a sum that is exchanged while others are computed
 
 
 class VocabShard(NamedTuple):
@@ -45,6 +45,18 @@ class VocabShard(NamedTuple):
 
     start: int
     size: int
+
+
+class PendingSum(NamedTuple):
+    """A sum over the ranks, (num_tokens, size), that they are still exchanging."""
+
+    value: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        """The sum, for the kernels that follow; the host goes on."""
+        self.work.wait()
+        return self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +119,15 @@ class TensorParallel:
             _finish(self.group.allreduce([x], _options(dist.AllreduceOptions())))
         return x
 
-    def sum_of_products(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The sum of all ranks' x W^T, (num_tokens, output_size); exchanges a part while it computes another."""
-        if len(x) < MIN_TOKENS_IN_PARTS:
-            return self.all_reduce(F.linear(x, weight))
-        out, works = x.new_empty(len(x), len(weight)), []
-        for x_part, out_part in zip(x.chunk(NUM_PARTS), out.chunk(NUM_PARTS), strict=True):
-            torch.mm(x_part, weight.t(), out=out_part)
-            works.append(self.group.allreduce([out_part], dist.AllreduceOptions()))
-        for work in works:
-            work.wait()
-        return out
+    def sum_of_products(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | list[PendingSum]:
+        """The sum of all ranks' x W^T + b, (num_tokens, output_size); many tokens' in parts, see `in_parts`."""
+        if self.size == 1 or len(x) < PART_TOKENS:
+            return self.all_reduce(F.linear(x, weight, bias))
+        sums = []
+        for part in x.tensor_split(len(x) // PART_TOKENS):
+            value = F.linear(part, weight, bias)
+            sums.append(PendingSum(value, self.group.allreduce([value], dist.AllreduceOptions())))
+        return sums
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' `x`, of the same shape: (size, *x.shape)."""
@@ -162,6 +172,24 @@ class TensorParallel:
         """Free the memory for sums. Nothing may be running on this rank's GPU."""
         if self.memory is not None:
             self.memory.close()
+
+
+def in_parts(
+    function: Callable[[Any, Any], tuple[Any, Tensor]], sums: Any, residual: Any
+) -> tuple[Any, Tensor | list[Tensor]]:
+    """function(sums, residual), which may be any but for a sum in parts: then of each part, as soon as it is there.
+
+    So the ranks exchange one part while they compute with another. The function returns a tensor, which is put together
+    again, or a sum in parts, and the residual, which stays in parts.
+    """
+    if not isinstance(sums, list):
+        return function(sums, residual)
+    if isinstance(residual, Tensor):
+        residual = residual.split([len(part.value) for part in sums])
+    pairs = [function(part.wait(), of_part) for part, of_part in zip(sums, residual, strict=True)]
+    results, residuals = zip(*pairs, strict=True)
+    joined = torch.cat(results) if isinstance(results[0], Tensor) else [part for parts in results for part in parts]
+    return joined, list(residuals)
 
 
 def connect(rank: int, size: int, device: torch.device, store_file: Path) -> TensorParallel:

@@ -15,7 +15,7 @@ import torch
 from nanoinfer import LLM, ConfigError, SamplingParams, WorkerError, tiny_model_path
 from nanoinfer.layers.layernorm import add_rms_norm, sum_ranks_add_rms_norm
 from nanoinfer.utils.device import becomes_idle
-from nanoinfer.utils.distributed import MIN_TOKENS_IN_PARTS, NCCL_ENVIRONMENT, connect
+from nanoinfer.utils.distributed import NCCL_ENVIRONMENT, PART_TOKENS, connect
 from tests.gpu.test_engine_gpu import chat_prompts
 from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
 
@@ -182,9 +182,10 @@ def _sum_in_two_ways(rank: int, size: int, folder: str) -> None:
             torch.testing.assert_close(out, expected)
             owned = slice(rank, None, size) if two_shot else slice(None)
             assert torch.equal(residual[owned], expected_residual[owned])
-    x = torch.randn(3 * MIN_TOKENS_IN_PARTS, 256, dtype=dtype, device="cuda")
+    x = torch.randn(3 * PART_TOKENS, 256, dtype=dtype, device="cuda")
     matrix = torch.randn(hidden_size, 256, dtype=dtype, device="cuda")
-    in_parts, whole = tp.sum_of_products(x, matrix), tp.all_reduce((x @ matrix.t()).float())
+    parts, whole = tp.sum_of_products(x, matrix, None), tp.all_reduce((x @ matrix.t()).float())
+    in_parts = torch.cat([part.wait() for part in parts])
     torch.testing.assert_close(in_parts.float(), whole, rtol=0.02, atol=1.0)  # rounded by each addition
     if rank == 0:  # nobody comes to this sum, of rows that it owns and others
         sums = replace(tp.memory.next_turn(4), two_shot=True)
