@@ -100,7 +100,7 @@ class RowParallelLinear(nn.Module):
         param.copy_(self.tp.shard(full, dim=1) if param.dim() == 2 else full)
 
     def forward(self, x: Tensor) -> Sum:
-        """(num_tokens, input_size) -> (num_tokens, output_size), or (parts, num_tokens, output_size) or a sum to come."""
+        """(num_tokens, input_size) -> (num_tokens, output_size), or (parts, num_tokens, output_size), or see `Sum`."""
         # One rank adds the bias, so that the sum over the ranks has it once.
         bias = self.bias if self.tp.rank == 0 else None
         memory = self.tp.memory
