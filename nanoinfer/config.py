@@ -96,8 +96,9 @@ class EngineConfig:
                 if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 2**31:
                     raise ConfigError(f"{name}={value!r} must be a whole number of at least 1, and below 2**31")
                 object.__setattr__(self, name, int(value))  # NumPy's integers, say
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, Integral) or not -(2**63) <= int(self.seed) < 2**63:
             raise ConfigError(f"seed={self.seed!r} is not an int of 64 bits; use a whole number such as 0")
+        object.__setattr__(self, "seed", int(self.seed))
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r} must lie in (0, 1]; 0.9 suits a card of one's own")
