@@ -26,7 +26,7 @@ from nanoinfer.engine.executor import _work
 from nanoinfer.engine.model_runner import ModelRunner
 from nanoinfer.utils import workers
 from nanoinfer.utils.device import select_devices
-from nanoinfer.utils.distributed import PART_TOKENS, TensorParallel, connect
+from nanoinfer.utils.distributed import SLICE_TOKENS, TensorParallel, connect
 from nanoinfer.utils.shm_channel import SLOT_SIZE
 from nanoinfer.utils.workers import PASSED
 
@@ -105,9 +105,9 @@ def test_several_ranks_give_the_tokens_of_one(random_checkpoint: Checkpoint, ove
 
 
 @pytest.mark.usefixtures("nothing_remains")
-def test_sums_exchanged_in_parts_change_nothing(random_checkpoint: Checkpoint) -> None:
+def test_sums_exchanged_in_slices_change_nothing(random_checkpoint: Checkpoint) -> None:
     folder, prompts = random_checkpoint(attention_bias=True), random_prompts((1500,) * 6)
-    options = {"device": "cpu", "max_num_batched_tokens": 2 * PART_TOKENS + 500, "max_model_len": 1600}
+    options = {"device": "cpu", "max_num_batched_tokens": 2 * SLICE_TOKENS + 500, "max_model_len": 1600}
     with LLM(folder, **options) as llm:
         expected = generate(llm, prompts, GREEDY)
     with LLM(folder, tensor_parallel_size=2, **options) as llm:
@@ -212,14 +212,14 @@ def answer_exchange(tp: TensorParallel) -> None:
     assert tp.all_reduce(torch.tensor([1.0, tp.rank])).tolist() == [3.0, 3.0]
     assert tp.all_gather(torch.tensor([[tp.rank], [10]])).tolist() == [[[rank], [10]] for rank in range(3)]
     assert tp.minimum(7 - tp.rank, torch.device("cpu")) == 5
-    x = torch.arange(2 * PART_TOKENS + 1, dtype=torch.float32).unsqueeze(1).expand(-1, 2)
+    x = torch.arange(2 * SLICE_TOKENS + 1, dtype=torch.float32).unsqueeze(1).expand(-1, 2)
     weight, bias = torch.full((1, 2), tp.rank + 1.0), torch.ones(1)
     expected = 2 * (1 + 2 + 3) * x[:, :1] + 3
-    few = tp.sum_of_products(x[: PART_TOKENS - 1], weight, bias)
+    few = tp.sum_of_products(x[: SLICE_TOKENS - 1], weight, bias)
     assert isinstance(few, torch.Tensor)
-    assert torch.equal(few, expected[: PART_TOKENS - 1])
+    assert torch.equal(few, expected[: SLICE_TOKENS - 1])
     many = tp.sum_of_products(x, weight, bias)
-    assert [len(part.value) for part in many] == [PART_TOKENS + 1, PART_TOKENS]
+    assert [len(part.value) for part in many] == [SLICE_TOKENS + 1, SLICE_TOKENS]
     assert torch.equal(torch.cat([part.wait() for part in many]), expected)
 
 

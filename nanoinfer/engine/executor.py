@@ -4,10 +4,11 @@ Under tensor parallelism every rank runs the same packets on its share of the we
 the same tokens. Rank 0 is here; the others get each packet through a ring in shared memory.
 """
 
+import logging
 import os
 import socket
+import threading
 import time
-import weakref
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from nanoinfer.utils.device import becomes_idle, select_devices, select_dtype
 from nanoinfer.utils.distributed import NCCL_ENVIRONMENT, TensorParallel, connect
 from nanoinfer.utils.shm_channel import Ring, RingReader, RingWriter
 from nanoinfer.utils.workers import PASSED, Workers, postponed_interrupt
+
+logger = logging.getLogger("nanoinfer")
 
 POLL_SECONDS = 20e-6
 ABORT_SECONDS = 5.0  # in which a GPU ends its step after the communication was aborted
@@ -45,12 +48,11 @@ class ParallelRunner:
         self.closed = False
         self._device, self._tp = devices[0], TensorParallel()
         self._workers = Workers(size, _work, (ring, config, model_config, folder, devices))
-        weakref.finalize(self, self._workers.close)
         self._writer = RingWriter(ring, self._workers.links, self._workers.check)
         try:
             self._workers.wait_for_stage(1)  # all are there to be met
             self._tp = _join(0, config, model_config, devices, self._workers.folder)
-            self._workers.on_failure = weakref.finalize(self, self._tp.abort)
+            self._workers.on_failure = self._tp.abort
             self._runner = ModelRunner(replace(config, device=str(self._device)), model_config, folder, self._tp)
             self._workers.wait_for_stage(2)  # all are ready
         except BaseException as error:
@@ -68,19 +70,26 @@ class ParallelRunner:
 
     def wait(self, handle: StepHandle) -> list[int]:
         """The token ids of a launched step."""
-        while not (handle.is_done() or self._workers.have_failed):
-            time.sleep(POLL_SECONDS)
-        if self._workers.have_failed:
-            self._fail(RuntimeError("the ranks' communication was aborted"))
-        return self._runner.wait(handle)
+        try:
+            while not (handle.is_done() or self._workers.have_failed):
+                time.sleep(POLL_SECONDS)
+            if self._workers.have_failed:
+                raise RuntimeError("the ranks' communication was aborted")
+            return self._runner.wait(handle)
+        except Exception as error:
+            self._fail(error)
 
     def close(self) -> None:
-        """End the workers and free this rank's memory. Closing twice is fine."""
-        if not self.closed:
-            self._workers.hang_up()
-            self._free(ABORT_SECONDS)
-        self._workers.close()
-        self._tp.close()  # what the workers shared, too, now that they have left it
+        """End the workers and free this rank's memory. Closing twice is fine; a fork of this process closes nothing."""
+        if not self._workers.are_ours:
+            return
+        try:
+            if not self.closed:
+                self._workers.hang_up()
+                self._free(ABORT_SECONDS)
+        finally:
+            self._workers.close()
+        self._tp.close()  # the memory for sums last: the workers had it open
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Close without the workers' help, and raise what is behind `error`."""
@@ -98,15 +107,25 @@ class ParallelRunner:
         """
         self.closed = True
         if not becomes_idle(self._device, seconds):
-            self._workers.on_failure()
+            self._abort(0.0)
             if not becomes_idle(self._device, ABORT_SECONDS):
                 self._tp = TensorParallel()  # its memory is in use
+                logger.warning("the step on %s did not end, and its memory is not freed", self._device)
                 return False
         if hasattr(self, "_runner"):
             self._runner.close()
             del self._runner
-        self._workers.on_failure()  # after the graphs that communicate
+        self._abort(ABORT_SECONDS)
         return True
+
+    def _abort(self, seconds: float) -> None:
+        """End the ranks' communication, and wait so long for NCCL to be done with that.
+
+        It is not before the graphs that communicate are gone; an error may still hold them.
+        """
+        thread = threading.Thread(target=self._tp.abort, name="nanoinfer abort", daemon=True)
+        thread.start()
+        thread.join(seconds)
 
 
 def _join(

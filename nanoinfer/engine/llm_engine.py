@@ -3,6 +3,7 @@
 import logging
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import asdict
@@ -60,6 +61,8 @@ class LLMEngine:
         self.generation_config = read_generation_config(folder)
         runner_class = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
         self.runner: ModelRunner | ParallelRunner | None = runner_class(config, self.model_config, folder)
+        if isinstance(self.runner, ParallelRunner):
+            weakref.finalize(self, self.runner.close)  # when it is forgotten, and when the script ends
         self.max_model_len = self.runner.max_model_len
         self.block_manager = BlockManager(
             self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching

@@ -13,7 +13,7 @@ from nanoinfer.utils.distributed import PendingSum, TensorParallel
 from nanoinfer.utils.symmetric_memory import RankSums
 
 MAX_TOKENS_IN_PARTS = 256  # beyond, a product fills the GPU by itself
-Sum = Tensor | RankSums | list[PendingSum]  # of all ranks, or what the next norm makes of it
+Sum = Tensor | RankSums | list[PendingSum]  # over the ranks; the last two are still to be added up, or exchanged
 
 
 class ColumnParallelLinear(nn.Module):
@@ -83,7 +83,8 @@ class RowParallelLinear(nn.Module):
 
     A product of few rows and few columns cannot fill a GPU, unless its sums are computed in parts, at the same time.
     So on one GPU a step of few tokens gets partial sums, which `RMSNorm.add` adds up together with the residual. On
-    several, it adds up the ranks' sums of such a step where they reach each other's memory.
+    several, it adds up the ranks' sums of such a step where they reach each other's memory. The sum of a step of many
+    tokens comes in slices, see `in_slices`.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel) -> None:

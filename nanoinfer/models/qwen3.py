@@ -15,10 +15,10 @@ from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, Sum
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.utils.context import KVCache, LayerCache, Metadata
-from nanoinfer.utils.distributed import TensorParallel, in_parts
+from nanoinfer.utils.distributed import TensorParallel, in_slices
 from nanoinfer.utils.symmetric_memory import RankSums
 
-Residual = Tensor | list[Tensor]  # (num_tokens, hidden_size), or its parts
+Residual = Tensor | list[Tensor]  # (num_tokens, hidden_size), or slices of it
 
 
 class Qwen3Attention(nn.Module):
@@ -60,7 +60,7 @@ class Qwen3MLP(nn.Module):
 class Qwen3DecoderLayer(nn.Module):
     """`residual` is the stream that skips the layer; each norm adds to it before it normalises.
 
-    Several GPUs exchange the sums of a large step in parts. What computes with one token at a time goes by these parts.
+    Several GPUs exchange the sums of a large step in slices of its tokens. Norms and MLP go by these slices too.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Qwen3DecoderLayer(nn.Module):
     def forward(
         self, positions: Tensor, hidden: Sum, residual: Residual | None, cache: LayerCache, metadata: Metadata
     ) -> tuple[Sum, Residual]:
-        qkv, residual = in_parts(self._to_qkv, hidden, residual)
+        qkv, residual = in_slices(self._to_qkv, hidden, residual)
         hidden = self.self_attn(positions, qkv, cache, metadata)
-        return in_parts(self._through_mlp, hidden, residual)
+        return in_slices(self._through_mlp, hidden, residual)
 
     def _to_qkv(self, hidden: Tensor | RankSums, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if residual is None:
@@ -106,7 +106,7 @@ class Qwen3Model(nn.Module):
         residual: Residual | None = None
         for index, layer in enumerate(self.layers):
             hidden, residual = layer(positions, hidden, residual, kv_cache.layer(index), metadata)
-        out, _ = in_parts(self.norm.add, hidden, residual)
+        out, _ = in_slices(self.norm.add, hidden, residual)
         return out
 
 

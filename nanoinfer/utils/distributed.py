@@ -7,6 +7,7 @@ import datetime
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ NCCL_ENVIRONMENT = {
     # It would look for news in the ranks' folder once a second, and wait five minutes for one that is gone.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-PART_TOKENS = 4096  # at least, of a part of a sum that is exchanged while others are computed
+SLICE_TOKENS = 4096  # at least, and less than twice as many, of a sum that is exchanged in slices
 
 
 class VocabShard(NamedTuple):
@@ -48,13 +49,13 @@ class VocabShard(NamedTuple):
 
 
 class PendingSum(NamedTuple):
-    """A sum over the ranks, (num_tokens, size), that they are still exchanging."""
+    """A slice of a sum over the ranks, (num_tokens, size), that they are still exchanging."""
 
     value: Tensor
     work: Any
 
     def wait(self) -> Tensor:
-        """The sum, for the kernels that follow; the host goes on."""
+        """The sum. On a GPU the kernels that follow wait for it, and the host goes on."""
         self.work.wait()
         return self.value
 
@@ -120,12 +121,12 @@ class TensorParallel:
         return x
 
     def sum_of_products(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | list[PendingSum]:
-        """The sum of all ranks' x W^T + b, (num_tokens, output_size); many tokens' in parts, see `in_parts`."""
-        if self.size == 1 or len(x) < PART_TOKENS:
+        """The sum of all ranks' x W^T + b, (num_tokens, output_size); of many tokens in slices, see `in_slices`."""
+        if self.size == 1 or len(x) < SLICE_TOKENS:
             return self.all_reduce(F.linear(x, weight, bias))
         sums = []
-        for part in x.tensor_split(len(x) // PART_TOKENS):
-            value = F.linear(part, weight, bias)
+        for tokens in x.tensor_split(len(x) // SLICE_TOKENS):
+            value = F.linear(tokens, weight, bias)
             sums.append(PendingSum(value, self.group.allreduce([value], dist.AllreduceOptions())))
         return sums
 
@@ -146,7 +147,7 @@ class TensorParallel:
     ) -> "TensorParallel":
         """The same with `memory` for steps of at most so many tokens, if all ranks can have it."""
         device, max_bytes = devices[self.rank], MAX_BYTES_IN_MEMORY.get(self.size, 0)
-        max_tokens = min(max_tokens, max_bytes // (hidden_size * dtype.itemsize))
+        max_tokens = min(max_tokens, SLICE_TOKENS - 1, max_bytes // (hidden_size * dtype.itemsize))
         if device.type == "cpu" or max_tokens == 0 or import_error("triton"):
             return self
         peers = [peer for peer in devices if peer != device]
@@ -174,21 +175,21 @@ class TensorParallel:
             self.memory.close()
 
 
-def in_parts(
+def in_slices(
     function: Callable[[Any, Any], tuple[Any, Tensor]], sums: Any, residual: Any
 ) -> tuple[Any, Tensor | list[Tensor]]:
-    """function(sums, residual), which may be any but for a sum in parts: then of each part, as soon as it is there.
+    """function(sums, residual). A sum in slices goes through it slice by slice, as each arrives.
 
-    So the ranks exchange one part while they compute with another. The function returns a tensor, which is put together
-    again, or a sum in parts, and the residual, which stays in parts.
+    So the ranks exchange one slice while they compute with another. The function returns a tensor, which is put
+    together again, or another sum in slices; and the residual, which stays in slices.
     """
     if not isinstance(sums, list):
         return function(sums, residual)
     if isinstance(residual, Tensor):
-        residual = residual.split([len(part.value) for part in sums])
-    pairs = [function(part.wait(), of_part) for part, of_part in zip(sums, residual, strict=True)]
+        residual = residual.split([len(pending.value) for pending in sums])
+    pairs = [function(pending.wait(), its_residual) for pending, its_residual in zip(sums, residual, strict=True)]
     results, residuals = zip(*pairs, strict=True)
-    joined = torch.cat(results) if isinstance(results[0], Tensor) else [part for parts in results for part in parts]
+    joined = torch.cat(results) if isinstance(results[0], Tensor) else [*chain.from_iterable(results)]
     return joined, list(residuals)
 
 

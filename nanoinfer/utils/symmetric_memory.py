@@ -199,7 +199,10 @@ def _share(
     except (OSError, RuntimeError) as refusal:
         error = refusal
     if all_gather(torch.tensor([error is not None], device="cuda")).any():
-        for memory in memories:
+        for memory in memories[1:]:
+            memory.close()
+        all_gather(torch.zeros(1, device="cuda"))  # nobody has this rank's open any more
+        for memory in memories[:1]:
             memory.close()
         raise RuntimeError(f"GPU memory cannot be shared: {error or 'another rank was refused'}") from error
     memories.insert(rank, memories.pop(0))
@@ -210,5 +213,6 @@ def _cuda(name: str, *args: Any) -> None:
     """Call a function of the CUDA runtime that PyTorch uses and does not pass on."""
     runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
     if error := getattr(runtime, name)(*args):
+        runtime.cudaGetLastError()  # or PyTorch would find it, and take it for its own
         runtime.cudaGetErrorString.restype = ctypes.c_char_p
         raise RuntimeError(f"{name}: {runtime.cudaGetErrorString(error).decode()}")

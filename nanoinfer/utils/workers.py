@@ -77,6 +77,11 @@ class Workers:
         self._processes.append(process)
 
     @property
+    def are_ours(self) -> bool:
+        """False in a fork of the process that started them, which must leave them alone."""
+        return os.getpid() == self._owner
+
+    @property
     def have_failed(self) -> bool:
         return bool(self._failure)
 
@@ -117,7 +122,7 @@ class Workers:
 
         patience: seconds after which those that have not ended are killed; if one has failed, that is at once.
         """
-        if self._is_closed or os.getpid() != self._owner:  # a fork of the owner has other workers, or none
+        if self._is_closed or not self.are_ours:
             return
         self._is_closed = True
         self.hang_up()

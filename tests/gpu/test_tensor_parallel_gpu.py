@@ -1,7 +1,12 @@
 """The engine over several GPUs of one host, by NCCL: one GPU's answers, CUDA graphs on and off, and deaths."""
 
+import gc
+import itertools
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +18,10 @@ import pytest
 import torch
 
 from nanoinfer import LLM, ConfigError, SamplingParams, WorkerError, tiny_model_path
+from nanoinfer.engine.model_runner import ModelRunner
 from nanoinfer.layers.layernorm import add_rms_norm, sum_ranks_add_rms_norm
 from nanoinfer.utils.device import becomes_idle
-from nanoinfer.utils.distributed import NCCL_ENVIRONMENT, PART_TOKENS, connect
+from nanoinfer.utils.distributed import NCCL_ENVIRONMENT, SLICE_TOKENS, connect
 from tests.gpu.test_engine_gpu import chat_prompts
 from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
 
@@ -153,6 +159,55 @@ def test_five_engines_one_after_another_give_their_memory_back() -> None:
     assert all(abs(last - first) < 2**29 for first, last in zip(free[1], free[-1], strict=True)), free
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_an_engine_that_is_forgotten_is_closed(enforce_eager: bool) -> None:
+    free_before = torch.cuda.mem_get_info(0)[0]
+    expected = answers(2)
+    llm = LLM(tiny_model_path(), tensor_parallel_size=2, enforce_eager=enforce_eager)
+    llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    started = time.monotonic()
+    del llm
+    gc.collect()
+    assert time.monotonic() - started < 10
+    assert torch.cuda.mem_get_info(0)[0] > free_before - 2**30
+    assert answers(2) == expected
+
+
+def test_a_script_that_does_not_close_its_engine_ends_without_a_word(tmp_path: Path) -> None:
+    source = """
+    from nanoinfer import LLM, tiny_model_path
+
+    if __name__ == "__main__":
+        llm = LLM(tiny_model_path(), tensor_parallel_size=2)
+        llm.generate([1, 2, 3], use_tqdm=False)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(source))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    script = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90)
+    assert (script.returncode, script.stderr) == (0, "")
+
+
+def test_a_capture_that_fails_on_one_rank_is_an_error_and_a_new_engine_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = answers(2)
+    started = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "_decode", _failing_in_the_second_graph(ModelRunner._decode))
+        with pytest.raises(ZeroDivisionError):
+            LLM(tiny_model_path(), tensor_parallel_size=2)
+    assert time.monotonic() - started < 60
+    assert answers(2) == expected
+
+
+def _failing_in_the_second_graph(decode: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    calls = itertools.count()  # two for each graph: once outside it, once inside
+
+    def decode_or_fail(self: ModelRunner, rows: torch.Tensor) -> torch.Tensor:
+        return decode(self, rows) if next(calls) < 2 else rows / (1 // 0)
+
+    return decode_or_fail
+
+
 def _sum_in_two_ways(rank: int, size: int, folder: str) -> None:
     """Run by each rank: sums by way of the GPUs' memory, in one shot and in two, some ranks late, against NCCL's."""
     devices = [torch.device("cuda", index) for index in range(size)]
@@ -182,7 +237,7 @@ def _sum_in_two_ways(rank: int, size: int, folder: str) -> None:
             torch.testing.assert_close(out, expected)
             owned = slice(rank, None, size) if two_shot else slice(None)
             assert torch.equal(residual[owned], expected_residual[owned])
-    x = torch.randn(3 * PART_TOKENS, 256, dtype=dtype, device="cuda")
+    x = torch.randn(3 * SLICE_TOKENS, 256, dtype=dtype, device="cuda")
     matrix = torch.randn(hidden_size, 256, dtype=dtype, device="cuda")
     parts, whole = tp.sum_of_products(x, matrix, None), tp.all_reduce((x @ matrix.t()).float())
     in_parts = torch.cat([part.wait() for part in parts])
@@ -199,7 +254,7 @@ def _sum_in_two_ways(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_sums_through_the_gpus_memory_and_in_parts_are_those_of_nccl(size: int, tmp_path: Path) -> None:
+def test_sums_through_the_gpus_memory_and_in_slices_are_those_of_nccl(size: int, tmp_path: Path) -> None:
     needs_gpus(size)
     os.environ.update(NCCL_ENVIRONMENT)
     torch.multiprocessing.spawn(_sum_in_two_ways, (size, str(tmp_path)), nprocs=size)
