@@ -124,8 +124,9 @@ class ParallelRunner:
         It is not before the graphs that communicate are gone; an error may still hold them.
         """
         thread = threading.Thread(target=self._tp.abort, name="nanoinfer abort", daemon=True)
-        thread.start()
-        thread.join(seconds)
+        with suppress(RuntimeError):  # the first versions of Python 3.12 start no thread at their end
+            thread.start()
+            thread.join(seconds)
 
 
 def _join(

@@ -5,8 +5,9 @@ parts, and writes the normed row into all ranks' memory. Between more than two r
 signal. The owner alone keeps its rows of the residual up to date, which is enough: all sums of a forward pass are of as
 many tokens, so they have the same owners, and the first residual is complete everywhere.
 
-Programs start in the order of their rows. Owners wait for nothing but the first program of each rank, and the others
-for an owner's program of the same row, so that the lowest row that is not done can always be computed.
+Owners wait for nothing but the first program of each rank, and the others for an owner's program of the same row. A
+large GPU has room for all programs at once; on a smaller one they start in the order of their rows, so that the lowest
+row that is not done can always be computed.
 """
 
 import triton
