@@ -541,7 +541,7 @@ def test_a_sequence_stopped_from_outside_gives_row_and_blocks_back_and_its_next_
     [seq, other] = add_prompts(scheduler, [1, 2], [3, 4])
     step(scheduler)
     in_flight = scheduler.schedule()
-    scheduler.stop([seq])
+    scheduler.finish([(seq, "stop")])
     assert (seq.status, seq.finish_reason, seq.row, seq.block_table) == (SequenceStatus.FINISHED, "stop", None, [])
     check_invariants(scheduler)
     assert scheduler.update(in_flight, [7, 8]) == []

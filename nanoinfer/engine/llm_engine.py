@@ -283,10 +283,8 @@ class LLMEngine:
             if not completion.is_followed:
                 del self._watched[seq.seq_id]
             elif seq.status is SequenceStatus.RUNNING and completion.advance():
-                stopped.append(seq)
-        if stopped:
-            self.scheduler.stop(stopped)
-            self._finished += stopped
+                stopped.append((seq, "stop"))
+        self._finished += self.scheduler.finish(stopped)
 
     def _note_logprobs(self, step: Step, wanted: list[bool]) -> None:
         """Keep the log-probabilities of the tokens that a step has yielded, and of the prompts' tokens in it."""

@@ -107,11 +107,16 @@ class Scheduler:
                 finished.append((seq, "stop"))
             elif len(seq.token_ids) >= seq.max_num_tokens:
                 finished.append((seq, "length"))
-        return self._finish(finished)
+        return self.finish(finished)
 
-    def stop(self, seqs: list[Sequence]) -> None:
-        """Finish running sequences whose text has met a stop string, as a stop token would have."""
-        self._finish([(seq, "stop") for seq in seqs])
+    def finish(self, reasons: list[tuple[Sequence, str]]) -> list[Sequence]:
+        """Take everything from running sequences, each with the reason why it ends; they are returned."""
+        for seq, reason in reasons:
+            seq.finish_reason = reason
+            self._release(seq, SequenceStatus.FINISHED)
+        if reasons:
+            self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
+        return [seq for seq, _ in reasons]
 
     def discard(self, batches: list[ScheduledBatch]) -> None:
         """Undo steps that failed: their sequences go back to the queue, and what they were to cache is forgotten."""
@@ -126,7 +131,7 @@ class Scheduler:
 
     def abort(self, seq_ids: set[int]) -> None:
         """Drop these sequences wherever they are; ids that are not known, or finished, are passed over."""
-        self._finish([(seq, "abort") for seq in self.running if seq.seq_id in seq_ids])
+        self.finish([(seq, "abort") for seq in self.running if seq.seq_id in seq_ids])
         for _, seq in self._waiting:
             if seq.seq_id in seq_ids:
                 seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"
@@ -223,15 +228,6 @@ class Scheduler:
         self._release(seq, SequenceStatus.WAITING)
         seq.num_pending_tokens = 0
         self.add(seq)
-
-    def _finish(self, reasons: list[tuple[Sequence, str]]) -> list[Sequence]:
-        """Take everything from running sequences, each with the reason why it ends; they are returned."""
-        for seq, reason in reasons:
-            seq.finish_reason = reason
-            self._release(seq, SequenceStatus.FINISHED)
-        if reasons:
-            self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
-        return [seq for seq, _ in reasons]
 
     def _release(self, seq: Sequence, status: SequenceStatus) -> None:
         assert seq.row is not None, f"sequence {seq.seq_id} is released and has no row"
