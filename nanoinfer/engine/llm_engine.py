@@ -157,11 +157,9 @@ class LLMEngine:
         if self._marked:
             self._abort_marked()
         launched = self._launch()
-        max_in_flight = 1 if launched and self.config.overlap else 0
-        while len(self._in_flight) > max_in_flight:
-            self._collect()
+        self._collect_until(max_in_flight=1 if launched and self.config.overlap else 0)
         if self.scheduler.is_finished():
-            self._collect_all()  # it was launched before a stop was known, and nobody waits for it
+            self._collect_until(max_in_flight=0)  # it was launched before a stop was known, and nobody waits for it
         while self._finished:  # one at a time, so that an error in one loses no other
             output = self._output(self._finished[0])
             if output is not None:
@@ -245,8 +243,8 @@ class LLMEngine:
         if self._watched:
             self._watch(step.batch, now)
 
-    def _collect_all(self) -> None:
-        while self._in_flight:
+    def _collect_until(self, max_in_flight: int) -> None:
+        while len(self._in_flight) > max_in_flight:
             self._collect()
 
     def _count(self, batch: ScheduledBatch, num_generated: int, seconds: float) -> None:
@@ -321,7 +319,7 @@ class LLMEngine:
         return self._requests[seq.request_id].completions[seq.sample]
 
     def _abort_marked(self) -> None:
-        self._collect_all()  # a step that fails must find its sequences as it left them
+        self._collect_until(max_in_flight=0)  # a step that fails must find its sequences as it left them
         marked = sorted({self._marked.popleft() for _ in range(len(self._marked))})
         requests = [self._requests[request_id] for request_id in marked if request_id in self._requests]
         seqs = [completion.seq for request in requests for completion in request.completions]
