@@ -23,9 +23,9 @@ from nanoinfer.errors import EngineClosedError, RequestError
 from nanoinfer.outputs import EngineMetrics, EngineStats, Logprob, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.detokenizer import CompletionText, WindowDetokenizer
-from nanoinfer.utils.hub import resolve_model_folder
+from nanoinfer.utils.hub import read_json, resolve_model_folder
 from nanoinfer.utils.prompts import Prompt, check_texts, check_token_ids
-from nanoinfer.utils.tokenizer import Tokenizer, load_tokenizer, read_generation_config, read_stop_token_ids
+from nanoinfer.utils.tokenizer import Tokenizer, load_tokenizer, read_stop_token_ids
 
 logger = logging.getLogger("nanoinfer")
 
@@ -58,7 +58,7 @@ class LLMEngine:
         # Random weights fit any tokenizer as well as another.
         self.tokenizer = load_tokenizer(folder, None if config.load_format == "dummy" else self.model_config.vocab_size)
         stop_token_ids = read_stop_token_ids(folder, self.tokenizer)
-        self.generation_config = read_generation_config(folder)
+        self.generation_config = read_json(folder / "generation_config.json")
         runner_class = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
         self.runner: ModelRunner | ParallelRunner | None = runner_class(config, self.model_config, folder)
         if isinstance(self.runner, ParallelRunner):

@@ -41,7 +41,9 @@ def resolve_model_folder(model: str, with_weights: bool = True) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model. Raises ModelError where it is no such file."""
+    """The object in a JSON file of a model; {} where there is none. Raises ModelError where it is no such file."""
+    if not path.exists():
+        return {}
     if not path.is_file():  # a device would be read for ever
         raise ModelError(f"{path} is no file; download it again")
     try:

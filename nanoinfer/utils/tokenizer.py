@@ -82,8 +82,7 @@ def _tokenizer_class(folder: Path) -> Any:
     """
     import transformers  # slow to import, so only where text is wanted
 
-    path = folder / "tokenizer_config.json"
-    settings = read_json(path) if path.exists() and (folder / "tokenizer.json").exists() else {}
+    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer.json").exists() else {}
     name = settings.get("tokenizer_class")
     if not isinstance(name, str) or "auto_map" in settings:  # which names code of the checkpoint's own
         return transformers.AutoTokenizer
@@ -107,16 +106,10 @@ def load_tokenizer(folder: Path, vocab_size: int | None = None) -> Tokenizer | N
 
 def read_stop_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
     """The tokenizer's eos and those of generation_config.json (an id or a list) or, lacking that, of config.json."""
-    paths = [folder / name for name in ("generation_config.json", "config.json")]
-    path = next((path for path in paths if path.exists()), None)
-    eos = read_json(path).get("eos_token_id") if path else None
+    path = folder / "generation_config.json"
+    path = path if path.exists() else folder / "config.json"
+    eos = read_json(path).get("eos_token_id")
     listed = eos if isinstance(eos, list) else [eos]
     if not all(item is None or isinstance(item, int) for item in listed):
         raise ModelError(f"{path} has eos_token_id={eos!r}; it must be an id or a list of ids")
     return frozenset({*listed, tokenizer.hf.eos_token_id if tokenizer else None} - {None})
-
-
-def read_generation_config(folder: Path) -> dict[str, Any]:
-    """generation_config.json, or nothing where there is none."""
-    path = folder / "generation_config.json"
-    return read_json(path) if path.exists() else {}
