@@ -93,10 +93,10 @@ class LLMEngine:
 
     def tokenize(self, prompts: list[Prompt], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of the prompts that are texts; the others as they are."""
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        texts = {index: prompt for index, prompt in enumerate(prompts) if isinstance(prompt, str)}
         if texts:
-            check_texts(prompts, self.max_model_len * self.require_tokenizer().longest_token)
-        encoded = iter(self.require_tokenizer().encode(texts, add_special_tokens) if texts else [])
+            check_texts(texts, self.max_model_len * self.require_tokenizer().longest_token)
+        encoded = iter(self.require_tokenizer().encode([*texts.values()], add_special_tokens) if texts else [])
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def require_tokenizer(self) -> Tokenizer:

@@ -64,18 +64,16 @@ def split_whole(prompt: list[int], completion: list[int], whole: list[int]) -> t
     return (whole[:num_same], whole[num_same:]) if num_same > 0 else (prompt, completion)
 
 
-def check_texts(prompts: list[Prompt], max_characters: int) -> None:
-    """Raise RequestError for a text that is no Unicode, or so long that nobody should try to encode it."""
-    for index, prompt in enumerate(prompts):
-        if not isinstance(prompt, str):
-            continue
-        if len(prompt) > max_characters:
+def check_texts(texts: dict[int, str], max_characters: int) -> None:
+    """Raise RequestError for a text, by its prompt's index, that is no Unicode, or too long for anyone to encode."""
+    for index, text in texts.items():
+        if len(text) > max_characters:
             raise RequestError(
-                f"prompt {index} has {len(prompt)} characters, and max_model_len tokens hold {max_characters} at most; "
+                f"prompt {index} has {len(text)} characters, and max_model_len tokens hold {max_characters} at most; "
                 "shorten it"
             )
         try:
-            prompt.encode()
+            text.encode()
         except UnicodeEncodeError as error:
             message = f"prompt {index} has a lone surrogate, which is no character; decode its bytes as UTF-8"
             raise RequestError(message) from error
