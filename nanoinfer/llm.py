@@ -71,9 +71,8 @@ class LLM:
         Raises RequestError for a prompt that cannot be served; nothing is queued then, and nothing is left behind if
         the call fails later.
         """
-        return self._complete(
-            self._prepare(as_list_of_prompts(prompts), sampling_params, priority), use_tqdm, on_finish
-        )
+        requests = self._prepare(as_list_of_prompts(prompts), sampling_params, priority)
+        return self._complete(requests, use_tqdm, on_finish)
 
     def chat(
         self,

@@ -22,7 +22,7 @@ from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import EngineClosedError, RequestError
 from nanoinfer.outputs import EngineMetrics, EngineStats, Logprob, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.utils.detokenizer import CompletionText, WindowDetokenizer
+from nanoinfer.utils.detokenizer import CompletionText, Detokenizer, WindowDetokenizer
 from nanoinfer.utils.hub import read_json, resolve_model_folder
 from nanoinfer.utils.prompts import Prompt, check_texts, check_token_ids
 from nanoinfer.utils.tokenizer import Tokenizer, load_tokenizer, read_stop_token_ids
@@ -114,11 +114,9 @@ class LLMEngine:
             )
         vocab_size = self.model_config.vocab_size
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(sampling_params, name) or 0) > vocab_size:
-                raise RequestError(
-                    f"{name}={getattr(sampling_params, name)} is more than the vocabulary of {vocab_size} tokens; use "
-                    "20, say"
-                )
+            value = getattr(sampling_params, name) or 0
+            if value > vocab_size:
+                raise RequestError(f"{name}={value} is more than the vocabulary of {vocab_size} tokens; use 20, say")
 
     def add_request(
         self,
@@ -333,10 +331,9 @@ class LLMEngine:
         return xxhash.xxh64_intdigest(struct.pack(f"<{len(source) + 1}q", *source, sample)) >> 1
 
     def _completion_text(self, params: SamplingParams) -> CompletionText:
-        tokenizer = self.tokenizer if params.detokenize else None
-        detokenizer = (
-            tokenizer.detokenizer(params.skip_special_tokens) if tokenizer else WindowDetokenizer(lambda _: "")
-        )
+        detokenizer: Detokenizer = WindowDetokenizer(lambda _: "")
+        if self.tokenizer and params.detokenize:
+            detokenizer = self.tokenizer.detokenizer(params.skip_special_tokens)
         return CompletionText(detokenizer, params.stop or (), params.include_stop_str_in_output)
 
     def _discard(self, *batches: ScheduledBatch) -> None:

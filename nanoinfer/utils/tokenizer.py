@@ -58,8 +58,7 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Decode a completion, as it is: spaces before punctuation stay."""
-        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-        return str(self.hf.decode(token_ids, **options))
+        return str(self.hf.decode(token_ids, skip_special_tokens, clean_up_tokenization_spaces=False))
 
     def text_of_token(self, token_id: int) -> str:
         """One token alone, special or not."""
