@@ -164,6 +164,8 @@ def sums(rank: int, size: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit("measure.py: PyTorch finds no CUDA GPU; run it where there is one")
     print(torch.cuda.get_device_name(), torch.__version__)
     with torch.inference_mode():
         if len(sys.argv) > 1:

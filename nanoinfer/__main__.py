@@ -23,7 +23,8 @@ Sampling fields are those of SamplingParams; a chat may have tools and chat_temp
 is as the model's generation_config.json recommends, and else as SamplingParams has it: max_tokens is 64. Of a body,
 model, user and metadata are passed over; any other field that is not known is an error.
 
-A result has OpenAI's form: id, custom_id, response, error. A line that cannot be served gets an error with its number.
+A result has OpenAI's form: id, custom_id, response, error; log-probabilities are as in nanoinfer, by token id. A line
+that cannot be served gets an error with its number.
 Results come in the order in which they finish; a line without a custom_id gets "line-" and its number; two lines with
 the same custom_id are two requests.
 
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     batch.add_argument("-i", "--input", type=Path, required=True, help="JSONL; gzipped if its name ends in .gz")
-    batch.add_argument("-o", "--output", type=Path, required=True, help="JSONL; what is there already is kept")
+    batch.add_argument("-o", "--output", type=Path, required=True, help="JSONL, not gzipped; it is added to")
     batch.add_argument("--max-tokens", type=int, default=argparse.SUPPRESS, help="for lines that do not say")
     batch.add_argument("--temperature", type=float, default=argparse.SUPPRESS, help="for lines that do not say")
     batch.add_argument("--max-errors", type=int, metavar="N", help="stop at more lines with errors than N")

@@ -79,6 +79,8 @@ def run_batch(
     """
     overrides = overrides or {}
     SamplingParams(**overrides)  # raises before the model is loaded
+    if output_path.suffix == ".gz":
+        raise JobError(f"the output {output_path} would not be gzipped; choose {output_path.with_suffix('')}")
     if input_path.resolve() == output_path.resolve():
         raise JobError(f"input and output are the same file, {input_path}; choose another output")
     if input_path.exists() and not input_path.is_file():
@@ -219,7 +221,8 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
     body = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     given = [name for name in ENDPOINTS.values() if name in body]
     if len(given) != 1 or needed not in ("", *given):
-        raise RequestError(f"there is {' and '.join(given) or 'neither'}; give {needed or 'either messages or prompt'}")
+        found = " and ".join(given) or "neither messages nor prompt"
+        raise RequestError(f"there is {found}; give {needed or 'one of them'}")
     if not isinstance(body.get("messages", []), list):
         raise RequestError(f"messages is a {type(body['messages']).__name__}; give a list of messages")
     if body.get("stream") is False:

@@ -108,12 +108,13 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, model: str | Path, options: Mapping[str, Any]) -> "EngineConfig":
-        """Build the config of `LLM(model, **options)`; an unknown option is a TypeError that names the nearest."""
+        """Build the config of `LLM(model, **options)`; an unknown option is a TypeError that names a similar one."""
         known = [f.name for f in fields(cls) if f.name != "model"]
         for name in options:
             if name not in known:
-                nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                raise TypeError(f"LLM has no option {name!r}; did you mean {nearest!r}? Options: {', '.join(known)}")
+                similar = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                hint = f"did you mean {similar[0]!r}? " if similar else ""
+                raise TypeError(f"LLM has no option {name!r}; {hint}Options: {', '.join(known)}")
         return cls(model=str(model), **options)
 
 

@@ -71,6 +71,8 @@ class LLM:
         Raises RequestError for a prompt that cannot be served; nothing is queued then, and nothing is left behind if
         the call fails later.
         """
+        if on_finish is not None and not callable(on_finish):
+            raise RequestError(f"on_finish={on_finish!r} cannot be called; give a function of an output")
         requests = self._prepare(as_list_of_prompts(prompts), sampling_params, priority)
         return self._complete(requests, use_tqdm, on_finish)
 

@@ -172,8 +172,8 @@ BAD_LINES = [
     (b'{"prompt": [1' + b"0" * 400 + b"]}", "outside the vocabulary"),
     (b'{"prompt": "\\ud800"}', "has a lone surrogate"),
     ({"custom_id": 7, "prompt": "a"}, "custom_id=7 is not a string"),
-    ({"prompt": "a", "messages": QUESTION}, "there is messages and prompt; give either messages or prompt"),
-    ({"text": "a"}, "there is neither; give either messages or prompt"),
+    ({"prompt": "a", "messages": QUESTION}, "there is messages and prompt; give one of them"),
+    ({"text": "a"}, "there is neither messages nor prompt; give one of them"),
     ({"body": {"prompt": "a"}}, "url=None; served are POST and /v1/chat/completions, /v1/completions"),
     ({"body": {"prompt": "a"}, "url": ["/v1/completions"]}, "url=['/v1/completions']; served are POST"),
     ({"body": {"prompt": "a"}, "url": "/v1/embeddings"}, "url='/v1/embeddings'; served are POST"),
@@ -352,6 +352,8 @@ def test_input_and_output_cannot_be_one_file_and_must_be_files(llm: LLM, tmp_pat
     for path, message in ((tmp_path / "in.out", "are the same file"), (tmp_path / "no.jsonl", "cannot be read")):
         with pytest.raises(JobError, match=message):
             job(llm, path)
+    with pytest.raises(JobError, match=r"out\.jsonl\.gz would not be gzipped; choose .*out\.jsonl$"):
+        run_batch(lambda: llm, tmp_path / "in.jsonl", tmp_path / "out.jsonl.gz")
     with pytest.raises(JobError, match="cannot be written"):
         BatchOutput(tmp_path / "no" / "out.jsonl")
     with pytest.raises(JobError, match="is no file"):

@@ -61,8 +61,9 @@ def test_a_template_of_ones_own_replaces_the_tokenizers(llm: LLM) -> None:
         ([["Hello"]], "message 0 of conversation 0 is 'Hello'; give a dict"),
         (
             [{"content": "Hello"}],
-            "message 0 of conversation 0 has no role: {'content': 'Hello'}; give 'system'",
+            "message 0 of conversation 0 has role=None; give system, user, assistant, tool, or a chat_template",
         ),
+        ([*SUM, {"role": "usr", "content": "Hello"}], "message 1 of conversation 0 has role='usr'; give system"),
         ([{"role": "user", "content": 3}], "message 0 of conversation 0 has content that is no text: 3; give a text"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
@@ -84,6 +85,11 @@ def test_a_content_in_text_parts_is_one_text_to_any_template(llm: LLM) -> None:
     only_strings = "{% for m in messages %}{{ m.content if m.content is string else '' }}{% endfor %}"
     [output] = chat(llm, [{"role": "user", "content": parts}], chat_template=only_strings)
     assert output.prompt == "What is 312 + 48?"
+
+
+def test_a_template_of_ones_own_may_know_other_roles(llm: LLM) -> None:
+    messages = [{"role": "developer", "content": "What is 312 + 48?"}]
+    assert chat(llm, messages, chat_template="{{ messages[0].role }}")[0].prompt == "developer"
 
 
 def test_what_the_template_refuses_is_a_request_error(llm: LLM) -> None:

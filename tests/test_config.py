@@ -99,11 +99,16 @@ def test_a_refused_option_is_a_value_error_too() -> None:
         ("eager", "enforce_eager"),
     ],
 )
-def test_an_unknown_option_is_a_type_error_that_names_the_nearest_and_lists_all(written: str, nearest: str) -> None:
+def test_an_unknown_option_is_a_type_error_that_names_a_similar_one_and_lists_all(written: str, nearest: str) -> None:
     with pytest.raises(TypeError) as error:
         EngineConfig.from_options("m", {written: 1})
     assert str(error.value).startswith(f"LLM has no option {written!r}; did you mean {nearest!r}? Options: dtype, ")
     assert str(error.value).endswith(", seed")
+
+
+def test_an_option_like_no_other_gets_the_list_alone() -> None:
+    with pytest.raises(TypeError, match=r"^LLM has no option 'trust_remote_code'; Options: dtype, "):
+        EngineConfig.from_options("m", {"trust_remote_code": True})
 
 
 def test_known_options_arrive() -> None:

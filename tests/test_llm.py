@@ -102,6 +102,13 @@ def test_an_unknown_option_names_the_nearest() -> None:
         LLM(tiny_model_path(), max_num_seq=3)
 
 
+def test_an_on_finish_that_cannot_be_called_is_refused_before_anything_is_queued(llm: LLM) -> None:
+    on_finish: Any = 3
+    with pytest.raises(RequestError, match="on_finish=3 cannot be called; give a function"):
+        llm.generate([1, 2, 3], on_finish=on_finish)
+    assert llm.is_finished()
+
+
 def test_add_request_and_step_are_the_loop_of_generate(llm: LLM) -> None:
     ids = [llm.add_request([1, 2, 3], SHORT), llm.add_request([4, 5], SHORT)]
     finished: list[RequestOutput] = []

@@ -8,6 +8,7 @@ from nanoinfer.utils.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Conversation = Sequence[Message]
+ROLES = ("system", "user", "assistant", "tool")
 
 
 def render_chats(
@@ -29,7 +30,7 @@ def render_chats(
         raise RequestError("the tokenizer has no chat template; give one as chat_template, or use generate")
     texts = []
     for index, conversation in enumerate(_as_conversations(messages)):
-        _check(conversation, index)
+        _check(conversation, index, has_own_template=chat_template is not None)
         try:
             text = tokenizer.hf.apply_chat_template(
                 [_with_one_text(message) for message in conversation],
@@ -57,15 +58,17 @@ def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[C
     return [messages] if one else list(messages)
 
 
-def _check(conversation: Any, index: int) -> None:
+def _check(conversation: Any, index: int, has_own_template: bool) -> None:
     if not isinstance(conversation, (list, tuple)) or not conversation:
         raise RequestError(f"conversation {index} is {conversation!r}; give a list of one message or more")
     for number, message in enumerate(conversation):
         which = f"message {number} of conversation {index}"
         if not isinstance(message, Mapping):
             raise RequestError(f"{which} is {message!r}; give a dict such as {{'role': 'user', 'content': 'Hello'}}")
-        if not isinstance(message.get("role"), str):
-            raise RequestError(f"{which} has no role: {dict(message)!r}; give 'system', 'user', 'assistant' or 'tool'")
+        role = message.get("role")
+        # Templates leave out messages of a role that they do not know, without a word.
+        if not isinstance(role, str) or not (role in ROLES or has_own_template):
+            raise RequestError(f"{which} has role={role!r}; give {', '.join(ROLES)}, or a chat_template that knows it")
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
             raise RequestError(f"{which} has no content: {dict(message)!r}; give a text, which may be empty")
