@@ -124,7 +124,7 @@ class ParallelRunner:
         It is not before the graphs that communicate are gone; an error may still hold them.
         """
         thread = threading.Thread(target=self._tp.abort, name="nanoinfer abort", daemon=True)
-        with suppress(RuntimeError):  # the first versions of Python 3.12 start no thread at their end
+        with suppress(RuntimeError):  # some versions of Python start no thread at their end
             thread.start()
             thread.join(seconds)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 NUM_TURNS = 2
 # From so many bytes on, and for more than two ranks, a sum takes two shots (`kernels/sum_ranks.py`).
-MIN_BYTES_IN_TWO_SHOTS = 320 * 2**10
+MIN_BYTES_IN_TWO_SHOTS = 256 * 2**10
 RELEASED = 2**62  # a number of sums that nobody waits for
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 HANDLE_BYTES = 64
