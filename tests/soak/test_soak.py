@@ -1,6 +1,7 @@
 """An engine under load for long: every request ends once, with the right answer, and nothing is left behind.
 
-SOAK_REQUESTS says how many requests the long test has, SOAK_DEVICE where it runs ("cuda" on a GPU).
+SOAK_REQUESTS says how many requests the long test has, SOAK_SEED which ones, SOAK_DEVICE where it runs ("cuda" on a
+GPU).
 """
 
 import gc
@@ -17,6 +18,7 @@ from nanoinfer import LLM, RequestOutput, SamplingParams, tiny_model_path
 from tests.tiny_checkpoint.tasks import TASKS, Example, held_out_examples
 
 NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "50000"))
+SEED = int(os.environ.get("SOAK_SEED", "0"))
 DEVICE = os.environ.get("SOAK_DEVICE", "cpu")
 LONGEST = 16  # tokens of a completion
 NUM_PROMPTS = 60
@@ -54,7 +56,8 @@ class Requests:
 
     def __init__(self, random: Random) -> None:
         self._random = random
-        with LLM(tiny_model_path(), device=DEVICE, max_model_len=192, enable_prefix_caching=False) as llm:
+        options = {**OPTIONS, "num_kvcache_blocks": 300, "enable_prefix_caching": False}
+        with LLM(tiny_model_path(), device=DEVICE, **options) as llm:
             self._prompts = make_prompts(llm)
             greedy = SamplingParams(temperature=0, max_tokens=LONGEST)
             self._answers = llm.generate(self._prompts, greedy, use_tqdm=False)
@@ -111,7 +114,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize("num_requests", [250, pytest.param(NUM_REQUESTS, marks=pytest.mark.slow)])
 def test_under_load_every_request_ends_once_with_the_right_answer_and_nothing_is_left(num_requests: int) -> None:
-    random = Random(0)
+    random = Random(SEED)
     requests = Requests(random)
     waiting: dict[int, Wanted] = {}
     counts: Counter[str] = Counter()
