@@ -115,9 +115,15 @@ class LLM:
         prompts, sampling_params: as in `generate`, and so are the errors, raised by this call. The requests are queued
         when the first chunk is asked for. Other calls may run between two chunks. Whoever leaves the loop early has
         what is unfinished aborted: the next step of any call frees it. With n > 1 the samples' chunks come side by
-        side, and `sample` says whose each is. Log-probabilities are not streamed.
+        side, and `sample` says whose each is. RequestError also for prompt_logprobs, which no chunk has a place for.
         """
-        return self._stream(self._prepare(as_list_of_prompts(prompts), sampling_params))
+        requests = self._prepare(as_list_of_prompts(prompts), sampling_params)
+        for params in (request.sampling_params for request in requests):
+            if params.prompt_logprobs is not None:
+                raise RequestError(
+                    f"prompt_logprobs={params.prompt_logprobs} cannot be streamed; use generate, or leave it out"
+                )
+        return self._stream(requests)
 
     def score(self, prompts: Prompts, completions: Prompts, use_tqdm: bool = True) -> list[Score]:
         """How likely the model finds each completion after its prompt, and whether greedy decoding would say it.

@@ -51,7 +51,8 @@ class StreamChunk:
     index: which of the prompts of the `stream`, from 0. text: what is certain now and was not before; "" while it may
     still become a stop string or is half a character. token_ids: ids that came; the joined ids of a stream's chunks
     are the completion's, and so are their texts. finish_reason: as in CompletionOutput, in the last chunk of a
-    completion; None in all others. sample: which of the prompt's `n` completions, from 0.
+    completion; None in all others. sample: which of the prompt's `n` completions, from 0. logprobs: for each of
+    `token_ids`, where SamplingParams ask for them.
     """
 
     index: int
@@ -59,6 +60,7 @@ class StreamChunk:
     token_ids: list[int]
     finish_reason: str | None
     sample: int = 0
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 PyTorch does not import Triton by itself, so that there is time here to choose the interpreter.
 """
 
+import faulthandler
 import json
 import os
 from collections.abc import Callable
@@ -36,6 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if item.get_closest_marker("multi_gpu") and NUM_GPUS < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
+
+
+@pytest.fixture(autouse=True)
+def no_traceback_of_slow_tests(request: pytest.FixtureRequest) -> None:
+    """After `faulthandler_timeout` all frames would be read while they run, which now and then kills the process."""
+    if request.node.get_closest_marker("slow"):
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")

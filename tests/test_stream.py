@@ -49,6 +49,30 @@ def test_the_joined_chunks_are_what_generate_gives(tiny: LLM, stop: str | list[s
         assert len(mine) == len(output.token_ids), "a chunk for each token"
 
 
+def test_chunks_have_the_logprobs_of_their_tokens(llm: LLM, tiny: LLM) -> None:
+    params = SamplingParams(n=2, temperature=1.0, max_tokens=6, ignore_eos=True, seed=5, logprobs=2)
+    job = [[1, 2, 3], [4, 5]], [params, replace(params, logprobs=None)]
+    chunks = list(llm.stream(*job))
+    for completion in llm.generate(*job, use_tqdm=False)[0].outputs:
+        mine = [chunk for chunk in chunks if (chunk.index, chunk.sample) == (0, completion.index)]
+        assert joined_ids(mine) == completion.token_ids
+        assert [entry for chunk in mine for entry in chunk.logprobs or []] == completion.logprobs
+    assert all(chunk.logprobs is None for chunk in chunks if chunk.index == 1)
+    # A stop string is held back, but not the log-probabilities of the ids that come with it.
+    params = SamplingParams(temperature=0, max_tokens=40, stop="31, ", logprobs=0)
+    prompt = f"<|im_start|>user\n{QUESTIONS[2]}<|im_end|>\n<|im_start|>assistant\n"
+    chunks, [output] = list(tiny.stream(prompt, params)), tiny.generate(prompt, params, use_tqdm=False)
+    assert [entry for chunk in chunks for entry in chunk.logprobs or []] == output.outputs[0].logprobs
+    assert all(len(chunk.logprobs or []) == len(chunk.token_ids) for chunk in chunks)
+    assert output.finish_reason == "stop"
+
+
+def test_prompt_logprobs_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompt_logprobs=1 cannot be streamed; use generate"):
+        llm.stream([[1, 2, 3], [4]], [SHORT, replace(SHORT, prompt_logprobs=1)])
+    assert llm.is_finished()
+
+
 def test_one_prompt_may_stand_alone_and_no_prompt_is_no_chunk(llm: LLM) -> None:
     chunks = list(llm.stream([1, 2, 3], SHORT))
     assert [(chunk.index, len(chunk.token_ids), chunk.finish_reason) for chunk in chunks] == [

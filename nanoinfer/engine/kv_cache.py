@@ -26,9 +26,10 @@ def num_blocks_in(free_bytes: int, config: ModelConfig, block_size: int, dtype: 
     bytes_per_block = 2 * math.prod(cache_shape(config, 1, block_size, tp)) * dtype.itemsize
     if free_bytes < bytes_per_block:
         raise ConfigError(
-            f"{free_bytes / GIB:.2f} GiB are left for the KV cache, and one block of {block_size} tokens takes "
-            f"{bytes_per_block / GIB:.2f} GiB; raise gpu_memory_utilization, lower max_num_batched_tokens or "
-            "max_num_seqs, or use a smaller model or kvcache_block_size"
+            f"{max(free_bytes, 0) / GIB:.2f} GiB are left for the KV cache, and one block of {block_size} tokens takes "
+            f"{bytes_per_block / GIB:.2g} GiB; raise gpu_memory_utilization, lower max_num_batched_tokens or "
+            "max_num_seqs, free the memory that other programs hold (and if one is just starting, wait for it), or use "
+            "a smaller model or kvcache_block_size"
         )
     return free_bytes // bytes_per_block
 

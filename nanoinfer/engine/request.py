@@ -69,9 +69,12 @@ class Completion:
 
     def _stream(self, token_ids: list[int], finish_reason: str | None) -> None:
         """Count these tokens as read, and put what is new in front of the stream, if there is one."""
-        self.num_read += len(token_ids)
+        start, self.num_read = self.num_read, self.num_read + len(token_ids)
         if self.chunks is not None:
-            self.chunks.append(StreamChunk(self.index, self.text.take(), token_ids, finish_reason, self.seq.sample))
+            wanted = self.seq.sampling_params.logprobs is not None
+            logprobs = self.logprobs[start : self.num_read] if wanted else None
+            text, sample = self.text.take(), self.seq.sample
+            self.chunks.append(StreamChunk(self.index, text, token_ids, finish_reason, sample, logprobs))
 
 
 @dataclass(slots=True, eq=False)

@@ -88,7 +88,7 @@ def check_token_ids(token_ids: list[int], which: str, vocab_size: int, max_model
     if not all(type(token_id) is int for token_id in token_ids):
         for item in token_ids:
             if not is_whole_number(item):
-                raise RequestError(f"{which} has {item!r} among its token ids; they must be ints")
+                raise RequestError(f"{which} has {item!r} among its token ids; give ints, or one text alone")
         token_ids = [int(token_id) for token_id in token_ids]  # NumPy's, say
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
