@@ -123,16 +123,17 @@ def test_a_worker_that_is_killed_is_an_error_and_a_new_engine_works(when: str, e
     free_before = torch.cuda.mem_get_info(0)[0]
     expected = answers(2)
     llm = LLM(tiny_model_path(), tensor_parallel_size=2, enforce_eager=enforce_eager)
-    pids = [process.pid for process in llm.engine.runner._workers._processes]
-    killer = threading.Timer(0 if when == "idle" else 1.0, os.kill, (pids[0], signal.SIGKILL))
-    killer.start()
+    pid = llm.engine.runner._workers._processes[0].pid
     if when == "idle":
+        os.kill(pid, signal.SIGKILL)
         time.sleep(0.5)
     started = time.monotonic()
     with pytest.raises(WorkerError, match="rank 1 of tensor_parallel_size=2 was ended by SIGKILL"):
-        llm.generate([[1, 2, 3]] * 64, LONG, use_tqdm=False)
+        for num_chunks, _ in enumerate(llm.stream([[1, 2, 3]] * 64, LONG)):
+            if when == "in a step" and num_chunks == 640:  # with the tenth step collected the next one runs
+                os.kill(pid, signal.SIGKILL)
+                started = time.monotonic()
     assert time.monotonic() - started < 11
-    killer.join()
     llm.close()
     assert torch.cuda.mem_get_info(0)[0] > free_before - 2**30
     assert answers(2) == expected
