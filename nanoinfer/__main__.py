@@ -29,8 +29,10 @@ Results come in the order in which they finish; a line without a custom_id gets 
 the same custom_id are two requests.
 
 Killed or stopped at any moment, the same command goes on where it was: nothing that is written is done again, and
-nothing is lost. It needs the same input (lines may be added to it), model, --max-tokens and --temperature; other
-options may change."""
+nothing is lost. It needs the same input, model, --load-format, --seed, --max-tokens and --temperature; other options
+may change. Lines may be added at the end of the input, such as those that had errors, mended."""
+
+MEND = "a line that is mended and added at the end of the input is answered by the same command"
 
 EXIT_CODES = """\
 exit codes:
@@ -51,7 +53,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    batch.add_argument("-i", "--input", type=Path, required=True, help="JSONL; gzipped if its name ends in .gz")
+    batch.add_argument("-i", "--input", type=Path, required=True, help="JSONL, perhaps gzipped")
     batch.add_argument("-o", "--output", type=Path, required=True, help="JSONL, not gzipped; it is added to")
     batch.add_argument("--max-tokens", type=int, default=argparse.SUPPRESS, help="for lines that do not say")
     batch.add_argument("--temperature", type=float, default=argparse.SUPPRESS, help="for lines that do not say")
@@ -84,8 +86,10 @@ def run(args: argparse.Namespace) -> int:
 
     options = {field.name: getattr(args, field.name) for field in fields(EngineConfig) if field.name in args}
     overrides = {name: getattr(args, name) for name in ("max_tokens", "temperature") if name in args}
-    given = {"settings": args.model, "overrides": overrides, "max_errors": args.max_errors}
     try:
+        config = EngineConfig(**options)
+        settings = f"{Path(config.model)} {config.load_format} {config.seed}"  # what the answers depend on
+        given = {"settings": settings, "overrides": overrides, "max_errors": args.max_errors}
         summary = run_batch(lambda: LLM(**options), args.input, args.output, **given)
     except (NanoinferError, OSError) as error:
         print(f"nanoinfer: {error}", file=sys.stderr)
@@ -95,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
         return 130
     exit_code, advice = {
         "interrupted": (130, "\nthe same command goes on from here"),
-        "too many errors": (4, "\nmend the input and begin another output, or raise --max-errors"),
-        "finished": (3 if summary.num_errors else 0, ""),
+        "too many errors": (4, "\nraise --max-errors to go on; " + MEND),
+        "finished": (3, f"\n{MEND}") if summary.num_errors else (0, ""),
     }[summary.end]
     print(f"{summary}; see {args.output}{advice}", file=sys.stderr)
     return exit_code

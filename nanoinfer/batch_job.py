@@ -84,7 +84,7 @@ def run_batch(
     if input_path.resolve() == output_path.resolve():
         raise JobError(f"input and output are the same file, {input_path}; choose another output")
     if input_path.exists() and not input_path.is_file():
-        raise JobError(f"the input {input_path} cannot be read twice; write it to a file first")
+        raise JobError(f"the input {input_path} is no file, so it cannot be read twice; write it to one first")
     if max_errors is not None and max_errors < 0:
         raise JobError(f"max_errors={max_errors} must be at least 0; use 0 to stop at the first error")
     settings = f"{settings} {overrides}"
@@ -144,10 +144,10 @@ class Job:
             content = parse_line(line)
             custom_id = content.pop("custom_id", None) or custom_id
             body = parse_body(content)
-            # A seed for each line: what is drawn for it does not depend on where the job was interrupted.
-            seed = xxhash.xxh64_intdigest(b"%d" % line.number, engine.config.seed % 2**64) >> 1
-            sampling = {"seed": seed} | {name: body[name] for name in SAMPLING_FIELDS if name in body}
-            params = replace(self._base, **sampling)
+            params = replace(self._base, **{name: body[name] for name in SAMPLING_FIELDS if name in body})
+            if params.seed is None:  # one for each line: what is drawn does not depend on where the job was interrupted
+                seed = xxhash.xxh64_intdigest(b"%d" % line.number, engine.config.seed % 2**64) >> 1
+                params = replace(params, seed=seed)
             is_chat = "messages" in body
             if is_chat:
                 options = {name: body[name] for name in CHAT_OPTIONS if name in body}
@@ -212,6 +212,8 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
     body, needed = content, ""
     if "body" in content:
         body, url, method = content["body"], content.get("url"), content.get("method", "POST")
+        if beside := sorted(set(content) - {"body", "url", "method"}):
+            raise RequestError(f"unknown fields beside body: {', '.join(beside)}; they belong into it")
         if method != "POST" or not isinstance(url, str) or url not in ENDPOINTS:
             raise RequestError(f"method={method!r}, url={url!r}; served are POST and {', '.join(ENDPOINTS)}")
         if not isinstance(body, dict):
@@ -231,6 +233,8 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
         number = body.pop("top_logprobs", 0)
         body |= {"logprobs": number} if body.pop("logprobs") else {}
     if "max_completion_tokens" in body:
+        if "max_tokens" in body:
+            raise RequestError("there are max_tokens and max_completion_tokens; give one of them")
         body["max_tokens"] = body.pop("max_completion_tokens")
     others = given if given == ["prompt"] else [*given, *CHAT_OPTIONS]
     if unknown := sorted(set(body) - {*SAMPLING_FIELDS, *others}):

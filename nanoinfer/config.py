@@ -6,7 +6,7 @@ Nothing that a run finds out (how many blocks fit, how long a sequence may be) i
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, get_args
 
@@ -100,8 +100,10 @@ class EngineConfig:
             raise ConfigError(f"seed={self.seed!r} is not an int of 64 bits; use a whole number such as 0")
         object.__setattr__(self, "seed", int(self.seed))
         share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r} must lie in (0, 1]; 0.9 suits a card of one's own")
+        if self.max_model_len == 1:
+            raise ConfigError("max_model_len=1 has no room for a prompt and a completion; use at least 2")
         if self.kvcache_block_size % 16 != 0:
             nearest = max(16, round(self.kvcache_block_size / 16) * 16)
             raise ConfigError(f"kvcache_block_size={self.kvcache_block_size} is no multiple of 16; use {nearest}")
@@ -112,7 +114,7 @@ class EngineConfig:
         known = [f.name for f in fields(cls) if f.name != "model"]
         for name in options:
             if name not in known:
-                similar = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                similar = difflib.get_close_matches(name, known, n=1, cutoff=0.55)
                 hint = f"did you mean {similar[0]!r}? " if similar else ""
                 raise TypeError(f"LLM has no option {name!r}; {hint}Options: {', '.join(known)}")
         return cls(model=str(model), **options)

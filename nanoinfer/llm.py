@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,21 +11,23 @@ from tqdm.auto import tqdm
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine, Prepared
-from nanoinfer.errors import RequestError
+from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.outputs import EngineMetrics, EngineStats, RequestOutput, Score, StreamChunk
 from nanoinfer.sampling_params import SamplingParams, is_whole_number
 from nanoinfer.utils.chat import Conversation, render_chats
 from nanoinfer.utils.prompts import (
+    GivenPrompt,
     Prompt,
     as_list_of_prompts,
     as_priorities,
+    as_prompt,
     as_request_ids,
     one_for_each,
     split_whole,
 )
 from nanoinfer.utils.workers import postponed_interrupt
 
-Prompts = Prompt | Sequence[Prompt]
+Prompts = GivenPrompt | Sequence[GivenPrompt]
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
 OnFinish = Callable[[RequestOutput], object]
 SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -64,12 +66,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete one prompt or many; the outputs come in the order of the prompts.
 
-        prompts: a string, a list of token ids, or a list of these. sampling_params: for all, or a list with one for
-        each. use_tqdm: show finished requests and tokens a second. priority: a whole number for each prompt (0 for all
-        is the default); higher runs first, equal ones first come first served, and lower ones give way first when
-        memory is short. on_finish: called with each output as its request finishes; what it raises ends the call.
-        Raises RequestError for a prompt that cannot be served; nothing is queued then, and nothing is left behind if
-        the call fails later.
+        prompts: a string, a list of token ids, either as vLLM's {"prompt": ...} or {"prompt_token_ids": ...}, or a list
+        of these. sampling_params: for all, or a list with one for each. use_tqdm: show finished requests and tokens a
+        second. priority: a whole number for each prompt (0 for all is the default); higher runs first, equal ones first
+        come first served, and lower ones give way first when memory is short. on_finish: called with each output as its
+        request finishes; what it raises ends the call. Raises RequestError for a prompt that cannot be served; nothing
+        is queued then, and nothing is left behind if the call fails later.
         """
         if on_finish is not None and not callable(on_finish):
             raise RequestError(f"on_finish={on_finish!r} cannot be called; give a function of an output")
@@ -158,9 +160,11 @@ class LLM:
         """
         self.engine.abort_later(as_request_ids(request_ids))
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> int:
+    def add_request(
+        self, prompt: GivenPrompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> int:
         """Queue a request for `step` to run and return its id. Raises RequestError for one that cannot be served."""
-        [request] = self._prepare([prompt], sampling_params, [priority])
+        [request] = self._prepare([as_prompt(prompt)], sampling_params, [priority])
         with self._lock:
             return self.engine.add_request(request, self._unclaimed)
 
@@ -183,8 +187,15 @@ class LLM:
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """What the model's own generation_config.json recommends."""
-        return SamplingParams.from_generation_config(self.engine.generation_config)
+        """What the model's own generation_config.json recommends. Raises ModelError where that is out of range."""
+        try:
+            return SamplingParams.from_generation_config(self.engine.generation_config)
+        except RequestError as error:
+            raise ModelError(f"generation_config.json of {self.engine.config.model}: {error}") from error
+
+    def get_tokenizer(self) -> Any:
+        """The same as `tokenizer`: vLLM's name."""
+        return self.tokenizer
 
     def get_metrics(self) -> EngineMetrics:
         """The work done since this LLM was made, and what it holds now."""
@@ -197,11 +208,13 @@ class LLM:
         with self._lock:
             return self.engine.tokenize([text])[0]
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids. Raises RequestError where there is no tokenizer."""
-        if wrong := [item for item in token_ids if not is_whole_number(item) or not 0 <= item < 2**32]:
-            raise RequestError(f"{wrong[0]!r} is no token id; give a list of ids")
-        return self.engine.require_tokenizer().decode([int(item) for item in token_ids], skip_special_tokens)
+    def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of one token id or several. Raises RequestError for what is none, or where there is no tokenizer."""
+        ids: list[Any] = list(token_ids) if isinstance(token_ids, Iterable) else [token_ids]
+        vocab_size = self.engine.model_config.vocab_size
+        if wrong := [item for item in ids if not is_whole_number(item) or not 0 <= item < vocab_size]:
+            raise RequestError(f"{wrong[0]!r} is no token id; ids are 0 to {vocab_size - 1}")
+        return self.engine.require_tokenizer().decode([int(item) for item in ids], skip_special_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""

@@ -134,6 +134,11 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
+    def finished(self) -> bool:
+        """True: vLLM's users ask for it."""
+        return True
+
+    @property
     def text(self) -> str:
         return self.outputs[0].text
 

@@ -56,7 +56,7 @@ class SamplingParams:
     top_p: draw from the fewest tokens, likeliest first, that have this share of the probability; 1 is all of them.
     min_p: draw from the tokens with this share of the likeliest one's probability, or more; 0 is all of them.
     seed: of the request's random numbers; the same request with the same seed draws the same tokens, alone or in any
-        batch, where the logits are the same to the bit. None is a seed of its own for each request of an LLM.
+        batch, where the logits are the same to the bit. None, or -1, is a seed of its own for each request.
     min_tokens: tokens to generate before a stop token can be drawn or a stop string ends the text.
     presence_penalty: taken off the logit of each token generated before; frequency_penalty: once for each time.
     repetition_penalty: logits of tokens in the prompt or generated before are divided by it where they are positive,
@@ -105,6 +105,8 @@ class SamplingParams:
             if value > most:
                 raise RequestError(f"{name}={value} must be at most {most}; {remedy}")
             object.__setattr__(self, name, int(value))  # NumPy's integers, say
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}; raise that")
         if self.n > 1 and self.temperature == 0:

@@ -180,6 +180,8 @@ BAD_LINES = [
     ({"body": {"prompt": "a"}, "url": "/v1/completions", "method": "GET"}, "method='GET'"),
     ({"body": {"prompt": "a"}, "url": "/v1/chat/completions"}, "there is prompt; give messages"),
     ({"body": "a", "url": "/v1/chat/completions"}, "body is a str, not an object"),
+    ({"body": {"prompt": "a"}, "url": "/v1/completions", "max_tokens": 3}, "unknown fields beside body: max_tokens"),
+    ({"prompt": "a", "max_tokens": 3, "max_completion_tokens": 3}, "there are max_tokens and max_completion_tokens"),
     ({"messages": {"role": "user", "content": "a"}}, "messages is a dict; give a list of messages"),
     ({"messages": []}, "conversation 0 is []; give a list of one message or more"),
     ({"messages": [{"role": "user"}]}, "message 0 of conversation 0 has no content"),
@@ -402,11 +404,15 @@ def test_the_exit_code_says_what_became_of_the_job(tmp_path: Path, capsys: pytes
     assert run_main(*options, "-i", good, "-o", tmp_path / "out1") == 0
     assert "finished: 1 of 1 lines are done (0 before this run), 0 with errors" in capsys.readouterr().err
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out2") == 3
+    assert "mended and added at the end of the input is answered" in capsys.readouterr().err
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out3", "--max-errors", 1) == 4
     assert "too many errors: " in capsys.readouterr().err
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out1") == 2
     assert "has the result of another line 1" in capsys.readouterr().err
-    assert run_main(*options, "-i", good, "-o", tmp_path / "out1", "--temperature", 0.5) == 2
+    for changed in (["--temperature", 0.5], ["--seed", 1], ["--load-format", "dummy"]):
+        assert run_main(*options, "-i", good, "-o", tmp_path / "out1", *changed) == 2
+    same = ["--seed", 0, "--model", f"{tiny_model_path()}/", "--max-num-seqs", 3]
+    assert run_main(*options, *same, "-i", good, "-o", tmp_path / "out1") == 0
     for wrong in (["--max-num-seqs", "x"], ["--dtype", "int8"], ["--max-num-seqs", 0], ["--max-tokens", 0], ["--no"]):
         assert run_main(*options, "-i", good, "-o", tmp_path / "out4", *wrong) == 2
 

@@ -48,6 +48,7 @@ QWEN3 = {"architectures": ["Qwen3ForCausalLM"], **SIZES}
         ({"kvcache_block_size": 100}, "kvcache_block_size=100 is no multiple of 16; use 96"),
         ({"kvcache_block_size": 1}, "kvcache_block_size=1 is no multiple of 16; use 16"),
         ({"max_model_len": 0}, "max_model_len=0 must be a whole number of at least 1"),
+        ({"max_model_len": 1}, "max_model_len=1 has no room for a prompt and a completion; use at least 2"),
         ({"max_model_len": "4096"}, "max_model_len='4096' must be a whole number of at least 1"),
         ({"num_kvcache_blocks": 0}, "num_kvcache_blocks=0 must be a whole number of at least 1"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching=1 is not a bool; use True or False"),
@@ -72,7 +73,13 @@ def test_an_option_out_of_range_is_refused_with_value_rule_and_remedy(options: d
     "options",
     [
         {"max_model_len": None, "num_kvcache_blocks": None},
-        {"max_model_len": 1, "num_kvcache_blocks": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1},
+        {
+            "max_model_len": 2,
+            "num_kvcache_blocks": 1,
+            "gpu_memory_utilization": np.float32(0.5),
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": 1,
+        },
         {"gpu_memory_utilization": 1},
         {"kvcache_block_size": 16},
         {"kvcache_block_size": 48},

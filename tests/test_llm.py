@@ -394,7 +394,8 @@ def test_encode_and_decode_are_the_tokenizers(llm: LLM) -> None:
     with LLM(tiny_model_path(), device="cpu") as tiny:
         ids = tiny.encode("12 + 3<|im_end|>")
         assert ids == tiny.tokenizer("12 + 3<|im_end|>")["input_ids"]
-        assert tiny.decode(ids) == "12 + 3"
+        assert tiny.decode(ids) == tiny.decode(iter(ids)) == "12 + 3"
+        assert tiny.decode(ids[0]) == tiny.decode(ids[:1])
         assert tiny.decode(ids, skip_special_tokens=False) == "12 + 3<|im_end|>"
         assert tiny.default_sampling_params.temperature == 0.6, "as its generation_config.json has it"
 
@@ -425,8 +426,35 @@ def test_a_request_says_how_long_it_waited_and_took(random_checkpoint: Checkpoin
     assert third.time_per_token is None, "one token has no pace"
 
 
-@pytest.mark.parametrize("ids", [[-1], [2**40], ["a"], [True]])
-def test_decode_names_what_is_no_token_id(ids: list[Any]) -> None:
+def test_prompts_as_vllms_users_write_them(llm: LLM) -> None:
+    wanted = [output.token_ids for output in llm.generate([[1, 2], [3]], SHORT, use_tqdm=False)]
+    given = [{"prompt_token_ids": [1, 2]}, {"prompt": [3]}]
+    outputs = llm.generate(given, SHORT, use_tqdm=False)
+    assert [output.token_ids for output in outputs] == wanted
+    assert all(output.finished for output in outputs)
+    assert llm.generate(given[0], SHORT, use_tqdm=False)[0].token_ids == wanted[0]
+    llm.add_request(given[0], SHORT)
+    while not (finished := llm.step()):
+        pass
+    assert finished[0].token_ids == wanted[0]
+    for wrong in ({"role": "user", "content": "a"}, {"text": "a"}, {}):
+        with pytest.raises(RequestError, match=r"prompt 0 is a dict; give a string or a list of token ids \(messages"):
+            llm.generate([wrong], SHORT, use_tqdm=False)
+
+
+def test_a_stop_token_outside_the_vocabulary_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="stop_token_ids has 512, outside the vocabulary; ids are 0 to 511"):
+        llm.generate([1], SamplingParams(stop_token_ids=[3, 512]), use_tqdm=False)
+
+
+def test_a_recommendation_out_of_range_names_its_file(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.engine, "generation_config", {"top_k": -7})
+    with pytest.raises(ModelError, match=r"generation_config\.json of .*: top_k=-7 must be at least -1"):
+        _ = llm.default_sampling_params
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**40], [5000], ["a"], [True], None, "12"])
+def test_decode_names_what_is_no_token_id(ids: Any) -> None:
     with LLM(tiny_model_path(), device="cpu") as llm, pytest.raises(RequestError, match="is no token id"):
         llm.decode(ids)
 

@@ -134,3 +134,7 @@ def test_the_recommendation_of_a_generation_config(config: dict[str, Any], param
 def test_a_recommendation_out_of_range_is_refused_like_any_other_value() -> None:
     with pytest.raises(RequestError, match="temperature=-1 must be finite and at least 0"):
         SamplingParams.from_generation_config({"temperature": -1})
+
+
+def test_a_seed_of_minus_one_is_none_as_in_vllm() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams(seed=None)

@@ -525,6 +525,13 @@ def test_a_script_without_a_main_guard_is_told_to_have_one(tmp_path: Path) -> No
     assert list(tmp_path.glob("nanoinfer-*")) == []
 
 
+def test_a_script_from_stdin_is_told_to_be_a_file() -> None:
+    script = f"from nanoinfer import LLM, tiny_model_path\n{MAKE}"
+    ended = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=60)
+    assert ended.stderr.count("Traceback") == 1
+    assert "import this script, which was read from stdin; run it from a file" in ended.stderr
+
+
 @pytest.mark.slow
 def test_ctrl_c_in_a_script_ends_it_as_in_any_other(tmp_path: Path) -> None:
     rest = "llm.generate([1, 2, 3], SamplingParams(max_tokens=4000, ignore_eos=True), use_tqdm=False)"

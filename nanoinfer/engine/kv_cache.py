@@ -45,8 +45,8 @@ def allocate_kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.
             k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
     except (torch.OutOfMemoryError, MemoryError, ValueError, OverflowError):  # the last two: sizes beyond any address
         raise ConfigError(
-            f"num_kvcache_blocks={shape[1]} needs {2 * num_bytes / GIB:.1f} GiB, more than {device} has free; lower "
-            "it, or leave it out to take what fits"
+            f"num_kvcache_blocks={shape[1]} needs {2 * num_bytes / GIB:.1f} GiB, more than {device} has free; set it "
+            "lower, or free the memory that other programs hold"
         ) from None
     return KVCache(k, v)
 

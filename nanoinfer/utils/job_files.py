@@ -22,6 +22,7 @@ import xxhash
 from nanoinfer.errors import JobError
 
 MAX_LINE_BYTES = 16 * 2**20
+GZIPPED = b"\x1f\x8b"  # how such a file begins
 RECORD_START = b'{"id": "line-'
 RECORD_ID = re.compile(rb'\{"id": "line-(\d{1,9})-([0-9a-f]{16})"')
 NO_ERROR = b'"error": null}\n'  # how the record of an answer ends
@@ -42,9 +43,10 @@ class Line(NamedTuple):
 def read_lines(path: Path, settings: str) -> Iterator[Line]:
     """The lines of a file, which may be gzipped. settings: what else the answers depend on. Raises JobError."""
     seed = xxhash.xxh64_intdigest(settings.encode(errors="backslashreplace"))
-    opened: Any = gzip.open if path.suffix == ".gz" else open
     number = 0
     try:
+        with path.open("rb") as file:
+            opened: Any = gzip.open if file.read(2) == GZIPPED else open
         with opened(path, "rb") as file:
             while content := file.readline(MAX_LINE_BYTES):
                 number += 1
@@ -90,7 +92,7 @@ class BatchOutput:
         if done not in (0, line.digest):
             raise JobError(
                 f"{self.path} has the result of another line {line.number}, or it was made with another model, "
-                "max_tokens or temperature; go on with what was used before, or choose another output"
+                "load_format, seed, max_tokens or temperature; go on with what was used then, or choose another output"
             )
         return bool(done)
 

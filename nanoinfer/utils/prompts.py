@@ -1,6 +1,6 @@
 """What a user can get wrong about prompts and what goes with them, checked before anything is queued."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, cast
 
@@ -8,18 +8,27 @@ from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import SamplingParams, is_whole_number
 
 Prompt = str | list[int]
+GivenPrompt = Prompt | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_ids": ...}, as vLLM's users write it
 
 
-def as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_list_of_prompts(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[Prompt]:
     """One prompt or several, as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, (str, Mapping)):
+        return [as_prompt(prompts)]
     if not isinstance(prompts, (list, tuple)):
         raise RequestError(
-            f"prompts is a {type(prompts).__name__}; give a string, a list of token ids, or a list of these"
+            f"prompts is a {type(prompts).__name__}; give a string, a list of token ids, or a list of these (list() "
+            "or .tolist() makes one)"
         )
     is_token_ids = bool(prompts) and all(isinstance(item, Integral) for item in prompts)
-    return cast("list[Prompt]", [list(prompts)] if is_token_ids else list(prompts))
+    return [cast("Prompt", list(prompts))] if is_token_ids else [as_prompt(cast("Prompt", item)) for item in prompts]
+
+
+def as_prompt(prompt: GivenPrompt) -> Prompt:
+    """What a mapping holds; all else as it is."""
+    if isinstance(prompt, Mapping) and len(prompt) == 1:
+        prompt = prompt.get("prompt", prompt.get("prompt_token_ids", prompt))
+    return cast("Prompt", prompt)
 
 
 def as_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
@@ -82,7 +91,9 @@ def check_texts(texts: dict[int, str], max_characters: int) -> None:
 def check_token_ids(token_ids: list[int], which: str, vocab_size: int, max_model_len: int) -> list[int]:
     """The ids of "prompt 0", say, as a list of our own. Raises RequestError where these limits do not allow them."""
     if not isinstance(token_ids, (list, tuple)):
-        raise RequestError(f"{which} is a {type(token_ids).__name__}; give a string or a list of token ids")
+        raise RequestError(
+            f"{which} is a {type(token_ids).__name__}; give a string or a list of token ids (messages to chat)"
+        )
     if not token_ids:
         raise RequestError(f"{which} is empty; give at least one token")
     if not all(type(token_id) is int for token_id in token_ids):

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -21,7 +22,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.errors import NanoinferError, WorkerError
+from nanoinfer.errors import ConfigError, NanoinferError, WorkerError
 
 EXIT_SECONDS = 10.0  # of patience with a worker that was told to end
 EXPLANATION_SECONDS = 2.0  # a worker's end may show in an error here before it shows in its socket
@@ -42,6 +43,11 @@ class Workers:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             # We are a worker that is still importing the user's script. Our parent explains.
             raise SystemExit(NO_MAIN_GUARD)
+        if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
+            raise ConfigError(
+                f"tensor_parallel_size={size} spawns processes that import this script, which was read from stdin; run "
+                "it from a file"
+            )
         self.size = size
         self.folder = Path(tempfile.mkdtemp(prefix="nanoinfer-"))
         self.links: list[socket.socket] = []
