@@ -4,6 +4,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -190,3 +191,32 @@ def test_stop_strings_are_found_whatever_the_token_boundaries(
         shown, met = show(text, *stop, include_stop=include_stop, seed=pieces)
         assert (shown[-1], met) == expected
         assert expected[0].startswith("".join(shown[:-1])), "nothing shown is taken back"
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> tokenizers.Tokenizer:
+    """As Llama 2's and Gemma's: a token for each byte where there is none for the text."""
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "▁end": 257}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    parts = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    tokenizer.decoder = tokenizers.decoders.Sequence(parts)
+    return tokenizer
+
+
+@pytest.mark.parametrize("text", ["héllo 中文 🙂 x", "中文" * 100, "🙂é中a" * 40, "a" * 200, "é"])
+@pytest.mark.parametrize("piece", [1, 3, 50])
+def test_characters_of_byte_tokens_come_whole_and_none_is_lost(
+    byte_fallback: tokenizers.Tokenizer, text: str, piece: int
+) -> None:
+    ids = [257, *(byte + 1 for byte in text.encode()), 257]
+    detokenizer = WindowDetokenizer(byte_fallback.decode)
+    parts = [detokenizer.decode(ids[start : start + piece]) for start in range(0, len(ids), piece)]
+    assert "".join(parts) + detokenizer.decode([], final=True) == f" end{text} end" == byte_fallback.decode(ids)
+    assert not any("\ufffd" in part for part in parts)
+
+
+def test_bytes_that_are_no_character_are_not_held_back_for_ever(byte_fallback: tokenizers.Tokenizer) -> None:
+    detokenizer = WindowDetokenizer(byte_fallback.decode)
+    text = "".join(detokenizer.decode([0xFF + 1]) for _ in range(100))
+    assert len(text) > 50
+    assert set(text + detokenizer.decode([], final=True)) == {"\ufffd"}

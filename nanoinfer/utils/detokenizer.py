@@ -65,28 +65,33 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """For any tokenizer: decodes a window of the last tokens, and gives what is new in it.
 
-    decode: the tokenizer's own. A replacement character at the end is held back: it may be a character's first half.
+    decode: the tokenizer's own. Replacement characters at the end are held back, for a while: they may be the bytes of
+    a character that is not whole, and of what stands right before it.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
         self._num_shown = 0  # characters of the window's text
+        self._num_waits = 0  # tokens in a row after which something was held back
 
     def decode(self, token_ids: Sequence[int], final: bool = False) -> str:
+        if len(token_ids) > 1 and not final:
+            return "".join([self.decode([token_id]) for token_id in token_ids])
         self._window += token_ids
         text = self._decode(self._window)
-        end = len(text) if final else _num_certain(text)
+        end = len(text.rstrip(REPLACEMENT))
+        self._num_waits = self._num_waits + 1 if end < len(text) else 0
+        if final or self._num_waits > WINDOW:
+            end = len(text)
         new, self._num_shown = text[self._num_shown : end], max(end, self._num_shown)
-        if len(self._window) > WINDOW:
-            self._window = self._window[-CONTEXT:]
-            self._num_shown = _num_certain(self._decode(self._window))
+        if end == len(text) and len(self._window) > WINDOW:
+            for size in range(CONTEXT, WINDOW):  # the fewest tokens that say by themselves what they say here
+                tail = self._decode(self._window[-size:])
+                if text.endswith(tail):
+                    break
+            self._window, self._num_shown = self._window[-size:], len(tail)
         return new
-
-
-def _num_certain(text: str) -> int:
-    """The length of `text` without a replacement character at its end."""
-    return len(text) - text.endswith(REPLACEMENT)
 
 
 class CompletionText:
