@@ -86,14 +86,22 @@ def run(args: argparse.Namespace) -> int:
 
     options = {field.name: getattr(args, field.name) for field in fields(EngineConfig) if field.name in args}
     overrides = {name: getattr(args, name) for name in ("max_tokens", "temperature") if name in args}
+    is_loaded = False
+
+    def load() -> LLM:
+        nonlocal is_loaded
+        llm = LLM(**options)
+        is_loaded = True
+        return llm
+
     try:
         config = EngineConfig(**options)
         settings = f"{Path(config.model)} {config.load_format} {config.seed}"  # what the answers depend on
         given = {"settings": settings, "overrides": overrides, "max_errors": args.max_errors}
-        summary = run_batch(lambda: LLM(**options), args.input, args.output, **given)
+        summary = run_batch(load, args.input, args.output, **given)
     except (NanoinferError, OSError) as error:
         print(f"nanoinfer: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        return 2 if isinstance(error, ValueError) and not is_loaded else 1
     except KeyboardInterrupt:  # while the model was loaded, or a second one
         print("nanoinfer: interrupted; the same command goes on", file=sys.stderr)
         return 130

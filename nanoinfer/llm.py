@@ -1,5 +1,6 @@
 """The facade: prompts in, completions out."""
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from tqdm.auto import tqdm
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine, Prepared
 from nanoinfer.errors import ModelError, RequestError
-from nanoinfer.outputs import EngineMetrics, EngineStats, RequestOutput, Score, StreamChunk
+from nanoinfer.outputs import EngineMetrics, EngineStats, Logprob, RequestOutput, Score, StreamChunk
 from nanoinfer.sampling_params import SamplingParams, is_whole_number
 from nanoinfer.utils.chat import Conversation, render_chats
 from nanoinfer.utils.prompts import (
@@ -31,7 +32,7 @@ Prompts = GivenPrompt | Sequence[GivenPrompt]
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
 OnFinish = Callable[[RequestOutput], object]
 SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-STEP_SECONDS = 0.01  # so long a thread waits for another's step; that one serves its requests too
+TURN_SECONDS = 0.01  # so long a thread waits for its turn; another's step serves its requests too
 
 
 class LLM:
@@ -291,7 +292,7 @@ class LLM:
 
     def _step(self) -> None:
         """Run one step, or let another thread run its own."""
-        if self._lock.acquire(timeout=STEP_SECONDS):
+        if self._lock.acquire(timeout=TURN_SECONDS):
             try:
                 with postponed_interrupt():
                     self.engine.step()
@@ -302,9 +303,11 @@ class LLM:
 def _score(output: RequestOutput, first: int) -> Score:
     """Of the prompt's tokens from position `first` on."""
     token_ids, found = output.prompt_token_ids[first:], (output.prompt_logprobs or [])[first:]
-    entries = [entry[token_id] for token_id, entry in zip(token_ids, found, strict=True) if entry is not None]
+    unknown = Logprob(math.nan, rank=0)  # of what was aborted
+    entries = [(entry or {}).get(token_id, unknown) for token_id, entry in zip(token_ids, found, strict=True)]
     logprobs = [entry.logprob for entry in entries]
-    return Score(token_ids, logprobs, sum(logprobs), all(entry.rank == 1 for entry in entries))
+    total = sum(logprobs)
+    return Score(token_ids, logprobs, total, all(entry.rank == 1 for entry in entries) and not math.isnan(total))
 
 
 class Progress:

@@ -162,7 +162,8 @@ class Score:
     """How likely a model finds a completion of a prompt.
 
     token_ids: the completion's. logprobs: of each of them, given all before it. total: their sum, the log-likelihood
-    of the whole. is_greedy: whether greedy decoding of the prompt would have said just this.
+    of the whole. is_greedy: whether greedy decoding of the prompt would have said just this. What was aborted, or where
+    the model's logits are NaN, has NaN in logprobs and total, and is not greedy.
     """
 
     token_ids: list[int]

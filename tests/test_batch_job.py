@@ -339,7 +339,12 @@ def test_an_input_that_changed_is_refused_and_nothing_is_written(
     assert (tmp_path / "in.out").read_bytes() == before
 
 
-@pytest.mark.parametrize("content", [b"a", b"\0" * 99, b'{"id": "line-x"}\n', b"{}\n", b'{"id": "batch"', b"\n"])
+LINE_0 = b'{"id": "line-0-0123456789abcdef"}\n'
+
+
+@pytest.mark.parametrize(
+    "content", [b"a", b"\0" * 99, b'{"id": "line-x"}\n', b"{}\n", b'{"id": "batch"', LINE_0, b"\n"]
+)
 def test_a_file_that_is_no_output_of_a_job_is_refused_and_left_alone(llm: LLM, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "in.out").write_bytes(content)
     with pytest.raises(
@@ -415,6 +420,22 @@ def test_the_exit_code_says_what_became_of_the_job(tmp_path: Path, capsys: pytes
     assert run_main(*options, *same, "-i", good, "-o", tmp_path / "out1") == 0
     for wrong in (["--max-num-seqs", "x"], ["--dtype", "int8"], ["--max-num-seqs", 0], ["--max-tokens", 0], ["--no"]):
         assert run_main(*options, "-i", good, "-o", tmp_path / "out4", *wrong) == 2
+
+
+def test_a_job_that_fails_after_it_began_says_that_it_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = {"prompt": [1], **GREEDY}
+    path = write(tmp_path / "in.jsonl", line, line)
+    init = LLM.__init__
+
+    def shorten(*args: Any, **options: Any) -> None:
+        init(*args, **options)
+        write(path, line)
+
+    monkeypatch.setattr(LLM, "__init__", shorten)
+    assert run_main("--model", tiny_model_path(), "--device", "cpu", "-i", path, "-o", tmp_path / "out") == 1
+    assert "the input had 2 lines when the job began, and 1 are done" in capsys.readouterr().err
 
 
 def test_every_option_of_the_engine_is_one_of_the_command_with_its_explanation() -> None:

@@ -442,11 +442,6 @@ def test_prompts_as_vllms_users_write_them(llm: LLM) -> None:
             llm.generate([wrong], SHORT, use_tqdm=False)
 
 
-def test_a_stop_token_outside_the_vocabulary_is_refused(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="stop_token_ids has 512, outside the vocabulary; ids are 0 to 511"):
-        llm.generate([1], SamplingParams(stop_token_ids=[3, 512]), use_tqdm=False)
-
-
 def test_a_recommendation_out_of_range_names_its_file(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.engine, "generation_config", {"top_k": -7})
     with pytest.raises(ModelError, match=r"generation_config\.json of .*: top_k=-7 must be at least -1"):

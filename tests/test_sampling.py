@@ -1,5 +1,6 @@
 """How a request is sampled, through the whole engine: masks, penalties, seeds, several samples, log-probabilities."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from nanoinfer import LLM, Logprob, RequestError, RequestOutput, SamplingParams, Score, tiny_model_path
+from nanoinfer.engine.model_runner import ModelRunner
 
 Checkpoint = Callable[..., Path]
 QUESTION = "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
@@ -423,6 +425,33 @@ def test_a_score_is_the_sum_of_a_completions_logprobs(
         assert score.logprobs == pytest.approx(expected[range(len(two)), two].tolist(), abs=1e-3)
         assert score.total == pytest.approx(sum(score.logprobs))
         assert score.is_greedy == (expected.argmax(dim=1).tolist() == two)
+
+
+def test_what_could_not_be_scored_is_not_a_number_and_not_greedy(random_checkpoint: Checkpoint) -> None:
+    pairs = [[1, 2], [3]], [[4, 5], [6, 7]]
+    with LLM(random_checkpoint(), device="cpu", max_num_seqs=1) as llm:
+        wanted = llm.score(*pairs, use_tqdm=False)
+        step, ids = llm._step, []
+
+        def abort_first() -> None:
+            if not ids:
+                ids.append(min(llm.engine._requests))
+                llm.abort(ids)
+            step()
+
+        llm._step = abort_first  # type: ignore[method-assign]
+        aborted, scored = llm.score(*pairs, use_tqdm=False)
+        assert scored == wanted[1], "the other one"
+        assert isinstance(llm.engine.runner, ModelRunner)
+        with torch.inference_mode():
+            llm.engine.runner.model.model.norm.weight.fill_(math.nan)
+        llm.reset_prefix_cache()
+        [broken] = llm.score([[1, 2]], [[4, 5]], use_tqdm=False)
+    for score in (aborted, broken):
+        assert score.token_ids == [4, 5]
+        assert len(score.logprobs) == 2
+        assert all(map(math.isnan, [*score.logprobs, score.total]))
+        assert not score.is_greedy
 
 
 def test_answers_to_one_question_share_its_computation(random_checkpoint: Checkpoint) -> None:

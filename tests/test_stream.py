@@ -197,6 +197,12 @@ def test_a_pause_after_a_stop_is_not_counted_as_work(llm: LLM) -> None:
     assert not llm.engine._in_flight, "the step after the stop is collected at once"
 
 
+def test_ids_that_are_not_given_out_yet_are_passed_over(llm: LLM) -> None:
+    llm.abort([0, 1, 2, 1000])
+    outputs = llm.generate([[1], [2]], SHORT, use_tqdm=False)
+    assert [output.finish_reason for output in outputs] == ["length", "length"]
+
+
 def test_a_waiting_request_can_be_aborted(llm: LLM) -> None:
     request_id = llm.add_request([1, 2], LONG)
     llm.abort(request_id)

@@ -379,7 +379,34 @@ def test_an_error_of_rank_0_in_the_middle_of_a_step_closes_the_engine(monkeypatc
         generate(llm, [[1, 2, 3]])
 
 
+def test_an_exit_signal_without_a_name_is_told_by_its_number() -> None:
+    llm = LLM(tiny_model_path(), device="cpu", tensor_parallel_size=2)
+    os.kill(worker_pids(llm)[0], signal.SIGRTMIN + 6)
+    with pytest.raises(WorkerError, match=f"rank 1 .* was ended by signal {signal.SIGRTMIN + 6};"):
+        generate(llm, [[1, 2, 3]])
+    llm.close()
+
+
 # --- Ctrl-C ---
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_second_ctrl_c_does_not_wait_for_the_end_of_a_step(depth: int) -> None:
+    num_sent = 0
+
+    def send(depth: int) -> None:
+        nonlocal num_sent
+        with workers.postponed_interrupt():
+            if depth > 1:
+                send(depth - 1)
+            while depth == 1 and num_sent < 5:
+                num_sent += 1
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        send(depth)
+    assert num_sent == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.usefixtures("nothing_remains")

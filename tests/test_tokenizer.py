@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer as WordTokenizer
@@ -14,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from nanoinfer import tiny_model_path
-from nanoinfer.errors import ModelError
+from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.utils.tokenizer import Tokenizer, load_tokenizer, read_stop_token_ids
 
 WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, "<end>": 3, "one": 4, "two": 5, "three": 6}
@@ -160,3 +161,22 @@ def test_without_a_tokenizer_the_files_alone_decide(tmp_path: Path) -> None:
 def test_a_tokenizer_without_eos_adds_no_stop_id(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, eos=None)
     assert read_stop_token_ids(tmp_path, Tokenizer(tmp_path)) == frozenset()
+
+
+def test_what_the_tokenizer_cannot_decode_is_an_error_alone_and_missing_in_a_text(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class PanicError(BaseException):
+        """As those of Rust code."""
+
+    def panic(token_ids: list[int], *_: object, **__: object) -> str:
+        if 5 in token_ids:
+            raise PanicError("called unwrap on None")
+        return "x" * len(token_ids)
+
+    monkeypatch.setattr(tokenizer, "hf", SimpleNamespace(decode=panic))
+    with pytest.raises(RequestError, match=r"cannot decode \[4, 5\] \(called unwrap on None\)"):
+        tokenizer.decode([4, 5])
+    detokenizer = tokenizer.detokenizer()
+    assert [detokenizer.decode([4]), detokenizer.decode([5]), detokenizer.decode([4], final=True)] == ["x", "", ""]
+    assert "a text lacks what the tokenizer cannot decode [4, 5]" in caplog.text

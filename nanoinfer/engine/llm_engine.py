@@ -113,8 +113,6 @@ class LLMEngine:
                 "use stop_token_ids"
             )
         vocab_size = self.model_config.vocab_size
-        if beyond := [token_id for token_id in sampling_params.stop_token_ids or () if token_id >= vocab_size]:
-            raise RequestError(f"stop_token_ids has {beyond[0]}, outside the vocabulary; ids are 0 to {vocab_size - 1}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(sampling_params, name) or 0
             if value > vocab_size:
@@ -181,7 +179,7 @@ class LLMEngine:
 
         Safe at any moment, as in a callback, or where the garbage collector closes a stream.
         """
-        self._marked.extend(request_ids)
+        self._marked.extend(request_id for request_id in request_ids if request_id in self._requests)
 
     def is_finished(self) -> bool:
         """Whether every request has finished and was handed over."""

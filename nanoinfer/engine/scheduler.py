@@ -66,7 +66,7 @@ class Scheduler:
         return not self._waiting and not self.running
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence, by its priority and arrival."""
+        """Queue a sequence, by its priority and arrival, and enter what ends it."""
         seq.max_num_tokens = min(seq.num_prompt_tokens + seq.sampling_params.max_tokens, self.max_model_len)
         params = seq.sampling_params
         model_stops = frozenset[int]() if params.ignore_eos else self.stop_token_ids

@@ -30,7 +30,7 @@ class Sequence:
     priority: int = 0  # higher runs first
     request_id: int = 0
     sample: int = 0  # which of the request's completions it is
-    score_from: int | None = None  # the first prompt token whose log-probability is still to be computed
+    score_from: int | None = None  # the first prompt token whose log-probability is wanted; None when all have come
     max_num_tokens: int = 0  # with so many tokens it is finished; the scheduler sets this and the stop tokens
     stop_token_ids: Set[int] = frozenset()  # those that end it
     token_ids: list[int] = field(init=False)  # prompt and collected completion

@@ -23,7 +23,7 @@ from nanoinfer.utils.symmetric_memory import SymmetricMemory
 logger = logging.getLogger("nanoinfer")
 dist: Any = torch.distributed  # its process groups are hardly typed
 
-VOCAB_UNIT = 64  # shards of the vocabulary begin at multiples of it: four groups of ids that share random numbers
+VOCAB_UNIT = 64  # shards of the vocabulary begin at multiples of it: four groups of ids, whose noise one call draws
 CONNECT_TIMEOUT = datetime.timedelta(seconds=8)
 TIMEOUT = datetime.timedelta(minutes=30)
 # Bytes up to which so many ranks' sums go through symmetric memory: as far as that was seen to be faster than NCCL, by

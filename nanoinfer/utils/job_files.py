@@ -24,7 +24,7 @@ from nanoinfer.errors import JobError
 MAX_LINE_BYTES = 16 * 2**20
 GZIPPED = b"\x1f\x8b"  # how such a file begins
 RECORD_START = b'{"id": "line-'
-RECORD_ID = re.compile(rb'\{"id": "line-(\d{1,9})-([0-9a-f]{16})"')
+RECORD_ID = re.compile(rb'\{"id": "line-([1-9]\d{0,8})-([0-9a-f]{16})"')
 NO_ERROR = b'"error": null}\n'  # how the record of an answer ends
 
 

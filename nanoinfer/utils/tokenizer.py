@@ -1,5 +1,6 @@
 """Text to token ids and back, by the model's own tokenizer from transformers, and the ids that end a completion."""
 
+import logging
 import sys
 from functools import cached_property
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.utils.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
 from nanoinfer.utils.hub import read_json
+
+logger = logging.getLogger("nanoinfer")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 # Not the tokenizer's failures. All else is, even where it is no Exception, as a panic of its Rust code.
@@ -58,7 +61,12 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Decode a completion, as it is: spaces before punctuation stay."""
-        return str(self.hf.decode(token_ids, skip_special_tokens, clean_up_tokenization_spaces=False))
+        try:
+            return str(self.hf.decode(token_ids, skip_special_tokens, clean_up_tokenization_spaces=False))
+        except PASSED_ON:
+            raise
+        except BaseException as error:
+            raise RequestError(f"the tokenizer cannot decode {token_ids} ({error}); check its files") from error
 
     def text_of_token(self, token_id: int) -> str:
         """One token alone, special or not."""
@@ -70,7 +78,15 @@ class Tokenizer:
         """What decodes one completion bit by bit to the text that `decode` makes of it at once."""
         if self._token_bytes:
             return ByteDetokenizer(self._token_bytes[skip_special_tokens])
-        return WindowDetokenizer(lambda token_ids: self.decode(token_ids, skip_special_tokens))
+
+        def decode(token_ids: list[int]) -> str:
+            try:
+                return self.decode(token_ids, skip_special_tokens)
+            except RequestError as error:  # which must not stop the step that other requests are in
+                logger.warning("a text lacks what %s", error)
+                return ""
+
+        return WindowDetokenizer(decode)
 
 
 def _tokenizer_class(folder: Path) -> Any:

@@ -182,7 +182,8 @@ class Workers:
         if report:
             ended, details = "failed", f". Its traceback:\n{report}"
         elif exitcode is not None and exitcode < 0:
-            name = signal.Signals(-exitcode).name
+            names = {known.value: known.name for known in signal.Signals}
+            name = names.get(-exitcode, f"signal {-exitcode}")
             ended = f"was ended by {name}" + " (by the system, if it was out of memory)" * (name == "SIGKILL")
         else:
             ended = f"ended with exit code {exitcode}, for a reason that may be on stderr"
@@ -220,20 +221,28 @@ def postponed_interrupt() -> Iterator[None]:
     A second Ctrl-C does not wait.
     """
     previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not callable(previous) or isinstance(previous, _Postponed):
+        yield  # a scope around this one waits already
         return
-    caught: list[tuple[Any, ...]] = []
-
-    def handle(*args: Any) -> None:
-        caught.append(args)
-        if len(caught) > 1:
-            previous(*args)
-
-    signal.signal(signal.SIGINT, handle)
+    handler = _Postponed(previous)
+    signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-    if caught:
-        previous(*caught[0])
+    if handler.caught:
+        previous(*handler.caught[0])
+
+
+class _Postponed:
+    """A signal handler that keeps the first one for later."""
+
+    def __init__(self, handle: Callable[..., Any]) -> None:
+        self.caught: list[tuple[Any, ...]] = []
+        self._handle = handle
+
+    def __call__(self, *args: Any) -> None:
+        self.caught.append(args)
+        if len(self.caught) > 1:
+            self._handle(*args)
