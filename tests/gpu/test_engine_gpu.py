@@ -7,11 +7,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3ForCausalLM
 
 from nanoinfer import LLM, SamplingParams, tiny_model_path
 from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
@@ -48,6 +49,32 @@ def test_the_tiny_checkpoint_answers_right(backend: str, enforce_eager: bool) ->
     assert right >= 0.97 * len(examples)
 
 
+def reference_model(folder: Path) -> torch.nn.Module:
+    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
+
+
+class OnCpu(NamedTuple):
+    """What the engine says on a CPU, computed once, and the model that judges where others differ."""
+
+    folder: Path
+    prompts: list[list[int]]
+    params: SamplingParams
+    token_ids: list[list[int]]
+    model: torch.nn.Module
+
+
+@pytest.fixture(scope="module")
+def on_cpu(random_checkpoint: Callable[..., Path]) -> OnCpu:
+    folder = random_checkpoint(num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 512, (n,), generator=generator).tolist() for n in (1, 5, 16, 100, 255, 256, 257, 511)]
+    prompts = prompts + [prompts[-1] + [3, 4], prompts[-2]] + [[i, i + 1] * 20 for i in range(20)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with LLM(folder, device="cpu") as llm:
+        token_ids = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    return OnCpu(folder, prompts, params, token_ids, reference_model(folder))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "options",
@@ -60,20 +87,11 @@ def test_the_tiny_checkpoint_answers_right(backend: str, enforce_eager: bool) ->
     ],
     ids=str,
 )
-def test_greedy_tokens_differ_from_the_cpu_only_at_near_ties(
-    random_checkpoint: Callable[..., Path], backend: str, options: dict
-) -> None:
+def test_greedy_tokens_differ_from_the_cpu_only_at_near_ties(on_cpu: OnCpu, backend: str, options: dict) -> None:
     skip_without(backend)
-    folder = random_checkpoint(num_attention_heads=8, num_key_value_heads=2, head_dim=128)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(0, 512, (n,), generator=generator).tolist() for n in (1, 5, 16, 100, 255, 256, 257, 511)]
-    prompts = prompts + [prompts[-1] + [3, 4], prompts[-2]] + [[i, i + 1] * 20 for i in range(20)]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    with LLM(folder, device="cpu") as llm:
-        expected = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    folder, prompts, params, expected, model = on_cpu
     with LLM(folder, dtype="bfloat16", attention_backend=backend, **options) as llm:
         actual = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-    model = reference_model(folder)
     for prompt, mine, theirs in zip(prompts, actual, expected, strict=True):
         same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=True))))
         if same < len(mine):
@@ -102,12 +120,6 @@ def test_other_dtypes_and_shapes_say_the_same_as_the_cpu(
         with LLM(folder, **options) as llm:
             results.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
     assert sum(one == two for one, two in zip(*results, strict=True)) >= 9, "16 bits turn a near tie now and then"
-
-
-def reference_model(folder: Path) -> torch.nn.Module:
-    from transformers import Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
