@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from nanoinfer.config import CHOICES, EngineConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import JobError, NanoinferError
 
 RUN_BATCH = """\
 Answers each line of a JSONL file, and writes each answer as it comes.
@@ -32,7 +32,7 @@ Killed or stopped at any moment, the same command goes on where it was: nothing 
 nothing is lost. It needs the same input, model, --load-format, --seed, --max-tokens and --temperature; other options
 may change. Lines may be added at the end of the input, such as those that had errors, mended."""
 
-MEND = "a line that is mended and added at the end of the input is answered by the same command"
+MEND = "add mended lines at the end of the input, and the same command answers them; old errors still count"
 
 EXIT_CODES = """\
 exit codes:
@@ -101,13 +101,14 @@ def run(args: argparse.Namespace) -> int:
         summary = run_batch(load, args.input, args.output, **given)
     except (NanoinferError, OSError) as error:
         print(f"nanoinfer: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) and not is_loaded else 1
+        has_begun = is_loaded and isinstance(error, JobError)
+        return 2 if isinstance(error, ValueError) and not has_begun else 1
     except KeyboardInterrupt:  # while the model was loaded, or a second one
         print("nanoinfer: interrupted; the same command goes on", file=sys.stderr)
         return 130
     exit_code, advice = {
         "interrupted": (130, "\nthe same command goes on from here"),
-        "too many errors": (4, "\nraise --max-errors to go on; " + MEND),
+        "too many errors": (4, "\nraise --max-errors to go on"),
         "finished": (3, f"\n{MEND}") if summary.num_errors else (0, ""),
     }[summary.end]
     print(f"{summary}; see {args.output}{advice}", file=sys.stderr)

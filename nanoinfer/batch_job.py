@@ -212,8 +212,9 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
     body, needed = content, ""
     if "body" in content:
         body, url, method = content["body"], content.get("url"), content.get("method", "POST")
-        if beside := sorted(set(content) - {"body", "url", "method"}):
-            raise RequestError(f"unknown fields beside body: {', '.join(beside)}; they belong into it")
+        beside = {name for name, value in content.items() if value is not None} - {"body", "url", "method", *IGNORED}
+        if beside:
+            raise RequestError(f"unknown fields beside body: {', '.join(sorted(beside))}; they belong in it")
         if method != "POST" or not isinstance(url, str) or url not in ENDPOINTS:
             raise RequestError(f"method={method!r}, url={url!r}; served are POST and {', '.join(ENDPOINTS)}")
         if not isinstance(body, dict):

@@ -181,6 +181,7 @@ BAD_LINES = [
     ({"body": {"prompt": "a"}, "url": "/v1/chat/completions"}, "there is prompt; give messages"),
     ({"body": "a", "url": "/v1/chat/completions"}, "body is a str, not an object"),
     ({"body": {"prompt": "a"}, "url": "/v1/completions", "max_tokens": 3}, "unknown fields beside body: max_tokens"),
+    ({"body": {"prompt": ""}, "url": "/v1/completions", "n": None, "model": "m"}, "prompt 0 is empty"),
     ({"prompt": "a", "max_tokens": 3, "max_completion_tokens": 3}, "there are max_tokens and max_completion_tokens"),
     ({"messages": {"role": "user", "content": "a"}}, "messages is a dict; give a list of messages"),
     ({"messages": []}, "conversation 0 is []; give a list of one message or more"),
@@ -409,7 +410,7 @@ def test_the_exit_code_says_what_became_of_the_job(tmp_path: Path, capsys: pytes
     assert run_main(*options, "-i", good, "-o", tmp_path / "out1") == 0
     assert "finished: 1 of 1 lines are done (0 before this run), 0 with errors" in capsys.readouterr().err
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out2") == 3
-    assert "mended and added at the end of the input is answered" in capsys.readouterr().err
+    assert "add mended lines at the end of the input, and the same command answers them" in capsys.readouterr().err
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out3", "--max-errors", 1) == 4
     assert "too many errors: " in capsys.readouterr().err
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out1") == 2
@@ -434,8 +435,13 @@ def test_a_job_that_fails_after_it_began_says_that_it_did(
         write(path, line)
 
     monkeypatch.setattr(LLM, "__init__", shorten)
-    assert run_main("--model", tiny_model_path(), "--device", "cpu", "-i", path, "-o", tmp_path / "out") == 1
+    options = ["--model", tiny_model_path(), "--device", "cpu", "-i", path, "-o", tmp_path / "out"]
+    assert run_main(*options) == 1
     assert "the input had 2 lines when the job began, and 1 are done" in capsys.readouterr().err
+    write(path, line, line)
+    monkeypatch.setattr(LLM, "__init__", init)
+    monkeypatch.setattr(LLM, "default_sampling_params", property(lambda _: SamplingParams(top_k=-7)))
+    assert run_main(*options) == 2, "nothing was done, since the model cannot be used"
 
 
 def test_every_option_of_the_engine_is_one_of_the_command_with_its_explanation() -> None:

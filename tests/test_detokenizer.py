@@ -220,3 +220,11 @@ def test_bytes_that_are_no_character_are_not_held_back_for_ever(byte_fallback: t
     text = "".join(detokenizer.decode([0xFF + 1]) for _ in range(100))
     assert len(text) > 50
     assert set(text + detokenizer.decode([], final=True)) == {"\ufffd"}
+
+
+@pytest.mark.parametrize("count", range(8, 20))
+def test_what_follows_bytes_that_are_no_character_is_not_lost(byte_fallback: tokenizers.Tokenizer, count: int) -> None:
+    ids = [257, *(byte + 1 for byte in b"\xff" + "中".encode() * count), *[257] * 4]
+    detokenizer = WindowDetokenizer(byte_fallback.decode)
+    text = "".join([detokenizer.decode([token_id]) for token_id in ids]) + detokenizer.decode([], final=True)
+    assert text.endswith(" end" * 4)

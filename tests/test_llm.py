@@ -437,8 +437,8 @@ def test_prompts_as_vllms_users_write_them(llm: LLM) -> None:
     while not (finished := llm.step()):
         pass
     assert finished[0].token_ids == wanted[0]
-    for wrong in ({"role": "user", "content": "a"}, {"text": "a"}, {}):
-        with pytest.raises(RequestError, match=r"prompt 0 is a dict; give a string or a list of token ids \(messages"):
+    for wrong in ({"role": "user", "content": "a"}, {"text": "a"}, {"prompt_token_ids": "a"}, {}):
+        with pytest.raises(RequestError, match=r"prompt 0 is a dict; .* token ids, or \{'prompt': either\}"):
             llm.generate([wrong], SHORT, use_tqdm=False)
 
 

@@ -84,7 +84,8 @@ class WindowDetokenizer:
         self._num_waits = self._num_waits + 1 if end < len(text) else 0
         if final or self._num_waits > WINDOW:
             end = len(text)
-        new, self._num_shown = text[self._num_shown : end], max(end, self._num_shown)
+        shown = min(self._num_shown, len(text))  # fewer, where bytes that were shown as none have become a character
+        new, self._num_shown = text[shown:end], max(end, shown)
         if end == len(text) and len(self._window) > WINDOW:
             for size in range(CONTEXT, WINDOW):  # the fewest tokens that say by themselves what they say here
                 tail = self._decode(self._window[-size:])

@@ -25,9 +25,11 @@ def as_list_of_prompts(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[Pro
 
 
 def as_prompt(prompt: GivenPrompt) -> Prompt:
-    """What a mapping holds; all else as it is."""
+    """What such a mapping holds; all else as it is."""
     if isinstance(prompt, Mapping) and len(prompt) == 1:
-        prompt = prompt.get("prompt", prompt.get("prompt_token_ids", prompt))
+        [(name, value)] = prompt.items()
+        if name == "prompt" or (name == "prompt_token_ids" and not isinstance(value, str)):
+            return cast("Prompt", value)
     return cast("Prompt", prompt)
 
 
@@ -92,7 +94,7 @@ def check_token_ids(token_ids: list[int], which: str, vocab_size: int, max_model
     """The ids of "prompt 0", say, as a list of our own. Raises RequestError where these limits do not allow them."""
     if not isinstance(token_ids, (list, tuple)):
         raise RequestError(
-            f"{which} is a {type(token_ids).__name__}; give a string or a list of token ids (messages to chat)"
+            f"{which} is a {type(token_ids).__name__}; give a string or a list of token ids, or {{'prompt': either}}"
         )
     if not token_ids:
         raise RequestError(f"{which} is empty; give at least one token")

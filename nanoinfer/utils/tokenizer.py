@@ -69,9 +69,13 @@ class Tokenizer:
             raise RequestError(f"the tokenizer cannot decode {token_ids} ({error}); check its files") from error
 
     def text_of_token(self, token_id: int) -> str:
-        """One token alone, special or not."""
+        """One token alone, special or not; "" where the tokenizer fails, which must not stop a step."""
         if token_id not in self._texts:
-            self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+            try:
+                self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+            except RequestError as error:
+                logger.warning("a token has no text: %s", error)
+                self._texts[token_id] = ""
         return self._texts[token_id]
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
@@ -82,9 +86,8 @@ class Tokenizer:
         def decode(token_ids: list[int]) -> str:
             try:
                 return self.decode(token_ids, skip_special_tokens)
-            except RequestError as error:  # which must not stop the step that other requests are in
-                logger.warning("a text lacks what %s", error)
-                return ""
+            except RequestError:
+                return "".join(map(self.text_of_token, token_ids))
 
         return WindowDetokenizer(decode)
 
