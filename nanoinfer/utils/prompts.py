@@ -25,7 +25,7 @@ def as_list_of_prompts(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[Pro
 
 
 def as_prompt(prompt: GivenPrompt) -> Prompt:
-    """What such a mapping holds; all else as it is."""
+    """The prompt in a mapping that holds nothing else; all other things as they are, to be checked later."""
     if isinstance(prompt, Mapping) and len(prompt) == 1:
         [(name, value)] = prompt.items()
         if name == "prompt" or (name == "prompt_token_ids" and not isinstance(value, str)):

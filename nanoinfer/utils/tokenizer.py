@@ -60,7 +60,7 @@ class Tokenizer:
         return [ids[1:] if adds_bos and text.startswith(bos) else ids for text, ids in zip(texts, batch, strict=True)]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Decode a completion, as it is: spaces before punctuation stay."""
+        """Decode a completion, as it is: spaces before punctuation stay. Raises RequestError where that fails."""
         try:
             return str(self.hf.decode(token_ids, skip_special_tokens, clean_up_tokenization_spaces=False))
         except PASSED_ON:

@@ -223,7 +223,7 @@ def postponed_interrupt() -> Iterator[None]:
     previous = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or not callable(previous) or isinstance(previous, _Postponed):
-        yield  # a scope around this one waits already
+        yield  # Ctrl-C comes to another thread, or is not Python's, or a scope around this one waits already
         return
     handler = _Postponed(previous)
     signal.signal(signal.SIGINT, handler)
