@@ -43,7 +43,7 @@ from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.utils.hub import resolve_model_folder
+from nanoinfer.checkpoint.hub import resolve_model_folder
 
 GIB = 2**30
 

@@ -22,7 +22,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from nanoinfer.kernels.paged_attention import paged_decode_attention, plan_decode
+from nanoinfer.kernels.paged_decode_attention import paged_decode_attention, plan_decode
 from nanoinfer.layers.layernorm import add_rms_norm, sum_ranks_add_rms_norm
 from nanoinfer.utils import distributed
 

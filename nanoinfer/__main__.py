@@ -81,7 +81,7 @@ def add_engine_options(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job and say how it went; the exit code."""
-    from nanoinfer.batch_job import run_batch  # imports PyTorch, which --help can do without
+    from nanoinfer.batch.batch_job import run_batch  # imports PyTorch, which --help can do without
     from nanoinfer.llm import LLM
 
     options = {field.name: getattr(args, field.name) for field in fields(EngineConfig) if field.name in args}

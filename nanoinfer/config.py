@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from nanoinfer.errors import ConfigError, ModelError
-from nanoinfer.utils.hub import read_json
+from nanoinfer.checkpoint.hub import read_json
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SIZE, MAX_LAYERS, MAX_FLOAT = 2**24, 2**12, 1e30  # what is beyond them in a config.json is a mistake

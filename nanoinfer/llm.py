@@ -15,8 +15,8 @@ from nanoinfer.engine.llm_engine import LLMEngine, Prepared
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.outputs import EngineMetrics, EngineStats, Logprob, RequestOutput, Score, StreamChunk
 from nanoinfer.sampling_params import SamplingParams, is_whole_number
-from nanoinfer.utils.chat import Conversation, render_chats
-from nanoinfer.utils.prompts import (
+from nanoinfer.text.chat import Conversation, render_chats
+from nanoinfer.text.prompts import (
     GivenPrompt,
     Prompt,
     as_list_of_prompts,
@@ -26,7 +26,7 @@ from nanoinfer.utils.prompts import (
     one_for_each,
     split_whole,
 )
-from nanoinfer.utils.workers import postponed_interrupt
+from nanoinfer.executor.workers import postponed_interrupt
 
 Prompts = GivenPrompt | Sequence[GivenPrompt]
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from nanoinfer import LLM, NanoinferError, SamplingParams, tiny_model_path
-from nanoinfer.batch_job import Job
+from nanoinfer.batch.batch_job import Job
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.layers.rotary_embedding import rope_frequencies
-from nanoinfer.utils.job_files import BatchOutput, Line
-from nanoinfer.utils.loader import load_model
-from tests.test_loader import SIZES, build, checkpoint_tensors, tiny_config
+from nanoinfer.batch.job_files import BatchOutput, Line
+from nanoinfer.checkpoint.loader import load_model
+from tests.checkpoint.test_loader import SIZES, build, checkpoint_tensors, tiny_config
 
 NUM_CASES = [150, pytest.param(10_000, marks=pytest.mark.slow)]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
-from nanoinfer.utils.detokenizer import CompletionText
+from nanoinfer.text.detokenizer import CompletionText
 
 
 @dataclass(slots=True, eq=False)

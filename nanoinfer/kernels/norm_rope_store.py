@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import overlap_options
+from nanoinfer.kernels.programmatic_launch import overlap_options
 
 NUM_WARPS = 4
 # Four elements for each thread: 16 bytes of a float32, 8 of a 16-bit type. So all tiles are laid out alike over the

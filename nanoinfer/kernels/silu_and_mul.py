@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import overlap_options
+from nanoinfer.kernels.programmatic_launch import overlap_options
 
 MAX_TILE = 1024  # outputs for each program
 

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.utils.kernel import triton_on_cuda
+from nanoinfer.kernels.dispatch import triton_on_cuda
 
 
 @triton_on_cuda("nanoinfer.kernels.silu_and_mul")

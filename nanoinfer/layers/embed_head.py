@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.layers.linear import check_shape
-from nanoinfer.utils.distributed import TensorParallel
+from nanoinfer.distributed.tensor_parallel import TensorParallel
 
 
 class VocabParallelEmbedding(nn.Module):

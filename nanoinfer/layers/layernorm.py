@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.utils.kernel import triton_on_cuda
-from nanoinfer.utils.symmetric_memory import RankSums
+from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.distributed.symmetric_memory import RankSums
 
 
 @triton_on_cuda("nanoinfer.kernels.rms_norm")
@@ -24,7 +24,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-@triton_on_cuda("nanoinfer.kernels.sum_ranks")
+@triton_on_cuda("nanoinfer.kernels.all_reduce_rms_norm")
 def sum_ranks_add_rms_norm(residual: Tensor, sums: RankSums, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`add_rms_norm` of the sum of all ranks' parts. Every rank must call it; the kernels wait for each other.
 

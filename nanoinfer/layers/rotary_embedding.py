@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.layernorm import rms_norm
-from nanoinfer.utils.kernel import triton_on_cuda
+from nanoinfer.kernels.dispatch import triton_on_cuda
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 

@@ -5,10 +5,10 @@ import importlib.util
 import pytest
 import torch
 
-from nanoinfer.engine.device_state import cumulated
-from nanoinfer.layers.attention import AttentionBackend, TorchBackend, select_backend
+from nanoinfer.runner.step_tables import cumulated
+from nanoinfer.layers.attention.layer import AttentionBackend, TorchBackend, select_backend
 from nanoinfer.layers.rotary_embedding import store
-from nanoinfer.utils.context import DecodeMetadata, KVCache, LayerCache, PrefillMetadata
+from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, PrefillMetadata
 
 pytestmark = pytest.mark.gpu
 
@@ -20,8 +20,8 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     if request.param == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         pytest.skip("flash-attn is not installed")
     if request.param == "triton without flash_attn":
-        from nanoinfer.layers.triton_attention import TritonBackend
-        from nanoinfer.layers.varlen_attention import VarlenAttention
+        from nanoinfer.layers.attention.triton import TritonBackend
+        from nanoinfer.layers.attention.torch_varlen import VarlenAttention
 
         return TritonBackend(VarlenAttention())
     return select_backend(request.param, torch.device("cuda"), torch.bfloat16, 128, BLOCK_SIZE)
@@ -70,7 +70,7 @@ def test_prefill_equals_plain_attention(backend: AttentionBackend, lens: list[tu
 
 def test_prefill_in_groups_of_chunks_equals_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     from nanoinfer.layers import varlen_attention
-    from nanoinfer.layers.triton_attention import TritonBackend
+    from nanoinfer.layers.attention.triton import TritonBackend
 
     monkeypatch.setattr(varlen_attention, "MAX_GATHER_TOKENS", 600)
     backend = TritonBackend(varlen_attention.VarlenAttention())

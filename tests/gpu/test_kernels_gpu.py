@@ -5,14 +5,14 @@ import torch
 from torch import Tensor
 
 from nanoinfer.layers.activation import silu_and_mul
-from nanoinfer.layers.attention import TorchBackend
+from nanoinfer.layers.attention.layer import TorchBackend
 from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
 from nanoinfer.layers.linear import RowParallelLinear
-from nanoinfer.layers.logits import thresholds
+from nanoinfer.sampling.logprobs import thresholds
 from nanoinfer.layers.rotary_embedding import norm_rope_store
-from nanoinfer.layers.sampler import best_candidates, redraw, sample, sample_and_append
-from nanoinfer.utils.context import DecodeMetadata, LayerCache
-from nanoinfer.utils.distributed import TensorParallel
+from nanoinfer.sampling.gumbel_max import best_candidates, redraw, sample, sample_and_append
+from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache
+from nanoinfer.distributed.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,7 @@ def randn(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def decode(q: Tensor, cache: LayerCache, tables: Tensor, context_lens: Tensor) -> Tensor:
-    from nanoinfer.kernels.paged_attention import paged_decode_attention, plan_decode
+    from nanoinfer.kernels.paged_decode_attention import paged_decode_attention, plan_decode
 
     return paged_decode_attention(q, cache.k, cache.v, *plan_decode(context_lens, tables, *cache.k.shape[2:]))
 

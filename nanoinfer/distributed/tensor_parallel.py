@@ -1,0 +1,227 @@
+"""A process's place among those that share one model, how a dimension is split between them, and what they exchange.
+
+Each engine has a process group of its own; PyTorch's global one is left to the user.
+"""
+
+import datetime
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.errors import ConfigError
+from nanoinfer.kernels.dispatch import import_error
+from nanoinfer.distributed.symmetric_memory import SymmetricMemory
+
+logger = logging.getLogger("nanoinfer")
+dist: Any = torch.distributed  # its process groups are hardly typed
+
+VOCAB_UNIT = 64  # shards of the vocabulary begin at multiples of it: four groups of ids, whose noise one call draws
+CONNECT_TIMEOUT = datetime.timedelta(seconds=8)
+TIMEOUT = datetime.timedelta(minutes=30)
+# Bytes up to which so many ranks' sums go through symmetric memory: as far as that was seen to be faster than NCCL, by
+# two and four ranks. Eight were not measured.
+MAX_BYTES_IN_MEMORY = {2: 4 * 2**20, 4: 4 * 2**20, 8: 4 * 2**20}
+NCCL_ENVIRONMENT = {
+    # Multicast over NVLink needs rights that not every container has, and fails without them.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # We notice ourselves when a rank dies, and raise; PyTorch would end the user's process as well.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # Its monitor would look for news in the ranks' folder once a second, and hold up our end where that is gone.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+SLICE_TOKENS = 4096  # at least, and less than twice as many, of a sum that is exchanged in slices
+
+
+class VocabShard(NamedTuple):
+    """Ids [start, start + size) of the vocabulary."""
+
+    start: int
+    size: int
+
+
+class PendingSum(NamedTuple):
+    """A slice of a sum over the ranks, (num_tokens, size), that they are still exchanging."""
+
+    value: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        """The sum. On a GPU the kernels that follow wait for it, and the host goes on."""
+        self.work.wait()
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """Rank `rank` of `size` processes. With size 1 nothing is communicated and no process group is needed."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None  # a process group of PyTorch's, see `connect`
+    memory: SymmetricMemory | None = None  # for sums of few tokens, where the GPUs reach each other's memory
+
+    def shard_size(self, total: int, name: str) -> int:
+        """This rank's share of a dimension. Raises ConfigError where it cannot be split evenly."""
+        if total % self.size != 0:
+            raise ConfigError(
+                f"{name}={total} cannot be split over tensor_parallel_size={self.size}; use a divisor of {total}"
+            )
+        return total // self.size
+
+    def shard(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's part of a full tensor, a view."""
+        length = self.shard_size(tensor.shape[dim], f"dimension {dim} of a weight")
+        return tensor.narrow(dim, self.rank * length, length)
+
+    def split_of_kv_heads(self, num_kv_heads: int) -> "TensorParallel":
+        """How KV heads are split: like all else, or, where they are fewer than the ranks, one to several ranks each.
+
+        Neighbouring ranks then hold the same head, that of their query heads. Raises ConfigError for other numbers.
+        """
+        if num_kv_heads >= self.size:
+            self.shard_size(num_kv_heads, "num_key_value_heads")
+            return self
+        if self.size % num_kv_heads != 0:
+            raise ConfigError(
+                f"num_key_value_heads={num_kv_heads} cannot be shared by tensor_parallel_size={self.size}; use a "
+                f"multiple or a divisor of {num_kv_heads}"
+            )
+        return TensorParallel(self.rank * num_kv_heads // self.size, num_kv_heads)
+
+    def vocab_shard_size(self, vocab_size: int) -> int:
+        """The ids of each rank but the last one, which may have fewer."""
+        return -(-vocab_size // (self.size * VOCAB_UNIT)) * VOCAB_UNIT
+
+    def vocab_shard(self, vocab_size: int) -> VocabShard:
+        """This rank's ids: as many for all ranks, but for the last one, which has what is left of them."""
+        if self.size == 1:
+            return VocabShard(0, vocab_size)
+        size = self.vocab_shard_size(vocab_size)
+        if size * (self.size - 1) >= vocab_size:
+            raise ConfigError(
+                f"vocab_size={vocab_size} is too small for tensor_parallel_size={self.size}: in shards of {size} ids "
+                f"it is enough for {-(-vocab_size // size)}"
+            )
+        start = self.rank * size
+        return VocabShard(start, min(size, vocab_size - start))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' `x`, in its place."""
+        if self.size > 1:
+            _finish(self.group.allreduce([x], _options(dist.AllreduceOptions())))
+        return x
+
+    def sum_of_products(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | list[PendingSum]:
+        """The sum of all ranks' x W^T + b, (num_tokens, output_size); of many tokens in slices, see `in_slices`."""
+        if self.size == 1 or len(x) < SLICE_TOKENS:
+            return self.all_reduce(F.linear(x, weight, bias))
+        sums = []
+        for tokens in x.tensor_split(len(x) // SLICE_TOKENS):
+            value = F.linear(tokens, weight, bias)
+            sums.append(PendingSum(value, self.group.allreduce([value], dist.AllreduceOptions())))
+        return sums
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """All ranks' `x`, of the same shape: (size, *x.shape)."""
+        if self.size == 1:
+            return x.unsqueeze(0)
+        gathered = x.new_empty(self.size * x.numel())
+        _finish(self.group._allgather_base(gathered, x.flatten(), _options(dist.distributed_c10d.AllgatherOptions())))
+        return gathered.view(self.size, *x.shape)
+
+    def minimum(self, value: int, device: torch.device) -> int:
+        """The smallest of all ranks' values."""
+        return int(self.all_gather(torch.tensor([value], device=device)).min())
+
+    def with_symmetric_memory(
+        self, max_tokens: int, hidden_size: int, dtype: torch.dtype, devices: list[torch.device]
+    ) -> "TensorParallel":
+        """The same with `memory` for steps of at most so many tokens, if all ranks can have it."""
+        device, max_bytes = devices[self.rank], MAX_BYTES_IN_MEMORY.get(self.size, 0)
+        max_tokens = min(max_tokens, SLICE_TOKENS - 1, max_bytes // (hidden_size * dtype.itemsize))
+        if device.type == "cpu" or max_tokens == 0 or import_error("triton"):
+            return self
+        peers = [peer for peer in devices if peer != device]
+        if not self.minimum(all(torch.cuda.can_device_access_peer(device, peer) for peer in peers), device):
+            logger.info("%s does not reach all other GPUs' memory: all sums go over NCCL", device)
+            return self
+        try:
+            with torch.cuda.device(device):
+                memory = SymmetricMemory(self.rank, self.size, self.all_gather, (max_tokens, hidden_size), dtype)
+        except RuntimeError as error:
+            logger.info("%s: all sums go over NCCL", error)
+            return self
+        return replace(self, memory=memory)
+
+    def abort(self) -> None:
+        """End all communication, that of other threads included. On a CPU it ends when a rank does."""
+        if self.memory is not None:
+            self.memory.release()
+        if self.size > 1 and self.group.name() == "nccl":
+            self.group.abort()
+
+    def close(self) -> None:
+        """Free the memory for sums. Nothing may be running on this rank's GPU."""
+        if self.memory is not None:
+            self.memory.close()
+
+
+def in_slices(
+    function: Callable[[Any, Any], tuple[Any, Tensor]], sums: Any, residual: Any
+) -> tuple[Any, Tensor | list[Tensor]]:
+    """function(sums, residual). A sum in slices goes through it slice by slice, as each arrives.
+
+    So the ranks exchange one slice while they compute with another. The function returns a tensor, which is put
+    together again, or another sum in slices; and the residual, which stays in slices.
+    """
+    if not isinstance(sums, list):
+        return function(sums, residual)
+    if isinstance(residual, Tensor):
+        residual = residual.split([len(pending.value) for pending in sums])
+    pairs = [function(pending.wait(), its_residual) for pending, its_residual in zip(sums, residual, strict=True)]
+    results, residuals = zip(*pairs, strict=True)
+    joined = torch.cat(results) if isinstance(results[0], Tensor) else [*chain.from_iterable(results)]
+    return joined, list(residuals)
+
+
+def connect(rank: int, size: int, device: torch.device, store_file: Path) -> TensorParallel:
+    """Meet the other ranks, by NCCL between GPUs and by gloo on a CPU; returns when all have come.
+
+    store_file: a file that only these ranks use, where they leave their addresses; it must stay while they run.
+    """
+    store = dist.FileStore(str(store_file), size)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+            tp = TensorParallel(rank, size, group)
+            tp.minimum(0, device)  # NCCL meets at its first use, which must not be in a CUDA graph
+        return tp
+    options = dist.ProcessGroupGloo._Options()
+    # All others wait for rank 0, which comes when all have started: its wait is short, or somebody has gone.
+    options._timeout = CONNECT_TIMEOUT if rank == 0 else TIMEOUT
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # the host's name may not resolve
+    group = dist.ProcessGroupGloo(store, rank, size, options)
+    group._set_default_timeout(TIMEOUT)
+    return TensorParallel(rank, size, group)
+
+
+def _options(options: Any) -> Any:
+    """Run it on the current stream, as any other kernel, not on one of NCCL's."""
+    options.asyncOp = False
+    return options
+
+
+def _finish(work: Any) -> None:
+    """Wait for it, unless it is a kernel on the current stream, for which NCCL gives None."""
+    if work is not None:
+        work.wait()

@@ -1,0 +1,70 @@
+"""The KV cache's size and memory, and how long a sequence it can hold."""
+
+import math
+import warnings
+
+import numpy as np
+import torch
+
+from nanoinfer.config import ModelConfig
+from nanoinfer.errors import ConfigError
+from nanoinfer.layers.attention.metadata import KVCache
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+
+CPU_CACHE_BYTES = 4 * 2**30  # the cache's size on a CPU unless num_kvcache_blocks says otherwise; taken as it is used
+GIB = 2**30
+
+
+def cache_shape(config: ModelConfig, num_blocks: int, block_size: int, tp: TensorParallel) -> tuple[int, ...]:
+    """Shape of the keys, and of the values: (num_layers, num_blocks, this rank's KV heads, block_size, head_dim)."""
+    num_kv_heads = tp.split_of_kv_heads(config.num_key_value_heads).shard_size(config.num_key_value_heads, "KV heads")
+    return (config.num_hidden_layers, num_blocks, num_kv_heads, block_size, config.head_dim)
+
+
+def num_blocks_in(free_bytes: int, config: ModelConfig, block_size: int, dtype: torch.dtype, tp: TensorParallel) -> int:
+    """The blocks that fit into `free_bytes`. Raises ConfigError where not one does."""
+    bytes_per_block = 2 * math.prod(cache_shape(config, 1, block_size, tp)) * dtype.itemsize
+    if free_bytes < bytes_per_block:
+        raise ConfigError(
+            f"{max(free_bytes, 0) / GIB:.2f} GiB are left for the KV cache, and one block of {block_size} tokens takes "
+            f"{bytes_per_block / GIB:.2g} GiB; raise gpu_memory_utilization, lower max_num_batched_tokens or "
+            "max_num_seqs, free the memory that other programs hold (and if one is just starting, wait for it), or use "
+            "a smaller model or kvcache_block_size"
+        )
+    return free_bytes // bytes_per_block
+
+
+def allocate_kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> KVCache:
+    """A cache of zeros: what was never written must not be NaN, since 0 x NaN is NaN. shape: as of `cache_shape`."""
+    num_bytes = math.prod(shape) * dtype.itemsize  # of the keys, and of the values
+    try:
+        if device.type == "cpu":
+            # NumPy's zeros cost neither time nor memory until they are written; PyTorch writes its own at once.
+            k, v = (torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape) for _ in range(2))
+        else:
+            k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+    except (torch.OutOfMemoryError, MemoryError, ValueError, OverflowError):  # the last two: sizes beyond any address
+        raise ConfigError(
+            f"num_kvcache_blocks={shape[1]} needs {2 * num_bytes / GIB:.1f} GiB, more than {device} has free; set it "
+            "lower, or free the memory that other programs hold"
+        ) from None
+    return KVCache(k, v)
+
+
+def resolve_max_model_len(requested: int | None, model_limit: int, num_blocks: int, block_size: int) -> int:
+    """The most tokens of a sequence: what was asked for, or the model's limit lowered to what the cache holds.
+
+    Raises ConfigError where more was asked for than the cache holds.
+    """
+    capacity = num_blocks * block_size
+    if requested is not None and requested > capacity:
+        raise ConfigError(
+            f"max_model_len={requested} is more than the KV cache holds: {num_blocks} blocks of {block_size} tokens, "
+            f"{capacity} in all; lower max_model_len, or give the cache more memory"
+        )
+    if requested is None and model_limit > capacity:
+        warnings.warn(
+            f"max_model_len is lowered from the model's {model_limit} tokens to {capacity}, all that the cache holds",
+            stacklevel=2,
+        )
+    return min(requested or model_limit, capacity)

@@ -1,0 +1,87 @@
+"""Conversations to text, by the tokenizer's own chat template."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nanoinfer.errors import RequestError
+from nanoinfer.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Conversation = Sequence[Message]
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def render_chats(
+    tokenizer: Tokenizer,
+    messages: Conversation | Sequence[Conversation],
+    *,
+    tools: Sequence[Any] | None = None,
+    add_generation_prompt: bool = True,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """The text of one conversation or of each of several.
+
+    tools: functions, or their JSON schemas, that the template describes to the model. chat_template: in place of the
+    tokenizer's own. chat_template_kwargs: what else the template understands. Raises RequestError where there is no
+    template, for a message without role or content, and for what the template refuses.
+    """
+    if chat_template is None and tokenizer.hf.chat_template is None:
+        raise RequestError("the tokenizer has no chat template; give one as chat_template, or use generate")
+    texts = []
+    for index, conversation in enumerate(_as_conversations(messages)):
+        _check(conversation, index, has_own_template=chat_template is not None)
+        try:
+            text = tokenizer.hf.apply_chat_template(
+                [_with_one_text(message) for message in conversation],
+                tools=None if tools is None else list(tools),
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **(chat_template_kwargs or {}),
+            )
+        except Exception as error:
+            raise RequestError(
+                f"the chat template cannot render conversation {index} ({error}); mend the messages or the template"
+            ) from error
+        texts.append(text)
+    return texts
+
+
+def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    if not isinstance(messages, (list, tuple)):
+        raise RequestError(
+            f"messages is a {type(messages).__name__}; give a list of messages such as "
+            "{'role': 'user', 'content': 'Hello'}, or a list of such lists"
+        )
+    one = bool(messages) and all(isinstance(item, Mapping) for item in messages)
+    return [messages] if one else list(messages)
+
+
+def _check(conversation: Any, index: int, has_own_template: bool) -> None:
+    if not isinstance(conversation, (list, tuple)) or not conversation:
+        raise RequestError(f"conversation {index} is {conversation!r}; give a list of one message or more")
+    for number, message in enumerate(conversation):
+        which = f"message {number} of conversation {index}"
+        if not isinstance(message, Mapping):
+            raise RequestError(f"{which} is {message!r}; give a dict such as {{'role': 'user', 'content': 'Hello'}}")
+        role = message.get("role")
+        # Templates leave out messages of a role that they do not know, without a word.
+        if not isinstance(role, str) or not (role in ROLES or has_own_template):
+            raise RequestError(f"{which} has role={role!r}; give {', '.join(ROLES)}, or a chat_template that knows it")
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            raise RequestError(f"{which} has no content: {dict(message)!r}; give a text, which may be empty")
+        parts = content if isinstance(content, (list, tuple)) else [{"text": "" if content is None else content}]
+        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+            raise RequestError(
+                f"{which} has content that is no text: {content!r}; give a text, or a list of text parts"
+            )
+
+
+def _with_one_text(message: Message) -> Message:
+    """A content in parts, as OpenAI has it, joined: many templates would drop it."""
+    parts = message.get("content")
+    if not isinstance(parts, (list, tuple)):
+        return message
+    return {**message, "content": "".join(part["text"] for part in parts)}

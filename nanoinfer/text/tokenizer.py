@@ -1,0 +1,133 @@
+"""Text to token ids and back, by the model's own tokenizer from transformers, and the ids that end a completion."""
+
+import logging
+import sys
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.errors import ModelError, RequestError
+from nanoinfer.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
+from nanoinfer.checkpoint.hub import read_json
+
+logger = logging.getLogger("nanoinfer")
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+# Not the tokenizer's failures. All else is, even where it is no Exception, as a panic of its Rust code.
+PASSED_ON = (KeyboardInterrupt, SystemExit, MemoryError)
+
+
+class Tokenizer:
+    """A thin layer over a transformers tokenizer (`hf`)."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self.hf: Any = _tokenizer_class(folder).from_pretrained(folder, trust_remote_code=False)
+        except PASSED_ON:
+            raise
+        except BaseException as error:
+            raise ModelError(f"the tokenizer in {folder} cannot be loaded ({error}); check its files") from error
+        self._texts: dict[int, str] = {}  # of single tokens
+        self._token_bytes: dict[bool, TokenBytes] = {}  # by whether special tokens are skipped
+        backend: Any = getattr(self.hf, "backend_tokenizer", None)
+        if backend is not None and type(backend.decoder).__name__ == "ByteLevel":
+            special = [index for index, token in backend.get_added_tokens_decoder().items() if token.special]
+            skipped = {False: (), True: special}
+            self._token_bytes = {skips: TokenBytes(backend.id_to_token, ids) for skips, ids in skipped.items()}
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most characters that one token may stand for."""
+        return max(map(len, self.hf.get_vocab())) if self._token_bytes else sys.maxsize
+
+    def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Encode plain texts in one batch, with the special tokens that the tokenizer adds, or as they are.
+
+        A text that begins with the tokenizer's BOS, as one rendered by a chat template may, does not get a second.
+        """
+        if not texts:
+            return []
+        try:
+            batch: list[list[int]] = self.hf(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        except PASSED_ON:
+            raise
+        except BaseException as error:
+            raise RequestError(f"the tokenizer cannot encode a prompt ({error}); shorten it") from error
+        if not add_special_tokens:
+            return batch
+        bos, bos_id = self.hf.bos_token, self.hf.bos_token_id
+        adds_bos = bos is not None and self.hf("")["input_ids"][:1] == [bos_id]
+        return [ids[1:] if adds_bos and text.startswith(bos) else ids for text, ids in zip(texts, batch, strict=True)]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Decode a completion, as it is: spaces before punctuation stay. Raises RequestError where that fails."""
+        try:
+            return str(self.hf.decode(token_ids, skip_special_tokens, clean_up_tokenization_spaces=False))
+        except PASSED_ON:
+            raise
+        except BaseException as error:
+            raise RequestError(f"the tokenizer cannot decode {token_ids} ({error}); check its files") from error
+
+    def text_of_token(self, token_id: int) -> str:
+        """One token alone, special or not; "" where the tokenizer fails, which must not stop a step."""
+        if token_id not in self._texts:
+            try:
+                self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+            except RequestError as error:
+                logger.warning("a token has no text: %s", error)
+                self._texts[token_id] = ""
+        return self._texts[token_id]
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """What decodes one completion bit by bit to the text that `decode` makes of it at once."""
+        if self._token_bytes:
+            return ByteDetokenizer(self._token_bytes[skip_special_tokens])
+
+        def decode(token_ids: list[int]) -> str:
+            try:
+                return self.decode(token_ids, skip_special_tokens)
+            except RequestError:
+                return "".join(map(self.text_of_token, token_ids))
+
+        return WindowDetokenizer(decode)
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """The class that tokenizer_config.json names, if it reads tokenizer.json; AutoTokenizer for all others.
+
+    AutoTokenizer would find the same one, but it imports much of transformers first: up to nine seconds, where packages
+    like scikit-learn are installed.
+    """
+    import transformers  # slow to import, so only where text is wanted
+
+    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer.json").exists() else {}
+    name = settings.get("tokenizer_class")
+    if not isinstance(name, str) or "auto_map" in settings:  # which names code of the checkpoint's own
+        return transformers.AutoTokenizer
+    return getattr(transformers, name.removesuffix("Fast") + "Fast", None) or transformers.AutoTokenizer
+
+
+def load_tokenizer(folder: Path, vocab_size: int | None = None) -> Tokenizer | None:
+    """The tokenizer in `folder`, or None where there is none: prompts must then be token ids.
+
+    Raises ModelError where it cannot be loaded, or has more tokens than `vocab_size`, the model's.
+    """
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        return None
+    tokenizer = Tokenizer(folder)
+    num_tokens = len(tokenizer.hf)
+    if vocab_size is not None and num_tokens > vocab_size:
+        excess = f"{num_tokens} tokens, and config.json vocab_size={vocab_size}"
+        raise ModelError(f"the tokenizer in {folder} has {excess}; they are not of one model, download both again")
+    return tokenizer
+
+
+def read_stop_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The tokenizer's eos and those of generation_config.json (an id or a list) or, lacking that, of config.json."""
+    path = folder / "generation_config.json"
+    path = path if path.exists() else folder / "config.json"
+    eos = read_json(path).get("eos_token_id")
+    listed = eos if isinstance(eos, list) else [eos]
+    if not all(item is None or isinstance(item, int) for item in listed):
+        raise ModelError(f"{path} has eos_token_id={eos!r}; it must be an id or a list of ids")
+    return frozenset({*listed, tokenizer.hf.eos_token_id if tokenizer else None} - {None})

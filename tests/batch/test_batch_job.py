@@ -1,0 +1,460 @@
+"""run-batch: what goes in and comes out, what a job started again does, and what is refused."""
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanoinfer import LLM, SamplingParams, tiny_model_path
+from nanoinfer.__main__ import main
+from nanoinfer.batch.batch_job import Summary, run_batch
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import JobError, RequestError
+from nanoinfer.utils import job_files
+from nanoinfer.batch.job_files import BatchOutput
+
+GREEDY = {"temperature": 0, "max_tokens": 8}
+QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(tiny_model_path(), device="cpu", max_num_seqs=4, max_model_len=256) as llm:
+        yield llm
+
+
+def write(path: Path, *lines: Any) -> Path:
+    """A JSONL file of objects, or of bytes as they are."""
+    path.write_bytes(
+        b"".join([line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines])
+    )
+    return path
+
+
+def job(llm: LLM, path: Path, settings: str = "", **options: Any) -> Summary:
+    """Run the job of the input at `path`, with the output beside it."""
+    load: Any = lambda: nullcontext(llm)  # noqa: E731 (`run_batch` would close it)
+    return run_batch(load, path, path.with_suffix(".out"), settings=settings, use_tqdm=False, **options)
+
+
+def records(path: Path) -> dict[str, dict[str, Any]]:
+    """The records of the output of the job at `path`, by custom_id."""
+    lines = [json.loads(line) for line in path.with_suffix(".out").read_text().splitlines()]
+    by_id = {line["custom_id"]: line for line in lines}
+    assert len(by_id) == len(lines), "no custom_id twice"
+    return by_id
+
+
+def errors(path: Path) -> dict[str, str]:
+    return {name: record["error"]["message"] for name, record in records(path).items() if record["error"]}
+
+
+# --- what goes in and comes out ---
+
+
+def test_lines_in_openais_format_and_plain_ones_get_the_answers_of_chat_and_generate(llm: LLM, tmp_path: Path) -> None:
+    chat = {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions"}
+    chat["body"] = {"model": "m", "messages": QUESTION, "stream": False, "user": "u", "top_p": None, **GREEDY}
+    text = {"custom_id": "text", "method": "POST", "url": "/v1/completions", "body": {"prompt": "1, 2, 3,", **GREEDY}}
+    plain_chat = {"custom_id": "plain", "messages": QUESTION, "max_completion_tokens": 3, "temperature": 0}
+    path = write(tmp_path / "in.jsonl", chat, text, b"\n", plain_chat, {"prompt": [1, 2, 3], **GREEDY})
+    summary = job(llm, path)
+    assert (summary.num_lines, summary.num_done, summary.num_errors, summary.end) == (4, 4, 0, "finished")
+
+    params = SamplingParams(**GREEDY)
+    [expected] = llm.chat(QUESTION, params, use_tqdm=False)
+    record = records(path)["chat"]
+    assert record["error"] is None
+    assert record["response"]["status_code"] == 200
+    body = record["response"]["body"]
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": expected.text}
+    assert body["choices"][0]["finish_reason"] == expected.finish_reason
+    num_prompt, num_generated = len(expected.prompt_token_ids), len(expected.token_ids)
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+    }
+    assert body["usage"] == usage
+
+    [text_output, ids_output] = llm.generate(["1, 2, 3,", [1, 2, 3]], params, use_tqdm=False)
+    for custom_id, output in (("text", text_output), ("line-5", ids_output)):
+        body = records(path)[custom_id]["response"]["body"]
+        assert (body["object"], body["choices"][0]["text"]) == ("text_completion", output.text)
+    assert records(path)["plain"]["response"]["body"]["usage"]["completion_tokens"] == 3
+
+
+def test_what_a_line_leaves_out_is_as_the_job_says_and_else_as_the_model_recommends(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[SamplingParams] = []
+    original = llm.add_request
+    monkeypatch.setattr(llm, "add_request", lambda prompt, params: asked.append(params) or original(prompt, params))
+    path = write(tmp_path / "in.jsonl", {"prompt": [1]}, {"prompt": [1], "temperature": 0.5, "stop": "x"})
+    job(llm, path, overrides={"max_tokens": 2})
+    assert [(params.temperature, params.max_tokens, params.stop) for params in asked] == [
+        (0.6, 2, ()),
+        (0.5, 2, ("x",)),
+    ]
+
+
+def test_two_lines_with_one_custom_id_are_two_requests(llm: LLM, tmp_path: Path) -> None:
+    line = {"custom_id": "a", "prompt": [1], **GREEDY}
+    job(llm, write(tmp_path / "in.jsonl", line, line))
+    lines = [json.loads(line) for line in (tmp_path / "in.out").read_text().splitlines()]
+    assert [line["custom_id"] for line in lines] == ["a", "a"]
+    assert len({line["id"] for line in lines}) == 2
+
+
+def test_a_gzipped_input_is_read_and_a_damaged_one_refused_by_name(llm: LLM, tmp_path: Path) -> None:
+    lines = [{"prompt": [index], **GREEDY} for index in range(9)]
+    path = tmp_path / "in.jsonl.gz"
+    path.write_bytes(gzip.compress(write(tmp_path / "in.jsonl", *lines).read_bytes()))
+    assert job(llm, path).num_done == 9
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(JobError, match=r"in\.jsonl\.gz cannot be read"):
+        job(llm, path)
+
+
+def test_a_model_without_a_tokenizer_answers_ids_with_ids(
+    random_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "in.jsonl", {"prompt": [1, 2], **GREEDY}, {"messages": QUESTION}, {"prompt": "a"})
+    with LLM(random_checkpoint(), device="cpu") as llm:
+        job(llm, path)
+        [expected] = llm.generate([1, 2], SamplingParams(**GREEDY), use_tqdm=False)
+    assert records(path)["line-1"]["response"]["body"]["choices"][0]["token_ids"] == expected.token_ids
+    assert all("has no tokenizer" in errors(path)[name] for name in ("line-2", "line-3"))
+
+
+def test_only_as_many_lines_are_in_the_engine_as_keep_it_busy(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "in.jsonl", *[{"prompt": [index], **GREEDY} for index in range(50)])
+    original, held = llm.step, []
+
+    def step() -> list:
+        held.append(len(llm.engine._requests))
+        return original()
+
+    monkeypatch.setattr(llm, "step", step)
+    assert job(llm, path).num_done == 50
+    assert max(held) == 8, "twice the rows"
+
+
+# --- bad lines ---
+
+BAD_LINES = [
+    (b"{", "the line is not valid JSON"),
+    (b'"text"', "the line holds a str, not an object"),
+    (b"\xff\xfe{}", "the line is not valid JSON"),
+    (b'{"prompt": "a\xff"}', "the line is not valid JSON"),
+    (b"[" * 100_000, "the line is not valid JSON"),
+    (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", ""),
+    (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", ""),
+    (b'{"prompt": [1], "temperature": NaN}', "temperature=nan must be finite"),
+    (b'{"prompt": [1], "temperature": 1e999}', "temperature=inf must be finite"),
+    (b'{"prompt": [1], "temperature": 1' + b"0" * 400 + b"}", "must be finite and at least 0"),
+    (b'{"prompt": [1], "max_tokens": 1' + b"0" * 5000 + b"}", "the line is not valid JSON"),
+    (b'{"prompt": [1' + b"0" * 400 + b"]}", "outside the vocabulary"),
+    (b'{"prompt": "\\ud800"}', "has a lone surrogate"),
+    ({"custom_id": 7, "prompt": "a"}, "custom_id=7 is not a string"),
+    ({"prompt": "a", "messages": QUESTION}, "there is messages and prompt; give one of them"),
+    ({"text": "a"}, "there is neither messages nor prompt; give one of them"),
+    ({"body": {"prompt": "a"}}, "url=None; served are POST and /v1/chat/completions, /v1/completions"),
+    ({"body": {"prompt": "a"}, "url": ["/v1/completions"]}, "url=['/v1/completions']; served are POST"),
+    ({"body": {"prompt": "a"}, "url": "/v1/embeddings"}, "url='/v1/embeddings'; served are POST"),
+    ({"body": {"prompt": "a"}, "url": "/v1/completions", "method": "GET"}, "method='GET'"),
+    ({"body": {"prompt": "a"}, "url": "/v1/chat/completions"}, "there is prompt; give messages"),
+    ({"body": "a", "url": "/v1/chat/completions"}, "body is a str, not an object"),
+    ({"body": {"prompt": "a"}, "url": "/v1/completions", "max_tokens": 3}, "unknown fields beside body: max_tokens"),
+    ({"body": {"prompt": ""}, "url": "/v1/completions", "n": None, "model": "m"}, "prompt 0 is empty"),
+    ({"prompt": "a", "max_tokens": 3, "max_completion_tokens": 3}, "there are max_tokens and max_completion_tokens"),
+    ({"messages": {"role": "user", "content": "a"}}, "messages is a dict; give a list of messages"),
+    ({"messages": []}, "conversation 0 is []; give a list of one message or more"),
+    ({"messages": [{"role": "user"}]}, "message 0 of conversation 0 has no content"),
+    ({"messages": QUESTION, "tools": 3}, "the chat template cannot render conversation 0"),
+    ({"messages": QUESTION, "chat_template_kwargs": [3]}, "the chat template cannot render conversation 0"),
+    ({"prompt": ["a", "b"]}, "prompt 0 has 'a' among its token ids"),
+    ({"prompt": {"a": 1}}, "prompt 0 is a dict"),
+    ({"prompt": ""}, "prompt 0 is empty"),
+    ({"prompt": [5000]}, "prompt 0 has token id 5000, outside the vocabulary"),
+    ({"prompt": [1] * 256}, "prompt 0 has 256 tokens, and with one more exceeds max_model_len=256"),
+    ({"prompt": "a", "temprature": 0, "logit_bias": {}}, "unknown fields: logit_bias, temprature; known are"),
+    ({"prompt": "a", "stream": True}, "unknown fields: stream; known are"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens=0 must be at least 1"),
+    ({"prompt": "a", "stop": 3}, "stop=3 must be a string or a list of them"),
+    ({"prompt": "a", "stop_token_ids": [2**32], "min_tokens": 1}, "stop_token_ids=[4294967296] must be a list of"),
+    ({"prompt": "a", "n": 10**9}, "n=1000000000 must be at most 10000"),
+]
+
+
+def test_each_bad_line_gets_an_error_with_its_number_and_the_rest_goes_on(llm: LLM, tmp_path: Path) -> None:
+    good = {"prompt": [1, 2, 3], **GREEDY}
+    lines = [line + b"\n" if isinstance(line, bytes) else line for line, _ in BAD_LINES]
+    path = write(tmp_path / "in.jsonl", good, *lines, good)
+    summary = job(llm, path)
+    assert (summary.num_done, summary.num_errors) == (len(BAD_LINES) + 2, len(BAD_LINES))
+    for number, (_, message) in enumerate(BAD_LINES, start=2):
+        record = records(path)[f"line-{number}"]
+        assert record["response"] is None
+        assert record["error"]["line"] == number
+        assert message in record["error"]["message"]
+        assert 0 < len(record["error"]["message"]) <= 1000
+    last = f"line-{len(BAD_LINES) + 2}"
+    assert records(path)["line-1"]["response"]["body"]["choices"] == records(path)[last]["response"]["body"]["choices"]
+    assert llm.is_finished()
+
+
+def test_a_bad_line_keeps_its_custom_id(llm: LLM, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", {"custom_id": "mine \ud800", "prompt": "a", "max_tokens": -1})
+    job(llm, path)
+    assert "max_tokens=-1" in errors(path)["mine \ud800"]
+
+
+def test_a_line_too_long_is_an_error_without_being_held(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_files, "MAX_LINE_BYTES", 100)
+    lines = [b'{"prompt": "' + b"a" * length + b'"}\n' for length in (5000, 20, 85, 86, 5000)]
+    path = write(tmp_path / "in.jsonl", *lines, b'{"prompt": "b"}')
+    job(llm, path, overrides=GREEDY)
+    assert set(errors(path)) == {"line-1", "line-4", "line-5"}
+    assert all("the line is longer than" in message for message in errors(path).values())
+    assert set(records(path)) == {f"line-{number}" for number in range(1, 7)}
+
+
+def test_logits_of_nan_are_an_error_of_their_line_alone(tmp_path: Path) -> None:
+    shutil.copytree(tiny_model_path(), tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["model.embed_tokens.weight"][7, 0] = torch.nan  # the head too, being tied
+    weights["lm_head.weight"] = torch.nan_to_num(weights["model.embed_tokens.weight"])
+    config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+    path = write(tmp_path / "in.jsonl", {"prompt": [1, 2], **GREEDY}, {"prompt": [1, 7], **GREEDY})
+    with LLM(tmp_path / "model", device="cpu") as llm:
+        job(llm, path)
+    assert errors(path) == {"line-2": "the logits are NaN or infinite after 0 tokens"}
+    assert records(path)["line-2"]["error"]["code"] == "model_error"
+
+
+def test_more_errors_than_allowed_stop_the_job_and_stop_it_again(llm: LLM, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", *[{"prompt": "a", "max_tokens": -1}] * 1000, {"prompt": "a"})
+    summary = job(llm, path, max_errors=3)
+    assert (summary.end, summary.num_errors, summary.num_done) == ("too many errors", 4, 4)
+    again = job(llm, path, max_errors=3)
+    assert (again.end, again.num_errors, again.num_done) == ("too many errors", 4, 4)
+    assert job(llm, path, max_errors=1000).end == "finished"
+
+
+# --- started again ---
+
+
+def test_a_finished_job_is_finished_without_a_model(llm: LLM, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", {"prompt": [1], **GREEDY})
+    job(llm, path)
+    before = (tmp_path / "in.out").read_bytes()
+    summary = run_batch(lambda: 1 / 0, path, tmp_path / "in.out")  # type: ignore[arg-type,return-value]
+    assert (summary.num_before, summary.num_done) == (1, 1)
+    assert (tmp_path / "in.out").read_bytes() == before
+
+
+def test_a_job_cut_at_any_byte_goes_on_and_repeats_nothing(llm: LLM, tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "in.jsonl", *[{"custom_id": f"{index} ü", "prompt": [index], **GREEDY} for index in range(9)]
+    )
+    job(llm, path)
+    expected = {name: record["response"]["body"]["choices"] for name, record in records(path).items()}
+    whole = (tmp_path / "in.out").read_bytes()
+    ends = [index + 1 for index, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in [0, 1, 5, ends[0] - 1, ends[0], ends[0] + 1, *range(ends[3] + 2, ends[4], 97), ends[8] - 1]:
+        (tmp_path / "in.out").write_bytes(whole[:cut])
+        num_kept = sum(end <= cut for end in ends)
+        summary = job(llm, path)
+        assert (summary.num_before, summary.num_done) == (num_kept, 9)
+        assert {name: record["response"]["body"]["choices"] for name, record in records(path).items()} == expected
+        kept = whole[: ends[num_kept - 1]] if num_kept else b""
+        assert (tmp_path / "in.out").read_bytes().startswith(kept)
+
+
+def test_ctrl_c_writes_what_is_finished_and_the_job_goes_on(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "in.jsonl", *[{"prompt": [index], **GREEDY} for index in range(20)])
+    original, returned = llm.step, []
+
+    def step() -> list:
+        if len(returned) == 12:
+            os.kill(os.getpid(), signal.SIGINT)
+        returned.append(original())
+        return returned[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, "step", step)
+        summary = job(llm, path)
+    num_finished = sum(map(len, returned))
+    assert (summary.end, summary.num_done) == ("interrupted", num_finished)
+    assert 0 < num_finished < 20
+    assert len(records(path)) == num_finished
+    llm.engine.abort(list(llm.engine._requests))  # which closing the engine would have done
+    assert job(llm, path).num_before == num_finished
+    assert len(records(path)) == 20
+
+
+def test_more_lines_may_be_added_at_the_end(llm: LLM, tmp_path: Path) -> None:
+    lines = [{"prompt": [index], **GREEDY} for index in range(4)]
+    job(llm, write(tmp_path / "in.jsonl", *lines[:2]))
+    assert job(llm, write(tmp_path / "in.jsonl", *lines)).num_before == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "message"),
+    [
+        (b'{"prompt": [1]}\n{"prompt": [3]}\n', "", "has the result of another line 2, or it was made with another"),
+        (b'\n{"prompt": [1]}\n{"prompt": [2]}\n', "", "has the result of another line 2"),
+        (b'{"prompt": [1]}\n', "", "has 2 results, and the input has 1 of their lines"),
+        (b'{"prompt": [1]}\n{"prompt": [2]}\n', "other", "has the result of another line 1"),
+    ],
+)
+def test_an_input_that_changed_is_refused_and_nothing_is_written(
+    llm: LLM, tmp_path: Path, content: bytes, settings: str, message: str
+) -> None:
+    job(llm, write(tmp_path / "in.jsonl", b'{"prompt": [1]}\n{"prompt": [2]}'), overrides=GREEDY)
+    before = (tmp_path / "in.out").read_bytes()
+    with pytest.raises(JobError, match=message):
+        job(llm, write(tmp_path / "in.jsonl", content), settings, overrides=GREEDY)
+    assert (tmp_path / "in.out").read_bytes() == before
+
+
+LINE_0 = b'{"id": "line-0-0123456789abcdef"}\n'
+
+
+@pytest.mark.parametrize(
+    "content", [b"a", b"\0" * 99, b'{"id": "line-x"}\n', b"{}\n", b'{"id": "batch"', LINE_0, b"\n"]
+)
+def test_a_file_that_is_no_output_of_a_job_is_refused_and_left_alone(llm: LLM, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "in.out").write_bytes(content)
+    with pytest.raises(
+        JobError,
+        match=r"in\.out (is no output|has a line at byte 0 that is no result) of a( batch)? job; choose another output",
+    ):
+        job(llm, write(tmp_path / "in.jsonl", {"prompt": [1]}))
+    assert (tmp_path / "in.out").read_bytes() == content
+
+
+def test_input_and_output_cannot_be_one_file_and_must_be_files(llm: LLM, tmp_path: Path) -> None:
+    for path, message in ((tmp_path / "in.out", "are the same file"), (tmp_path / "no.jsonl", "cannot be read")):
+        with pytest.raises(JobError, match=message):
+            job(llm, path)
+    with pytest.raises(JobError, match=r"out\.jsonl\.gz would not be gzipped; choose .*out\.jsonl$"):
+        run_batch(lambda: llm, tmp_path / "in.jsonl", tmp_path / "out.jsonl.gz")
+    with pytest.raises(JobError, match="cannot be written"):
+        BatchOutput(tmp_path / "no" / "out.jsonl")
+    with pytest.raises(JobError, match="is no file"):
+        BatchOutput(Path("/dev/null"))
+    os.mkfifo(tmp_path / "fifo.jsonl")
+    with pytest.raises(JobError, match="cannot be read twice"):
+        job(llm, tmp_path / "fifo.jsonl")
+    with pytest.raises(JobError, match="max_errors=-1 must be at least 0"):
+        job(llm, write(tmp_path / "in.jsonl", {"prompt": [1]}), max_errors=-1)
+
+
+def test_an_input_that_loses_lines_while_the_job_runs_is_not_finished(llm: LLM, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", {"prompt": [1], **GREEDY}, {"prompt": [2], **GREEDY})
+
+    def load() -> Any:
+        write(path, {"prompt": [1], **GREEDY})
+        return nullcontext(llm)
+
+    with pytest.raises(JobError, match="had 2 lines when the job began, and 1 are done"):
+        run_batch(load, path, path.with_suffix(".out"), use_tqdm=False)
+    assert list(records(path)) == ["line-1"]
+
+
+def test_two_jobs_cannot_write_one_output(tmp_path: Path) -> None:
+    first = BatchOutput(tmp_path / "out")
+    with pytest.raises(JobError, match=r"another job is writing to .*out; wait for its end, or choose another"):
+        BatchOutput(tmp_path / "out")
+    first.close()
+    BatchOutput(tmp_path / "out").close()
+
+
+# --- the command line ---
+
+
+def run_main(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["run-batch", *map(str, arguments)])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_the_exit_code_says_what_became_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = write(tmp_path / "good.jsonl", {"prompt": [1], **GREEDY})
+    bad = write(tmp_path / "bad.jsonl", {"prompt": [2], **GREEDY}, {"prompt": []}, {"prompt": []})
+    options = ["--model", tiny_model_path(), "--device", "cpu", "--max-num-seqs", 2, "--no-overlap"]
+    assert run_main(*options, "-i", good, "-o", tmp_path / "out1") == 0
+    assert "finished: 1 of 1 lines are done (0 before this run), 0 with errors" in capsys.readouterr().err
+    assert run_main(*options, "-i", bad, "-o", tmp_path / "out2") == 3
+    assert "add mended lines at the end of the input, and the same command answers them" in capsys.readouterr().err
+    assert run_main(*options, "-i", bad, "-o", tmp_path / "out3", "--max-errors", 1) == 4
+    assert "too many errors: " in capsys.readouterr().err
+    assert run_main(*options, "-i", bad, "-o", tmp_path / "out1") == 2
+    assert "has the result of another line 1" in capsys.readouterr().err
+    for changed in (["--temperature", 0.5], ["--seed", 1], ["--load-format", "dummy"]):
+        assert run_main(*options, "-i", good, "-o", tmp_path / "out1", *changed) == 2
+    same = ["--seed", 0, "--model", f"{tiny_model_path()}/", "--max-num-seqs", 3]
+    assert run_main(*options, *same, "-i", good, "-o", tmp_path / "out1") == 0
+    for wrong in (["--max-num-seqs", "x"], ["--dtype", "int8"], ["--max-num-seqs", 0], ["--max-tokens", 0], ["--no"]):
+        assert run_main(*options, "-i", good, "-o", tmp_path / "out4", *wrong) == 2
+
+
+def test_a_job_that_fails_after_it_began_says_that_it_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = {"prompt": [1], **GREEDY}
+    path = write(tmp_path / "in.jsonl", line, line)
+    init = LLM.__init__
+
+    def shorten(*args: Any, **options: Any) -> None:
+        init(*args, **options)
+        write(path, line)
+
+    monkeypatch.setattr(LLM, "__init__", shorten)
+    options = ["--model", tiny_model_path(), "--device", "cpu", "-i", path, "-o", tmp_path / "out"]
+    assert run_main(*options) == 1
+    assert "the input had 2 lines when the job began, and 1 are done" in capsys.readouterr().err
+    write(path, line, line)
+    monkeypatch.setattr(LLM, "__init__", init)
+    monkeypatch.setattr(LLM, "default_sampling_params", property(lambda _: SamplingParams(top_k=-7)))
+    assert run_main(*options) == 2, "nothing was done, since the model cannot be used"
+
+
+def test_every_option_of_the_engine_is_one_of_the_command_with_its_explanation() -> None:
+    arguments = [sys.executable, "-X", "importtime", "-m", "nanoinfer", "run-batch", "--help"]
+    shown = subprocess.run(arguments, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
+    for field in fields(EngineConfig):
+        assert f"--{field.name.replace('_', '-')}" in shown.stdout
+    assert "the most sequences in the running set." in shown.stdout
+    assert "130  stopped by Ctrl-C" in shown.stdout
+    assert "torch" not in shown.stderr, "it is not imported to help"
+
+
+def test_wrong_sampling_parameters_of_the_job_are_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="max_tokens=0"):
+        run_batch(lambda: 1 / 0, tmp_path / "in", tmp_path / "out", overrides={"max_tokens": 0})  # type: ignore[arg-type,return-value]
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,361 @@
+"""Weights from safetensors files: all of them, each in its place, and an error where that cannot be."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nanoinfer.config import ModelConfig
+from nanoinfer.errors import ModelError
+from nanoinfer.layers.attention.layer import TorchBackend
+from nanoinfer.models.qwen3 import Qwen3ForCausalLM
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.checkpoint.loader import fill_with_random_weights, iterate_weights, load_model
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+QKV_PROJ = "model.layers.0.self_attn.qkv_proj"
+GATE_UP_PROJ = "model.layers.0.mlp.gate_up_proj"
+
+
+SIZES = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 8,
+    "hidden_size": 6,
+    "intermediate_size": 10,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+}
+
+
+def tiny_config(**overrides: Any) -> ModelConfig:
+    """One layer: vocabulary of 8, 6 dimensions, 4 query heads over 2 KV heads of 2 dimensions, an MLP of 10."""
+    return ModelConfig.from_dict({**SIZES, **overrides})
+
+
+def checkpoint_tensors(bias: bool = False, head: bool = True, vocab_size: int = 8) -> dict[str, Tensor]:
+    """The tensors of `tiny_config` under their names in a checkpoint, each element a different number."""
+    layer = "model.layers.0"
+    shapes = {
+        "model.embed_tokens.weight": (vocab_size, 6),
+        f"{layer}.input_layernorm.weight": (6,),
+        f"{layer}.self_attn.q_proj.weight": (8, 6),
+        f"{layer}.self_attn.k_proj.weight": (4, 6),
+        f"{layer}.self_attn.v_proj.weight": (4, 6),
+        f"{layer}.self_attn.o_proj.weight": (6, 8),
+        f"{layer}.self_attn.q_norm.weight": (2,),
+        f"{layer}.self_attn.k_norm.weight": (2,),
+        f"{layer}.post_attention_layernorm.weight": (6,),
+        f"{layer}.mlp.gate_proj.weight": (10, 6),
+        f"{layer}.mlp.up_proj.weight": (10, 6),
+        f"{layer}.mlp.down_proj.weight": (6, 10),
+        "model.norm.weight": (6,),
+    }
+    if bias:
+        sizes = {"q": 8, "k": 4, "v": 4, "o": 6}
+        shapes |= {f"{layer}.self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
+    if head:
+        shapes["lm_head.weight"] = (vocab_size, 6)
+    start, tensors = 0, {}
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel()
+        tensors[name] = torch.arange(start, start + size, dtype=torch.float32).view(shape)
+        start += size
+    return tensors
+
+
+def build(config: ModelConfig, tp: TensorParallel | None = None) -> Qwen3ForCausalLM:
+    """A model whose parameters are NaN until they are loaded."""
+    model = Qwen3ForCausalLM(config, max_positions=4, backend=TorchBackend(), tp=tp or TensorParallel())
+    for param in model.parameters():
+        param.fill_(float("nan"))
+    return model
+
+
+def load(folder: Path, config: ModelConfig | None = None, tp: TensorParallel | None = None) -> dict[str, Tensor]:
+    """Load the checkpoint in `folder`; the model's parameters by name, a tied head included."""
+    model = build(config or tiny_config(), tp)
+    load_model(model, folder)
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def assert_error(folder: Path, message: str, config: ModelConfig | None = None) -> None:
+    with pytest.raises(ModelError) as error:
+        load(folder, config)
+    assert message in str(error.value)
+
+
+# --- what is loaded ---
+
+
+def test_every_parameter_is_filled(tmp_path: Path) -> None:
+    save_file(checkpoint_tensors(bias=True), tmp_path / "model.safetensors")
+    params = load(tmp_path, tiny_config(attention_bias=True))
+    unfilled = [name for name, param in params.items() if param.isnan().any()]
+    assert unfilled == []
+
+
+def test_unpacked_parameters_are_the_checkpoints_tensors(tmp_path: Path) -> None:
+    tensors = checkpoint_tensors()
+    save_file(tensors, tmp_path / "model.safetensors")
+    params = load(tmp_path)
+    same = set(tensors) & set(params)
+    assert len(same) == 9  # all but q, k, v, gate and up
+    for name in same:
+        assert torch.equal(params[name], tensors[name]), name
+
+
+def test_q_k_and_v_are_packed_in_this_order(tmp_path: Path) -> None:
+    tensors = checkpoint_tensors(bias=True)
+    save_file(tensors, tmp_path / "model.safetensors")
+    params = load(tmp_path, tiny_config(attention_bias=True))
+    for kind in ("weight", "bias"):
+        q, k, v = params[f"{QKV_PROJ}.{kind}"].split([8, 4, 4])
+        assert torch.equal(q, tensors[f"model.layers.0.self_attn.q_proj.{kind}"])
+        assert torch.equal(k, tensors[f"model.layers.0.self_attn.k_proj.{kind}"])
+        assert torch.equal(v, tensors[f"model.layers.0.self_attn.v_proj.{kind}"])
+
+
+def test_gate_and_up_are_packed_in_this_order(tmp_path: Path) -> None:
+    tensors = checkpoint_tensors()
+    save_file(tensors, tmp_path / "model.safetensors")
+    gate, up = load(tmp_path)[f"{GATE_UP_PROJ}.weight"].chunk(2)
+    assert torch.equal(gate, tensors["model.layers.0.mlp.gate_proj.weight"])
+    assert torch.equal(up, tensors["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_a_bfloat16_checkpoint_fills_a_float32_model(tmp_path: Path) -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in checkpoint_tensors().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    embedding = load(tmp_path)["model.embed_tokens.weight"]
+    assert embedding.dtype == torch.float32
+    assert torch.equal(embedding, tensors["model.embed_tokens.weight"].float())
+
+
+def test_a_checkpoint_in_two_files_is_read_with_and_without_its_index(tmp_path: Path) -> None:
+    tensors = checkpoint_tensors()
+    first, second = save_in_two_files(tensors, tmp_path)
+    assert {name for name, _ in iterate_weights(tmp_path)} == first | second == set(tensors)
+    with_index = load(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    without_index = load(tmp_path)
+    assert all(torch.equal(with_index[name], without_index[name]) for name in with_index)
+
+
+def test_files_that_the_index_does_not_name_are_not_read(tmp_path: Path) -> None:
+    save_in_two_files(checkpoint_tensors(), tmp_path)
+    save_file({"another.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    load(tmp_path)
+
+
+def save_in_two_files(tensors: dict[str, Tensor], folder: Path) -> tuple[set[str], set[str]]:
+    """Split the tensors over two files with an index, as save_pretrained does; q, k and v come to lie in both."""
+    parts = [dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])]
+    weight_map = {}
+    for number, part in enumerate(parts, start=1):
+        filename = f"model-0000{number}-of-00002.safetensors"
+        save_file(part, folder / filename)
+        weight_map.update(dict.fromkeys(part, filename))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return set(parts[0]), set(parts[1])
+
+
+def test_the_rotary_table_of_an_old_checkpoint_is_skipped(tmp_path: Path) -> None:
+    tensors = checkpoint_tensors() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    load(tmp_path)
+
+
+# --- tied heads ---
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_tied_head_is_the_embedding_whether_the_checkpoint_repeats_it_or_not(repeated: bool, tmp_path: Path) -> None:
+    tensors = checkpoint_tensors(head=repeated)
+    save_file(tensors, tmp_path / "model.safetensors")
+    params = load(tmp_path, tiny_config(tie_word_embeddings=True))
+    assert params["lm_head.weight"] is params["model.embed_tokens.weight"]
+    assert torch.equal(params["lm_head.weight"], tensors["model.embed_tokens.weight"])
+
+
+def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
+    save_file(checkpoint_tensors(head=False), tmp_path / "model.safetensors")
+    assert_error(tmp_path, "lacks weights for lm_head.weight; download the checkpoint again")
+
+
+# --- what is refused ---
+
+
+def test_a_missing_part_of_a_packed_weight_is_named(tmp_path: Path) -> None:
+    tensors = checkpoint_tensors()
+    del tensors["model.layers.0.self_attn.k_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_error(tmp_path, f"lacks weights for {QKV_PROJ}.weight (k); download the checkpoint again")
+
+
+def test_eight_of_many_missing_weights_are_named_and_the_rest_counted(tmp_path: Path) -> None:
+    save_file({"model.norm.weight": torch.ones(6)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError) as error:
+        load(tmp_path)
+    # 14 tensors less the one that is there.
+    assert "lm_head.weight, model.embed_tokens.weight, " in str(error.value)
+    assert " and 5 more; " in str(error.value)
+
+
+def test_missing_biases_are_named(tmp_path: Path) -> None:
+    save_file(checkpoint_tensors(bias=False), tmp_path / "model.safetensors")
+    missing = f"lacks weights for model.layers.0.self_attn.o_proj.bias, {QKV_PROJ}.bias (k), {QKV_PROJ}.bias (q), "
+    assert_error(tmp_path, missing, tiny_config(attention_bias=True))
+
+
+def test_biases_that_the_model_has_not_are_left_over(tmp_path: Path) -> None:
+    save_file(checkpoint_tensors(bias=True), tmp_path / "model.safetensors")
+    assert_error(tmp_path, "has weights that the model does not know: model.layers.0.self_attn.k_proj.bias, ")
+
+
+def test_a_left_over_layer_is_named(tmp_path: Path) -> None:
+    tensors = checkpoint_tensors() | {"model.layers.1.mlp.gate_proj.weight": torch.zeros(10, 6)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_error(tmp_path, "has weights that the model does not know: model.layers.1.mlp.gate_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "expected"),
+    [
+        ("model.embed_tokens.weight", (9, 6), (8, 6)),
+        ("lm_head.weight", (8, 5), (8, 6)),
+        ("model.norm.weight", (5,), (6,)),
+        (Q_PROJ, (4, 6), (8, 6)),
+        ("model.layers.0.self_attn.v_proj.weight", (8, 6), (4, 6)),
+        ("model.layers.0.self_attn.o_proj.weight", (8, 6), (6, 8)),
+        ("model.layers.0.mlp.up_proj.weight", (10, 7), (10, 6)),
+        ("model.layers.0.mlp.down_proj.weight", (10, 6), (6, 10)),
+        ("model.layers.0.self_attn.k_proj.bias", (8,), (4,)),
+        ("model.layers.0.self_attn.o_proj.bias", (1,), (6,)),
+    ],
+)
+def test_a_wrong_shape_is_refused_with_both_shapes(
+    name: str, found: tuple[int, ...], expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    tensors = checkpoint_tensors(bias=True) | {name: torch.zeros(found)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    message = f"{name} in {tmp_path}: the checkpoint has shape {found}, config.json implies {expected}; is this"
+    assert_error(tmp_path, message, tiny_config(attention_bias=True))
+
+
+def test_a_file_that_the_index_names_but_is_not_there_is_named(tmp_path: Path) -> None:
+    save_in_two_files(checkpoint_tensors(), tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    assert_error(tmp_path, "lacks model-00002-of-00002.safetensors, which its index names; download the checkpoint")
+
+
+def test_a_tensor_that_the_index_names_but_no_file_has_is_missing(tmp_path: Path) -> None:
+    tensors = checkpoint_tensors()
+    save_in_two_files(tensors, tmp_path)
+    first = dict(list(tensors.items())[::2])
+    del first[Q_PROJ]
+    save_file(first, tmp_path / "model-00001-of-00002.safetensors")
+    assert_error(tmp_path, f"lacks weights for {QKV_PROJ}.weight (q)")
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]"])
+def test_an_index_that_is_no_index_is_refused(content: str, tmp_path: Path) -> None:
+    save_file(checkpoint_tensors(), tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    assert_error(tmp_path, "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("filename", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickled_weights_are_refused_with_the_reason_and_never_opened(filename: str, tmp_path: Path) -> None:
+    (tmp_path / filename).write_bytes(pickle.dumps({"model.norm.weight": [1.0]}))
+    assert_error(tmp_path, "has only pickled weights, which are refused: unpickling a file can run any code that is in")
+
+
+def test_pickled_weights_beside_safetensors_are_ignored(tmp_path: Path) -> None:
+    save_file(checkpoint_tensors(), tmp_path / "model.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle at all")
+    load(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    save_file(checkpoint_tensors(), tmp_path / "model.safetensors")
+    save_file({"model.norm.weight": torch.zeros(6)}, tmp_path / "other.safetensors")
+    assert_error(tmp_path, "has model.norm.weight in two of its files")
+
+
+def test_an_empty_folder_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    assert_error(tmp_path, "has no *.safetensors file; download the checkpoint, or use load_format='dummy'")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda content: b"", id="empty"),
+        pytest.param(lambda content: content[:4], id="cut in the length"),
+        pytest.param(lambda content: content[:40], id="cut in the header"),
+        pytest.param(lambda content: content[:-1], id="cut at the end"),
+        pytest.param(lambda content: b"\xff" * 8 + content[8:], id="an impossible length"),
+        pytest.param(lambda content: b"<html>not found</html>", id="another kind of file"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(checkpoint_tensors(), path)
+    path.write_bytes(damage(path.read_bytes()))
+    assert_error(tmp_path, f"{path} is not a valid safetensors file (")
+
+
+# --- two ranks ---
+
+
+def test_the_shards_of_two_ranks_put_together_are_the_whole(tmp_path: Path) -> None:
+    save_file(checkpoint_tensors(bias=True, vocab_size=100), tmp_path / "model.safetensors")
+    config = tiny_config(attention_bias=True, vocab_size=100)
+    whole = load(tmp_path, config)
+    rank0, rank1 = (load(tmp_path, config, TensorParallel(rank, size=2)) for rank in range(2))
+    for name, expected in whole.items():
+        assert torch.equal(together(name, rank0[name], rank1[name]), expected), name
+
+
+def together(name: str, first: Tensor, second: Tensor) -> Tensor:
+    """What two ranks hold of one parameter, as one rank would hold it."""
+    if "qkv_proj" in name:  # 2 query heads, a key head and a value head of 2 dimensions on each rank
+        parts = zip(first.split([4, 2, 2]), second.split([4, 2, 2]), strict=True)
+        return torch.cat([half for pair in parts for half in pair])
+    if "gate_up_proj" in name:
+        parts = zip(first.chunk(2), second.chunk(2), strict=True)
+        return torch.cat([half for pair in parts for half in pair])
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return torch.cat([first, second], dim=1)
+    if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+        return torch.cat([first, second])
+    assert torch.equal(first, second), f"{name} is whole on every rank"  # norms, and the bias of o_proj
+    return first
+
+
+# --- random weights ---
+
+
+def test_random_weights_have_norms_of_one_and_matrices_of_the_given_spread() -> None:
+    model = build(tiny_config(vocab_size=2000))
+    fill_with_random_weights(model, std=0.5, seed=0)
+    params = dict(model.named_parameters())
+    assert torch.equal(params["model.norm.weight"], torch.ones(6))
+    assert torch.equal(params["model.layers.0.self_attn.q_norm.weight"], torch.ones(2))
+    assert params["lm_head.weight"].std() == pytest.approx(0.5, rel=0.05)
+    assert params["lm_head.weight"].mean() == pytest.approx(0.0, abs=0.02)
+
+
+def test_random_weights_are_those_of_their_seed() -> None:
+    first, again, other = (build(tiny_config()) for _ in range(3))
+    for model, seed in ((first, 1), (again, 1), (other, 2)):
+        fill_with_random_weights(model, std=0.02, seed=seed)
+    assert torch.equal(first.lm_head.weight, again.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)

@@ -1,0 +1,170 @@
+"""A step written as a packet and read again."""
+
+import numpy as np
+import pytest
+
+from nanoinfer.engine.batch import (
+    NewBlock,
+    Packet,
+    PrefillChunk,
+    ScheduledBatch,
+    SpecialRecord,
+    pack,
+    read_header,
+    split,
+)
+from nanoinfer.engine.sequence import Sequence
+from nanoinfer.sampling_params import SamplingParams
+from tests.engine.helpers import make_sequence
+
+
+def sequence_in_row(row: int, token_ids: list[int], temperature: float = 1.0, seed: int = 0) -> Sequence:
+    seq = Sequence(row, token_ids, SamplingParams(temperature=temperature), seed)
+    seq.row = row
+    return seq
+
+
+def prefill_and_decode() -> ScheduledBatch:
+    """Rows 2 and 5 are admitted, 5 with two tokens cached and its chunk cut; rows 0 and 7 decode, 7 in a new block."""
+    whole, cut = sequence_in_row(2, [10, 11, 12]), sequence_in_row(5, [20, 21, 22, 23, 24, 25])
+    return ScheduledBatch(
+        admitted=[whole, cut],
+        new_blocks=[NewBlock(2, 0, 40), NewBlock(2, 1, 41), NewBlock(5, 0, 42), NewBlock(7, 3, 43)],
+        prefill=[PrefillChunk(whole, 0, 3, samples=True), PrefillChunk(cut, 2, 3, samples=False)],
+        decode=[sequence_in_row(0, [1]), sequence_in_row(7, [2])],
+    )
+
+
+def one_admission(temperature: float = 1.0, seed: int = 0) -> Packet:
+    seq = sequence_in_row(3, [10, 11], temperature, seed)
+    return pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 2, samples=True)]))
+
+
+def test_a_packet_is_one_flat_array_of_int32() -> None:
+    packet = pack(prefill_and_decode())
+    assert packet.dtype == np.int32
+    # header + 2 row records of 5 + 9 known tokens + 4 new blocks of 3 + 2 chunks of 3 + 2 decode rows
+    assert packet.shape == (9 + 2 * 5 + 9 + 4 * 3 + 2 * 3 + 2,)
+
+
+def test_the_header_counts_what_the_packet_carries() -> None:
+    header = read_header(pack(prefill_and_decode()))
+    assert header._asdict() == {
+        "num_admitted": 2,
+        "num_known_tokens": 9,
+        "num_new_blocks": 4,
+        "num_chunks": 2,
+        "num_prefill_tokens": 6,
+        "num_prefill_samples": 1,
+        "num_decode": 2,
+        "num_special": 0,
+        "num_stop_ids": 0,
+    }
+
+
+def test_the_header_is_of_plain_ints() -> None:
+    assert all(type(number) is int for number in read_header(pack(prefill_and_decode())))
+
+
+def test_a_packet_is_read_back_as_it_was_written() -> None:
+    packet = pack(prefill_and_decode())
+    sections = split(packet, read_header(packet))
+    assert sections.row_records[:, :2].tolist() == [[2, 3], [5, 6]]
+    assert sections.known_tokens.tolist() == [10, 11, 12, 20, 21, 22, 23, 24, 25]
+    assert sections.new_blocks.tolist() == [[2, 0, 40], [2, 1, 41], [5, 0, 42], [7, 3, 43]]
+    assert sections.chunks.tolist() == [[2, 0, 3], [5, 2, 3]]
+    assert sections.decode_rows.tolist() == [0, 7]
+
+
+def test_sections_are_views_of_the_packet() -> None:
+    packet = pack(prefill_and_decode())
+    sections = [section for section in split(packet, read_header(packet)) if section.size]
+    assert len(sections) == 5
+    assert all(np.shares_memory(section, packet) for section in sections)
+
+
+def test_a_preempted_sequence_travels_with_its_generated_tokens() -> None:
+    seq = sequence_in_row(0, [10, 11])
+    seq.token_ids += [12, 13]
+    packet = pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 4, samples=True)]))
+    sections = split(packet, read_header(packet))
+    assert sections.row_records[0, :2].tolist() == [0, 4]
+    assert sections.known_tokens.tolist() == [10, 11, 12, 13]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 0.7, 1.0, 100.0])
+def test_a_temperature_travels_as_the_bits_of_its_float32(temperature: float) -> None:
+    packet = one_admission(temperature=temperature)
+    bits = split(packet, read_header(packet)).row_records[0, 2]
+    assert bits.view(np.float32) == np.float32(temperature)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**32, 0x0123_4567_89AB_CDEF, 2**63 - 1])
+def test_a_seed_beyond_32_bits_travels_in_two_halves(seed: int) -> None:
+    packet = one_admission(seed=seed)
+    seed_low, seed_high = split(packet, read_header(packet)).row_records[0, 3:].tolist()
+    assert (seed_high << 32) | (seed_low & 0xFFFF_FFFF) == seed
+
+
+def test_what_only_some_rows_ask_for_travels_with_them_alone() -> None:
+    params = SamplingParams(temperature=0.5, top_k=-1, top_p=0.75, min_tokens=3, logprobs=2, frequency_penalty=-0.5)
+    special, plain = Sequence(1, [10, 11], params), sequence_in_row(4, [20])
+    special.row, special.stop_token_ids, special.score_from = 3, {7, 5}, 1
+    special.token_ids.append(12)
+    chunks = [PrefillChunk(seq, 0, len(seq.token_ids), samples=True) for seq in (plain, special)]
+    packet = pack(ScheduledBatch(admitted=[plain, special], prefill=chunks))
+    sections = split(packet, read_header(packet))
+    record = SpecialRecord(*sections.special_records[0].tolist())
+    assert sections.special_records.shape == (1, len(SpecialRecord._fields))
+    assert sections.stop_ids.tolist() == [5, 7]
+    assert record[:10] == (3, 1, True, True, 3, 2, 2, -1, 1, 2)
+    floats = sections.special_records[0, 10:].view(np.float32).tolist()
+    assert floats == [0.5, 0.0, 0.75, 0.0, 2.0, 0.0, -0.5, 1.0]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0, "top_k": 5}, {"n": 3, "seed": 1}, {"stop_token_ids": [1]}])
+def test_a_row_that_asks_for_nothing_special_has_no_record(options: dict) -> None:
+    seq = Sequence(0, [1], SamplingParams(**options))
+    seq.row = 0
+    header = read_header(pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 1, samples=True)])))
+    assert (header.num_special, header.num_stop_ids) == (0, 0)
+
+
+def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
+    packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
+    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 2, 0, 0, 4, 1]
+    sections = split(packet, read_header(packet))
+    assert [section.shape for section in sections] == [(0, 5), (0,), (0, 3), (0, 3), (2,), (0, 18), (0,)]
+
+
+def test_an_empty_batch_is_false_and_packs_to_a_header_of_zeros() -> None:
+    batch = ScheduledBatch()
+    assert not batch
+    assert pack(batch).tolist() == [0] * 9
+    assert pack(batch).dtype == np.int32
+
+
+def test_the_sampled_sequences_are_whole_chunks_then_decode_rows() -> None:
+    batch = prefill_and_decode()
+    assert [seq.row for seq in batch.sampled] == [2, 0, 7]
+
+
+def test_only_the_last_chunk_may_be_cut() -> None:
+    cut, whole = sequence_in_row(0, [1, 2, 3]), sequence_in_row(1, [1, 2])
+    batch = ScheduledBatch(prefill=[PrefillChunk(cut, 0, 2, samples=False), PrefillChunk(whole, 0, 2, samples=True)])
+    with pytest.raises(AssertionError, match="only the last chunk"):
+        pack(batch)
+
+
+def test_a_sequence_in_a_step_has_a_row() -> None:
+    batch = ScheduledBatch(prefill=[PrefillChunk(make_sequence(6, [1]), 0, 1, samples=True)])
+    with pytest.raises(AssertionError, match="sequence 6 is in a step and has no row"):
+        pack(batch)
+
+
+def test_a_packet_cut_short_is_noticed() -> None:
+    packet = pack(prefill_and_decode())
+    with pytest.raises((AssertionError, ValueError)):
+        split(packet[:-1], read_header(packet))
+    with pytest.raises(AssertionError, match="a packet of 49 numbers has sections of 48"):
+        split(np.append(packet, np.int32(0)), read_header(packet))

@@ -1,0 +1,377 @@
+"""Blocks: who holds them, when they come back, and which prefixes are found in them."""
+
+import pytest
+import xxhash
+
+from nanoinfer.engine.block_manager import BlockManager
+from tests.engine.helpers import always_seven, make_sequence, prefill, reference_counts
+
+
+class CountingHash:
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, data: bytes) -> int:
+        self.num_calls += 1
+        return xxhash.xxh64_intdigest(data)
+
+
+# Allocation and reference counts.
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_a_sequence_gets_blocks_for_all_its_tokens(num_tokens: int, num_blocks: int) -> None:
+    manager = BlockManager(num_blocks=3, block_size=4)
+    seq = make_sequence(0, [1] * num_tokens)
+    assert manager.num_blocks_to_allocate(seq, []) == num_blocks
+    manager.allocate(seq, [])
+    assert seq.block_table == list(range(num_blocks))
+
+
+def test_free_used_and_cached_blocks_can_be_counted() -> None:
+    manager = BlockManager(num_blocks=5, block_size=2)
+    seq = make_sequence(0, [1, 2, 3])
+    assert (manager.num_free_blocks, manager.num_used_blocks, manager.num_cached_blocks) == (5, 0, 0)
+    prefill(manager, seq)
+    assert (manager.num_free_blocks, manager.num_used_blocks, manager.num_cached_blocks) == (3, 2, 1)
+    manager.free(seq)
+    assert (manager.num_free_blocks, manager.num_used_blocks, manager.num_cached_blocks) == (5, 0, 1)
+
+
+def test_a_sequence_takes_one_more_block_when_its_last_is_full() -> None:
+    manager = BlockManager(num_blocks=3, block_size=2)
+    seq = make_sequence(0, [1, 2, 3])
+    prefill(manager, seq)
+    assert not manager.needs_block(seq)
+    seq.num_computed_tokens += 1
+    assert manager.needs_block(seq)
+    assert manager.append_block(seq) == 2
+    assert seq.block_table == [0, 1, 2]
+    assert not manager.needs_block(seq)
+
+
+def test_equal_prefixes_share_their_blocks() -> None:
+    manager = BlockManager(num_blocks=5, block_size=2)
+    first, second = make_sequence(0, [1, 2, 3, 4, 5]), make_sequence(1, [1, 2, 3, 4, 6])
+    prefill(manager, first)
+    prefill(manager, second)
+    assert first.block_table == [0, 1, 2]
+    assert second.block_table == [0, 1, 3]
+    assert reference_counts(manager) == [2, 2, 1, 1, 0]
+
+
+def test_a_shared_block_is_freed_only_after_its_last_user() -> None:
+    manager = BlockManager(num_blocks=3, block_size=4)
+    first, second = make_sequence(0, [1, 2, 3, 4, 5]), make_sequence(1, [1, 2, 3, 4, 6])
+    prefill(manager, first)
+    prefill(manager, second)
+    assert manager.num_free_blocks == 0
+    manager.free(first)
+    assert reference_counts(manager) == [1, 0, 1]
+    assert manager.num_free_blocks == 1
+    manager.free(second)
+    assert reference_counts(manager) == [0, 0, 0]
+    assert manager.num_free_blocks == 3
+
+
+def test_a_freed_sequence_holds_nothing_and_can_be_allocated_again() -> None:
+    manager = BlockManager(num_blocks=2, block_size=2)
+    seq = make_sequence(0, [1, 2, 3])
+    prefill(manager, seq)
+    manager.free(seq)
+    assert (seq.block_table, seq.num_computed_tokens, seq.prefix_serials) == ([], 0, [])
+    assert prefill(manager, seq) == [0]
+    assert seq.block_table == [0, 1]
+
+
+def test_a_shared_block_costs_nothing_in_use_and_one_free_block_when_idle() -> None:
+    manager = BlockManager(num_blocks=5, block_size=2)
+    first, second = make_sequence(0, [1, 2, 3, 4, 5]), make_sequence(1, [1, 2, 3, 4, 6])
+    prefill(manager, first)
+    assert manager.num_blocks_to_allocate(second, [0, 1]) == 1
+    manager.free(first)
+    assert manager.num_blocks_to_allocate(second, [0, 1]) == 3
+
+
+def test_the_blocks_that_were_found_are_those_that_are_given_though_all_others_are_taken() -> None:
+    manager = BlockManager(num_blocks=3, block_size=2)
+    first = make_sequence(0, [1, 2, 3, 4, 5, 6])
+    prefill(manager, first)
+    manager.free(first)
+    follower = make_sequence(1, [1, 2, 3, 4, 9])
+    found = manager.find_cached_prefix(follower)
+    assert manager.num_blocks_to_allocate(follower, found) == manager.num_free_blocks == 3
+    manager.allocate(follower, found)
+    assert follower.block_table == [*found, 2], "the last block did not take the place of one that was found"
+    assert follower.num_computed_tokens == 4
+    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 3, 4, 9])) == found
+
+
+def test_blocks_that_come_back_are_noticed() -> None:
+    manager = BlockManager(num_blocks=2, block_size=2)
+    seq = make_sequence(0, [1, 2, 3])
+    prefill(manager, seq)
+    before = manager.num_frees
+    manager.free(seq)
+    assert manager.num_frees > before
+
+
+# The order in which free blocks are used again.
+
+
+def test_blocks_without_an_entry_are_reused_before_cached_ones() -> None:
+    manager = BlockManager(num_blocks=3, block_size=2)
+    full, partial = make_sequence(0, [1, 2, 3]), make_sequence(1, [9])
+    prefill(manager, full)  # block 0 is full and cached, block 1 is not
+    prefill(manager, partial)  # nor is block 2
+    manager.free(full)
+    manager.free(partial)  # last, and still before block 0
+    other = make_sequence(2, [7, 8, 9])
+    manager.allocate(other, [])
+    assert set(other.block_table) == {1, 2}
+    assert manager.find_cached_prefix(make_sequence(3, [1, 2, 3])) == [0]
+
+
+def test_the_tail_of_a_sequence_is_reused_before_its_head() -> None:
+    manager = BlockManager(num_blocks=4, block_size=2)
+    seq = make_sequence(0, [1, 2, 3, 4, 5, 6, 7])
+    prefill(manager, seq)
+    manager.free(seq)
+    other = make_sequence(1, [9] * 5)
+    manager.allocate(other, [])
+    assert other.block_table == [3, 2, 1]
+    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 3, 4, 5])) == [0]
+
+
+def test_of_the_cached_blocks_the_least_recently_used_goes_first() -> None:
+    manager = BlockManager(num_blocks=4, block_size=2)
+    older, newer = make_sequence(0, [1, 2, 0]), make_sequence(1, [3, 4, 0])
+    for seq in (older, newer):
+        prefill(manager, seq)
+    for seq in (older, newer):
+        manager.free(seq)
+    prefill(manager, older)  # used again: now the other one is the least recently used
+    manager.free(older)
+    manager.allocate(make_sequence(2, [9] * 5), [])
+    assert manager.find_cached_prefix(make_sequence(3, [1, 2, 0])) == [0]
+    assert manager.find_cached_prefix(make_sequence(4, [3, 4, 0])) == []
+
+
+def test_a_block_that_is_handed_out_again_is_found_no_more() -> None:
+    manager = BlockManager(num_blocks=2, block_size=2)
+    seq = make_sequence(0, [1, 2, 3])
+    prefill(manager, seq)
+    manager.free(seq)
+    other = make_sequence(1, [7, 8, 9])
+    prefill(manager, other)
+    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 3])) == []
+    assert manager.num_cached_blocks == 1
+
+
+# What is found in the cache.
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cached_block_ids"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7], [0, 1, 2]),
+        ([1, 2, 3, 4, 5, 6], [0, 1]),  # a full hit would leave nothing to compute
+        ([1, 2, 3, 4, 5], [0, 1]),
+        ([1, 2, 3, 4], [0]),
+        ([1, 2, 3], [0]),
+        ([1, 2], []),
+        ([1, 2, 9, 4, 5], [0]),
+        ([9, 2, 3, 4, 5], []),
+        ([3, 4, 5], []),  # cached, but at another position
+    ],
+)
+def test_a_prefix_is_found_in_full_blocks_and_one_token_is_left_to_compute(
+    prompt: list[int], cached_block_ids: list[int]
+) -> None:
+    manager = BlockManager(num_blocks=8, block_size=2)
+    prefill(manager, make_sequence(0, [1, 2, 3, 4, 5, 6, 7]))
+    assert manager.find_cached_prefix(make_sequence(1, prompt)) == cached_block_ids
+
+
+@pytest.mark.parametrize(("num_tokens", "num_cached"), [(255, 0), (256, 0), (257, 256), (512, 256), (513, 512)])
+def test_a_prompt_seen_before_still_computes_its_last_token(num_tokens: int, num_cached: int) -> None:
+    manager = BlockManager(num_blocks=6, block_size=256)
+    prompt = list(range(num_tokens))
+    prefill(manager, make_sequence(0, prompt))
+    again = make_sequence(1, prompt)
+    manager.allocate(again, manager.find_cached_prefix(again))
+    assert again.num_computed_tokens == num_cached
+
+
+def test_a_block_is_cached_once_it_is_computed_and_not_before() -> None:
+    manager = BlockManager(num_blocks=8, block_size=2)
+    seq, equal = make_sequence(0, [1, 2, 3, 4, 5]), make_sequence(1, [1, 2, 3, 4, 5])
+    manager.allocate(seq, [])
+    assert manager.find_cached_prefix(equal) == []
+    seq.num_computed_tokens = 3
+    manager.cache_blocks(seq, seq.num_computed_tokens)
+    assert manager.find_cached_prefix(equal) == [0]
+    seq.num_computed_tokens = 5
+    manager.cache_blocks(seq, seq.num_computed_tokens)
+    assert manager.find_cached_prefix(equal) == [0, 1]
+
+
+def test_generated_blocks_are_cached_like_prompt_blocks() -> None:
+    manager = BlockManager(num_blocks=8, block_size=2)
+    seq = make_sequence(0, [1, 2, 3])
+    prefill(manager, seq)
+    seq.token_ids.append(4)
+    seq.num_computed_tokens += 1
+    manager.cache_blocks(seq, seq.num_computed_tokens)
+    assert manager.find_cached_prefix(make_sequence(1, [1, 2, 3, 4, 5])) == [0, 1]
+
+
+def test_of_two_blocks_with_the_same_text_the_first_is_found() -> None:
+    manager = BlockManager(num_blocks=8, block_size=2)
+    first, second = make_sequence(0, [1, 2, 3]), make_sequence(1, [1, 2, 3])
+    prefill(manager, first)
+    prefill(manager, second, use_cache=False)
+    assert second.block_table == [2, 3]
+    assert manager.num_cached_blocks == 1
+    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 3])) == [0]
+
+
+def test_without_prefix_caching_nothing_is_hashed_cached_or_found() -> None:
+    counting_hash = CountingHash()
+    manager = BlockManager(8, block_size=2, enable_prefix_caching=False, hash_function=counting_hash)
+    prefill(manager, make_sequence(0, [1, 2, 3]))
+    again = make_sequence(1, [1, 2, 3])
+    assert prefill(manager, again) == []
+    assert again.block_table == [2, 3]
+    assert (manager.num_cached_blocks, counting_hash.num_calls) == (0, 0)
+
+
+def test_each_block_of_a_waiting_prompt_is_hashed_once_however_often_it_is_looked_up() -> None:
+    counting_hash = CountingHash()
+    manager = BlockManager(num_blocks=8, block_size=2, hash_function=counting_hash)
+    prefill(manager, make_sequence(0, [1, 2, 3, 4, 0]))
+    waiting = make_sequence(1, [1, 2, 3, 4, 5, 6, 7])
+    counting_hash.num_calls = 0
+    for _ in range(10):
+        assert manager.find_cached_prefix(waiting) == [0, 1]
+    assert counting_hash.num_calls == 3  # the third block is not found
+    prefill(manager, waiting)
+    assert counting_hash.num_calls == 3
+
+
+# Collisions: a hash only finds a candidate.
+
+
+def test_a_colliding_hash_never_serves_another_text() -> None:
+    manager = BlockManager(num_blocks=8, block_size=2, hash_function=always_seven)
+    prefill(manager, make_sequence(0, [1, 2, 0]))
+    assert manager.find_cached_prefix(make_sequence(1, [3, 4, 0])) == []
+    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 0])) == [0]
+
+
+def test_a_colliding_hash_never_serves_the_same_tokens_at_another_position() -> None:
+    manager = BlockManager(num_blocks=8, block_size=2, hash_function=always_seven)
+    prefill(manager, make_sequence(0, [5, 5, 9]))  # [T, x]
+    longer = make_sequence(1, [5, 5, 5, 5, 9])  # [T, T, x]: the second T has seen another text than the first
+    assert prefill(manager, longer) == [0]
+    assert longer.block_table == [0, 2, 3]
+
+
+def test_a_colliding_hash_never_serves_a_block_after_another_parent() -> None:
+    manager = BlockManager(num_blocks=9, block_size=2, hash_function=always_seven)
+    prefill(manager, make_sequence(0, [1, 1, 5, 5, 0]))  # leaves the entry of [5, 5] after [1, 1]
+    assert manager.find_cached_prefix(make_sequence(1, [5, 5, 0])) == []
+    assert manager.find_cached_prefix(make_sequence(2, [2, 2, 5, 5, 0])) == []
+
+
+def test_of_two_colliding_texts_the_newest_is_kept() -> None:
+    manager = BlockManager(num_blocks=8, block_size=2, hash_function=always_seven)
+    prefill(manager, make_sequence(0, [1, 2, 0]))
+    prefill(manager, make_sequence(1, [3, 4, 0]))
+    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 0])) == []
+    assert manager.find_cached_prefix(make_sequence(3, [3, 4, 0])) == [2]
+    assert manager.num_cached_blocks == 1
+
+
+def test_a_block_whose_parent_is_gone_is_not_found_and_can_be_replaced() -> None:
+    manager = BlockManager(num_blocks=5, block_size=2)
+    first, second = make_sequence(0, [1, 2, 0]), make_sequence(1, [1, 2, 3, 4, 0])
+    prefill(manager, first)  # [1, 2] is cached in block 0
+    prefill(manager, second, use_cache=False)  # [3, 4] in block 3, as the child of block 0
+    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 3, 4, 0])) == [0, 3]
+    manager.free(first)
+    other = make_sequence(3, [7, 8, 9])
+    prefill(manager, other)  # takes block 0: block 3 is an orphan now
+    assert manager.find_cached_prefix(make_sequence(4, [1, 2, 3, 4, 0])) == []
+    manager.free(other)
+    manager.free(second)
+    again = make_sequence(5, [1, 2, 3, 4, 0])
+    assert prefill(manager, again) == []
+    assert manager.find_cached_prefix(make_sequence(6, [1, 2, 3, 4, 0])) == again.block_table[:2]
+
+
+# Forgetting.
+
+
+def test_a_forgotten_block_is_not_found_and_stays_with_its_user() -> None:
+    manager = BlockManager(num_blocks=4, block_size=2)
+    seq = make_sequence(0, [1, 2, 3, 4, 5])
+    prefill(manager, seq)
+    manager.forget_blocks([1, 2])
+    assert manager.find_cached_prefix(make_sequence(1, [1, 2, 3, 4, 5])) == [0]
+    assert manager.num_cached_blocks == 1
+    assert reference_counts(manager) == [1, 1, 1, 0]
+
+
+def test_resetting_the_cache_leaves_running_sequences_their_blocks() -> None:
+    manager = BlockManager(num_blocks=6, block_size=2)
+    seq, equal = make_sequence(0, [1, 2, 3]), make_sequence(1, [1, 2, 3, 4, 5])
+    prefill(manager, seq)
+    manager.reset_prefix_cache()
+    assert manager.num_cached_blocks == 0
+    assert seq.block_table == [0, 1]
+    assert manager.find_cached_prefix(equal) == []
+
+    seq.token_ids.append(4)  # the running sequence fills its next block
+    seq.num_computed_tokens += 1
+    manager.cache_blocks(seq, seq.num_computed_tokens)
+    assert manager.find_cached_prefix(equal) == []  # what came before it was forgotten
+
+    prefill(manager, equal)
+    assert equal.block_table == [2, 3, 4]
+    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 3, 4, 5])) == [2, 3]
+    manager.free(seq)
+    manager.free(equal)
+    assert manager.num_free_blocks == 6
+
+
+def test_resetting_the_cache_makes_idle_blocks_unfindable() -> None:
+    manager = BlockManager(num_blocks=2, block_size=2)
+    seq = make_sequence(0, [1, 2, 3])
+    prefill(manager, seq)
+    manager.free(seq)
+    manager.reset_prefix_cache()
+    assert manager.find_cached_prefix(make_sequence(1, [1, 2, 3])) == []
+    assert manager.num_free_blocks == 2
+
+
+# Mistakes of our own.
+
+
+def test_a_sequence_that_holds_blocks_cannot_be_allocated_again() -> None:
+    manager = BlockManager(num_blocks=4, block_size=2)
+    seq = make_sequence(0, [1, 2, 3])
+    prefill(manager, seq)
+    with pytest.raises(AssertionError, match="sequence 0 already holds blocks"):
+        manager.allocate(seq, [])
+
+
+def test_a_block_cannot_be_freed_twice() -> None:
+    manager = BlockManager(num_blocks=4, block_size=2)
+    seq = make_sequence(0, [1, 2, 3])
+    prefill(manager, seq)
+    table = list(seq.block_table)
+    manager.free(seq)
+    seq.block_table = table
+    with pytest.raises(AssertionError, match="freed more often than it was given out"):
+        manager.free(seq)

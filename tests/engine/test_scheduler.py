@@ -1,0 +1,559 @@
+"""Who runs next: order, bounds, endings, and what happens when blocks are short or a step fails."""
+
+import pytest
+
+from nanoinfer.engine.batch import NewBlock, ScheduledBatch
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.scheduler import RESERVED_TOKENS, Scheduler
+from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.sampling_params import SamplingParams
+from tests.engine.helpers import (
+    add_prompts,
+    benchmark_requests,
+    check_invariants,
+    make_scheduler,
+    make_sequence,
+    run_to_the_end,
+    step,
+)
+
+
+def ids(seqs: list[Sequence]) -> list[int]:
+    return [seq.seq_id for seq in seqs]
+
+
+def chunks(batch: ScheduledBatch) -> list[tuple[int, int, int, bool]]:
+    """(sequence, start, length, samples) of each chunk."""
+    return [(seq.seq_id, start, length, samples) for seq, start, length, samples in batch.prefill]
+
+
+class LookupCounter(BlockManager):
+    """Counts how often a prompt is looked up in the prefix cache."""
+
+    num_lookups = 0
+
+    def find_cached_prefix(self, seq: Sequence) -> list[int]:
+        self.num_lookups += 1
+        return super().find_cached_prefix(seq)
+
+
+# Order and bounds.
+
+
+def test_nothing_to_do_is_a_false_batch() -> None:
+    scheduler = make_scheduler()
+    assert scheduler.is_finished()
+    assert not scheduler.schedule()
+
+
+def test_requests_are_admitted_in_the_order_they_came() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    add_prompts(scheduler, [1], [2], [3], [4], [5], max_tokens=1)
+    admitted = [ids(batch.admitted) for batch in run_to_the_end(scheduler)]
+    assert admitted == [[0, 1], [2, 3], [4]]
+
+
+def test_prefill_comes_before_decode() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(0, [1, 2]))
+    assert ids([chunk.seq for chunk in step(scheduler).prefill]) == [0]
+    scheduler.add(make_sequence(1, [3, 4]))  # comes while 0 is decoding
+    batch = step(scheduler)
+    assert (ids(batch.sampled), batch.decode) == ([1], [])
+    batch = step(scheduler)
+    assert (batch.prefill, ids(batch.decode)) == ([], [0, 1])
+
+
+def test_a_step_says_which_rows_and_blocks_are_new() -> None:
+    scheduler = make_scheduler(block_size=2)
+    add_prompts(scheduler, [1, 2, 3], [4])
+    batch = step(scheduler)
+    assert [seq.row for seq in batch.admitted] == [0, 1]
+    assert batch.new_blocks == [NewBlock(0, 0, 0), NewBlock(0, 1, 1), NewBlock(1, 0, 2)]
+    assert step(scheduler).new_blocks == []  # tokens 3 and 1: both blocks had room
+    batch = step(scheduler)
+    assert (batch.admitted, batch.new_blocks) == ([], [NewBlock(0, 2, 3), NewBlock(1, 1, 4)])
+
+
+def test_no_more_sequences_run_than_max_num_seqs() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    add_prompts(scheduler, [1], [2], [3], [4], max_tokens=3)
+    while not scheduler.is_finished():
+        step(scheduler)
+        assert len(scheduler.running) <= 2
+        check_invariants(scheduler)
+
+
+def test_a_row_is_used_again_after_its_sequence_finished() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    add_prompts(scheduler, [1], [2], max_tokens=1)
+    rows = []
+    while not scheduler.is_finished():
+        batch = scheduler.schedule()
+        rows += [seq.row for seq in batch.admitted]
+        scheduler.update(batch, [0] * len(batch.sampled))
+    assert rows == [0, 0]
+
+
+def test_a_prefill_step_has_no_more_tokens_than_its_budget() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    add_prompts(scheduler, [1] * 3, [2] * 4, [3] * 5, max_tokens=1)
+    batches = run_to_the_end(scheduler)
+    assert [batch.num_prefill_tokens for batch in batches] == [8, 4]
+
+
+def test_the_prompt_that_meets_the_end_of_the_budget_is_cut_and_continued_first() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    add_prompts(scheduler, [1] * 2, [2] * 9, [3] * 3, max_tokens=1)
+    assert chunks(step(scheduler)) == [(0, 0, 2, True), (1, 0, 4, False)]
+    assert chunks(step(scheduler)) == [(1, 4, 5, True), (2, 0, 1, False)]
+    assert chunks(step(scheduler)) == [(2, 1, 2, True)]
+    assert scheduler.is_finished()
+
+
+def test_a_prompt_longer_than_several_budgets_yields_one_token_at_its_end() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    (seq,) = add_prompts(scheduler, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], max_tokens=1)
+    batches = run_to_the_end(scheduler)
+    assert [chunks(batch) for batch in batches] == [[(0, 0, 4, False)], [(0, 4, 4, False)], [(0, 8, 2, True)]]
+    assert seq.completion_token_ids == [0]
+
+
+def test_the_last_token_of_a_cut_prompt_may_run_with_the_decode_step() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    (seq,) = add_prompts(scheduler, [1, 2, 3, 4, 5], max_tokens=1)
+    assert chunks(step(scheduler)) == [(0, 0, 4, False)]
+    assert ids(step(scheduler).decode) == [0]
+    assert seq.completion_token_ids == [0]
+
+
+def test_a_scheduled_sequence_counts_the_token_that_its_step_will_sample() -> None:
+    scheduler = make_scheduler()
+    (seq,) = add_prompts(scheduler, [1, 2])
+    batch = scheduler.schedule()
+    assert (seq.num_tokens, seq.completion_token_ids) == (3, [])
+    scheduler.update(batch, [5])
+    assert (seq.num_tokens, seq.completion_token_ids) == (3, [5])
+
+
+# Endings.
+
+
+def test_a_stop_token_ends_a_completion() -> None:
+    scheduler = make_scheduler(stop_token_ids=frozenset({7, 8}))
+    (seq,) = add_prompts(scheduler, [1, 2, 7])  # in a prompt it means nothing
+    step(scheduler, token_id=5)
+    assert not scheduler.is_finished()
+    step(scheduler, token_id=8)
+    assert scheduler.is_finished()
+    assert (seq.finish_reason, seq.completion_token_ids) == ("stop", [5, 8])
+    assert seq.status is SequenceStatus.FINISHED
+
+
+def test_ignore_eos_goes_on_past_a_stop_token() -> None:
+    scheduler = make_scheduler(stop_token_ids=frozenset({7}))
+    seq = make_sequence(0, [1], max_tokens=3, ignore_eos=True)
+    scheduler.add(seq)
+    while not scheduler.is_finished():
+        step(scheduler, token_id=7)
+    assert (seq.finish_reason, seq.completion_token_ids) == ("length", [7, 7, 7])
+
+
+def test_max_tokens_ends_a_completion() -> None:
+    scheduler = make_scheduler()
+    one, three = make_sequence(0, [1], max_tokens=1), make_sequence(1, [1], max_tokens=3)
+    scheduler.add(one)
+    scheduler.add(three)
+    run_to_the_end(scheduler)
+    assert (one.finish_reason, len(one.completion_token_ids)) == ("length", 1)
+    assert (three.finish_reason, len(three.completion_token_ids)) == ("length", 3)
+
+
+def test_a_stop_token_as_the_last_allowed_one_is_still_a_stop() -> None:
+    scheduler = make_scheduler(stop_token_ids=frozenset({7}))
+    (seq,) = add_prompts(scheduler, [1], max_tokens=1)
+    step(scheduler, token_id=7)
+    assert seq.finish_reason == "stop"
+
+
+def test_max_model_len_ends_a_sequence() -> None:
+    scheduler = make_scheduler(max_model_len=5)
+    (seq,) = add_prompts(scheduler, [1, 2, 3], max_tokens=100)
+    run_to_the_end(scheduler)
+    assert (seq.finish_reason, seq.num_tokens) == ("length", 5)
+
+
+def test_update_returns_the_sequences_that_finished_and_frees_what_they_held() -> None:
+    scheduler = make_scheduler()
+    short, long = make_sequence(0, [1], max_tokens=1), make_sequence(1, [2], max_tokens=2)
+    scheduler.add(short)
+    scheduler.add(long)
+    assert scheduler.update(scheduler.schedule(), [5, 5]) == [short]
+    assert (short.row, short.block_table, scheduler.running) == (None, [], [long])
+    assert scheduler.update(scheduler.schedule(), [5]) == [long]
+    assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
+
+
+def test_each_sampled_token_goes_to_its_own_sequence() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=5)
+    first, second, cut = add_prompts(scheduler, [1], [2], [3] * 8)
+    scheduler.update(scheduler.schedule(), [10, 20])
+    assert [seq.completion_token_ids for seq in (first, second, cut)] == [[10], [20], []]
+    scheduler.update(scheduler.schedule(), [30])
+    scheduler.update(scheduler.schedule(), [11, 21, 31])
+    assert [seq.completion_token_ids for seq in (first, second, cut)] == [[10, 11], [20, 21], [30, 31]]
+
+
+def test_a_step_needs_a_token_for_each_sampled_sequence() -> None:
+    scheduler = make_scheduler()
+    add_prompts(scheduler, [1], [2])
+    batch = scheduler.schedule()
+    with pytest.raises(ValueError, match="zip"):
+        scheduler.update(batch, [5])
+
+
+def test_a_prompt_that_fills_the_whole_cache_but_one_token_finishes() -> None:
+    scheduler = make_scheduler(num_blocks=3, block_size=2)
+    full, after = add_prompts(scheduler, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
+    run_to_the_end(scheduler, max_steps=2)
+    assert [(seq.finish_reason, seq.num_tokens) for seq in (full, after)] == [("length", 6), ("length", 6)]
+
+
+# The prefix cache, as the scheduler uses it.
+
+
+def test_equal_prompts_share_blocks_within_their_first_step() -> None:
+    scheduler = make_scheduler(block_size=2)
+    first, second = add_prompts(scheduler, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
+    batch = scheduler.schedule()
+    assert chunks(batch) == [(0, 0, 5, True), (1, 4, 1, True)]
+    assert first.block_table == [0, 1, 2]
+    assert second.block_table == [0, 1, 3]
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 4)
+
+
+def test_a_follow_up_finds_prompt_and_completion_of_the_turn_before() -> None:
+    scheduler = make_scheduler(block_size=2)
+    (first,) = add_prompts(scheduler, [1, 2, 3], max_tokens=6)
+    run_to_the_end(scheduler)
+    follow_up = make_sequence(1, [*first.token_ids, 9])
+    scheduler.add(follow_up)
+    step(scheduler)
+    # 3 + 6 tokens, of which the last one was never computed: 4 full blocks
+    assert follow_up.num_cached_tokens == 8
+
+
+def test_a_blocked_queue_head_is_not_looked_up_again_until_blocks_come_back() -> None:
+    scheduler = make_scheduler()
+    scheduler.block_manager = manager = LookupCounter(num_blocks=6, block_size=2)
+    add_prompts(scheduler, [1, 2, 3, 4], [5, 6, 7, 8, 9], max_tokens=4)
+    batch = step(scheduler)
+    assert (ids(batch.admitted), manager.num_lookups) == ([0], 2)  # 3 blocks and a reserve of 2 are not free
+    for _ in range(2):
+        assert ids(step(scheduler).decode) == [0]
+        assert manager.num_lookups == 2
+    assert ids(step(scheduler).decode) == [0]  # finishes
+    assert (ids(step(scheduler).admitted), manager.num_lookups) == ([1], 3)
+
+
+def test_a_blocked_queue_head_is_admitted_while_others_still_run() -> None:
+    scheduler = make_scheduler(num_blocks=7, block_size=2)
+    for seq in (make_sequence(0, [1], max_tokens=2), make_sequence(1, [2], max_tokens=9), make_sequence(2, [3] * 5)):
+        scheduler.add(seq)
+    assert ids(step(scheduler).admitted) == [0, 1]  # 3 blocks and a reserve of 3 are not free for 2
+    assert ids(step(scheduler).decode) == [0, 1]  # 0 finishes
+    assert ids(step(scheduler).admitted) == [2]
+
+
+def test_a_new_queue_head_is_looked_up_though_the_last_one_was_blocked() -> None:
+    scheduler = make_scheduler(num_blocks=6, block_size=2)
+    add_prompts(scheduler, [1, 2, 3, 4], [5] * 9, [6], max_tokens=8)
+    step(scheduler)
+    step(scheduler)
+    assert ids(scheduler.running) == [0]
+    scheduler.abort({1})
+    step(scheduler)
+    assert ids(scheduler.running) == [0, 2]
+
+
+# Short of blocks.
+
+
+def test_a_prompt_is_admitted_only_with_a_block_in_reserve_for_each_running_sequence() -> None:
+    scheduler = make_scheduler(num_blocks=4, block_size=2)
+    add_prompts(scheduler, [1, 1], [2, 2], [3, 3])
+    # 1 block for 0; 1 for 1 and a reserve of 2; then 2 blocks are left, and 1 for 2 and a reserve of 3 do not fit.
+    assert ids(step(scheduler).admitted) == [0, 1]
+
+
+def test_the_youngest_is_preempted_and_is_first_in_the_queue() -> None:
+    scheduler = make_scheduler(num_blocks=5, block_size=2)
+    seqs = add_prompts(scheduler, [1, 1], [2, 2], [3], max_tokens=7)
+    assert ids(step(scheduler).admitted) == [0, 1]
+    step(scheduler)
+    step(scheduler)  # both have 4 computed tokens in 2 blocks, and 1 block is left
+    assert [seq.num_computed_tokens for seq in seqs] == [4, 4, 0]
+    batch = step(scheduler)
+    assert (ids(batch.decode), scheduler.num_preemptions) == ([0], 1)
+    assert [seq.seq_id for _, seq in sorted(scheduler._waiting)] == [1, 2]
+    check_invariants(scheduler)
+    readmitted = [ids(batch.admitted) for batch in run_to_the_end(scheduler) if batch.admitted]
+    assert readmitted == [[1], [2]]
+
+
+def test_a_preempted_sequence_computes_prompt_and_generated_tokens_once_more() -> None:
+    scheduler = make_scheduler(num_blocks=5, block_size=2)
+    old, young = add_prompts(scheduler, [1, 1], [2, 2], max_tokens=7)
+    for token_id in (10, 11, 12):
+        step(scheduler, token_id)
+    scheduler.block_manager.reset_prefix_cache()  # so that nothing is found again
+    step(scheduler, 13)
+    assert scheduler.num_preemptions == 1
+    assert (young.status, young.row, young.block_table) == (SequenceStatus.WAITING, None, [])
+    assert young.token_ids == [2, 2, 10, 11, 12]
+    while old.status is SequenceStatus.RUNNING:
+        step(scheduler, 14)
+    assert chunks(step(scheduler, 15)) == [(1, 0, 5, True)]
+    assert young.completion_token_ids == [10, 11, 12, 15]
+
+
+def test_a_preempted_sequence_finds_what_is_left_of_its_blocks() -> None:
+    scheduler = make_scheduler(num_blocks=5, block_size=2)
+    old, young = make_sequence(0, [1, 1], max_tokens=4), make_sequence(1, [2, 2], max_tokens=7)
+    scheduler.add(old)
+    scheduler.add(young)
+    for _ in range(4):
+        step(scheduler)
+    assert (scheduler.num_preemptions, old.status) == (1, SequenceStatus.FINISHED)
+    batch = step(scheduler)
+    assert chunks(batch) == [(1, 4, 1, True)]
+    assert young.num_cached_tokens == 0  # of the first admission
+
+
+def test_preemption_stops_as_soon_as_the_others_have_enough() -> None:
+    scheduler = make_scheduler(num_blocks=9, block_size=2)
+    seqs = add_prompts(scheduler, [1, 1], [2, 2], [3, 3], [4, 4], max_tokens=9)
+    for _ in range(3):
+        step(scheduler)
+    assert [len(seq.block_table) for seq in seqs] == [2, 2, 2, 2]
+    batch = step(scheduler)  # 4 need a block and 1 is free; without the youngest, 3 need one and 3 are free
+    assert (ids(batch.decode), scheduler.num_preemptions) == ([0, 1, 2], 1)
+
+
+# Failed steps and aborts.
+
+
+def test_a_failed_prefill_leaves_all_requests_queued_and_nothing_cached() -> None:
+    scheduler = make_scheduler(block_size=2, max_num_batched_tokens=8)
+    seqs = add_prompts(scheduler, [1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [7] * 5)
+    batch = scheduler.schedule()
+    assert chunks(batch) == [(0, 0, 5, True), (1, 4, 1, True), (2, 0, 2, False)]
+    assert scheduler.block_manager.num_cached_blocks == 3
+    scheduler.discard([batch])
+    assert scheduler.block_manager.num_cached_blocks == 0
+    assert scheduler.block_manager.num_used_blocks == 0
+    assert (scheduler.num_waiting, scheduler.running) == (3, [])
+    check_invariants(scheduler)
+    assert chunks(scheduler.schedule()) == chunks(batch)
+    assert [seq.completion_token_ids for seq in seqs] == [[], [], []]
+
+
+def test_a_failed_chunk_takes_back_the_block_that_it_was_to_complete_and_no_other() -> None:
+    scheduler = make_scheduler(block_size=4, max_num_batched_tokens=6)
+    add_prompts(scheduler, list(range(10)))
+    step(scheduler)  # tokens 0 to 5: one block, and half of the next
+    batch = scheduler.schedule()
+    assert scheduler.block_manager.num_cached_blocks == 2
+    scheduler.discard([batch])
+    assert scheduler.block_manager.num_cached_blocks == 1
+    assert chunks(scheduler.schedule()) == [(0, 4, 6, True)]
+
+
+def test_a_failed_prefill_leaves_what_earlier_steps_cached() -> None:
+    scheduler = make_scheduler(block_size=2)
+    scheduler.add(make_sequence(0, [1, 2, 3]))
+    step(scheduler)
+    scheduler.add(make_sequence(1, [1, 2, 5, 6, 7]))
+    batch = scheduler.schedule()
+    assert chunks(batch) == [(1, 2, 3, True)]
+    scheduler.discard([batch])
+    assert ids(scheduler.running) == [0]
+    assert scheduler.block_manager.find_cached_prefix(make_sequence(2, [1, 2, 5, 6, 7])) == [0]
+
+
+def test_a_failed_decode_leaves_all_requests_queued_with_their_tokens() -> None:
+    scheduler = make_scheduler(block_size=2)
+    first, second = add_prompts(scheduler, [1, 2, 3], [4, 5])
+    step(scheduler, 9)
+    scheduler.discard([scheduler.schedule()])
+    check_invariants(scheduler)
+    assert [seq.token_ids for seq in (first, second)] == [[1, 2, 3, 9], [4, 5, 9]]
+    assert scheduler.block_manager.num_cached_blocks == 2  # the prompts' own; not [3, 9], which was being computed
+    assert chunks(scheduler.schedule()) == [(0, 2, 2, True), (1, 2, 1, True)]
+
+
+@pytest.mark.parametrize("failing_step", range(6))
+def test_every_request_finishes_though_a_step_failed(failing_step: int) -> None:
+    scheduler = make_scheduler(num_blocks=8, block_size=2, max_num_batched_tokens=6)
+    seqs = add_prompts(scheduler, [1, 2, 3, 4], [1, 2, 3], [5, 6, 7, 8, 9], max_tokens=3)
+    for _ in range(failing_step):
+        step(scheduler)
+    batch = scheduler.schedule()
+    assert batch
+    scheduler.discard([batch])
+    check_invariants(scheduler)
+    run_to_the_end(scheduler)
+    assert [len(seq.completion_token_ids) for seq in seqs] == [3, 3, 3]
+    assert scheduler.block_manager.num_used_blocks == 0
+
+
+def test_a_running_sequence_can_be_aborted() -> None:
+    scheduler = make_scheduler()
+    first, second = add_prompts(scheduler, [1, 2], [3, 4])
+    step(scheduler)
+    scheduler.abort({0})
+    assert (first.status, first.row, first.block_table) == (SequenceStatus.FINISHED, None, [])
+    assert scheduler.running == [second]
+    assert scheduler.block_manager.num_used_blocks == 1
+    check_invariants(scheduler)
+    run_to_the_end(scheduler)
+    assert len(second.completion_token_ids) == 4
+
+
+def test_a_sequence_can_be_aborted_between_two_chunks() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    add_prompts(scheduler, [1] * 10, [2])
+    step(scheduler)
+    scheduler.abort({0})
+    check_invariants(scheduler)
+    assert chunks(step(scheduler)) == [(1, 0, 1, True)]
+
+
+def test_a_waiting_sequence_can_be_aborted() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    first, second, third = add_prompts(scheduler, [1], [2], [3], max_tokens=1)
+    scheduler.abort({0, 1, 99})
+    assert scheduler.num_waiting == 1
+    run_to_the_end(scheduler)
+    assert [len(seq.completion_token_ids) for seq in (first, second, third)] == [0, 0, 1]
+
+
+def test_an_aborted_sequence_is_finished_wherever_it_was() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    running, waiting = add_prompts(scheduler, [1], [2])
+    step(scheduler)
+    scheduler.abort({0, 1})
+    assert scheduler.is_finished()
+    assert running.status is SequenceStatus.FINISHED
+    assert waiting.status is SequenceStatus.FINISHED
+
+
+# What a long queue costs.
+
+
+def test_under_a_long_queue_rows_are_refilled_in_groups() -> None:
+    scheduler = make_scheduler(max_num_seqs=8)  # groups of a quarter: 2
+    for seq_id in range(8):
+        scheduler.add(make_sequence(seq_id, [1], max_tokens=2 + seq_id))  # one finishes in each step
+    for seq_id in range(8, 20):
+        scheduler.add(make_sequence(seq_id, [1], max_tokens=50))
+    admitted = [ids(step(scheduler).admitted) for _ in range(8)]
+    assert admitted == [[0, 1, 2, 3, 4, 5, 6, 7], [], [], [8, 9], [], [], [10, 11], []]
+
+
+def test_a_prefill_step_that_comes_anyway_is_filled_up_without_waiting_for_a_group() -> None:
+    scheduler = make_scheduler(max_num_seqs=8, max_num_batched_tokens=7)
+    add_prompts(scheduler, [0], [1], [2], [3], [4], [5], [6] * 6, [7], [8])
+    assert ids(step(scheduler).admitted) == [0, 1, 2, 3, 4, 5, 6]  # and one row is left
+    assert chunks(step(scheduler)) == [(6, 1, 5, True), (7, 0, 1, True)]
+
+
+def test_the_end_of_the_queue_does_not_wait_for_a_group() -> None:
+    scheduler = make_scheduler(max_num_seqs=8)
+    for seq_id in range(9):
+        scheduler.add(make_sequence(seq_id, [1], max_tokens=2 + seq_id))
+    admitted = [ids(step(scheduler).admitted) for _ in range(3)]
+    assert admitted == [[0, 1, 2, 3, 4, 5, 6, 7], [], [8]]
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "num_rows", "max_prefill_steps"),
+    [(256, 32, 40), (4096, 512, 300)],  # one by one they take 221 and 2,392
+)
+def test_a_long_queue_takes_few_prefill_steps(num_requests: int, num_rows: int, max_prefill_steps: int) -> None:
+    scheduler = make_scheduler(num_rows * 8, 256, num_rows, max_num_batched_tokens=16_384, max_model_len=2048)
+    for seq in benchmark_requests(num_requests):
+        scheduler.add(seq)
+    batches = run_to_the_end(scheduler)
+    assert sum(bool(batch.prefill) for batch in batches) <= max_prefill_steps
+
+
+@pytest.mark.parametrize("num_blocks", [300, 400, 1000])
+def test_the_reserve_keeps_the_benchmark_from_computing_its_prompts_twice(num_blocks: int) -> None:
+    scheduler = make_scheduler(num_blocks, 256, 512, max_num_batched_tokens=16_384, max_model_len=4096)
+    scheduler.reserved_tokens = RESERVED_TOKENS  # as the engine has it
+    seqs = benchmark_requests(256)
+    for seq in seqs:
+        scheduler.add(seq)
+    num_prompt_tokens = sum(seq.num_prompt_tokens for seq in seqs)
+    num_computed_tokens = sum(batch.num_prefill_tokens for batch in run_to_the_end(scheduler))
+    # Without the reserve 40% are computed twice, with 400 blocks.
+    assert num_computed_tokens <= 1.05 * num_prompt_tokens
+    assert scheduler.num_preemptions <= 12, "of 256 requests"
+
+
+# --- priorities ---
+
+
+def add_with_priorities(scheduler: Scheduler, priorities: list[int], max_tokens: int = 4) -> list[Sequence]:
+    seqs = []
+    for seq_id, priority in enumerate(priorities):
+        seqs.append(make_sequence(seq_id, [seq_id, seq_id], max_tokens))
+        seqs[-1].priority = priority
+        scheduler.add(seqs[-1])
+    return seqs
+
+
+def test_higher_priorities_are_admitted_first_and_equal_ones_by_arrival() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    add_with_priorities(scheduler, [0, -1, 5, 0, 5], max_tokens=1)
+    admitted = [ids(batch.admitted) for batch in run_to_the_end(scheduler)]
+    assert admitted == [[2], [4], [0], [3], [1]]
+
+
+def test_the_lowest_priority_is_preempted_first_and_comes_back_last() -> None:
+    scheduler = make_scheduler(num_blocks=5, block_size=2)
+    add_with_priorities(scheduler, [0, 1], max_tokens=6)
+    assert ids(step(scheduler).admitted) == [1, 0]
+    while scheduler.num_preemptions == 0:
+        batch = step(scheduler)
+    assert ids(batch.decode) == [1], "the one that came later stays"
+    assert [seq.seq_id for _, seq in scheduler._waiting] == [0]
+    check_invariants(scheduler)
+    run_to_the_end(scheduler)
+
+
+# --- stop strings ---
+
+
+def test_a_sequence_stopped_from_outside_gives_row_and_blocks_back_and_its_next_token_is_dropped() -> None:
+    scheduler = make_scheduler()
+    [seq, other] = add_prompts(scheduler, [1, 2], [3, 4])
+    step(scheduler)
+    in_flight = scheduler.schedule()
+    scheduler.finish([(seq, "stop")])
+    assert (seq.status, seq.finish_reason, seq.row, seq.block_table) == (SequenceStatus.FINISHED, "stop", None, [])
+    check_invariants(scheduler)
+    assert scheduler.update(in_flight, [7, 8]) == []
+    assert (seq.completion_token_ids, other.completion_token_ids) == ([0], [0, 8])
+
+
+def test_a_requests_own_stop_tokens_end_it_beside_the_models() -> None:
+    scheduler = make_scheduler(stop_token_ids=frozenset({7}))
+    options = [{}, {"stop_token_ids": [8]}, {"stop_token_ids": [8], "ignore_eos": True}, {"ignore_eos": True}]
+    seqs = [Sequence(i, [i], SamplingParams(max_tokens=3, **option)) for i, option in enumerate(options)]
+    for seq in seqs:
+        scheduler.add(seq)
+    for token_id in (7, 8, 9):
+        step(scheduler, token_id)
+    assert [seq.completion_token_ids for seq in seqs] == [[7], [7], [7, 8], [7, 8, 9]]

@@ -1,0 +1,206 @@
+"""The ring in shared memory by itself: nothing is lost, repeated, mixed or overwritten, whoever is slow."""
+
+import multiprocessing
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoinfer.executor.shm_ring import NUM_SLOTS, SLOT_SIZE, Ring, RingReader, RingWriter
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def connect(stack: ExitStack, num_readers: int = 1, num_slots: int = 4, slot_size: int = 8) -> tuple:
+    """A writer and its readers, in one process."""
+    ring = Ring(num_readers, num_slots, slot_size)
+    pairs = [socket.socketpair() for _ in range(num_readers)]
+    for end in [end for pair in pairs for end in pair]:
+        stack.enter_context(end)
+    writer = RingWriter(ring, [mine for mine, _ in pairs])
+    return writer, [RingReader(ring, index, theirs) for index, (_, theirs) in enumerate(pairs)]
+
+
+def close(writer: RingWriter) -> None:
+    for doorbell in writer._doorbells:
+        doorbell.shutdown(socket.SHUT_WR)
+
+
+def numbers(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-(2**31), 2**31, length, dtype=np.int32)
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 16, 31, 32])
+def test_a_message_arrives_as_it_was_sent_whatever_its_length(stack: ExitStack, length: int) -> None:
+    writer, [reader] = connect(stack)
+    for seed in range(5):  # more than once round the ring
+        sent = numbers(length, seed)
+        writer.send(sent)
+        received = reader.receive()
+        assert received.dtype == np.int32
+        assert received.tolist() == sent.tolist()
+
+
+def test_what_was_received_stays_when_its_slot_is_written_again(stack: ExitStack) -> None:
+    writer, [reader] = connect(stack, num_slots=1)
+    writer.send(numbers(8, seed=1))
+    first = reader.receive()
+    writer.send(numbers(8, seed=2))
+    assert first.tolist() == numbers(8, seed=1).tolist()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 60), max_size=40),
+    num_slots=st.integers(1, 5),
+    slot_size=st.integers(1, 20),
+    num_readers=st.integers(1, 3),
+    seed=st.integers(0, 100),
+)
+def test_every_reader_gets_every_message_in_order_at_its_own_pace(
+    lengths: list[int], num_slots: int, slot_size: int, num_readers: int, seed: int
+) -> None:
+    """The writer never waits by itself, readers pause at random, and most messages are longer than the ring."""
+    sent = [numbers(length, seed + index).tolist() for index, length in enumerate(lengths)]
+    received: list[list] = [[] for _ in range(num_readers)]
+    with ExitStack() as stack:
+        writer, readers = connect(stack, num_readers, num_slots, slot_size)
+
+        def read(index: int) -> None:
+            pause = random.Random(seed + index)
+            with suppress(EOFError):
+                while True:
+                    received[index].append(readers[index].receive().tolist())
+                    if pause.random() < 0.1:
+                        time.sleep(0.001)
+
+        threads = [threading.Thread(target=read, args=(index,)) for index in range(num_readers)]
+        for thread in threads:
+            thread.start()
+        for content in sent:
+            writer.send(np.array(content, dtype=np.int32))
+        close(writer)
+        for thread in threads:
+            thread.join(timeout=30)
+    assert received == [sent] * num_readers
+
+
+def test_a_slot_is_not_written_again_before_the_slowest_reader_has_read_it(stack: ExitStack) -> None:
+    writer, [fast, slow] = connect(stack, num_readers=2, num_slots=2)
+
+    class GaveUpError(Exception):
+        pass
+
+    def give_up() -> None:
+        raise GaveUpError
+
+    writer._check = give_up
+    for value in (1, 2):
+        writer.send(np.array([value], dtype=np.int32))
+        assert fast.receive().tolist() == [value]
+    with pytest.raises(GaveUpError):
+        writer.send(np.array([3], dtype=np.int32))
+    assert slow.receive().tolist() == [1]
+    writer.send(np.array([3], dtype=np.int32))
+    assert [slow.receive().tolist() for _ in range(2)] == [[2], [3]]
+    assert fast.receive().tolist() == [3]
+
+
+@pytest.mark.parametrize("end", [close, lambda writer: writer._doorbells[0].close()], ids=["closed", "gone"])
+def test_a_reader_learns_of_the_writers_end_after_all_that_it_wrote(
+    stack: ExitStack, end: Callable[[RingWriter], None]
+) -> None:
+    writer, [reader] = connect(stack)
+    writer.send(numbers(3))
+    end(writer)
+    assert reader.receive().tolist() == numbers(3).tolist()
+    with pytest.raises(EOFError, match="rank 0 is gone"):
+        reader.receive()
+
+
+def test_a_writer_learns_that_a_reader_is_gone(stack: ExitStack) -> None:
+    writer, [reader] = connect(stack)
+    reader._doorbell.close()
+    with pytest.raises(OSError, match="Broken pipe"):
+        writer.send(numbers(3))
+
+
+def test_a_waiting_reader_sleeps(stack: ExitStack) -> None:
+    writer, [reader] = connect(stack)
+    used = []
+
+    def read() -> None:
+        before = time.thread_time()
+        reader.receive()
+        used.append(time.thread_time() - before)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    time.sleep(0.5)
+    writer.send(numbers(3))
+    thread.join(timeout=10)
+    assert used[0] < 0.1, f"{used[0]:.2f} s of processor time in half a second"
+
+
+def echo(ring: Ring, index: int, doorbell: socket.socket, answers: socket.socket) -> None:
+    """In a process of its own: answer each message with its sum."""
+    reader = RingReader(ring, index, doorbell)
+    with suppress(EOFError):
+        while True:
+            answers.sendall(int(reader.receive().sum(dtype=np.int64)).to_bytes(8, "little", signed=True))
+
+
+def test_spawned_processes_read_the_same_memory_and_it_has_no_name() -> None:
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    ring = Ring(num_readers=2)
+    doorbells, answers, processes = [], [], []
+    context = multiprocessing.get_context("spawn")
+    for index in range(2):
+        (mine, theirs), (answer, answering) = socket.socketpair(), socket.socketpair()
+        processes.append(context.Process(target=echo, args=(ring, index, theirs, answering), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        answering.close()
+        doorbells.append(mine)
+        answers.append(answer)
+    if before:
+        assert set(os.listdir("/dev/shm")) == before
+    writer = RingWriter(ring, doorbells)
+    for length in (1, 1000, SLOT_SIZE, SLOT_SIZE + 1, (NUM_SLOTS + 1) * SLOT_SIZE):
+        sent = numbers(length)
+        writer.send(sent)
+        for answer in answers:
+            received = int.from_bytes(answer.recv(8, socket.MSG_WAITALL), "little", signed=True)
+            assert received == sent.sum(dtype=np.int64)
+    close(writer)
+    for process, *ends in zip(processes, doorbells, answers, strict=True):
+        process.join(timeout=30)
+        assert process.exitcode == 0
+        process.close()
+        for end in ends:
+            end.close()
+
+
+def test_writing_a_decode_step_of_256_rows_is_cheap(stack: ExitStack) -> None:
+    """A few microseconds here; the bound leaves room for a busy machine."""
+    writer, readers = connect(stack, num_readers=3, num_slots=NUM_SLOTS, slot_size=SLOT_SIZE)
+    packet, seconds = numbers(280), []
+    for _ in range(200):
+        started = time.perf_counter()
+        writer.send(packet)
+        seconds.append(time.perf_counter() - started)
+        for reader in readers:
+            reader.receive()
+    assert sorted(seconds)[100] < 200e-6

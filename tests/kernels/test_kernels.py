@@ -1,0 +1,719 @@
+"""The Triton kernels in Triton's interpreter, on the CPU, against their PyTorch twins. On a GPU: tests/gpu."""
+
+import inspect
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoinfer.layers import activation, layernorm, logits, rotary_embedding, sampler
+from nanoinfer.layers.attention.layer import TorchBackend
+from nanoinfer.sampling.gumbel_max import sample
+from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache
+from nanoinfer.distributed.symmetric_memory import RankSums
+
+triton = pytest.importorskip("triton")
+
+from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
+from nanoinfer.kernels import paged_attention  # noqa: E402
+from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
+from nanoinfer.kernels import sample as sample_kernels  # noqa: E402
+from nanoinfer.kernels import silu_and_mul as silu_kernels  # noqa: E402
+from nanoinfer.kernels import sum_ranks as sum_ranks_kernels  # noqa: E402
+from nanoinfer.kernels import thresholds as threshold_kernels  # noqa: E402
+from nanoinfer.kernels.paged_decode_attention import paged_decode_attention, plan_decode  # noqa: E402
+from nanoinfer.kernels.gumbel_max import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
+
+NAN = float("nan")
+
+
+def version(package: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in metadata.version(package).split(".")[:2])
+
+
+# Its range over a loaded number makes a scalar of an array of one element, which NumPy has stopped to do.
+loops_are_interpreted = pytest.mark.skipif(
+    version("triton") < (3, 7) and version("numpy") >= (2, 4),
+    reason="the interpreter of this Triton does not run loops with this NumPy",
+)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_without_a_gpu_the_kernels_are_interpreted() -> None:
+    assert triton.knobs.runtime.interpret
+
+
+def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
+    """Equal but for the last bit of a few elements: sums are taken in another order, and quotients rounded."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    tolerance = 4 * torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+# --- the way from a layer to its kernel ---
+
+
+@pytest.mark.parametrize(
+    ("twin", "kernels"),
+    [
+        (layernorm.rms_norm, rms_norm_kernels),
+        (layernorm.add_rms_norm, rms_norm_kernels),
+        (layernorm.sum_ranks_add_rms_norm, sum_ranks_kernels),
+        (activation.silu_and_mul, silu_kernels),
+        (rotary_embedding.norm_rope_store, norm_rope_store_kernels),
+        (sampler.sample_and_append, sample_kernels),
+        (sampler.redraw, sample_kernels),
+        (logits.thresholds, threshold_kernels),
+    ],
+)
+def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(
+    twin: Callable[..., object], kernels: ModuleType
+) -> None:
+    kernel = getattr(kernels, twin.__name__)
+    assert inspect.getclosurevars(twin).nonlocals["on_cuda"]() is kernel
+    assert inspect.signature(kernel) == inspect.signature(twin)
+
+
+# --- rms_norm ---
+
+DTYPES = [torch.float32, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 3, 96, 128, 1000, 1024, 2560, 5120, 8192])
+def test_rms_norm_of_rows_of_any_size_equals_its_twin(size: int, dtype: torch.dtype) -> None:
+    x, weight = 3 * randn(3, size, dtype=dtype), 1 + 0.3 * randn(size, seed=1, dtype=dtype)
+    unchanged = x.clone()
+    assert_nearly_equal(rms_norm_kernels.rms_norm(x, weight, 1e-5), layernorm.rms_norm(x, weight, 1e-5))
+    assert torch.equal(x, unchanged)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 96, 1024, 5120])
+def test_add_rms_norm_equals_its_twin(size: int, dtype: torch.dtype) -> None:
+    x, residual, weight = randn(3, size, dtype=dtype), randn(3, size, seed=1, dtype=dtype), randn(size, dtype=dtype)
+    unchanged = x.clone(), residual.clone()
+    out, total = rms_norm_kernels.add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_total = layernorm.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, expected_total), "the sum is rounded before it is normalised"
+    assert_nearly_equal(out, expected)
+    assert torch.equal(x, unchanged[0])
+    assert torch.equal(residual, unchanged[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_add_rms_norm_adds_up_partial_sums_in_float32(dtype: torch.dtype) -> None:
+    parts, residual, weight = randn(4, 3, 96), randn(3, 96, seed=1, dtype=dtype), randn(96, dtype=dtype)
+    out, total = rms_norm_kernels.add_rms_norm(parts, residual, weight, 1e-5)
+    expected, expected_total = layernorm.add_rms_norm(parts, residual, weight, 1e-5)
+    assert out.dtype == total.dtype == dtype
+    assert_nearly_equal(total, expected_total)
+    assert_nearly_equal(out, expected)
+    assert_nearly_equal(total, (parts[0] + parts[1] + parts[2] + parts[3] + residual).to(dtype))
+
+
+def test_rms_norm_reads_rows_out_of_wider_ones() -> None:
+    wide, wider, weight = randn(4, 100), randn(4, 200, seed=1), randn(60)
+    x, residual = wide[:, 20:80], wider[:, 100:160]
+    actual = rms_norm_kernels.add_rms_norm(x, residual, weight, 1e-5)
+    for ours, twin in zip(actual, layernorm.add_rms_norm(x, residual, weight, 1e-5), strict=True):
+        assert_nearly_equal(ours, twin)
+    with pytest.raises(AssertionError, match="residual must be contiguous in its last dimension"):
+        rms_norm_kernels.add_rms_norm(x, wider[:, 0:120:2], weight, 1e-5)
+
+
+def test_rms_norm_takes_any_number_of_dimensions_and_no_rows() -> None:
+    weight = randn(64)
+    for shape in ((64,), (2, 3, 64), (0, 64)):
+        x = randn(*shape)
+        assert_nearly_equal(rms_norm_kernels.rms_norm(x, weight, 1e-5), layernorm.rms_norm(x, weight, 1e-5))
+
+
+def test_rms_norm_keeps_a_row_of_zeros_finite_and_nan_in_its_row() -> None:
+    x = torch.tensor([[0.0, 0.0], [NAN, 1.0], [3.0, 3.0]])
+    out = rms_norm_kernels.rms_norm(x, torch.ones(2), 1e-6)
+    assert out[0].tolist() == [0.0, 0.0]
+    assert out[1].isnan().all()
+    torch.testing.assert_close(out[2], torch.ones(2))
+
+
+# --- sum_ranks ---
+
+NUM_RANKS, NUM_TOKENS, MAX_TOKENS = 4, 6, 8
+SIXTH = 6  # the sum that is to be computed
+
+
+def sums_of_all_ranks(size: int, two_shot: bool) -> list[RankSums]:
+    """All ranks' views of their sixth sum: for each rank, what it waits for from others is there."""
+    parts = tuple(randn(MAX_TOKENS, size, seed=rank, dtype=torch.bfloat16) for rank in range(NUM_RANKS))
+    outs = tuple(torch.full_like(part, torch.nan) for part in parts)
+    flags = torch.full((NUM_RANKS, NUM_RANKS + MAX_TOKENS), SIXTH)
+    for rank, own in enumerate(flags):
+        own[rank] = 5
+        own[NUM_RANKS + rank :: NUM_RANKS] = 5  # the rows that it owns
+    addresses = torch.tensor([own.data_ptr() for own in flags])
+    return [
+        RankSums(
+            rank,
+            turn=1,
+            two_shot=two_shot,
+            part=parts[rank][:NUM_TOKENS],
+            out=outs[rank][:NUM_TOKENS],
+            parts=parts,
+            outs=outs,
+            flags=flags[rank],
+            flag_addresses=addresses,
+            num_sums=torch.tensor([5, 4]),
+        )
+        for rank in range(NUM_RANKS)
+    ]
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("size", [96, 1024])
+def test_in_one_shot_a_rank_sums_all_rows_for_itself(size: int) -> None:
+    all_sums = sums_of_all_ranks(size, two_shot=False)
+    sums, others = all_sums[1], all_sums[:1] + all_sums[2:]
+    residual, weight = randn(NUM_TOKENS, size, seed=9, dtype=torch.bfloat16), randn(size, dtype=torch.bfloat16)
+    out, total = sum_ranks_kernels.sum_ranks_add_rms_norm(residual, sums, weight, 1e-5)
+    expected, expected_total = layernorm.sum_ranks_add_rms_norm(residual, sums, weight, 1e-5)
+    assert_nearly_equal(out, expected)
+    assert_nearly_equal(total, expected_total)
+    assert out is sums.out
+    assert all(other.out.isnan().all() for other in others)
+    assert sums.num_sums.tolist() == [5, SIXTH]
+    assert [of_peer.flags[1].item() for of_peer in all_sums] == [SIXTH] * NUM_RANKS
+    assert sums.flags[NUM_RANKS + 1] == 5, "rows are announced in two shots only"
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("size", [96, 1024])
+def test_in_two_shots_a_rank_sums_its_rows_for_all(size: int) -> None:
+    all_sums = sums_of_all_ranks(size, two_shot=True)
+    residual, weight = randn(NUM_TOKENS, size, seed=9, dtype=torch.bfloat16), randn(size, dtype=torch.bfloat16)
+    expected, expected_total = layernorm.sum_ranks_add_rms_norm(residual, all_sums[0], weight, 1e-5)
+    for rank, sums in enumerate(all_sums):
+        of_rank = slice(rank, None, NUM_RANKS)
+        own_residual = torch.full_like(residual, torch.nan)
+        own_residual[of_rank] = residual[of_rank]
+        out, total = sum_ranks_kernels.sum_ranks_add_rms_norm(own_residual, sums, weight, 1e-5)
+        assert out is sums.out
+        assert_nearly_equal(total[of_rank], expected_total[of_rank])
+        for of_peer in all_sums:
+            assert_nearly_equal(of_peer.out[of_rank], expected[of_rank])
+            assert of_peer.out[rank + 1 : NUM_RANKS].isnan().all(), "the rows of ranks to come"
+            assert of_peer.flags[rank] == SIXTH
+            assert (of_peer.flags[NUM_RANKS:][:NUM_TOKENS][of_rank] == SIXTH).all()
+            assert of_peer.outs[rank][NUM_TOKENS:].isnan().all()
+        assert sums.num_sums.tolist() == [5, SIXTH]
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize(
+    ("two_shot", "late_flag"),
+    [(False, 3), (True, 3), (True, NUM_RANKS), (True, NUM_RANKS + 5)],
+    ids=["a part, in one shot", "a part", "the first row", "the last row"],
+)
+def test_a_rank_waits_for_what_others_have_not_announced(two_shot: bool, late_flag: int) -> None:
+    sums = sums_of_all_ranks(96, two_shot)[2]
+    sums.flags[late_flag] = 5
+    has_come = threading.Event()
+
+    def announce() -> None:
+        has_come.set()
+        sums.flags[late_flag] = SIXTH
+
+    timer = threading.Timer(0.2, announce)
+    timer.start()
+    residual, weight = randn(NUM_TOKENS, 96, dtype=torch.bfloat16), randn(96, dtype=torch.bfloat16)
+    sum_ranks_kernels.sum_ranks_add_rms_norm(residual, sums, weight, 1e-5)
+    assert has_come.is_set()
+    timer.join()
+
+
+# --- silu_and_mul ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 7, 160, 1024, 1025, 3072])
+def test_silu_and_mul_of_any_size_equals_its_twin(size: int, dtype: torch.dtype) -> None:
+    gate_up = 4 * randn(3, 2 * size, dtype=dtype)
+    unchanged = gate_up.clone()
+    assert_nearly_equal(silu_kernels.silu_and_mul(gate_up), activation.silu_and_mul(gate_up))
+    assert torch.equal(gate_up, unchanged)
+
+
+def test_silu_and_mul_reads_rows_out_of_wider_ones() -> None:
+    gate_up = randn(4, 100)[:, 20:80]
+    assert_nearly_equal(silu_kernels.silu_and_mul(gate_up), activation.silu_and_mul(gate_up))
+
+
+def test_silu_and_mul_of_no_tokens_is_empty() -> None:
+    assert silu_kernels.silu_and_mul(randn(0, 10)).shape == (0, 5)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # by the interpreter
+def test_silu_closes_the_gate_where_its_exponential_overflows() -> None:
+    gate_up = torch.tensor([[-200.0, 200.0, 1.0, 2.0]])  # gates, then ups
+    assert silu_kernels.silu_and_mul(gate_up).tolist() == [[0.0, 400.0]]
+
+
+# --- norm_rope_store ---
+
+
+@dataclass
+class HeadsStep:
+    """What the step from the qkv product to attention is given, and a cache of -7 for it to write to."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    has_norms: bool = True
+    slots: tuple[int, ...] = (33, -1, 0, 15, -1, 16, 47, -1)  # of 48, out of order; -1: no slot
+
+    def run(self, norm_rope_store: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
+        """The results, by name, of the kernel or of its twin; the packed rows are cut out of wider ones."""
+        num_tokens, size = len(self.slots), (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        qkv = 3 * randn(num_tokens, size + 16, dtype=self.dtype)[:, :size]
+        weights = None
+        if self.has_norms:
+            weights = tuple(1 + 0.3 * randn(self.head_dim, seed=seed, dtype=self.dtype) for seed in (1, 2))
+        positions = torch.tensor([0, 1, 2, 39, 39, 7, 20, 0])[:num_tokens]
+        angles = randn(40, self.head_dim // 2, seed=3)
+        table = torch.cat([angles.cos(), angles.sin()], dim=1)
+        shape = (48 // self.block_size, self.num_kv_heads, self.block_size, self.head_dim)
+        k_cache, v_cache = (torch.full(shape, -7.0, dtype=self.dtype) for _ in "kv")
+        slots = torch.tensor(self.slots, dtype=torch.int64)
+        q, k, v = norm_rope_store(qkv, weights, 1e-5, positions, table, k_cache, v_cache, slots)
+        assert q.shape == (num_tokens, self.num_heads, self.head_dim)
+        assert k.shape == v.shape == (num_tokens, self.num_kv_heads, self.head_dim)
+        return {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
+
+
+def assert_step_equals_its_twin(step: HeadsStep) -> dict[str, Tensor]:
+    actual, expected = step.run(norm_rope_store_kernels.norm_rope_store), step.run(rotary_embedding.norm_rope_store)
+    for name in actual:
+        assert_nearly_equal(actual[name], expected[name])
+    assert torch.equal(actual["v"], expected["v"])
+    return actual
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("head_dim", [2, 64, 80, 96, 100, 128, 256])
+def test_heads_of_any_size_are_normalised_rotated_and_stored_as_by_the_twin(
+    head_dim: int, has_norms: bool, dtype: torch.dtype
+) -> None:
+    """Five tokens with a slot, three without."""
+    out = assert_step_equals_its_twin(HeadsStep(head_dim=head_dim, has_norms=has_norms, dtype=dtype))
+    for side in ("k", "v"):
+        written = (out[f"{side}_cache"] != -7.0).any(dim=-1)
+        assert written.sum() == 5 * 2, "nothing else is written"
+        assert torch.equal(out[f"{side}_cache"][2, :, 1], out[side][0]), "slot 33 of blocks of 16"
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 3), (5, 5), (6, 3), (10, 5), (7, 1), (16, 8)])
+def test_any_number_of_heads_equals_its_twin(num_heads: int, num_kv_heads: int) -> None:
+    """Programs that hold queries, keys and values together, and heads past the last, included."""
+    assert_step_equals_its_twin(HeadsStep(num_heads, num_kv_heads))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 48])
+def test_slots_in_blocks_of_any_size_are_found(block_size: int) -> None:
+    assert_step_equals_its_twin(HeadsStep(block_size=block_size))
+
+
+def test_tokens_without_a_slot_are_normalised_and_rotated_all_the_same() -> None:
+    out = assert_step_equals_its_twin(HeadsStep(slots=(-1, -1)))
+    assert (out["k_cache"] == -7.0).all()
+
+
+def test_a_step_of_no_tokens_writes_nothing() -> None:
+    out = assert_step_equals_its_twin(HeadsStep(slots=()))
+    assert (out["v_cache"] == -7.0).all()
+
+
+def test_a_slot_past_two_to_the_31_elements_is_reached() -> None:
+    """The caches are 4 GiB of virtual memory each, of which the test touches a page."""
+    num_blocks = 2**31 // (2 * 16 * 64) + 1
+    k_cache, v_cache = (torch.empty(num_blocks, 2, 16, 64, dtype=torch.float16) for _ in "kv")
+    qkv, table = randn(1, 6 * 64, dtype=torch.float16), torch.tensor([[1.0] * 32 + [0.0] * 32])
+    zero, last_slot = torch.tensor([0]), torch.tensor([num_blocks * 16 - 1])
+    _, k, v = norm_rope_store_kernels.norm_rope_store(qkv, None, 1e-5, zero, table, k_cache, v_cache, last_slot)
+    assert torch.equal(k_cache[-1, :, -1], k[0])
+    assert torch.equal(v_cache[-1, :, -1], v[0])
+
+
+def test_norm_rope_store_refuses_what_it_would_misread() -> None:
+    qkv, table, zero = randn(1, 3 * 64), randn(1, 64), torch.tensor([0])
+    cache = torch.zeros(1, 1, 16, 64)
+    strided = torch.zeros(1, 1, 32, 64)[:, :, ::2]
+    run = norm_rope_store_kernels.norm_rope_store
+    with pytest.raises(AssertionError, match="rows of qkv must be contiguous"):
+        run(randn(1, 6 * 64)[:, ::2], None, 1e-5, zero, table, cache, cache, zero)
+    with pytest.raises(AssertionError, match="keys of the cache must be contiguous"):
+        run(qkv, None, 1e-5, zero, table, strided, cache, zero)
+    with pytest.raises(AssertionError, match="values of the cache must be contiguous"):
+        run(qkv, None, 1e-5, zero, table, cache, strided, zero)
+
+
+# --- paged_decode_attention ---
+
+
+def decode(q: Tensor, cache: LayerCache, tables: Tensor, lens: Tensor) -> Tensor:
+    return paged_decode_attention(q, cache.k, cache.v, *plan_decode(lens, tables, *cache.k.shape[2:]))
+
+
+def assert_decode_equals_its_twin(
+    context_lens: list[int],
+    block_size: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    strided: bool = False,
+) -> None:
+    """Compare on a cache that is NaN wherever no context lies; block 0 is NaN, and fills the rest of the tables."""
+    num_blocks = [-(-length // block_size) for length in context_lens]
+    free = (1 + torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(0))).tolist()
+    block_tables = torch.zeros(len(context_lens), max(num_blocks) + 1, dtype=torch.int32)
+    shape = (len(free) + 1, num_kv_heads, block_size, head_dim)
+    cache = LayerCache(*(torch.full(shape, NAN, dtype=dtype) for _ in "kv"))
+    for row, (length, count) in enumerate(zip(context_lens, num_blocks, strict=True)):
+        for column in range(count):
+            block_tables[row, column] = block = free.pop()
+            num_tokens = min(block_size, length - column * block_size)
+            for side, values in enumerate(cache):
+                values[block, :, :num_tokens] = randn(
+                    num_kv_heads, num_tokens, head_dim, seed=2 * block + side, dtype=dtype
+                )
+    q = randn(len(context_lens), 2 * num_kv_heads * group, head_dim, dtype=dtype)
+    q = q[:, : num_kv_heads * group] if strided else q[:, : num_kv_heads * group].contiguous()
+    lens = torch.tensor(context_lens, dtype=torch.int32)
+    out = decode(q, cache, block_tables, lens)
+
+    # The twin computes in float32, and on zeros where the cache is NaN.
+    twin_cache = LayerCache(*(side.float().nan_to_num(0.0) for side in cache))
+    no_slots = torch.full_like(lens, -1).long()
+    expected = TorchBackend().decode(q.float(), twin_cache, DecodeMetadata(no_slots, lens, block_tables))
+    expected[lens == 0] = 0.0
+    assert out.dtype == dtype
+    assert out.shape == q.shape
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
+def test_decode_packs_any_group_of_query_heads(group: int, head_dim: int, dtype: torch.dtype) -> None:
+    assert_decode_equals_its_twin([1, 40], 16, num_kv_heads=2, group=group, head_dim=head_dim, dtype=dtype)
+
+
+@loops_are_interpreted
+def test_decode_packs_a_group_larger_than_one_tile() -> None:
+    assert_decode_equals_its_twin([20], 16, num_kv_heads=1, group=20, head_dim=64, dtype=torch.float32)
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+def test_decode_at_the_edges_of_blocks_and_tiles(block_size: int) -> None:
+    edges = [0, 1, 15, 16, 17, 127, 128, 129, block_size - 1, block_size, block_size + 1, 2 * block_size]
+    assert_decode_equals_its_twin(edges, block_size, num_kv_heads=1, group=2, head_dim=64, dtype=torch.float16)
+
+
+@loops_are_interpreted
+def test_decode_reads_queries_out_of_wider_rows() -> None:
+    assert_decode_equals_its_twin([5, 33], 16, num_kv_heads=2, group=2, head_dim=64, dtype=torch.float32, strided=True)
+
+
+@loops_are_interpreted
+def test_decode_of_padding_alone_is_zero() -> None:
+    cache = torch.full((1, 2, 16, 64), NAN)
+    tables, lens = (torch.zeros(*shape, dtype=torch.int32) for shape in ((3, 1), (3,)))
+    out = decode(randn(3, 4, 64), LayerCache(cache, cache), tables, lens)
+    assert out.count_nonzero() == 0
+
+
+@loops_are_interpreted
+def test_decode_survives_scores_that_overflow_a_naive_softmax() -> None:
+    q = torch.full((1, 1, 64), 100.0)
+    k, v = torch.zeros(1, 1, 16, 64), torch.zeros(1, 1, 16, 64)
+    k[0, 0, :4] = torch.tensor([[-100.0], [100.0], [100.0], [99.0]])  # scores of 80,000 and so on
+    v[0, 0, :4] = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
+    tables, lens = (torch.tensor(x, dtype=torch.int32) for x in ([[0]], [4]))
+    out = decode(q, LayerCache(k, v), tables, lens)
+    torch.testing.assert_close(out, torch.full_like(out, 3.0))  # the mean of the two best
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("num_programs", [1, 2, 6, 16, 1000])
+def test_decode_does_not_depend_on_how_the_contexts_are_shared_out(
+    num_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """7 tiles of 32 tokens: for one program, for one each KV head, cut within and between rows, and some left over."""
+    monkeypatch.setattr(paged_attention, "_num_programs", lambda device: num_programs)
+    cache = LayerCache(randn(8, 2, 32, 64, seed=1), randn(8, 2, 32, 64, seed=2))
+    tables = torch.tensor([[3, 1, 7], [0, 5, 2], [4, 4, 4], [6, 0, 1]], dtype=torch.int32)
+    lens = torch.tensor([96, 33, 0, 1], dtype=torch.int32)
+    q = randn(4, 4, 64)
+    expected = TorchBackend().decode(q, cache, DecodeMetadata(torch.empty(0), lens, tables))
+    actual = decode(q, cache, tables, lens)
+    torch.testing.assert_close(actual[lens > 0], expected[lens > 0])
+    assert not actual[2].any()
+
+
+@loops_are_interpreted
+def test_a_plan_lists_the_tiles_of_all_rows_end_to_end() -> None:
+    tables = torch.tensor([[3, 1], [9, 9], [2, 9]], dtype=torch.int32)
+    lens = torch.tensor([70, 0, 48], dtype=torch.int32)
+    tiles, row_starts = plan_decode(lens, tables, block_size=48, head_dim=128)
+    assert row_starts.tolist() == [0, 5, 6, 9]
+    assert tiles[:9].tolist() == [  # slot of the first token, visible tokens, row, whether it is the row's last
+        [144, 16, 0, 0],
+        [160, 16, 0, 0],
+        [176, 16, 0, 0],
+        [48, 16, 0, 0],
+        [64, 6, 0, 1],
+        [432, 0, 1, 1],  # an empty context has a tile, in which nothing is visible
+        [96, 16, 2, 0],
+        [112, 16, 2, 0],
+        [128, 16, 2, 1],
+    ]
+
+
+@loops_are_interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy warns of NaN
+def test_a_row_of_nan_does_not_spoil_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_attention, "_num_programs", lambda device: 2)  # one for each KV head
+    cache = LayerCache(randn(8, 2, 32, 64, seed=1), randn(8, 2, 32, 64, seed=2))
+    tables, lens = (torch.tensor(x, dtype=torch.int32) for x in ([[3, 1], [0, 5]], [40, 40]))
+    q = randn(2, 4, 64)
+    expected = decode(q, cache, tables, lens)[1]
+    q[0] = NAN
+    actual = decode(q, cache, tables, lens)
+    assert actual[0].isnan().all()
+    assert torch.equal(actual[1], expected)
+
+
+# --- sample ---
+
+TEMPERATURES = [0.0, 1.0, 0.5, 2.0, 0.0, 100.0, 1e-3, 1.0]
+SEEDS = [0, 1, -1, 2**40 + 3, 7, 2**63 - 1, -(2**63), 1]
+POSITIONS = [0, 0, 5, 100, 1, 131071, 3, 1]
+
+
+TILE = TILE_GROUPS * GROUP_SIZE.value
+
+
+def sampling_arguments() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.tensor(TEMPERATURES), torch.tensor(SEEDS), torch.tensor(POSITIONS, dtype=torch.int32)
+
+
+def sample_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """The kernel's ids, from tables of as many rows, in which they must be found."""
+    num_rows = len(logits)
+    width = max(positions.tolist(), default=0) + 1
+    token_ids, context_lens = torch.full((num_rows, width), 7, dtype=torch.int32), positions.int().clone()
+    ids = sample_and_append(logits, torch.arange(num_rows), temperatures, seeds, token_ids, context_lens)
+    assert torch.equal(context_lens, positions.int() + 1)
+    assert torch.equal(token_ids[torch.arange(num_rows), positions.long()], ids.clamp(min=0))
+    assert (token_ids != 7).sum() <= num_rows
+    return ids
+
+
+def test_sample_has_groups_as_large_as_its_twin() -> None:
+    assert GROUP_SIZE.value == sampler.GROUP_SIZE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("vocab_size", [1, 3, 1001, TILE - 1, TILE, TILE + 1, 2 * TILE + 6])
+def test_sample_draws_what_its_twin_draws(vocab_size: int, dtype: torch.dtype) -> None:
+    logits = 3 * randn(len(SEEDS), vocab_size, dtype=dtype)
+    ids = sample_triton(logits, *sampling_arguments())
+    assert ids.dtype == torch.int32
+    assert ids.tolist() == sample(logits.clone(), *sampling_arguments()).tolist()
+
+
+def test_sample_draws_what_its_twin_draws_from_flat_logits_with_many_seeds() -> None:
+    """The noise alone decides: 64 draws from 1,500 ids that are all alike."""
+    seeds = torch.arange(64)
+    arguments = (torch.ones(64), seeds, (seeds * 3).int())
+    logits = torch.zeros(64, 1500)
+    ids = sample_triton(logits, *arguments).tolist()
+    assert ids == sample(logits.clone(), *arguments).tolist()
+    assert len(set(ids)) > 50
+
+
+def test_sample_reads_rows_of_a_padded_matrix() -> None:
+    padded = randn(len(SEEDS), 600)
+    padded[:, 500:] = 1e9
+    logits = padded[:, :500]
+    expected = sample(logits.clone(), *sampling_arguments())
+    assert torch.equal(sample_triton(logits, *sampling_arguments()), expected)
+
+
+@pytest.mark.parametrize("best", [[2, 3], [TILE - 1, TILE], [5, 2 * TILE + 5], [0, TILE, 2 * TILE]])
+def test_sample_gives_ties_to_the_lowest_id_within_and_across_tiles(best: list[int]) -> None:
+    logits = torch.zeros(1, 3 * TILE)
+    logits[0, best] = 1.0
+    zero = torch.zeros(1)
+    assert sample_triton(logits, zero, zero.long(), zero.int()).tolist() == [best[0]]
+
+
+def test_sample_never_draws_a_logit_of_minus_infinity() -> None:
+    logits = torch.full((len(SEEDS), TILE + 10), -math.inf)
+    logits[:, TILE + 7] = -3.0  # the first tile has nothing to give
+    assert sample_triton(logits, *sampling_arguments()).tolist() == [TILE + 7] * len(SEEDS)
+
+
+def test_sample_leaves_the_logits_as_they_were() -> None:
+    logits = randn(len(SEEDS), 100)
+    unchanged = logits.clone()
+    sample_triton(logits, *sampling_arguments())
+    assert torch.equal(logits, unchanged)
+
+
+def test_sample_of_no_rows_is_empty() -> None:
+    nothing = torch.zeros(0)
+    ids = sample_triton(torch.zeros(0, 10), nothing, nothing.long(), nothing.int())
+    assert ids.tolist() == []
+    assert ids.dtype == torch.int32
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_sampling_kernel_gives_no_token_for_a_row_without_a_finite_best(value: float, temperature: float) -> None:
+    logits = torch.zeros(3, 5000)
+    logits[1, 4500] = value
+    if value < 0:
+        logits[1] = value
+    ids = sample_triton(logits, torch.full((3,), temperature), torch.arange(3), torch.arange(3, dtype=torch.int32))
+    assert (ids >= 0).tolist() == [True, False, True]
+
+
+def test_sample_leaves_the_tables_alone_where_rows_are_padding() -> None:
+    token_ids, context_lens = torch.full((5, 4), 9, dtype=torch.int32), torch.tensor([1, 2, 3, 0, 0]).int()
+    logits = torch.eye(5)[[3, 1, 4, 2]]
+    rows = torch.tensor([2, -1, 0, -1])
+    ids = sample_and_append(logits, rows, torch.zeros(5), torch.zeros(5).long(), token_ids, context_lens)
+    assert ids.tolist() == [3, -1, 4, -1]
+    assert token_ids[[0, 2]].tolist() == [[9, 4, 9, 9], [9, 9, 9, 3]]
+    assert token_ids[[1, 3, 4]].eq(9).all()
+    assert context_lens.tolist() == [2, 2, 4, 0, 0]
+
+
+@pytest.mark.parametrize("first_id", [0, 64, 3 * TILE])
+def test_the_best_candidates_of_a_shard_are_those_of_the_twin(first_id: int) -> None:
+    logits = 3 * randn(len(SEEDS), TILE + 70)
+    logits[3] = -math.inf
+    logits[4, 5] = math.nan
+    temperatures, seeds, positions = sampling_arguments()
+    arguments = (logits, first_id, torch.arange(len(SEEDS)), temperatures, seeds, positions)
+    scores, ids = best_candidates(*arguments)
+    expected_scores, expected_ids = sampler.best_candidates(*arguments)
+    torch.testing.assert_close(scores, expected_scores)
+    assert scores.isfinite().tolist() == [True, True, True, False, False, True, True, True]
+    assert torch.equal(ids[scores.isfinite()], expected_ids[scores.isfinite()])
+
+
+def test_a_second_draw_equals_its_twin_and_takes_the_place_of_the_first() -> None:
+    logits, rows = 3 * randn(len(SEEDS), TILE + 70), torch.tensor([0, 1, 2, -1, 4, 5, 6, 7])
+    bounds = torch.tensor([-math.inf, 3.0, 6.0, 0.0, 8.0, 9.0, 1e9, NAN])
+    temperatures, seeds, _ = sampling_arguments()
+    results = []
+    for function in (sample_kernels.redraw, sampler.redraw.__wrapped__):
+        token_ids, context_lens = torch.full((len(SEEDS), 9), 7, dtype=torch.int32), torch.arange(1, 9).int()
+        ids = function(logits, bounds, rows, temperatures, seeds, token_ids, context_lens)
+        results.append((ids, token_ids, context_lens))
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+    assert (results[0][0] >= 0).tolist() == [True, True, True, False, True, True, False, True]
+    assert results[0][2].tolist() == list(range(1, 9))
+
+
+# --- thresholds ---
+
+LIMITS = torch.tensor(
+    [  # temperature, top_k, top_p, min_p
+        (0.6, 20, 0.95, 0.0),
+        (1.0, 1, 1.0, 0.0),
+        (2.0, 50, 0.5, 0.1),
+        (1.0, 0, 0.9, 0.0),
+        (1.0, 0, 1.0, 0.3),
+        (0.5, 300, 1.0, 0.0),
+        (1.0, 10**6, 0.3, 0.0),
+        (100.0, 0, 0.999, 0.001),
+        (0.0, 5, 0.5, 0.5),
+        (1.0, 0, 1.0, 0.0),
+        (0.0, 0, 0.0, 0.0),
+    ]
+)
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("vocab_size", "spread"), [(1, 1.0), (5, 1.0), (64, 0.1), (65, 5.0), (1000, 0.1), (3000, 5.0)])
+def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float, dtype: torch.dtype) -> None:
+    scores = (spread * randn(len(LIMITS), vocab_size)).to(dtype)
+    actual = threshold_kernels.thresholds(scores, LIMITS)
+    expected = logits.thresholds.__wrapped__(scores, LIMITS)
+    allowed = scores.float() >= actual.unsqueeze(1)
+    same = allowed == (scores.float() >= expected.unsqueeze(1))
+    # Sums are taken in another order: the token at the cut-off, and its equals, may be in or out.
+    assert scores[~same].unique().numel() <= len(LIMITS) // 5
+    assert allowed.any(dim=1).all()
+    assert same[[1, 4, 5, 8, 9, 10]].all(), "top_k and min_p alone are exact"
+    assert actual[8:].tolist() == [-math.inf] * 3
+
+
+@loops_are_interpreted
+def test_ties_are_kept_whichever_groups_they_are_in() -> None:
+    scores = torch.zeros(4, 3000)
+    scores[:, [3, 70, 71, 2999]] = torch.tensor([2.0, 1.0, 1.0, 1.0])
+    limits = torch.tensor([[1, 2, 1, 0], [1, 0, 0.005, 0], [1, 0, 1, 0.3], [1, 0, 1e-30, 0]])
+    found = threshold_kernels.thresholds(scores, limits)
+    assert (scores >= found.unsqueeze(1)).sum(dim=1).tolist() == [4, 4, 4, 1]
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
+def test_thresholds_of_rows_that_are_not_finite_hide_nothing(value: float) -> None:
+    scores = randn(len(LIMITS), 1000)
+    scores[:, 500 if value != -math.inf else slice(None)] = value
+    found, rows = threshold_kernels.thresholds(scores, LIMITS), torch.arange(len(LIMITS))
+    seeds, context_lens = torch.zeros(len(LIMITS)).long(), torch.ones(len(LIMITS)).int()
+    token_ids = torch.zeros(len(LIMITS), 2).int()
+    ids = sample_kernels.redraw(scores, found, rows, LIMITS[:, 0], seeds, token_ids, context_lens)
+    assert ids.tolist() == [-1] * len(LIMITS)
+
+
+@loops_are_interpreted
+def test_thresholds_leave_out_logits_of_minus_infinity() -> None:
+    scores = torch.full((len(LIMITS), 1000), -math.inf)
+    scores[:, [100, 700]] = torch.tensor([0.0, -0.1])
+    found = threshold_kernels.thresholds(scores, LIMITS)
+    expected = logits.thresholds.__wrapped__(scores, LIMITS)
+    assert ((scores >= found.unsqueeze(1)) & scores.isfinite()).tolist() == (
+        (scores >= expected.unsqueeze(1)) & scores.isfinite()
+    ).tolist()
+
+
+@loops_are_interpreted
+def test_thresholds_of_no_rows_are_none() -> None:
+    assert threshold_kernels.thresholds(torch.zeros(0, 10), torch.zeros(0, 4)).shape == (0,)

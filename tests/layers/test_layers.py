@@ -1,0 +1,588 @@
+"""The layers against transformers, against a naive attention, and cut over two ranks against the whole."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from nanoinfer.errors import ConfigError
+from nanoinfer.layers import attention
+from nanoinfer.layers.activation import silu_and_mul
+from nanoinfer.layers.attention.layer import Attention, TorchBackend, select_backend
+from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanoinfer.layers.layernorm import RMSNorm
+from nanoinfer.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from nanoinfer.layers.rotary_embedding import store
+from nanoinfer.utils import kernel
+from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata, ragged_indices
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.kernels.dispatch import import_error, triton_on_cuda
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- norms and the activation ---
+
+
+def both_norms(dtype: torch.dtype) -> tuple[RMSNorm, Qwen3RMSNorm]:
+    ours, theirs = RMSNorm(96, eps=1e-5).to(dtype), Qwen3RMSNorm(96, eps=1e-5).to(dtype)
+    weight = 1 + 0.3 * randn(96, seed=1)
+    ours.weight.copy_(weight)
+    theirs.weight.data.copy_(weight)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_equals_that_of_transformers(dtype: torch.dtype, scale: float) -> None:
+    ours, theirs = both_norms(dtype)
+    x = (scale * randn(5, 3, 96)).to(dtype)
+    unchanged = x.clone()
+    out = ours(x)
+    assert out.dtype == dtype
+    assert torch.equal(x, unchanged)
+    assert torch.equal(out, theirs(x)), "to the last bit: the weight is applied after rounding, as there"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adding_rms_norm_is_the_sum_and_the_norm_of_the_sum(dtype: torch.dtype) -> None:
+    ours, theirs = both_norms(dtype)
+    x, residual = randn(7, 96).to(dtype), randn(7, 96, seed=2).to(dtype)
+    unchanged = x.clone(), residual.clone()
+    out, total = ours.add(x, residual)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(out, theirs(x + residual))
+    assert torch.equal(x, unchanged[0])
+    assert torch.equal(residual, unchanged[1])
+
+
+def test_rms_norm_of_3_and_4_has_a_mean_square_of_1() -> None:
+    norm = RMSNorm(2, eps=0.0)
+    norm.weight.copy_(torch.tensor([1.0, 10.0]))
+    root_mean_square = 12.5**0.5  # of 3 and 4
+    expected = torch.tensor([3 / root_mean_square, 40 / root_mean_square])
+    torch.testing.assert_close(norm(torch.tensor([3.0, 4.0])), expected)
+
+
+def test_eps_keeps_a_row_of_zeros_finite() -> None:
+    norm = RMSNorm(4, eps=1e-6)
+    norm.weight.fill_(1.0)
+    assert norm(torch.zeros(2, 4)).tolist() == [[0.0] * 4] * 2
+
+
+def test_silu_and_mul_gates_the_second_half_by_the_first() -> None:
+    gate_up = torch.tensor([[0.0, 1.0, -1.0, 2.0, 3.0, 10.0]])  # gates 0, 1, -1; ups 2, 3, 10
+    silu_of_1 = 1 / (1 + torch.e**-1)
+    expected = torch.tensor([[0.0, 3 * silu_of_1, -10 * (1 - silu_of_1)]])
+    torch.testing.assert_close(silu_and_mul(gate_up), expected)
+    assert gate_up.tolist() == [[0.0, 1.0, -1.0, 2.0, 3.0, 10.0]]
+
+
+def test_a_function_with_a_kernel_runs_as_written_on_a_cpu() -> None:
+    @triton_on_cuda("nanoinfer.kernels.of_nothing")
+    def double(x: Tensor) -> Tensor:
+        return x + x
+
+    assert double(torch.tensor([1.0, 2.0])).tolist() == [2.0, 4.0]
+    assert double.__name__ == "double"
+    assert double.__wrapped__(3) == 6
+
+
+class CudaTensor(Tensor):
+    """A tensor that only says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_on_cuda_the_function_of_the_same_name_runs_where_triton_is_installed(
+    has_triton: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kernel_of_this_test.py").write_text("def double(x): return 'kernel'")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(kernel, "import_error", lambda name: None if has_triton else ImportError("not there"))
+
+    @triton_on_cuda("kernel_of_this_test")
+    def double(x: Tensor) -> str:
+        return "plain"
+
+    assert double(torch.ones(1)) == "plain"
+    assert double(torch.ones(1).as_subclass(CudaTensor)) == ("kernel" if has_triton else "plain")
+
+
+def test_a_function_with_a_kernel_wants_a_tensor_first() -> None:
+    with pytest.raises(AssertionError, match="double takes a tensor first, not a int"):
+        triton_on_cuda("nanoinfer.kernels.of_nothing")(double)(3)
+
+
+def double(x: int) -> int:
+    return 2 * x
+
+
+@pytest.mark.parametrize(("capability", "overlaps"), [((9, 0), True), ((12, 0), True), ((8, 9), False)])
+def test_launches_overlap_from_compute_capability_9_on(
+    capability: tuple[int, int], overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = pytest.importorskip("nanoinfer.kernels.programmatic_launch")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert launch.overlap_options.__wrapped__(CUDA)["OVERLAP"] is overlaps
+    assert launch.overlap_options(torch.device("cpu")) == {"OVERLAP": False}
+
+
+@pytest.mark.parametrize(("dtype", "parts"), [(torch.bfloat16, 4), (torch.float16, 1), (torch.float32, 1)])
+def test_on_a_gpu_few_tokens_get_partial_sums_that_add_up_to_the_product(dtype: torch.dtype, parts: int) -> None:
+    layer = RowParallelLinear(64, 5, bias=False, tp=TensorParallel())
+    layer.weight.data = randn(5, 64).to(dtype)
+    x = randn(3, 64, seed=1).to(dtype)
+    product = layer(x.as_subclass(CudaTensor)).as_subclass(Tensor)
+    assert product.shape == ((parts, 3, 5) if parts > 1 else (3, 5))
+    whole = product.float().sum(0) if parts > 1 else product.float()
+    torch.testing.assert_close(whole, x.float() @ layer.weight.float().t(), rtol=0.05, atol=0.1)
+    assert layer(randn(257, 64).to(dtype).as_subclass(CudaTensor)).shape == (257, 5)
+
+
+# --- linear layers and the two ends, whole and cut over two ranks ---
+
+RANKS = [TensorParallel(rank, size=2) for rank in range(2)]
+WHOLE = TensorParallel()
+
+
+@pytest.fixture
+def partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a rank return its own summand: the test adds them up."""
+    monkeypatch.setattr(TensorParallel, "all_reduce", lambda self, x: x)
+
+
+def test_column_parallel_outputs_side_by_side_are_the_whole() -> None:
+    x, weights, biases = randn(3, 8), {"a": randn(6, 8), "b": randn(4, 8)}, {"a": randn(6), "b": randn(4)}
+
+    def run(tp: TensorParallel) -> tuple[Tensor, Tensor]:
+        layer = ColumnParallelLinear(8, {"a": 6, "b": 4}, bias=True, tp=tp)
+        assert layer.shards == ("a", "b")
+        for name in ("b", "a"):  # the order of loading does not matter
+            layer.weight_loader(layer.weight, weights[name], name)
+            layer.weight_loader(layer.bias, biases[name], name)
+        a, b = layer(x).split([6 // tp.size, 4 // tp.size], dim=-1)
+        return a, b
+
+    (a0, b0), (a1, b1) = run(RANKS[0]), run(RANKS[1])
+    whole_a, whole_b = run(WHOLE)
+    torch.testing.assert_close(whole_a, x @ weights["a"].T + biases["a"])
+    torch.testing.assert_close(whole_b, x @ weights["b"].T + biases["b"])
+    torch.testing.assert_close(torch.cat([a0, a1], dim=-1), whole_a)
+    torch.testing.assert_close(torch.cat([b0, b1], dim=-1), whole_b)
+
+
+def test_qkv_is_cut_by_heads() -> None:
+    """Four query heads of two dimensions over two KV heads: rank 1 has query heads 2 and 3, KV head 1."""
+    q, k, v = torch.arange(8.0), 10 + torch.arange(4.0), 20 + torch.arange(4.0)
+    layer = QKVParallelLinear(1, head_dim=2, num_heads=4, num_kv_heads=2, bias=False, tp=RANKS[1])
+    for name, rows in (("q", q), ("k", k), ("v", v)):
+        layer.weight_loader(layer.weight, rows.unsqueeze(1), name)
+    assert layer(torch.ones(1)).tolist() == [4, 5, 6, 7, 12, 13, 22, 23]
+
+
+def test_gate_and_up_of_a_rank_belong_together() -> None:
+    gate, up = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])
+    layer = MergedColumnParallelLinear(1, intermediate_size=2, tp=RANKS[1])
+    layer.weight_loader(layer.weight, gate, "gate")
+    layer.weight_loader(layer.weight, up, "up")
+    assert layer(torch.ones(1)).tolist() == [2.0, 4.0]
+
+
+@pytest.mark.usefixtures("partial_sums")
+@pytest.mark.parametrize("bias", [False, True])
+def test_row_parallel_outputs_add_up_to_the_whole_with_the_bias_once(bias: bool) -> None:
+    x, weight, offset = randn(3, 8), randn(5, 8), 100 * randn(5)
+
+    def run(tp: TensorParallel) -> Tensor:
+        layer = RowParallelLinear(8, 5, bias=bias, tp=tp)
+        layer.weight_loader(layer.weight, weight)
+        if bias:
+            layer.weight_loader(layer.bias, offset)
+        return layer(tp.shard(x, dim=1))
+
+    expected = x @ weight.T + (offset if bias else 0)
+    torch.testing.assert_close(run(WHOLE), expected)
+    torch.testing.assert_close(run(RANKS[0]) + run(RANKS[1]), expected)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_row_parallel_products_of_few_tokens_go_to_the_ranks_memory_with_or_without_a_bias(bias: bool) -> None:
+    """A bias too: within a pass, sums of one kind only may add to the residual."""
+    x, weight, offset = randn(3, 8), randn(5, 8), 100 * randn(5)
+    parts = [torch.empty(3, 5) for _ in RANKS]
+    for tp, part in zip(RANKS, parts, strict=True):
+        memory: Any = SimpleNamespace(max_tokens=3, next_turn=lambda num_tokens, part=part: SimpleNamespace(part=part))
+        layer = RowParallelLinear(8, 5, bias=bias, tp=replace(tp, memory=memory))
+        layer.weight_loader(layer.weight, weight)
+        if bias:
+            layer.weight_loader(layer.bias, offset)
+        assert layer(tp.shard(x, dim=1)).part is part
+    torch.testing.assert_close(parts[0] + parts[1], x @ weight.T + (offset if bias else 0))
+
+
+def test_ranks_that_share_a_kv_head_hold_it_whole() -> None:
+    """Four query heads of one dimension over two KV heads: ranks 2 and 3 have a query head each, and KV head 1."""
+    q, k, v = torch.arange(4.0), 10 + torch.arange(2.0), 20 + torch.arange(2.0)
+    outputs = []
+    for rank in range(4):
+        tp = TensorParallel(rank, size=4)
+        layer = QKVParallelLinear(1, head_dim=1, num_heads=4, num_kv_heads=2, bias=True, tp=tp)
+        for name, rows in (("q", q), ("k", k), ("v", v)):
+            layer.weight_loader(layer.weight, rows.unsqueeze(1), name)
+            layer.weight_loader(layer.bias, 100 * rows, name)
+        outputs.append((layer(torch.ones(1)) / 101).tolist())
+    assert outputs == [[0, 10, 20], [1, 10, 20], [2, 11, 21], [3, 11, 21]]
+
+
+@pytest.mark.usefixtures("partial_sums")
+def test_embeddings_of_two_ranks_add_up_to_the_whole() -> None:
+    weight, token_ids = randn(100, 4), torch.tensor([0, 63, 64, 99, 99])  # the ranks hold 64 ids, and 36
+
+    def run(tp: TensorParallel) -> Tensor:
+        layer = VocabParallelEmbedding(100, 4, tp)
+        layer.weight_loader(layer.weight, weight)
+        return layer(token_ids)
+
+    assert torch.equal(run(WHOLE), weight[token_ids])
+    first, second = run(RANKS[0]), run(RANKS[1])
+    assert torch.equal(first + second, weight[token_ids])
+    assert second[:2].eq(0).all(), "ids 0 and 63 are none of rank 1's"
+    assert first[2:].eq(0).all(), "ids 64 and 99 are none of rank 0's"
+
+
+@pytest.mark.usefixtures("partial_sums")
+def test_an_embedding_of_nan_reaches_only_its_own_token() -> None:
+    layer = VocabParallelEmbedding(100, 4, RANKS[0])
+    layer.weight_loader(layer.weight, torch.full((100, 4), torch.nan))
+    assert layer(torch.tensor([3, 80])).isnan().all(dim=1).tolist() == [True, False]
+
+
+def test_logits_of_two_ranks_side_by_side_are_the_whole() -> None:
+    weight, hidden = randn(100, 4), randn(3, 4, seed=1)
+
+    def run(tp: TensorParallel) -> Tensor:
+        layer = ParallelLMHead(100, 4, tp)
+        layer.weight_loader(layer.weight, weight)
+        return layer(hidden)
+
+    torch.testing.assert_close(run(WHOLE), hidden @ weight.T)
+    torch.testing.assert_close(torch.cat([run(RANKS[0]), run(RANKS[1])], dim=1), hidden @ weight.T)
+
+
+@pytest.mark.parametrize(("vocab_size", "size"), [(151936, 4), (151936, 8), (500, 2), (512, 8), (129, 3), (65, 2)])
+def test_shards_of_a_vocabulary_begin_at_multiples_of_64_and_cover_it(vocab_size: int, size: int) -> None:
+    shards = [TensorParallel(rank, size).vocab_shard(vocab_size) for rank in range(size)]
+    ends = [shard.start + shard.size for shard in shards]
+    assert [shard.start for shard in shards] == [0, *ends[:-1]]
+    assert ends[-1] == vocab_size
+    assert all(shard.start % 64 == 0 and shard.size > 0 for shard in shards)
+
+
+def test_one_rank_alone_reduces_nothing() -> None:
+    x = torch.tensor([1.0])
+    assert TensorParallel().all_reduce(x) is x  # and needs no process group
+
+
+TWO = "cannot be split over tensor_parallel_size=2; use a divisor of"
+
+
+def test_sizes_that_two_ranks_cannot_share_are_refused_by_name() -> None:
+    tp = RANKS[0]
+    with pytest.raises(
+        ConfigError,
+        match="vocab_size=64 is too small for tensor_parallel_size=2: in shards of 64 ids it is enough for 1",
+    ):
+        VocabParallelEmbedding(64, 4, tp)
+    with pytest.raises(ConfigError, match=f"num_attention_heads=3 {TWO} 3"):
+        QKVParallelLinear(8, head_dim=2, num_heads=3, num_kv_heads=1, bias=False, tp=tp)
+    with pytest.raises(ConfigError, match=f"num_key_value_heads=3 {TWO} 3"):
+        QKVParallelLinear(8, head_dim=2, num_heads=6, num_kv_heads=3, bias=False, tp=tp)
+    with pytest.raises(
+        ConfigError, match="num_key_value_heads=2 cannot be shared by tensor_parallel_size=3; use a mult"
+    ):
+        QKVParallelLinear(8, head_dim=2, num_heads=6, num_kv_heads=2, bias=False, tp=TensorParallel(0, size=3))
+    with pytest.raises(ConfigError, match=f"gate output size=5 {TWO} 5"):
+        MergedColumnParallelLinear(8, intermediate_size=5, tp=tp)
+    with pytest.raises(ConfigError, match=f"row-parallel input size=5 {TWO} 5"):
+        RowParallelLinear(5, 8, bias=False, tp=tp)
+
+
+# --- attention ---
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One sequence, one token and one head at a time, in float64: the last len(q) of len(k) tokens attend."""
+    out = torch.empty(q.shape, dtype=torch.float64)
+    num_cached, heads_per_kv_head = len(k) - len(q), q.shape[1] // k.shape[1]
+    for token in range(len(q)):
+        for head in range(q.shape[1]):
+            seen = slice(0, num_cached + token + 1)
+            keys, values = (x[seen, head // heads_per_kv_head].double() for x in (k, v))
+            scores = keys @ q[token, head].double() / q.shape[2] ** 0.5
+            out[token, head] = scores.softmax(dim=0) @ values
+    return out
+
+
+@dataclass
+class PagedSequences:
+    """Sequences of random keys and values, and an empty cache with a place for each of their tokens."""
+
+    k: list[Tensor]  # of each sequence: (context_len, num_kv_heads, head_dim)
+    v: list[Tensor]
+    slots: list[Tensor]  # of each sequence: (context_len,) int64
+    block_tables: Tensor
+    cache: LayerCache
+
+
+def page(context_lens: list[int], block_size: int, num_kv_heads: int, head_dim: int = 8) -> PagedSequences:
+    """Blocks are given out from a shuffled list, so that a sequence's blocks lie anywhere in the cache."""
+    num_blocks = [-(-length // block_size) for length in context_lens]
+    generator = torch.Generator().manual_seed(0)
+    free = torch.randperm(sum(num_blocks) + 3, generator=generator).tolist()
+    block_tables = torch.zeros(len(context_lens), max(num_blocks), dtype=torch.int32)
+    slots = []
+    for row, (length, count) in enumerate(zip(context_lens, num_blocks, strict=True)):
+        block_ids = [free.pop() for _ in range(count)]
+        block_tables[row, :count] = torch.tensor(block_ids)
+        positions = torch.arange(length)
+        slots.append(torch.tensor(block_ids)[positions // block_size] * block_size + positions % block_size)
+    shape = (sum(num_blocks) + 3, num_kv_heads, block_size, head_dim)
+    k, v = ([torch.randn(n, num_kv_heads, head_dim, generator=generator) for n in context_lens] for _ in range(2))
+    return PagedSequences(k, v, slots, block_tables, LayerCache(torch.zeros(shape), torch.zeros(shape)))
+
+
+def cumulated(lens: list[int]) -> Tensor:
+    return torch.tensor([0, *lens]).cumsum(0).int()
+
+
+def prefill_metadata(sequences: PagedSequences, query_lens: list[int], context_lens: list[int]) -> PrefillMetadata:
+    chunks = [slots[-length:] for slots, length in zip(sequences.slots, query_lens, strict=True)]
+    return PrefillMetadata(
+        query_lens=tuple(query_lens),
+        context_lens=tuple(context_lens),
+        cu_query_lens=cumulated(query_lens),
+        cu_context_lens=cumulated(context_lens),
+        slot_mapping=torch.cat(chunks),
+        block_tables=sequences.block_tables,
+    )
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata | DecodeMetadata) -> Tensor:
+    """The layer, on heads of 8 dimensions that are neither normalised nor turned."""
+    no_turn = SimpleNamespace(cos_sin_cache=torch.tensor([[1.0] * 4 + [0.0] * 4]))
+    qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
+    layer = Attention(no_turn, norm_eps=1e-6, backend=TorchBackend())
+    return layer(qkv, None, torch.zeros(len(q), dtype=torch.int64), cache, metadata)
+
+
+def test_store_puts_each_token_into_its_slot_and_skips_slot_minus_one() -> None:
+    cache = LayerCache(torch.zeros(2, 1, 4, 1), torch.zeros(2, 1, 4, 1))  # 2 blocks of 4 tokens, 1 head of 1 dimension
+    k = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(4, 1, 1)
+    store(k, 10 * k, *cache, torch.tensor([6, -1, 0, 3]))
+    assert cache.k.flatten(1).tolist() == [[3, 0, 0, 4], [0, 0, 1, 0]]
+    assert cache.v.flatten(1).tolist() == [[30, 0, 0, 40], [0, 0, 10, 0]]
+
+
+def test_store_keeps_heads_apart() -> None:
+    cache = LayerCache(torch.zeros(1, 2, 2, 1), torch.zeros(1, 2, 2, 1))
+    k = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])  # (token, head, dimension)
+    store(k, -k, *cache, torch.tensor([0, 1]))
+    assert cache.k[0].flatten(1).tolist() == [[1, 3], [2, 4]]  # head 0 of both tokens, then head 1
+    assert cache.v[0].flatten(1).tolist() == [[-1, -3], [-2, -4]]
+
+
+GROUPS = [1, 2, 4]  # query heads for each of 2 KV heads
+MIXED = [1, 15, 16, 17, 50, 96]  # contexts around the edges of blocks of 16 and 48
+
+
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("group", GROUPS)
+def test_prefill_of_mixed_chunks_equals_naive_attention(group: int, block_size: int) -> None:
+    """Whole prompts, chunks after a cached prefix, and a chunk of one token in one step."""
+    context_lens, query_lens = MIXED, [1, 15, 4, 1, 30, 96]
+    sequences = page(context_lens, block_size, num_kv_heads=2)
+    for k, v, slots, length in zip(sequences.k, sequences.v, sequences.slots, query_lens, strict=True):
+        store(k[:-length], v[:-length], *sequences.cache, slots[:-length])  # computed before
+    q = randn(sum(query_lens), 2 * group, 8)
+    new_k, new_v = (
+        torch.cat([x[-length:] for x, length in zip(side, query_lens, strict=True)])
+        for side in (sequences.k, sequences.v)
+    )
+    metadata = prefill_metadata(sequences, query_lens, context_lens)
+    assert metadata.reads_cache
+    out = attend(q, new_k, new_v, sequences.cache, metadata)
+    chunks = zip(q.split(query_lens), sequences.k, sequences.v, strict=True)
+    expected = torch.cat([naive_attention(*chunk) for chunk in chunks])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_prefill_of_whole_prompts_needs_no_cache() -> None:
+    sequences = page([3, 5], block_size=16, num_kv_heads=1)
+    metadata = prefill_metadata(sequences, [3, 5], [3, 5])
+    assert not metadata.reads_cache
+    q, k, v = randn(8, 2, 8), torch.cat(sequences.k), torch.cat(sequences.v)
+    out = TorchBackend().prefill(q, k, v, sequences.cache, metadata)
+    expected = torch.cat([naive_attention(q[:3], k[:3], v[:3]), naive_attention(q[3:], k[3:], v[3:])])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_gather_elements", [attention.MAX_GATHER_ELEMENTS, 1])
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("group", GROUPS)
+def test_decode_of_mixed_contexts_equals_naive_attention(
+    group: int, block_size: int, max_gather_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows gathered together, and (with room for one element) one row at a time."""
+    monkeypatch.setattr(attention, "MAX_GATHER_ELEMENTS", max_gather_elements)
+    sequences = page(MIXED, block_size, num_kv_heads=2)
+    for k, v, slots in zip(sequences.k, sequences.v, sequences.slots, strict=True):
+        store(k[:-1], v[:-1], *sequences.cache, slots[:-1])  # computed before
+    newest_k, newest_v = (torch.stack([x[-1] for x in side]) for side in (sequences.k, sequences.v))
+    metadata = DecodeMetadata(
+        slot_mapping=torch.stack([slots[-1] for slots in sequences.slots]),
+        context_lens=torch.tensor(MIXED, dtype=torch.int32),
+        block_tables=sequences.block_tables,
+    )
+    q = randn(len(MIXED), 2 * group, 8)
+    out = attend(q, newest_k, newest_v, sequences.cache, metadata)
+    rows = zip(q.split(1), sequences.k, sequences.v, strict=True)
+    expected = torch.cat([naive_attention(*row) for row in rows])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_rows_of_a_decode_write_nothing_and_disturb_nobody() -> None:
+    sequences = page([5], block_size=16, num_kv_heads=1)
+    store(sequences.k[0][:-1], sequences.v[0][:-1], *sequences.cache, sequences.slots[0][:-1])
+    padded = DecodeMetadata(
+        slot_mapping=torch.tensor([-1, int(sequences.slots[0][-1]), -1]),
+        context_lens=torch.tensor([0, 5, 0], dtype=torch.int32),
+        block_tables=sequences.block_tables.repeat(3, 1),
+    )
+    newest_k, newest_v = (x[0][-1:].repeat(3, 1, 1) for x in (sequences.k, sequences.v))
+    q = randn(3, 2, 8)
+    out = attend(q, newest_k, newest_v, sequences.cache, padded)
+    expected = naive_attention(q[1:2], sequences.k[0], sequences.v[0])
+    torch.testing.assert_close(out[1:2].double(), expected, rtol=1e-5, atol=1e-5)
+    assert sequences.cache.k.any(dim=-1).sum() == 5, "five tokens are stored"
+
+
+def test_a_decode_of_padding_alone_is_no_error() -> None:
+    sequences = page([1], block_size=16, num_kv_heads=1)
+    metadata = DecodeMetadata(torch.tensor([-1]), torch.tensor([0], dtype=torch.int32), sequences.block_tables)
+    out = attend(randn(1, 1, 8), randn(1, 1, 8), randn(1, 1, 8), sequences.cache, metadata)
+    assert out.shape == (1, 1, 8)
+
+
+def test_ragged_indices_number_segments_and_the_places_within_them() -> None:
+    segments, offsets = ragged_indices(torch.tensor([0, 2, 2, 5], dtype=torch.int32), total=5)
+    assert segments.tolist() == [0, 0, 2, 2, 2]
+    assert offsets.tolist() == [0, 1, 0, 1, 2]
+
+
+# --- the choice of a backend ---
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def pretend_installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    monkeypatch.setattr(attention, "import_error", lambda name: None if name in packages else ImportError("not there"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("requested", ["auto", "torch"])
+def test_a_cpu_gets_the_plain_backend(requested: str, dtype: torch.dtype) -> None:
+    assert select_backend(requested, CPU, dtype, head_dim=128, block_size=256).name == "torch"
+
+
+@pytest.mark.parametrize("requested", ["flash_attn", "triton"])
+def test_a_cpu_cannot_have_a_backend_of_cuda(requested: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        select_backend(requested, CPU, torch.bfloat16, head_dim=128, block_size=256)
+    assert str(error.value) == (
+        f"attention_backend='{requested}' runs on CUDA, and device is 'cpu'; use a GPU, or use attention_backend='auto'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("requested", "dtype", "head_dim", "block_size", "reason"),
+    [
+        ("flash_attn", torch.float32, 128, 256, "computes in 16 bits, and dtype is 'float32'; use dtype='bfloat16'"),
+        ("flash_attn", torch.bfloat16, 100, 256, "a multiple of 8 up to 256, and the model has 100"),
+        ("flash_attn", torch.bfloat16, 512, 256, "a multiple of 8 up to 256, and the model has 512"),
+        ("flash_attn", torch.bfloat16, 128, 16, "kvcache_block_size to be a multiple of 256, not 16; use 256"),
+        ("triton", torch.float32, 128, 256, "computes in 16 bits, and dtype is 'float32'; use dtype='bfloat16'"),
+        ("triton", torch.bfloat16, 80, 256, "takes a head_dim of 64 or 128, and the model has 80"),
+    ],
+)
+def test_a_backend_that_cannot_serve_the_model_says_why(
+    requested: str, dtype: torch.dtype, head_dim: int, block_size: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_installed(monkeypatch, "flash_attn", "triton")
+    with pytest.raises(ConfigError) as error:
+        select_backend(requested, CUDA, dtype, head_dim, block_size)
+    assert str(error.value).startswith(f"attention_backend='{requested}' ")
+    assert reason in str(error.value)
+    assert str(error.value).endswith(", or use attention_backend='auto'")
+
+
+@pytest.mark.parametrize(
+    ("requested", "installed", "reason"),
+    [
+        ("flash_attn", ["triton"], "needs the package flash-attn, which cannot be imported (not there); install it"),
+        ("flash_attn", ["flash_attn"], "needs the package triton, which cannot be imported (not there); install it"),
+        ("triton", ["flash_attn"], "needs the package triton, which cannot be imported (not there); install it"),
+    ],
+)
+def test_a_backend_that_is_not_installed_says_what_to_install(
+    requested: str, installed: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_installed(monkeypatch, *installed)
+    with pytest.raises(ConfigError) as error:
+        select_backend(requested, CUDA, torch.bfloat16, head_dim=128, block_size=256)
+    assert reason in str(error.value)
+
+
+VARLEN = "triton, varlen_attn in prefill"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "chosen"),
+    [(torch.bfloat16, 128, VARLEN), (torch.float16, 64, VARLEN), (torch.float32, 128, "torch")],
+)
+def test_auto_on_cuda_without_flash_attn_takes_the_fastest_that_serves(
+    dtype: torch.dtype, head_dim: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    pretend_installed(monkeypatch, "triton")
+    assert select_backend("auto", CUDA, dtype, head_dim, block_size=16).name == chosen
+
+
+def test_auto_on_cuda_falls_back_on_the_plain_backend_for_other_head_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_installed(monkeypatch, "triton")
+    assert select_backend("auto", CUDA, torch.bfloat16, head_dim=80, block_size=256).name == "torch"
+
+
+def test_a_package_that_is_broken_counts_as_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_package.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert str(import_error("broken_package")) == "undefined symbol"
+    assert import_error("json") is None
+    (tmp_path / "left_over").mkdir()
+    assert str(import_error("left_over")) == "left_over is an empty folder"

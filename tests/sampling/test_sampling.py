@@ -1,0 +1,500 @@
+"""How a request is sampled, through the whole engine: masks, penalties, seeds, several samples, log-probabilities."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoinfer import LLM, Logprob, RequestError, RequestOutput, SamplingParams, Score, tiny_model_path
+from nanoinfer.runner.model_runner import ModelRunner
+
+Checkpoint = Callable[..., Path]
+QUESTION = "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+FREE = SamplingParams(max_tokens=12, ignore_eos=True)
+GREEDY = replace(FREE, temperature=0)
+# One of each kind, alone and together.
+KINDS = [
+    FREE,
+    GREEDY,
+    replace(FREE, top_k=3),
+    replace(FREE, top_p=0.5, seed=7),
+    replace(FREE, min_p=0.2, temperature=2.0),
+    replace(FREE, top_k=20, top_p=0.9, min_p=0.01, temperature=0.6),
+    replace(FREE, presence_penalty=1.5, frequency_penalty=0.5, seed=-5),
+    replace(GREEDY, repetition_penalty=1.5),
+    replace(FREE, repetition_penalty=0.7, top_k=5, logprobs=2),
+    replace(FREE, ignore_eos=False, stop_token_ids=list(range(0, 512, 2)), min_tokens=4),
+    replace(GREEDY, logprobs=3, prompt_logprobs=1),
+    replace(FREE, n=3, top_p=0.9, logprobs=0, seed=11),
+]
+
+
+def prompts(*lengths: int, vocab_size: int = 512, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+PROMPTS = prompts(20, 3, 33, 16, 17, 64, 5, 40, 31, 9, 50, 37)
+
+
+def said(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    """Token ids of all samples of all requests."""
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+def run(folder: Path, params: list[SamplingParams] = KINDS, **options: object) -> list[RequestOutput]:
+    with LLM(folder, device="cpu", **({"kvcache_block_size": 16} | options)) as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert llm.engine.block_manager.num_used_blocks == 0
+        assert llm.is_finished()
+        return outputs
+
+
+def assert_same_logprobs(one: RequestOutput, two: RequestOutput) -> None:
+    """Equal but for the rounding of other batch shapes."""
+    places = [(one.prompt_logprobs, two.prompt_logprobs)]
+    places += [(a.logprobs, b.logprobs) for a, b in zip(one.outputs, two.outputs, strict=True)]
+    for mine, theirs in places:
+        assert (mine is None) == (theirs is None)
+        for a, b in zip(mine or [], theirs or [], strict=True):
+            assert (a is None) == (b is None)
+            assert {k: v.rank for k, v in (a or {}).items()} == {k: v.rank for k, v in (b or {}).items()}
+            for token_id in a or {}:
+                assert a[token_id].logprob == pytest.approx(b[token_id].logprob, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[LLM]:
+    with LLM(tiny_model_path(), device="cpu", kvcache_block_size=16, num_kvcache_blocks=256, max_model_len=512) as llm:
+        yield llm
+
+
+# --- the same whatever happens around it ---
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": False},
+        {"max_num_seqs": 1},
+        {"max_num_batched_tokens": 17},
+        {"enable_prefix_caching": False},
+        {"num_kvcache_blocks": 20, "max_model_len": 128},
+        {"tensor_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_a_mixed_batch_says_the_same_under_all_options(random_checkpoint: Checkpoint, options: dict) -> None:
+    folder = random_checkpoint()
+    expected, actual = run(folder), run(folder, **options)
+    assert said(actual) == said(expected)
+    for one, two in zip(actual, expected, strict=True):
+        assert_same_logprobs(one, two)
+
+
+def test_preemption_changes_nothing(random_checkpoint: Checkpoint) -> None:
+    params = [replace(item, max_tokens=40) for item in KINDS]
+    expected = run(random_checkpoint(), params)
+    options = {"kvcache_block_size": 16, "num_kvcache_blocks": 20, "max_model_len": 128}
+    with LLM(random_checkpoint(), device="cpu", **options) as llm:
+        llm.engine.scheduler.reserved_tokens = 0
+        actual = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert llm.get_metrics().num_preemptions > 3
+    assert said(actual) == said(expected)
+    for one, two in zip(actual, expected, strict=True):
+        assert_same_logprobs(one, two)
+
+
+def test_a_step_that_fails_changes_nothing(random_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(random_checkpoint())
+    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16, max_num_batched_tokens=50) as llm:
+        ids = [llm.add_request(*request) for request in zip(PROMPTS, KINDS, strict=True)]
+        assert llm.engine.runner is not None
+        original, count = llm.engine.runner.wait, 0
+
+        def fail_at_times(handle):  # type: ignore[no-untyped-def]
+            nonlocal count
+            count += 1
+            return 1 / 0 if count in (1, 3, 9) else original(handle)
+
+        monkeypatch.setattr(llm.engine.runner, "wait", fail_at_times)
+        outputs: dict[int, RequestOutput] = {}
+        while not llm.is_finished():
+            try:
+                outputs |= {output.request_id: output for output in llm.step()}
+            except ZeroDivisionError:
+                continue
+        assert count > 9
+    actual = [outputs[request_id] for request_id in ids]
+    assert said(actual) == said(expected)
+    for one, two in zip(actual, expected, strict=True):
+        assert_same_logprobs(one, two)
+
+
+def test_each_kind_says_alone_what_it_says_beside_others(random_checkpoint: Checkpoint) -> None:
+    params = [replace(item, seed=100 + i) for i, item in enumerate(KINDS)]
+    together = said(run(random_checkpoint(), params))
+    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16) as llm:
+        for prompt, item, expected in reversed(list(zip(PROMPTS, params, together, strict=True))):
+            assert said(llm.generate([prompt], item, use_tqdm=False)) == [expected]
+
+
+def test_a_row_of_a_special_request_is_plain_again_for_the_next_one(random_checkpoint: Checkpoint) -> None:
+    with LLM(random_checkpoint(), device="cpu", max_num_seqs=1) as llm:
+        params = [GREEDY, replace(GREEDY, repetition_penalty=2.0, logprobs=1), GREEDY]
+        one, other, again = llm.generate([PROMPTS[0]] * 3, params, use_tqdm=False)
+    assert one.token_ids == again.token_ids != other.token_ids
+    assert again.outputs[0].logprobs is None
+
+
+# --- seeds and samples ---
+
+
+def test_a_seed_decides_and_other_requests_do_not_matter(random_checkpoint: Checkpoint) -> None:
+    seeded = replace(FREE, seed=42)
+    with LLM(random_checkpoint(), device="cpu", seed=1) as llm:
+        first, plain, second = llm.generate([PROMPTS[0]] * 3, [seeded, FREE, seeded], use_tqdm=False)
+    with LLM(random_checkpoint(), device="cpu", seed=2) as llm:
+        [third] = llm.generate([PROMPTS[0]], seeded, use_tqdm=False)
+        [other] = llm.generate([PROMPTS[0]], replace(FREE, seed=43), use_tqdm=False)
+    assert first.token_ids == second.token_ids == third.token_ids
+    assert len({tuple(output.token_ids) for output in (first, plain, other)}) == 3
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_the_samples_of_a_prompt_differ(random_checkpoint: Checkpoint, seed: int | None) -> None:
+    with LLM(random_checkpoint(), device="cpu") as llm:
+        [output] = llm.generate([PROMPTS[0]], replace(FREE, n=5, seed=seed), use_tqdm=False)
+        [single] = llm.generate([PROMPTS[0]], replace(FREE, seed=seed), use_tqdm=False)
+    assert [completion.index for completion in output.outputs] == list(range(5))
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) == 5
+    assert (output.token_ids, output.text) == (output.outputs[0].token_ids, output.outputs[0].text)
+    assert (single.token_ids == output.token_ids) == (seed is not None), "the first sample is that of n=1"
+
+
+def test_four_samples_hold_the_blocks_of_one_prompt_and_four_tails(random_checkpoint: Checkpoint) -> None:
+    [prompt] = prompts(1000)
+    params = replace(FREE, n=4, max_tokens=20)
+    for caching, num_blocks in ((True, 3 + 4), (False, 4 * 4)):
+        with LLM(random_checkpoint(), device="cpu", enable_prefix_caching=caching) as llm:
+            llm.add_request(prompt, params)
+            for _ in range(5):
+                llm.step()
+            assert llm.get_metrics().num_used_blocks == num_blocks
+            outputs: list[RequestOutput] = []
+            while not llm.is_finished():
+                outputs += llm.step()
+            assert llm.get_metrics().num_used_blocks == 0
+            assert [len(completion.token_ids) for completion in outputs[0].outputs] == [20] * 4
+
+
+def test_a_request_is_finished_with_its_last_sample_and_aborted_with_all(random_checkpoint: Checkpoint) -> None:
+    params = replace(FREE, n=3, max_tokens=60, ignore_eos=False, stop_token_ids=list(range(0, 512, 24)))
+    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16, max_num_seqs=2) as llm:
+        seen: list[RequestOutput] = []
+        outputs = llm.generate(PROMPTS[:4], params, use_tqdm=False, priority=[0, 0, 9, 0], on_finish=seen.append)
+        assert sorted(seen, key=lambda output: output.request_id) == outputs
+        assert seen[0].prompt_token_ids == PROMPTS[2]
+        lengths = [len(completion.token_ids) for output in outputs for completion in output.outputs]
+        assert len(set(lengths)) > 3, "they ended at different times"
+        assert all(output.metrics.time_to_first_token is not None for output in outputs)
+        request_id = llm.add_request(PROMPTS[0], replace(params, stop_token_ids=None, max_tokens=90))
+        for _ in range(4):
+            llm.step()
+        llm.abort(request_id)
+        [aborted] = llm.step()
+        assert [completion.finish_reason for completion in aborted.outputs] == ["abort"] * 3
+        assert [len(completion.token_ids) > 0 for completion in aborted.outputs] == [True, True, False]
+        assert llm.is_finished()
+        assert llm.get_metrics().num_used_blocks == 0
+
+
+def test_a_stream_says_whose_each_chunk_is(tiny: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=12, seed=5, stop="8")
+    expected = tiny.generate([QUESTION, "spell"], params, use_tqdm=False)
+    chunks = list(tiny.stream([QUESTION, "spell"], params))
+    for index, output in enumerate(expected):
+        for completion in output.outputs:
+            mine = [chunk for chunk in chunks if (chunk.index, chunk.sample) == (index, completion.index)]
+            assert "".join(chunk.text for chunk in mine) == completion.text
+            assert [token_id for chunk in mine for token_id in chunk.token_ids] == completion.token_ids
+            assert mine[-1].finish_reason == completion.finish_reason
+    for chunk in tiny.stream([QUESTION], params):
+        assert chunk.token_ids
+        break
+    tiny.step()
+    assert tiny.is_finished()
+    assert tiny.get_metrics().num_used_blocks == 0
+
+
+# --- masks, penalties, min_tokens ---
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
+def test_the_narrowest_masks_are_greedy(random_checkpoint: Checkpoint, options: dict) -> None:
+    with LLM(random_checkpoint(), device="cpu") as llm:
+        greedy, masked = (
+            llm.generate(PROMPTS, params, use_tqdm=False) for params in (GREEDY, replace(FREE, **options))
+        )
+    assert said(masked) == said(greedy)
+
+
+def test_every_token_drawn_is_among_those_allowed(random_checkpoint: Checkpoint) -> None:
+    params = replace(FREE, top_k=4, logprobs=4, max_tokens=30)
+    with LLM(random_checkpoint(), device="cpu") as llm:
+        for output in llm.generate(PROMPTS, params, use_tqdm=False):
+            assert all(len(entry) == 4 for entry in output.outputs[0].logprobs or [])
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.8])
+def test_greedy_decoding_with_a_repetition_penalty_is_that_of_transformers(
+    tiny: LLM, reference_model: Callable[[Path], torch.nn.Module], penalty: float
+) -> None:
+    model = reference_model(tiny_model_path())
+    texts = [QUESTION, "Sort 31, 4, 15, 9.", "the"]
+    params = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True, repetition_penalty=penalty)
+    for text, output in zip(texts, tiny.generate(texts, params, use_tqdm=False), strict=True):
+        ids = torch.tensor([tiny.encode(text)])
+        expected = model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=25,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            eos_token_id=None,
+            pad_token_id=0,
+            repetition_penalty=penalty,
+        )
+        assert output.token_ids == expected[0, ids.shape[1] :].tolist()
+
+
+def test_a_strong_presence_penalty_repeats_nothing_and_a_negative_one_does(random_checkpoint: Checkpoint) -> None:
+    prompt = [PROMPTS[0]]
+    with LLM(random_checkpoint(), device="cpu") as llm:
+        repeated = []
+        for options in ({"presence_penalty": 2.0, "frequency_penalty": 2.0}, {"frequency_penalty": -2.0}):
+            params = replace(FREE, max_tokens=100, temperature=0.3, seed=1, **options)  # type: ignore[arg-type]
+            [output] = llm.generate(prompt, params, use_tqdm=False)
+            repeated.append(100 - len(set(output.token_ids)))
+    assert repeated[0] < 20 < 70 < repeated[1]
+
+
+def test_a_stop_token_that_the_model_does_not_know_does_no_harm(random_checkpoint: Checkpoint) -> None:
+    with LLM(random_checkpoint(), device="cpu") as llm:
+        params = replace(GREEDY, stop_token_ids=[512, 99999], min_tokens=5)
+        assert said(llm.generate(PROMPTS, params, use_tqdm=False)) == said(
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        )
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_before_min_tokens_no_stop_token_is_drawn_and_no_stop_string_counts(overlap: bool) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=40)
+    with LLM(tiny_model_path(), device="cpu", overlap=overlap) as llm:
+        stops = llm.engine.scheduler.stop_token_ids
+        [short] = llm.generate(QUESTION, greedy, use_tqdm=False)
+        num_tokens = len(short.token_ids)
+        assert short.token_ids[-1] in stops
+        for min_tokens in (num_tokens - 1, num_tokens, 20):
+            [output] = llm.generate(QUESTION, replace(greedy, min_tokens=min_tokens), use_tqdm=False)
+            assert not stops.intersection(output.token_ids[:min_tokens])
+            assert (output.token_ids == short.token_ids) == (min_tokens < num_tokens)
+            assert len(output.token_ids) > min_tokens or output.finish_reason == "length"
+        primes = "<|im_start|>user\nlist all prime numbers within 100<|im_end|>\n<|im_start|>assistant\n"
+        [free] = llm.generate(primes, replace(greedy, stop=", 1"), use_tqdm=False)
+        assert free.text == "2, 3, 5, 7"
+        longer = replace(greedy, stop=", 1", min_tokens=len(free.token_ids), max_tokens=99)
+        [output] = llm.generate(primes, longer, use_tqdm=False)
+        assert output.text == "2, 3, 5, 7, 11"
+        assert output.outputs[0].stop_reason == ", 1"
+
+
+# --- log-probabilities ---
+
+
+@torch.inference_mode()
+def reference_logprobs(model: torch.nn.Module, token_ids: list[int]) -> torch.Tensor:
+    """(num_tokens - 1, vocab_size): of each token after the first."""
+    return model(torch.tensor([token_ids])).logits[0, :-1].float().log_softmax(dim=1)
+
+
+def check_logprobs(found: dict[int, Logprob], token_id: int, expected: torch.Tensor, num_best: int) -> None:
+    assert set(found) == {token_id, *expected.topk(num_best).indices.tolist()}
+    assert next(iter(found)) == token_id, "the token that is there comes first"
+    for its_id, entry in found.items():
+        assert entry.logprob == pytest.approx(expected[its_id].item(), abs=1e-3)
+        assert entry.rank == 1 + int((expected > expected[its_id]).sum())
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 40}, {"tensor_parallel_size": 2}], ids=str)
+def test_logprobs_are_the_models_own(
+    random_checkpoint: Checkpoint, reference_model: Callable[[Path], torch.nn.Module], options: dict
+) -> None:
+    folder = random_checkpoint()
+    model = reference_model(folder)
+    params = replace(FREE, temperature=0.7, top_k=10, presence_penalty=1.0, logprobs=3, prompt_logprobs=2)
+    some = [*prompts(100, 1, 70), PROMPTS[0]]
+    with LLM(folder, device="cpu", kvcache_block_size=16, **options) as llm:
+        llm.generate(some, GREEDY, use_tqdm=False)  # the cache is warm, and is not to be used
+        outputs = llm.generate(some, params, use_tqdm=False)
+        assert [output.num_cached_tokens for output in outputs] == [0] * 4
+        again = llm.generate(some, replace(params, prompt_logprobs=None), use_tqdm=False)
+        assert [output.num_cached_tokens for output in again] == [96, 0, 64, 16]
+    for output in outputs:
+        expected = reference_logprobs(model, output.prompt_token_ids + output.token_ids)
+        completion, num_prompt = output.outputs[0], len(output.prompt_token_ids)
+        assert output.prompt_logprobs is not None
+        assert completion.logprobs is not None
+        assert output.prompt_logprobs[0] is None
+        for position in range(1, num_prompt):
+            entry = output.prompt_logprobs[position]
+            assert entry is not None
+            check_logprobs(entry, output.prompt_token_ids[position], expected[position - 1], 2)
+        for place, token_id in enumerate(output.token_ids):
+            check_logprobs(completion.logprobs[place], token_id, expected[num_prompt - 1 + place], 3)
+        total = sum(
+            entry[token_id].logprob for entry, token_id in zip(completion.logprobs, output.token_ids, strict=True)
+        )
+        assert completion.cumulative_logprob == pytest.approx(total)
+
+
+def test_of_several_samples_one_looks_at_the_prompt_and_all_at_themselves(tiny: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=6, logprobs=1, prompt_logprobs=0, seed=9, ignore_eos=True)
+    [output] = tiny.generate(QUESTION, params, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    assert [entry is None for entry in output.prompt_logprobs] == [True] + [False] * (len(output.prompt_token_ids) - 1)
+    for completion in output.outputs:
+        assert completion.logprobs is not None
+        assert [next(iter(entry)) for entry in completion.logprobs] == completion.token_ids
+        decoded = [
+            entry[token_id].decoded_token
+            for entry, token_id in zip(completion.logprobs, completion.token_ids, strict=True)
+        ]
+        assert decoded == [tiny.decode([token_id], skip_special_tokens=False) for token_id in completion.token_ids]
+
+
+def test_logits_are_computed_a_few_prompt_tokens_at_a_time(
+    random_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(random_checkpoint(), device="cpu") as llm:
+        model = llm.engine.runner.model  # type: ignore[union-attr]
+        compute_logits, most = model.compute_logits, 0
+
+        def note(hidden, out=None):  # type: ignore[no-untyped-def]
+            nonlocal most
+            most = max(most, len(hidden))
+            return compute_logits(hidden, out)
+
+        monkeypatch.setattr(model, "compute_logits", note)
+        [output] = llm.generate(prompts(1500), replace(GREEDY, prompt_logprobs=0), use_tqdm=False)
+    assert most == 64
+    assert all(entry is not None for entry in (output.prompt_logprobs or [])[1:])
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_more_logprobs_than_tokens_are_refused(random_checkpoint: Checkpoint, name: str) -> None:
+    with LLM(random_checkpoint(), device="cpu") as llm:
+        with pytest.raises(RequestError, match=f"{name}=513 is more than the vocabulary of 512 tokens; use 20"):
+            llm.generate([[1]], SamplingParams(**{name: 513}), use_tqdm=False)
+        [output] = llm.generate([[1]], SamplingParams(max_tokens=2, ignore_eos=True, logprobs=512), use_tqdm=False)
+        assert [len(entry) for entry in output.outputs[0].logprobs or []] == [512] * 2
+
+
+# --- scores ---
+
+
+def test_a_score_is_the_sum_of_a_completions_logprobs(
+    random_checkpoint: Checkpoint, reference_model: Callable[[Path], torch.nn.Module]
+) -> None:
+    folder = random_checkpoint()
+    before, after = prompts(40, 1, 20), prompts(5, 30, 1, seed=1)
+    with LLM(folder, device="cpu", kvcache_block_size=16) as llm:
+        scores = llm.score(before, after, use_tqdm=False)
+        for _ in range(2):
+            [greedy] = llm.generate(before[:1], GREEDY, use_tqdm=False)
+            [said] = llm.score([before[0]], [greedy.token_ids], use_tqdm=False)
+            assert said.is_greedy
+    for one, two, score in zip(before, after, scores, strict=True):
+        expected = reference_logprobs(reference_model(folder), one + two)[len(one) - 1 :]
+        assert score.token_ids == two
+        assert score.logprobs == pytest.approx(expected[range(len(two)), two].tolist(), abs=1e-3)
+        assert score.total == pytest.approx(sum(score.logprobs))
+        assert score.is_greedy == (expected.argmax(dim=1).tolist() == two)
+
+
+def test_what_could_not_be_scored_is_not_a_number_and_not_greedy(random_checkpoint: Checkpoint) -> None:
+    pairs = [[1, 2], [3]], [[4, 5], [6, 7]]
+    with LLM(random_checkpoint(), device="cpu", max_num_seqs=1) as llm:
+        wanted = llm.score(*pairs, use_tqdm=False)
+        step, ids = llm._step, []
+
+        def abort_first() -> None:
+            if not ids:
+                ids.append(min(llm.engine._requests))
+                llm.abort(ids)
+            step()
+
+        llm._step = abort_first  # type: ignore[method-assign]
+        aborted, scored = llm.score(*pairs, use_tqdm=False)
+        assert scored == wanted[1], "the other one"
+        assert isinstance(llm.engine.runner, ModelRunner)
+        with torch.inference_mode():
+            llm.engine.runner.model.model.norm.weight.fill_(math.nan)
+        llm.reset_prefix_cache()
+        [broken] = llm.score([[1, 2]], [[4, 5]], use_tqdm=False)
+    for score in (aborted, broken):
+        assert score.token_ids == [4, 5]
+        assert len(score.logprobs) == 2
+        assert all(map(math.isnan, [*score.logprobs, score.total]))
+        assert not score.is_greedy
+
+
+def test_answers_to_one_question_share_its_computation(random_checkpoint: Checkpoint) -> None:
+    [question], answers = prompts(100), prompts(4, 6, 9, 2, seed=1)
+    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16) as llm:
+        together = llm.score([question] * 4, answers, use_tqdm=False)
+        assert llm.engine.stats.prefill_tokens == 4 * 100 + 21 - 3 * 96
+        alone = [llm.score([question], [answer], use_tqdm=False)[0] for answer in answers]
+    assert [score.token_ids for score in together] == [score.token_ids for score in alone] == answers
+    for one, two in zip(together, alone, strict=True):
+        assert one.logprobs == pytest.approx(two.logprobs, abs=1e-3)
+
+
+def test_texts_are_scored_as_the_model_would_read_them(tiny: LLM) -> None:
+    for prompt, completion in [(QUESTION, "4"), ("What is", " 12 + 3?"), ("Count, spel", "l")]:
+        [score] = tiny.score(prompt, completion, use_tqdm=False)
+        whole = tiny.encode(prompt + completion)
+        assert score.token_ids == whole[-len(score.token_ids) :]
+        assert len(score.token_ids) < len(whole)
+    assert tiny.decode(score.token_ids) == " spell", "one token, across the border"
+    [apart] = tiny.score("spel", "l", use_tqdm=False)
+    assert tiny.encode("spell") != tiny.encode("spel") + apart.token_ids, "nothing would be left before it"
+    [mixed] = tiny.score([tiny.encode("Sort")], " 4", use_tqdm=False)
+    assert apart.token_ids + mixed.token_ids == tiny.encode("l") + tiny.encode(" 4")
+    [answer] = tiny.generate(QUESTION, SamplingParams(temperature=0), use_tqdm=False)
+    assert tiny.score(QUESTION, f"{answer.text}<|im_end|>", use_tqdm=False)[0].is_greedy
+    assert not tiny.score(QUESTION, f"{answer.text}7<|im_end|>", use_tqdm=False)[0].is_greedy
+    assert tiny.score([], [], use_tqdm=False) == []
+    assert Score([1], [-0.5], -0.5, True) == Score([1], [-0.5], -0.5, True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "message"),
+    [
+        (["a", "b"], ["c"], "1 completions for 2 prompts; give one for each"),
+        ("a", "", "completion 0 is empty"),
+        ("", "a", "prompt 0 is empty"),
+        (["a"], [[]], "completion 0 is empty"),
+        (["a"], [[99999]], "completion 0 has token id 99999, outside the vocabulary"),
+        ([[1] * 500], [[1] * 20], "prompt 0 has 520 tokens, and with one more exceeds max_model_len=512"),
+    ],
+)
+def test_a_pair_that_cannot_be_scored_is_refused(tiny: LLM, prompt: object, completion: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        tiny.score(prompt, completion, use_tqdm=False)  # type: ignore[arg-type]
+    assert tiny.is_finished()

@@ -1,0 +1,182 @@
+"""Texts to token ids and back, and the ids that end a completion, with a tokenizer of seven words."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer as WordTokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from nanoinfer import tiny_model_path
+from nanoinfer.errors import ModelError, RequestError
+from nanoinfer.text.tokenizer import Tokenizer, load_tokenizer, read_stop_token_ids
+
+WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, "<end>": 3, "one": 4, "two": 5, "three": 6}
+BOS, EOS = 1, 2
+
+
+def save_tokenizer(folder: Path, adds_bos: bool = True, eos: str | None = "</s>") -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    words = WordTokenizer(WordLevel(WORDS, unk_token="<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    if adds_bos:
+        words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    special = {"bos_token": "<s>"} | ({"eos_token": eos} if eos else {})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", **special)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    save_tokenizer(tmp_path)
+    return Tokenizer(tmp_path)
+
+
+def test_plain_text_gets_the_bos_that_the_tokenizer_adds(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode(["one two"]) == [[BOS, 4, 5]]
+
+
+def test_text_that_begins_with_bos_does_not_get_a_second(tokenizer: Tokenizer) -> None:
+    assert tokenizer.hf("<s>one two")["input_ids"] == [BOS, BOS, 4, 5], "the tokenizer itself adds it blindly"
+    assert tokenizer.encode(["<s>one two"]) == [[BOS, 4, 5]]
+
+
+def test_each_text_of_a_batch_is_treated_alone(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode(["<s>one", "three", "<s>"]) == [[BOS, 4], [BOS, 6], [BOS]]
+
+
+def test_two_written_bos_lose_only_the_one_that_was_added(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode(["<s><s>one"]) == [[BOS, BOS, 4]]
+
+
+def test_a_bos_in_the_middle_is_kept(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode(["one <s> <s> two"]) == [[BOS, 4, BOS, BOS, 5]]
+
+
+def test_a_tokenizer_that_adds_no_bos_keeps_what_is_written(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, adds_bos=False)
+    assert Tokenizer(tmp_path).encode(["one", "<s>one"]) == [[4], [BOS, 4]]
+
+
+def test_text_that_a_template_has_written_gets_no_special_tokens(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode(["<s>one two", "one"], add_special_tokens=False) == [[BOS, 4, 5], [4]]
+
+
+def test_no_texts_are_no_lists(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode([]) == []
+
+
+def test_decoding_leaves_special_tokens_out(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([BOS, 4, 3, 6, EOS]) == "one three"
+    assert tokenizer.decode([]) == ""
+    assert tokenizer.decode([BOS, 4, 3], skip_special_tokens=False) == "<s> one <end>"
+
+
+# --- loading ---
+
+
+def test_a_folder_without_tokenizer_files_has_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert load_tokenizer(tmp_path) is None
+
+
+def test_a_folder_with_tokenizer_files_has_one(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded is not None
+    assert loaded.encode(["two"]) == [[BOS, 5]]
+
+
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast", None])
+def test_whatever_class_the_checkpoint_names_the_ids_are_those_of_auto_tokenizer(
+    name: str | None, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model_path(), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name}))
+    text = "<|im_start|>user\nwörld  12+34=?<|im_end|>\n"
+    ours, theirs = Tokenizer(tmp_path).hf, AutoTokenizer.from_pretrained(tiny_model_path())
+    assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+    assert ours.decode(range(400)) == theirs.decode(range(400))
+    assert ours.eos_token_id == theirs.eos_token_id
+
+
+def test_the_bundled_tokenizer_loads_without_the_slow_part_of_transformers() -> None:
+    code = (
+        "import sys, nanoinfer, pathlib; from nanoinfer.text.tokenizer import load_tokenizer;"
+        "load_tokenizer(pathlib.Path(nanoinfer.tiny_model_path()));"
+        "sys.exit('transformers.models.auto.tokenization_auto' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_damaged_tokenizer_is_refused_by_folder(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError) as error:
+        load_tokenizer(tmp_path)
+    assert str(error.value).startswith(f"the tokenizer in {tmp_path} cannot be loaded (")
+    assert str(error.value).endswith("check its files")
+
+
+# --- stop ids ---
+
+
+@pytest.mark.parametrize(
+    ("generation_eos", "stop"), [(3, {EOS, 3}), ([3, 6], {EOS, 3, 6}), (EOS, {EOS}), (None, {EOS}), ([], {EOS})]
+)
+def test_the_stop_ids_are_the_tokenizers_and_those_of_generation_config(
+    generation_eos: int | list[int] | None, stop: set[int], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation_eos}))
+    assert read_stop_token_ids(tmp_path, tokenizer) == stop
+
+
+def test_without_generation_config_the_stop_ids_of_config_json_count(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [5]}))
+    assert read_stop_token_ids(tmp_path, tokenizer) == {EOS, 5}
+
+
+def test_generation_config_comes_before_config_json(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 6}))
+    assert read_stop_token_ids(tmp_path, tokenizer) == {EOS, 6}
+
+
+def test_without_a_tokenizer_the_files_alone_decide(tmp_path: Path) -> None:
+    assert read_stop_token_ids(tmp_path, None) == frozenset()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert read_stop_token_ids(tmp_path, None) == {7, 8}
+
+
+def test_a_tokenizer_without_eos_adds_no_stop_id(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, eos=None)
+    assert read_stop_token_ids(tmp_path, Tokenizer(tmp_path)) == frozenset()
+
+
+def test_what_the_tokenizer_cannot_decode_is_an_error_alone_and_missing_in_a_text(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class PanicError(BaseException):
+        """As those of Rust code."""
+
+    def panic(token_ids: list[int], *_: object, **__: object) -> str:
+        if 5 in token_ids:
+            raise PanicError("called unwrap on None")
+        return "x" * len(token_ids)
+
+    monkeypatch.setattr(tokenizer, "hf", SimpleNamespace(decode=panic))
+    with pytest.raises(RequestError, match=r"cannot decode \[4, 5\] \(called unwrap on None\)"):
+        tokenizer.decode([4, 5])
+    detokenizer = tokenizer.detokenizer()
+    assert [detokenizer.decode([4]), detokenizer.decode([5]), detokenizer.decode([4], final=True)] == ["x", "", "x"]
+    assert caplog.text.count("a token has no text: the tokenizer cannot decode [5] (called unwrap on None)") == 1
