@@ -38,12 +38,12 @@ from typing import Any, NamedTuple
 # These cost milliseconds; what takes seconds to import (PyTorch and all engines) is imported where it is needed.
 from nanoinfer import NanoinferError, SamplingParams, tiny_model_path
 from nanoinfer import __version__ as nanoinfer_version
-from nanoinfer.config import ModelConfig
+from nanoinfer.checkpoint.hub import resolve_model_folder
+from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.checkpoint.hub import resolve_model_folder
 
 GIB = 2**30
 

@@ -22,9 +22,9 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from nanoinfer.distributed import tensor_parallel as distributed
 from nanoinfer.kernels.paged_decode_attention import paged_decode_attention, plan_decode
 from nanoinfer.layers.layernorm import add_rms_norm, sum_ranks_add_rms_norm
-from nanoinfer.utils import distributed
 
 DTYPE = torch.bfloat16
 BYTES_PER_SECOND, FLOP_PER_SECOND = 4.39e12, 790e12  # what the floors are at

@@ -1,5 +1,6 @@
 """Which device and dtype an engine runs on, and scopes in which they apply."""
 
+import importlib
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -80,3 +81,13 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(previous)
+
+
+def import_error(package: str) -> ImportError | None:
+    """Why `package` cannot be imported: it is not installed, say, or was built for another PyTorch."""
+    try:
+        module = importlib.import_module(package)
+    except ImportError as error:
+        return error
+    # Python takes any folder of that name for a package, one that an incomplete removal left behind too.
+    return None if module.__spec__ and module.__spec__.origin else ImportError(f"{package} is an empty folder")

@@ -17,6 +17,9 @@ NUM_GPUS = torch.cuda.device_count()
 
 if NUM_GPUS == 0:
     os.environ["TRITON_INTERPRET"] = "1"  # read once, when Triton is imported
+    # The tests' models are so small that a second thread slows them down, most of all where other programs are running.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # in the processes that tests start
 
 RANDOM_MODEL = {
     "vocab_size": 512,

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanoinfer.config import EngineConfig, ModelConfig, RopeConfig
+from nanoinfer.checkpoint.model_config import ModelConfig, RopeConfig
+from nanoinfer.config import EngineConfig
 from nanoinfer.errors import ConfigError, ModelError
 
 SIZES = {

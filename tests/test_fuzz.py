@@ -17,10 +17,11 @@ from safetensors.torch import save
 
 from nanoinfer import LLM, NanoinferError, SamplingParams, tiny_model_path
 from nanoinfer.batch.batch_job import Job
-from nanoinfer.config import EngineConfig, ModelConfig
-from nanoinfer.layers.rotary_embedding import rope_frequencies
 from nanoinfer.batch.job_files import BatchOutput, Line
 from nanoinfer.checkpoint.loader import load_model
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.config import EngineConfig
+from nanoinfer.layers.rotary_embedding import rope_frequencies
 from tests.checkpoint.test_loader import SIZES, build, checkpoint_tensors, tiny_config
 
 NUM_CASES = [150, pytest.param(10_000, marks=pytest.mark.slow)]

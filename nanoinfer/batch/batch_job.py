@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from nanoinfer.batch.job_files import MAX_LINE_BYTES, BatchOutput, Line, read_lines
 from nanoinfer.errors import JobError, RequestError
+from nanoinfer.executor.workers import postponed_interrupt
 from nanoinfer.llm import LLM, Progress
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.chat import render_chats
-from nanoinfer.batch.job_files import MAX_LINE_BYTES, BatchOutput, Line, read_lines
-from nanoinfer.executor.workers import postponed_interrupt
 
 ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 IGNORED = {"model", "user", "metadata"}  # of a body

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from nanoinfer.errors import ModelError
 from nanoinfer.checkpoint.hub import read_json
+from nanoinfer.errors import ModelError
 
 PICKLED = (".bin", ".pt", ".pth")
 SHOWN = 8  # names listed in a message

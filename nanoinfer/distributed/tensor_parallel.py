@@ -16,9 +16,9 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.errors import ConfigError
-from nanoinfer.kernels.dispatch import import_error
+from nanoinfer.device import import_error
 from nanoinfer.distributed.symmetric_memory import SymmetricMemory
+from nanoinfer.errors import ConfigError
 
 logger = logging.getLogger("nanoinfer")
 dist: Any = torch.distributed  # its process groups are hardly typed

@@ -11,19 +11,20 @@ from typing import NamedTuple
 
 import xxhash
 
-from nanoinfer.config import EngineConfig, ModelConfig
+from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.executor.parallel_runner import ParallelRunner
-from nanoinfer.runner.model_runner import ModelRunner, StepHandle
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import EngineClosedError, RequestError
+from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.outputs import EngineMetrics, EngineStats, Logprob, RequestOutput, StreamChunk, TokenLogprobs
+from nanoinfer.runner.model_runner import ModelRunner, StepHandle
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.detokenizer import CompletionText, Detokenizer, WindowDetokenizer
-from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.text.prompts import Prompt, check_texts, check_token_ids
 from nanoinfer.text.tokenizer import Tokenizer, load_tokenizer, read_stop_token_ids
 

@@ -16,14 +16,15 @@ from typing import NoReturn
 
 import torch
 
-from nanoinfer.config import EngineConfig, ModelConfig
-from nanoinfer.engine.batch import Packet
-from nanoinfer.runner.model_runner import ModelRunner, StepHandle
-from nanoinfer.errors import WorkerError
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.config import EngineConfig
 from nanoinfer.device import becomes_idle, select_devices, select_dtype
 from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, TensorParallel, connect
+from nanoinfer.engine.batch import Packet
+from nanoinfer.errors import WorkerError
 from nanoinfer.executor.shm_ring import Ring, RingReader, RingWriter
 from nanoinfer.executor.workers import PASSED, Workers, postponed_interrupt
+from nanoinfer.runner.model_runner import ModelRunner, StepHandle
 
 logger = logging.getLogger("nanoinfer")
 

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.distributed.symmetric_memory import RankSums
 from nanoinfer.kernels.programmatic_launch import overlap_options
 from nanoinfer.kernels.rms_norm import normalised, num_warps
-from nanoinfer.distributed.symmetric_memory import RankSums
 
 
 @triton.jit

@@ -7,18 +7,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from nanoinfer.device import import_error
+
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def import_error(package: str) -> ImportError | None:
-    """Why `package` cannot be imported: it is not installed, say, or was built for another PyTorch."""
-    try:
-        module = importlib.import_module(package)
-    except ImportError as error:
-        return error
-    # Python takes any folder of that name for a package, one that an incomplete removal left behind too.
-    return None if module.__spec__ and module.__spec__.origin else ImportError(f"{package} is an empty folder")
 
 
 def triton_on_cuda(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.layers.linear import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.layers.linear import check_shape
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.distributed.symmetric_memory import RankSums
+from nanoinfer.kernels.dispatch import triton_on_cuda
 
 
 @triton_on_cuda("nanoinfer.kernels.rms_norm")

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.errors import ModelError
-from nanoinfer.distributed.tensor_parallel import PendingSum, TensorParallel
 from nanoinfer.distributed.symmetric_memory import RankSums
+from nanoinfer.distributed.tensor_parallel import PendingSum, TensorParallel
+from nanoinfer.errors import ModelError
 
 MAX_TOKENS_IN_PARTS = 256  # beyond, a product fills the GPU by itself
 Sum = Tensor | RankSums | list[PendingSum]  # over the ranks; the last two are still to be added up, or exchanged

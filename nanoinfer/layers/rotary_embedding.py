@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021) and the ways in which checkpoints stretch it to longer contexts.
 
-The rotation stands between other small operations on each head, and is computed together with them.
+The rotation itself is computed together with the norms and the cache write beside it: see `layers/attention/layer.py`.
 """
 
 import math
@@ -8,10 +8,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.config import ModelConfig
+from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ModelError
-from nanoinfer.layers.layernorm import rms_norm
-from nanoinfer.kernels.dispatch import triton_on_cuda
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -25,43 +23,6 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat([half.to(x.dtype) for half in rotated], dim=-1)
-
-
-def store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write each token's key and value (num_tokens, num_kv_heads, head_dim) to its slot; slot -1 writes nothing."""
-    kept = slot_mapping >= 0
-    slots, block_size = slot_mapping[kept], k_cache.shape[2]
-    blocks, offsets = slots // block_size, slots % block_size
-    k_cache[blocks, :, offsets] = k[kept]
-    v_cache[blocks, :, offsets] = v[kept]
-
-
-@triton_on_cuda("nanoinfer.kernels.norm_rope_store")
-def norm_rope_store(
-    qkv: Tensor,
-    norm_weights: tuple[Tensor, Tensor] | None,
-    eps: float,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """From the packed qkv product to attention: RMSNorm and rotation of queries and keys, the write to the cache.
-
-    qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), of use to nobody afterwards.
-    norm_weights: (head_dim,) each, of queries and of keys; None for a model without norms.
-    k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim). slot_mapping: (num_tokens,) int64, or -1.
-    Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim).
-    """
-    _, num_kv_heads, _, head_dim = k_cache.shape
-    heads = qkv.unflatten(1, (-1, head_dim))
-    q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
-    if norm_weights is not None:
-        q, k = (rms_norm(x, weight, eps) for x, weight in zip((q, k), norm_weights, strict=True))
-    q, k = (rotate(x, positions, cos_sin_cache) for x in (q, k))
-    store(k, v, k_cache, v_cache, slot_mapping)
-    return q, k, v
 
 
 class RotaryEmbedding(nn.Module):

@@ -7,16 +7,17 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from nanoinfer.config import ModelConfig
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.distributed.symmetric_memory import RankSums
+from nanoinfer.distributed.tensor_parallel import TensorParallel, in_slices
 from nanoinfer.layers.activation import silu_and_mul
-from nanoinfer.layers.attention.layer import Attention, AttentionBackend
+from nanoinfer.layers.attention.backend import AttentionBackend
+from nanoinfer.layers.attention.layer import Attention
+from nanoinfer.layers.attention.metadata import KVCache, LayerCache, Metadata
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, Sum
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
-from nanoinfer.layers.attention.metadata import KVCache, LayerCache, Metadata
-from nanoinfer.distributed.tensor_parallel import TensorParallel, in_slices
-from nanoinfer.distributed.symmetric_memory import RankSums
 
 Residual = Tensor | list[Tensor]  # (num_tokens, hidden_size), or slices of it
 

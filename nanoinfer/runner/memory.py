@@ -6,10 +6,10 @@ import warnings
 import numpy as np
 import torch
 
-from nanoinfer.config import ModelConfig
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.metadata import KVCache
-from nanoinfer.distributed.tensor_parallel import TensorParallel
 
 CPU_CACHE_BYTES = 4 * 2**30  # the cache's size on a CPU unless num_kvcache_blocks says otherwise; taken as it is used
 GIB = 2**30

@@ -13,10 +13,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoinfer.config import EngineConfig, ModelConfig
+from nanoinfer.checkpoint.loader import fill_with_random_weights, load_model
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.config import EngineConfig
+from nanoinfer.device import current_device, default_dtype, is_out_of_memory, select_device, select_dtype
+from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import Header, Packet, read_header, split
+from nanoinfer.errors import ConfigError
+from nanoinfer.layers.attention.metadata import PrefillMetadata
+from nanoinfer.layers.attention.selection import select_backend
+from nanoinfer.models import CausalLM, get_model_class
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes
-from nanoinfer.runner.step_tables import DeviceState, cumulated
 from nanoinfer.runner.memory import (
     CPU_CACHE_BYTES,
     GIB,
@@ -25,14 +32,8 @@ from nanoinfer.runner.memory import (
     num_blocks_in,
     resolve_max_model_len,
 )
+from nanoinfer.runner.step_tables import DeviceState, cumulated
 from nanoinfer.sampling.sampler import PromptLogprobs, SampleLogprobs, SpecialRows
-from nanoinfer.errors import ConfigError
-from nanoinfer.layers.attention.layer import select_backend
-from nanoinfer.models import CausalLM, get_model_class
-from nanoinfer.layers.attention.metadata import PrefillMetadata
-from nanoinfer.device import current_device, default_dtype, is_out_of_memory, select_device, select_dtype
-from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.checkpoint.loader import fill_with_random_weights, load_model
 
 logger = logging.getLogger("nanoinfer")
 

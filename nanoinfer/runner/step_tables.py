@@ -10,10 +10,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from nanoinfer.engine.batch import Header, PacketSections
-from nanoinfer.sampling.gumbel_max import sample_and_append, sample_together
-from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, ragged_indices
 from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.engine.batch import Header, PacketSections
+from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, ragged_indices
+from nanoinfer.sampling.gumbel_max import sample_and_append, sample_together
 
 M = TypeVar("M", PrefillMetadata, DecodeMetadata)
 

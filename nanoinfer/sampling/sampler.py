@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.engine.batch import Header, PacketSections, SpecialRecord
-from nanoinfer.runner.step_tables import DeviceState
-from nanoinfer.sampling.logprobs import BestTokens, best_tokens, penalise, thresholds
-from nanoinfer.sampling.gumbel_max import redraw
 from nanoinfer.models import CausalLM
+from nanoinfer.runner.step_tables import DeviceState
+from nanoinfer.sampling.gumbel_max import redraw
+from nanoinfer.sampling.logits_processors import penalise
+from nanoinfer.sampling.logprobs import BestTokens, best_tokens
+from nanoinfer.sampling.top_k_top_p import thresholds
 
 ROWS_AT_ONCE = 64  # of which copies of the logits are made
 COPIES = 12  # of them at the same time: penalties alone have eight

@@ -6,9 +6,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nanoinfer.checkpoint.hub import read_json
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
-from nanoinfer.checkpoint.hub import read_json
 
 logger = logging.getLogger("nanoinfer")
 

@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams, tiny_model_path
 from nanoinfer.__main__ import main
+from nanoinfer.batch import job_files
 from nanoinfer.batch.batch_job import Summary, run_batch
+from nanoinfer.batch.job_files import BatchOutput
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import JobError, RequestError
-from nanoinfer.utils import job_files
-from nanoinfer.batch.job_files import BatchOutput
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -446,7 +446,7 @@ def test_a_job_that_fails_after_it_began_says_that_it_did(
 
 def test_every_option_of_the_engine_is_one_of_the_command_with_its_explanation() -> None:
     arguments = [sys.executable, "-X", "importtime", "-m", "nanoinfer", "run-batch", "--help"]
-    shown = subprocess.run(arguments, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
+    shown = subprocess.run(arguments, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
     for field in fields(EngineConfig):
         assert f"--{field.name.replace('_', '-')}" in shown.stdout
     assert "the most sequences in the running set." in shown.stdout

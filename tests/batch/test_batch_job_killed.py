@@ -66,7 +66,7 @@ def test_a_job_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(
     write_input(path, num_lines, random)
     options = ["--model", str(tiny_model_path()), "--device", "cpu", "--max-num-seqs", "8"]
     command = [sys.executable, "-m", "nanoinfer", "run-batch", "-i", str(path), "-o", str(output), *options]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     for _ in range(num_kills):
         before = whole_lines(output)
         process = subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -21,7 +21,7 @@ from bench import (
     decode_steps,
     draw_workload,
 )
-from nanoinfer.config import ModelConfig
+from nanoinfer.checkpoint.model_config import ModelConfig
 
 H200 = Rates(bandwidth=4.3e12, matrix_rate=790e12, method="given")
 SEED_0 = draw_workload(0, num_seqs=256, load=LOADS["default"], vocab_size=151936)

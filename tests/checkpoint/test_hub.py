@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import nanoinfer
-from nanoinfer.errors import ModelError
 from nanoinfer.checkpoint.hub import resolve_model_folder
+from nanoinfer.errors import ModelError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NOBODY = "http://127.0.0.1:9"  # where no hub answers

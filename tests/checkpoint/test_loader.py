@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanoinfer.config import ModelConfig
-from nanoinfer.errors import ModelError
-from nanoinfer.layers.attention.layer import TorchBackend
-from nanoinfer.models.qwen3 import Qwen3ForCausalLM
-from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.checkpoint.loader import fill_with_random_weights, iterate_weights, load_model
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.errors import ModelError
+from nanoinfer.layers.attention.torch_reference import TorchBackend
+from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 QKV_PROJ = "model.layers.0.self_attn.qkv_proj"

@@ -21,14 +21,14 @@ import torch.distributed
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, ConfigError, EngineClosedError, SamplingParams, WorkerError, tiny_model_path
-from nanoinfer.engine import executor
-from nanoinfer.executor.parallel_runner import _work
-from nanoinfer.runner.model_runner import ModelRunner
-from nanoinfer.utils import workers
 from nanoinfer.device import select_devices
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel, connect
+from nanoinfer.executor import parallel_runner as executor
+from nanoinfer.executor import workers
+from nanoinfer.executor.parallel_runner import _work
 from nanoinfer.executor.shm_ring import SLOT_SIZE
 from nanoinfer.executor.workers import PASSED
+from nanoinfer.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see what is left of an engine")
 
@@ -495,7 +495,7 @@ if __name__ == "__main__":
 def start_script(folder: Path, source: str) -> subprocess.Popen:
     path = folder / "script.py"
     path.write_text(textwrap.dedent(source))
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(folder)}
     pipe = subprocess.PIPE
     return subprocess.Popen(

@@ -5,10 +5,12 @@ import importlib.util
 import pytest
 import torch
 
-from nanoinfer.runner.step_tables import cumulated
-from nanoinfer.layers.attention.layer import AttentionBackend, TorchBackend, select_backend
-from nanoinfer.layers.rotary_embedding import store
+from nanoinfer.layers.attention.backend import AttentionBackend
+from nanoinfer.layers.attention.layer import store
 from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, PrefillMetadata
+from nanoinfer.layers.attention.selection import select_backend
+from nanoinfer.layers.attention.torch_reference import TorchBackend
+from nanoinfer.runner.step_tables import cumulated
 
 pytestmark = pytest.mark.gpu
 
@@ -20,8 +22,8 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     if request.param == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         pytest.skip("flash-attn is not installed")
     if request.param == "triton without flash_attn":
-        from nanoinfer.layers.attention.triton import TritonBackend
         from nanoinfer.layers.attention.torch_varlen import VarlenAttention
+        from nanoinfer.layers.attention.triton import TritonBackend
 
         return TritonBackend(VarlenAttention())
     return select_backend(request.param, torch.device("cuda"), torch.bfloat16, 128, BLOCK_SIZE)
@@ -69,7 +71,7 @@ def test_prefill_equals_plain_attention(backend: AttentionBackend, lens: list[tu
 
 
 def test_prefill_in_groups_of_chunks_equals_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanoinfer.layers import varlen_attention
+    from nanoinfer.layers.attention import torch_varlen as varlen_attention
     from nanoinfer.layers.attention.triton import TritonBackend
 
     monkeypatch.setattr(varlen_attention, "MAX_GATHER_TOKENS", 600)

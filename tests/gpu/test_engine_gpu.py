@@ -140,7 +140,7 @@ def test_preemption_changes_no_answer_of_the_tiny_checkpoint(backend: str) -> No
 
 
 def test_the_engine_runs_without_flash_attn_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanoinfer.layers import attention
+    from nanoinfer.layers.attention import selection as attention
 
     obstacle = attention._obstacle
 
@@ -318,7 +318,7 @@ def test_the_cache_takes_what_the_user_grants(random_checkpoint: Callable[..., P
 def test_a_construction_that_fails_gives_the_gpus_memory_back(
     random_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nanoinfer.engine import model_runner
+    from nanoinfer.runner import model_runner
 
     def fail(*_: object) -> None:
         raise RuntimeError("the test says so")

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.activation import silu_and_mul
-from nanoinfer.layers.attention.layer import TorchBackend
+from nanoinfer.layers.attention.layer import norm_rope_store
+from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache
+from nanoinfer.layers.attention.torch_reference import TorchBackend
 from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
 from nanoinfer.layers.linear import RowParallelLinear
-from nanoinfer.sampling.logprobs import thresholds
-from nanoinfer.layers.rotary_embedding import norm_rope_store
 from nanoinfer.sampling.gumbel_max import best_candidates, redraw, sample, sample_and_append
-from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache
-from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.sampling.top_k_top_p import thresholds
 
 pytestmark = pytest.mark.gpu
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from nanoinfer import LLM, ConfigError, SamplingParams, WorkerError, tiny_model_path
-from nanoinfer.runner.model_runner import ModelRunner
-from nanoinfer.layers.layernorm import add_rms_norm, sum_ranks_add_rms_norm
 from nanoinfer.device import becomes_idle
 from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, SLICE_TOKENS, connect
+from nanoinfer.layers.layernorm import add_rms_norm, sum_ranks_add_rms_norm
+from nanoinfer.runner.model_runner import ModelRunner
 from tests.gpu.test_engine_gpu import chat_prompts
 from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
 

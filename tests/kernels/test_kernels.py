@@ -12,23 +12,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers import activation, layernorm, logits, rotary_embedding, sampler
-from nanoinfer.layers.attention.layer import TorchBackend
-from nanoinfer.sampling.gumbel_max import sample
-from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache
 from nanoinfer.distributed.symmetric_memory import RankSums
+from nanoinfer.layers import activation, layernorm
+from nanoinfer.layers.attention import layer as attention_layer
+from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache
+from nanoinfer.layers.attention.torch_reference import TorchBackend
+from nanoinfer.sampling import gumbel_max, top_k_top_p
+from nanoinfer.sampling.gumbel_max import sample
 
 triton = pytest.importorskip("triton")
 
+from nanoinfer.kernels import all_reduce_rms_norm as sum_ranks_kernels  # noqa: E402
+from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
-from nanoinfer.kernels import paged_attention  # noqa: E402
+from nanoinfer.kernels import paged_decode_attention as paged_attention  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
-from nanoinfer.kernels import sample as sample_kernels  # noqa: E402
 from nanoinfer.kernels import silu_and_mul as silu_kernels  # noqa: E402
-from nanoinfer.kernels import sum_ranks as sum_ranks_kernels  # noqa: E402
-from nanoinfer.kernels import thresholds as threshold_kernels  # noqa: E402
-from nanoinfer.kernels.paged_decode_attention import paged_decode_attention, plan_decode  # noqa: E402
+from nanoinfer.kernels import top_k_top_p as threshold_kernels  # noqa: E402
 from nanoinfer.kernels.gumbel_max import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
+from nanoinfer.kernels.paged_decode_attention import paged_decode_attention, plan_decode  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
 
@@ -72,10 +74,10 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (layernorm.add_rms_norm, rms_norm_kernels),
         (layernorm.sum_ranks_add_rms_norm, sum_ranks_kernels),
         (activation.silu_and_mul, silu_kernels),
-        (rotary_embedding.norm_rope_store, norm_rope_store_kernels),
-        (sampler.sample_and_append, sample_kernels),
-        (sampler.redraw, sample_kernels),
-        (logits.thresholds, threshold_kernels),
+        (attention_layer.norm_rope_store, norm_rope_store_kernels),
+        (gumbel_max.sample_and_append, sample_kernels),
+        (gumbel_max.redraw, sample_kernels),
+        (top_k_top_p.thresholds, threshold_kernels),
     ],
 )
 def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(
@@ -305,7 +307,7 @@ class HeadsStep:
 
 
 def assert_step_equals_its_twin(step: HeadsStep) -> dict[str, Tensor]:
-    actual, expected = step.run(norm_rope_store_kernels.norm_rope_store), step.run(rotary_embedding.norm_rope_store)
+    actual, expected = step.run(norm_rope_store_kernels.norm_rope_store), step.run(attention_layer.norm_rope_store)
     for name in actual:
         assert_nearly_equal(actual[name], expected[name])
     assert torch.equal(actual["v"], expected["v"])
@@ -538,7 +540,7 @@ def sample_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions
 
 
 def test_sample_has_groups_as_large_as_its_twin() -> None:
-    assert GROUP_SIZE.value == sampler.GROUP_SIZE
+    assert GROUP_SIZE.value == gumbel_max.GROUP_SIZE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -626,7 +628,7 @@ def test_the_best_candidates_of_a_shard_are_those_of_the_twin(first_id: int) -> 
     temperatures, seeds, positions = sampling_arguments()
     arguments = (logits, first_id, torch.arange(len(SEEDS)), temperatures, seeds, positions)
     scores, ids = best_candidates(*arguments)
-    expected_scores, expected_ids = sampler.best_candidates(*arguments)
+    expected_scores, expected_ids = gumbel_max.best_candidates(*arguments)
     torch.testing.assert_close(scores, expected_scores)
     assert scores.isfinite().tolist() == [True, True, True, False, False, True, True, True]
     assert torch.equal(ids[scores.isfinite()], expected_ids[scores.isfinite()])
@@ -637,7 +639,7 @@ def test_a_second_draw_equals_its_twin_and_takes_the_place_of_the_first() -> Non
     bounds = torch.tensor([-math.inf, 3.0, 6.0, 0.0, 8.0, 9.0, 1e9, NAN])
     temperatures, seeds, _ = sampling_arguments()
     results = []
-    for function in (sample_kernels.redraw, sampler.redraw.__wrapped__):
+    for function in (sample_kernels.redraw, gumbel_max.redraw.__wrapped__):
         token_ids, context_lens = torch.full((len(SEEDS), 9), 7, dtype=torch.int32), torch.arange(1, 9).int()
         ids = function(logits, bounds, rows, temperatures, seeds, token_ids, context_lens)
         results.append((ids, token_ids, context_lens))
@@ -672,7 +674,7 @@ LIMITS = torch.tensor(
 def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float, dtype: torch.dtype) -> None:
     scores = (spread * randn(len(LIMITS), vocab_size)).to(dtype)
     actual = threshold_kernels.thresholds(scores, LIMITS)
-    expected = logits.thresholds.__wrapped__(scores, LIMITS)
+    expected = top_k_top_p.thresholds.__wrapped__(scores, LIMITS)
     allowed = scores.float() >= actual.unsqueeze(1)
     same = allowed == (scores.float() >= expected.unsqueeze(1))
     # Sums are taken in another order: the token at the cut-off, and its equals, may be in or out.
@@ -708,7 +710,7 @@ def test_thresholds_leave_out_logits_of_minus_infinity() -> None:
     scores = torch.full((len(LIMITS), 1000), -math.inf)
     scores[:, [100, 700]] = torch.tensor([0.0, -0.1])
     found = threshold_kernels.thresholds(scores, LIMITS)
-    expected = logits.thresholds.__wrapped__(scores, LIMITS)
+    expected = top_k_top_p.thresholds.__wrapped__(scores, LIMITS)
     assert ((scores >= found.unsqueeze(1)) & scores.isfinite()).tolist() == (
         (scores >= expected.unsqueeze(1)) & scores.isfinite()
     ).tolist()

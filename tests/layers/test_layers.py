@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from nanoinfer.device import import_error
+from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
-from nanoinfer.layers import attention
+from nanoinfer.kernels import dispatch as kernel
+from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.layers.activation import silu_and_mul
-from nanoinfer.layers.attention.layer import Attention, TorchBackend, select_backend
+from nanoinfer.layers.attention import selection, torch_reference
+from nanoinfer.layers.attention.layer import Attention, store
+from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata, ragged_indices
+from nanoinfer.layers.attention.selection import select_backend
+from nanoinfer.layers.attention.torch_reference import TorchBackend
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import (
@@ -22,11 +29,6 @@ from nanoinfer.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from nanoinfer.layers.rotary_embedding import store
-from nanoinfer.utils import kernel
-from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata, ragged_indices
-from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.dispatch import import_error, triton_on_cuda
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -443,14 +445,14 @@ def test_prefill_of_whole_prompts_needs_no_cache() -> None:
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("max_gather_elements", [attention.MAX_GATHER_ELEMENTS, 1])
+@pytest.mark.parametrize("max_gather_elements", [torch_reference.MAX_GATHER_ELEMENTS, 1])
 @pytest.mark.parametrize("block_size", [16, 48])
 @pytest.mark.parametrize("group", GROUPS)
 def test_decode_of_mixed_contexts_equals_naive_attention(
     group: int, block_size: int, max_gather_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All rows gathered together, and (with room for one element) one row at a time."""
-    monkeypatch.setattr(attention, "MAX_GATHER_ELEMENTS", max_gather_elements)
+    monkeypatch.setattr(torch_reference, "MAX_GATHER_ELEMENTS", max_gather_elements)
     sequences = page(MIXED, block_size, num_kv_heads=2)
     for k, v, slots in zip(sequences.k, sequences.v, sequences.slots, strict=True):
         store(k[:-1], v[:-1], *sequences.cache, slots[:-1])  # computed before
@@ -502,7 +504,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def pretend_installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    monkeypatch.setattr(attention, "import_error", lambda name: None if name in packages else ImportError("not there"))
+    monkeypatch.setattr(selection, "import_error", lambda name: None if name in packages else ImportError("not there"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

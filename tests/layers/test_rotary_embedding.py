@@ -10,9 +10,10 @@ from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from nanoinfer.config import ModelConfig
+from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ModelError
-from nanoinfer.layers.rotary_embedding import ROPE_TYPES, RotaryEmbedding, norm_rope_store, rope_frequencies, rotate
+from nanoinfer.layers.attention.layer import norm_rope_store
+from nanoinfer.layers.rotary_embedding import ROPE_TYPES, RotaryEmbedding, rope_frequencies, rotate
 
 SIZES = {
     "vocab_size": 8,

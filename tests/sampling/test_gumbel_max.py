@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.sampling.gumbel_max import (
     GROUP_SIZE,
     best_candidates,
@@ -14,7 +15,6 @@ from nanoinfer.sampling.gumbel_max import (
     sample_and_append,
     sample_together,
 )
-from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.sampling.philox import exponential, philox
 
 MASK32 = 0xFFFFFFFF

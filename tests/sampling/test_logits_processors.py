@@ -17,8 +17,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanoinfer.sampling.logprobs import best_tokens, penalise, thresholds
 from nanoinfer.sampling.gumbel_max import redraw, sample
+from nanoinfer.sampling.logits_processors import penalise
+from nanoinfer.sampling.logprobs import best_tokens
+from nanoinfer.sampling.top_k_top_p import thresholds
 
 NEAR = 1e-6  # of probability: at the cut-off, rounding decides
 

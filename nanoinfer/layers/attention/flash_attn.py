@@ -3,7 +3,7 @@
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from nanoinfer.layers.attention.layer import AttentionBackend
+from nanoinfer.layers.attention.backend import AttentionBackend
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn  # slow to import, so this file is imported only where it is wanted
 
-from nanoinfer.layers.attention.layer import PrefillAttention, gather_context
+from nanoinfer.layers.attention.backend import PrefillAttention
 from nanoinfer.layers.attention.metadata import LayerCache, PrefillMetadata
+from nanoinfer.layers.attention.torch_reference import gather_context
 
 # PyTorch checks the head counts since it has this argument; before, grouped heads went through unasked.
 GROUPED_HEADS: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

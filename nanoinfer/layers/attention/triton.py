@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from nanoinfer.kernels.paged_decode_attention import paged_decode_attention, plan_decode
-from nanoinfer.layers.attention.layer import AttentionBackend, PrefillAttention
+from nanoinfer.layers.attention.backend import AttentionBackend, PrefillAttention
 from nanoinfer.layers.attention.metadata import DecodeMetadata, DecodePlan, KVCache, LayerCache, PrefillMetadata
 
 

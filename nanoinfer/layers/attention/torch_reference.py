@@ -1,0 +1,68 @@
+"""Attention in plain PyTorch: the specification of the other backends, and the one for CPUs."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.layers.attention.backend import AttentionBackend
+from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata, ragged_indices
+
+MAX_GATHER_ELEMENTS = 2**24  # of keys that the plain decode gathers at a time: 64 MiB in float32
+
+
+class TorchBackend(AttentionBackend):
+    """Plain PyTorch: for a CPU, and the twin that the other backends are tested against."""
+
+    name = "torch"
+    needs_host = True
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
+        out = torch.empty_like(q)
+        start = 0
+        for index, (query_len, context_len) in enumerate(zip(metadata.query_lens, metadata.context_lens, strict=True)):
+            chunk = slice(start, start + query_len)
+            context_k, context_v = k[chunk], v[chunk]
+            if query_len != context_len:
+                context_k, context_v = gather_context(cache, metadata, slice(index, index + 1))
+            out[chunk] = causal_attention(q[chunk], context_k, context_v)
+            start += query_len
+        return out
+
+    def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> Tensor:
+        num_rows, num_heads, head_dim = q.shape
+        _, num_kv_heads, block_size, _ = cache.k.shape
+        lens = metadata.context_lens
+        num_blocks = max(1, -(-int(lens.max()) // block_size))
+        visible = torch.arange(num_blocks * block_size, device=q.device) < lens.unsqueeze(1)
+        visible = visible[:, None, None, :]  # (num_rows, 1, 1, max_context)
+        q = q.view(num_rows, num_kv_heads, -1, head_dim)  # the queries that share a KV head side by side
+        out = torch.empty_like(q)
+        group = max(1, MAX_GATHER_ELEMENTS // (num_blocks * block_size * num_kv_heads * head_dim))
+        for start in range(0, num_rows, group):
+            rows = slice(start, start + group)
+            tables = metadata.block_tables[rows, :num_blocks]
+            k, v = (side[tables].transpose(1, 2).flatten(2, 3) for side in cache)  # (rows, kv_heads, max_context, dim)
+            for side in (k, v):  # what lies past a context may be NaN, and 0 x NaN is NaN
+                side.masked_fill_(~visible[rows].transpose(2, 3), 0)
+            out[rows] = F.scaled_dot_product_attention(q[rows], k, v, attn_mask=visible[rows])
+        return out.view(num_rows, num_heads, head_dim)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One sequence: the last len(q) of len(k) tokens attend to themselves and all before them."""
+    query_len, context_len = len(q), len(k)
+    mask = None
+    if query_len != context_len:
+        mask = torch.ones(query_len, context_len, dtype=torch.bool, device=q.device).tril(context_len - query_len)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, heads, tokens, head_dim)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def gather_context(cache: LayerCache, metadata: PrefillMetadata, chunks: slice) -> tuple[Tensor, Tensor]:
+    """Copy the whole contexts of some chunks out of the cache: (sum of context_lens, num_kv_heads, head_dim) each."""
+    block_size = cache.k.shape[2]
+    cu_lens = metadata.cu_context_lens[chunks.start : chunks.stop + 1]
+    segments, positions = ragged_indices(cu_lens - cu_lens[0], sum(metadata.context_lens[chunks]))
+    blocks = metadata.block_tables[chunks][segments, positions // block_size]
+    return cache.k[blocks, :, positions % block_size], cache.v[blocks, :, positions % block_size]
