@@ -117,8 +117,8 @@ class SamplingParams:
         self._check_stops()
 
     @property
-    def is_masked(self) -> bool:
-        """Whether some tokens are not to be drawn, for being unlikely."""
+    def is_filtered(self) -> bool:
+        """Whether top_k, top_p or min_p excludes tokens."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property

@@ -151,8 +151,8 @@ class Job:
             is_chat = "messages" in body
             if is_chat:
                 options = {name: body[name] for name in CHAT_OPTIONS if name in body}
-                texts = render_chats(engine.require_tokenizer(), [body["messages"]], **options)
-                [body["prompt"]] = engine.encode([*texts], add_special_tokens=False)
+                texts = render_chats(self._llm._require_tokenizer(), [body["messages"]], **options)
+                [body["prompt"]] = self._llm._encode([*texts], add_special_tokens=False)
             self._asked[self._llm.add_request(body["prompt"], params)] = Asked(line, custom_id, is_chat)
         except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
             self._fail(line, custom_id, "invalid_request", str(error))

@@ -91,7 +91,7 @@ class BlockManager:
             return []
         found: list[int] = []
         parent_serial = ROOT_SERIAL
-        for index in range(((seq.score_from or len(seq.token_ids)) - 1) // self.block_size):
+        for index in range(((seq.prompt_logprobs_start or len(seq.token_ids)) - 1) // self.block_size):
             entry = self._find(seq, index, parent_serial)
             if entry is None:
                 break

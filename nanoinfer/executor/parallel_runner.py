@@ -24,7 +24,7 @@ from nanoinfer.engine.batch import Packet
 from nanoinfer.errors import WorkerError
 from nanoinfer.executor.shm_ring import Ring, RingReader, RingWriter
 from nanoinfer.executor.workers import PASSED, Workers, postponed_interrupt
-from nanoinfer.runner.model_runner import ModelRunner, StepHandle
+from nanoinfer.runner.model_runner import ModelRunner, PendingStep, StepHandle
 
 logger = logging.getLogger("nanoinfer")
 
@@ -60,12 +60,20 @@ class ParallelRunner:
             self._fail(error)
         self.num_blocks, self.max_model_len = self._runner.num_blocks, self._runner.max_model_len
 
-    def launch(self, packet: Packet) -> StepHandle:
-        """Start a step on all ranks."""
+    def launch(self, packet: Packet) -> PendingStep:
+        """Start a step on all ranks; the workers sample it at once."""
         with postponed_interrupt():
             try:
                 self._writer.send(packet)
                 return self._runner.launch(packet)
+            except BaseException as error:
+                self._fail(error)
+
+    def sample(self, pending: PendingStep) -> StepHandle:
+        """Draw the tokens of the step that was just launched."""
+        with postponed_interrupt():
+            try:
+                return self._runner.sample(pending)
             except BaseException as error:
                 self._fail(error)
 
@@ -159,7 +167,7 @@ def _work(
     reader = RingReader(ring, rank - 1, link)
     with suppress(EOFError):  # rank 0 has closed its end, or is gone
         while True:
-            runner.launch(reader.receive())
+            runner.sample(runner.launch(reader.receive()))
     if becomes_idle(devices[rank], ABORT_SECONDS):
         runner.close()
         tp.abort()  # what it shares goes with this process
