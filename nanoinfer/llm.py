@@ -274,7 +274,7 @@ class LLM:
                 prompt=prompt if isinstance(prompt, str) else None,
                 token_ids=ids,
                 sampling_params=its_params,
-                priority=its,
+                priority=its_priority,
             )
             for prompt, ids, its_params, its_priority in zip(prompts, encoded, params, priorities, strict=True)
         ]

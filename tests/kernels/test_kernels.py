@@ -76,7 +76,6 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (activation.silu_and_mul, silu_kernels),
         (attention_layer.norm_rope_store, norm_rope_store_kernels),
         (gumbel_max.sample_and_append, sample_kernels),
-        (gumbel_max.redraw, sample_kernels),
         (top_k_top_p.thresholds, threshold_kernels),
     ],
 )
@@ -532,7 +531,7 @@ def sample_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions
     num_rows = len(logits)
     width = max(positions.tolist(), default=0) + 1
     token_ids, context_lens = torch.full((num_rows, width), 7, dtype=torch.int32), positions.int().clone()
-    ids = sample_and_append(logits, torch.arange(num_rows), temperatures, seeds, token_ids, context_lens)
+    ids = sample_and_append(logits, None, torch.arange(num_rows), temperatures, seeds, token_ids, context_lens)
     assert torch.equal(context_lens, positions.int() + 1)
     assert torch.equal(token_ids[torch.arange(num_rows), positions.long()], ids.clamp(min=0))
     assert (token_ids != 7).sum() <= num_rows
@@ -613,7 +612,7 @@ def test_sample_leaves_the_tables_alone_where_rows_are_padding() -> None:
     token_ids, context_lens = torch.full((5, 4), 9, dtype=torch.int32), torch.tensor([1, 2, 3, 0, 0]).int()
     logits = torch.eye(5)[[3, 1, 4, 2]]
     rows = torch.tensor([2, -1, 0, -1])
-    ids = sample_and_append(logits, rows, torch.zeros(5), torch.zeros(5).long(), token_ids, context_lens)
+    ids = sample_and_append(logits, None, rows, torch.zeros(5), torch.zeros(5).long(), token_ids, context_lens)
     assert ids.tolist() == [3, -1, 4, -1]
     assert token_ids[[0, 2]].tolist() == [[9, 4, 9, 9], [9, 9, 9, 3]]
     assert token_ids[[1, 3, 4]].eq(9).all()
@@ -634,19 +633,19 @@ def test_the_best_candidates_of_a_shard_are_those_of_the_twin(first_id: int) -> 
     assert torch.equal(ids[scores.isfinite()], expected_ids[scores.isfinite()])
 
 
-def test_a_second_draw_equals_its_twin_and_takes_the_place_of_the_first() -> None:
+def test_a_draw_above_thresholds_equals_its_twin() -> None:
     logits, rows = 3 * randn(len(SEEDS), TILE + 70), torch.tensor([0, 1, 2, -1, 4, 5, 6, 7])
     bounds = torch.tensor([-math.inf, 3.0, 6.0, 0.0, 8.0, 9.0, 1e9, NAN])
     temperatures, seeds, _ = sampling_arguments()
     results = []
-    for function in (sample_kernels.redraw, gumbel_max.redraw.__wrapped__):
-        token_ids, context_lens = torch.full((len(SEEDS), 9), 7, dtype=torch.int32), torch.arange(1, 9).int()
+    for function in (sample_and_append, gumbel_max.sample_and_append.__wrapped__):
+        token_ids, context_lens = torch.full((len(SEEDS), 9), 7, dtype=torch.int32), torch.arange(8).int()
         ids = function(logits, bounds, rows, temperatures, seeds, token_ids, context_lens)
         results.append((ids, token_ids, context_lens))
     for mine, theirs in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
     assert (results[0][0] >= 0).tolist() == [True, True, True, False, True, True, False, True]
-    assert results[0][2].tolist() == list(range(1, 9))
+    assert results[0][2].tolist() == [1, 2, 3, 3, 5, 6, 7, 8]
 
 
 # --- thresholds ---
@@ -701,7 +700,7 @@ def test_thresholds_of_rows_that_are_not_finite_hide_nothing(value: float) -> No
     found, rows = threshold_kernels.thresholds(scores, LIMITS), torch.arange(len(LIMITS))
     seeds, context_lens = torch.zeros(len(LIMITS)).long(), torch.ones(len(LIMITS)).int()
     token_ids = torch.zeros(len(LIMITS), 2).int()
-    ids = sample_kernels.redraw(scores, found, rows, LIMITS[:, 0], seeds, token_ids, context_lens)
+    ids = sample_and_append(scores, found, rows, LIMITS[:, 0], seeds, token_ids, context_lens)
     assert ids.tolist() == [-1] * len(LIMITS)
 
 
