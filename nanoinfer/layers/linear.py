@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.distributed.symmetric_memory import RankSums
+from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
 from nanoinfer.distributed.tensor_parallel import PendingSum, TensorParallel
 from nanoinfer.errors import ModelError
 
 MAX_TOKENS_IN_PARTS = 256  # beyond, a product fills the GPU by itself
-Sum = Tensor | RankSums | list[PendingSum]  # over the ranks; the last two are still to be added up, or exchanged
+# Over the ranks; the last two are still to be added up, or exchanged.
+Sum = Tensor | SymmetricBuffers | list[PendingSum]
 
 
 class ColumnParallelLinear(nn.Module):
@@ -108,12 +109,12 @@ class RowParallelLinear(nn.Module):
         # Nothing but the number of tokens decides, so that no residual of such sums, which may lack the rows that other
         # ranks have, comes to a sum of another kind.
         if memory is not None and len(x) <= memory.max_tokens:
-            sums = memory.next_turn(len(x))
+            buffers = memory.next_buffers(len(x))
             if bias is None:
-                torch.mm(x, self.weight.t(), out=sums.part)
+                torch.mm(x, self.weight.t(), out=buffers.input)
             else:
-                torch.addmm(bias, x, self.weight.t(), out=sums.part)
-            return sums
+                torch.addmm(bias, x, self.weight.t(), out=buffers.input)
+            return buffers
         parts = self._num_parts(x)
         if parts > 1:
             x = x.unflatten(1, (parts, -1)).transpose(0, 1)  # (parts, num_tokens, input_size / parts)

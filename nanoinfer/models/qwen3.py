@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.distributed.symmetric_memory import RankSums
+from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
 from nanoinfer.distributed.tensor_parallel import TensorParallel, in_slices
 from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.attention.backend import AttentionBackend
@@ -80,14 +80,14 @@ class Qwen3DecoderLayer(nn.Module):
         hidden = self.self_attn(positions, qkv, cache, metadata)
         return in_slices(self._through_mlp, hidden, residual)
 
-    def _to_qkv(self, hidden: Tensor | RankSums, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _to_qkv(self, hidden: Tensor | SymmetricBuffers, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if residual is None:
             assert isinstance(hidden, Tensor), "the first layer gets the embeddings"
             return self.self_attn.qkv_proj(self.input_layernorm(hidden)), hidden
         hidden, residual = self.input_layernorm.add(hidden, residual)
         return self.self_attn.qkv_proj(hidden), residual
 
-    def _through_mlp(self, hidden: Tensor | RankSums, residual: Tensor) -> tuple[Sum, Tensor]:
+    def _through_mlp(self, hidden: Tensor | SymmetricBuffers, residual: Tensor) -> tuple[Sum, Tensor]:
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
         return self.mlp(hidden), residual
 
