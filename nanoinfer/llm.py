@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine, Prepared
 from nanoinfer.errors import ModelError, RequestError
-from nanoinfer.executor.workers import postponed_interrupt
+from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.outputs import EngineMetrics, EngineStats, Logprob, RequestOutput, Score, StreamChunk
 from nanoinfer.sampling_params import SamplingParams, is_whole_number
 from nanoinfer.text.chat import Conversation, render_chats

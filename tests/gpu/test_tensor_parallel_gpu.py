@@ -123,7 +123,7 @@ def test_a_worker_that_is_killed_is_an_error_and_a_new_engine_works(when: str, e
     free_before = torch.cuda.mem_get_info(0)[0]
     expected = answers(2)
     llm = LLM(tiny_model_path(), tensor_parallel_size=2, enforce_eager=enforce_eager)
-    pid = llm.engine.runner._workers._processes[0].pid
+    pid = llm.engine.runner.worker_pids[0]
     if when == "idle":
         os.kill(pid, signal.SIGKILL)
         time.sleep(0.5)
