@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nanoinfer.distributed import tensor_parallel as distributed
 from nanoinfer.kernels.paged_decode_attention import paged_decode_attention, plan_decode
-from nanoinfer.layers.layernorm import add_rms_norm, sum_ranks_add_rms_norm
+from nanoinfer.layers.layernorm import add_rms_norm, all_reduce_add_rms_norm
 
 DTYPE = torch.bfloat16
 BYTES_PER_SECOND, FLOP_PER_SECOND = 4.39e12, 790e12  # what the floors are at
@@ -144,8 +144,8 @@ def sums(rank: int, size: int, folder: str) -> None:
         add_rms_norm(total, residual[:num_tokens], weight, 1e-6)
 
     def by_us(two_shot: bool, num_tokens: int) -> None:
-        sums = replace(tp.memory.next_turn(num_tokens), two_shot=two_shot)
-        sum_ranks_add_rms_norm(residual[:num_tokens], sums, weight, 1e-6)
+        buffers = replace(tp.memory.next_buffers(num_tokens), two_shot=two_shot)
+        all_reduce_add_rms_norm(residual[:num_tokens], buffers, weight, 1e-6)
 
     for num_tokens in (1, 8, 16, 32, 64, 128, 192, 256, 512):
         ways = (

@@ -18,7 +18,7 @@ import xxhash
 
 from nanoinfer.batch.job_files import MAX_LINE_BYTES, BatchOutput, Line, read_lines
 from nanoinfer.errors import JobError, RequestError
-from nanoinfer.executor.workers import postponed_interrupt
+from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.llm import LLM, Progress
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams

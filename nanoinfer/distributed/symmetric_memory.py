@@ -1,6 +1,13 @@
-"""Memory on each rank's GPU that the others reach over NVLink, so that sums of a few tokens need no NCCL.
+"""GPU memory that every rank of one host can read and write over NVLink, for the custom all-reduce of small steps.
 
-It is shared by CUDA's interprocess communication (CUDA Runtime API, "Device Management", cudaIpc*).
+A decode step all-reduces a megabyte or less, dozens of times, and NCCL's latency is most of that time. Here each rank
+leaves its partial sums where the other ranks' kernels can read them: see `kernels/all_reduce_rms_norm.py`.
+
+The memory is shared by CUDA's interprocess communication (cudaIpcGetMemHandle and cudaIpcOpenMemHandle; CUDA Runtime
+API, "Device Management") rather than by `torch.distributed._symmetric_memory`. The ranks of PyTorch's rendezvous count
+their rendezvous in a global of the process, so a process that has made one cannot make another with processes that have
+not. Our rank 0 is the user's process, and each engine starts new workers: a second engine could not be made. PyTorch's
+also needs a process group in its global registry, which we leave to the user.
 """
 
 import ctypes
@@ -12,17 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NUM_TURNS = 2
-# From so many bytes on, and for more than two ranks, a sum takes two shots (`kernels/sum_ranks.py`).
-MIN_BYTES_IN_TWO_SHOTS = 256 * 2**10
-RELEASED = 2**62  # a number of sums that nobody waits for
+NUM_BUFFERS = 2  # double buffering
+MIN_TWO_SHOT_BYTES = 256 * 2**10  # from this size on, more than two ranks use the two-shot all-reduce
+RELEASED = 2**62  # an epoch beyond any that a kernel waits for
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 HANDLE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PeerTensor:
-    """What a Triton kernel needs to know of a tensor: where it is, on whichever GPU, and of what."""
+    """A tensor in the memory of any GPU, with the two things that a Triton kernel asks of a tensor argument."""
 
     address: int
     dtype: torch.dtype
@@ -32,45 +38,43 @@ class PeerTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class RankSums:
-    """The sum of all ranks' parts, which is still to be computed, and normalised.
+class SymmetricBuffers:
+    """The buffers of one all-reduce that is still to be computed: `all_reduce_add_rms_norm` in `layers/layernorm.py`.
 
-    two_shot: each rank computes a share of the rows, for all.
-    part: (num_tokens, hidden_size), this rank's. out: the same, where its norm of the sum comes to lie.
-    parts, outs: (max_tokens, hidden_size) of each rank, of which the first `num_tokens` lines count.
-    flags: (num_ranks + max_tokens,) int64: the number of sums that each rank has announced to this one, and for each
-        row the sum, by number, that was last written for this rank.
-    flag_addresses: (num_ranks,) int64, where the flags of each rank are.
-    num_sums: (NUM_TURNS,) int64, the number of sums that this rank had announced, at the end of each turn.
+    All-reduces are numbered from 1. The number is called the epoch, and a flag holds the epoch that it announces.
     """
 
     rank: int
-    turn: int
-    two_shot: bool
-    part: Tensor
-    out: Tensor
-    parts: tuple[Tensor | PeerTensor, ...]
-    outs: tuple[Tensor | PeerTensor, ...]
+    index: int  # which of the NUM_BUFFERS sets of buffers these are
+    two_shot: bool  # each row is reduced and normalised by one rank, for all
+    input: Tensor  # (num_tokens, hidden_size): this rank's partial sums
+    output: Tensor  # (num_tokens, hidden_size): where this rank gets the result
+    inputs: tuple[Tensor | PeerTensor, ...]  # one for each rank, (max_tokens, hidden_size); num_tokens rows are in use
+    outputs: tuple[Tensor | PeerTensor, ...]  # likewise
+    # (num_ranks + max_tokens,) int64, written by other ranks: the last epoch whose input each rank has announced, then
+    # the last epoch whose output has been written, for each row.
     flags: Tensor
-    flag_addresses: Tensor
-    num_sums: Tensor
+    flag_addresses: Tensor  # (num_ranks,) int64: the address of each rank's flags
+    epochs: Tensor  # (NUM_BUFFERS,) int64: the last epoch that used each set of buffers
 
 
 class SymmetricMemory:
-    """Each rank's parts and results of two sums, which take turns, and the flags that say what is there.
+    """Owns one rank's shared memory: two sets of input and output buffers, and the flags that synchronise the ranks.
 
-    A rank that has filled in its part announces the sum to all ranks, and reads theirs when they have announced it. In
-    two shots it waits for the results where others compute them, who have waited for all ranks' announcements.
+    A rank fills its input buffer, announces the epoch to all ranks, and reads their inputs once they have announced it
+    too. In two-shot it then waits for the rows of the output that other ranks compute.
 
-    Two turns are enough. When a rank is done with sum k + 1, all ranks have announced it, so all have read the parts of
-    sum k, whose place it may fill. And results of sum k + 2 come to a rank only after it has announced that sum, when
-    whatever used its results of sum k has run.
+    Two sets of buffers, used in turn, are enough:
+    - Inputs: a rank that has finished epoch k + 1 has seen every rank announce it. So every rank has finished epoch k,
+      and the input buffer of k may be filled again.
+    - Outputs: other ranks write the output of epoch k + 2 only after this rank has announced it. By then this rank's
+      kernels that read the output of epoch k have run.
 
-    As a CUDA graph keeps its turns, every step has an even number of sums.
+    A CUDA graph fixes the buffers that its kernels use, so every step must have an even number of all-reduces.
 
-    all_gather: all ranks' tensors of the same shape. shape: (max_tokens, hidden_size).
-    All ranks make one at the same time, with their own GPU as the current one. Raises RuntimeError on all of them where
-    CUDA refuses it to one.
+    all_gather: returns all ranks' tensors of the same shape. shape: (max_tokens, hidden_size).
+    All ranks must construct one at the same time, each with its own GPU as the current device. If CUDA refuses to share
+    one rank's memory, all ranks raise RuntimeError.
     """
 
     def __init__(
@@ -84,51 +88,52 @@ class SymmetricMemory:
         self._rank = rank
         self.max_tokens, hidden_size = shape
         row_bytes = hidden_size * dtype.itemsize
-        self._two_shot_tokens = -(-MIN_BYTES_IN_TWO_SHOTS // row_bytes) if num_ranks > 2 else self.max_tokens + 1
+        self._min_two_shot_tokens = -(-MIN_TWO_SHOT_BYTES // row_bytes) if num_ranks > 2 else self.max_tokens + 1
         buffer_bytes = -(-self.max_tokens * row_bytes // 16) * 16
-        offset = 2 * NUM_TURNS * buffer_bytes  # of the flags
-        self._memories = _share(offset + 8 * (num_ranks + self.max_tokens), rank, num_ranks, all_gather)
+        flags_offset = 2 * NUM_BUFFERS * buffer_bytes
+        self._memories = _share(flags_offset + 8 * (num_ranks + self.max_tokens), rank, num_ranks, all_gather)
         memory = torch.as_tensor(self._memories[rank])
         starts = [memory.address for memory in self._memories]
-        # The parts of each turn, then the results of each.
+        # The input buffers come first, then the output buffers.
         self._on_all_ranks = [
-            tuple(PeerTensor(start + index * buffer_bytes, dtype) for start in starts) for index in range(2 * NUM_TURNS)
+            tuple(PeerTensor(start + index * buffer_bytes, dtype) for start in starts)
+            for index in range(2 * NUM_BUFFERS)
         ]
-        buffers = memory[:offset].view(2 * NUM_TURNS, buffer_bytes)[:, : self.max_tokens * row_bytes]
+        buffers = memory[:flags_offset].view(2 * NUM_BUFFERS, buffer_bytes)[:, : self.max_tokens * row_bytes]
         self._on_this_rank = [buffer.view(dtype).view(shape) for buffer in buffers]
-        self._flags = memory[offset:].view(torch.int64)
-        self._flag_addresses = torch.tensor([start + offset for start in starts], device="cuda")
-        self._num_sums = torch.zeros(NUM_TURNS, dtype=torch.int64, device="cuda")
-        self._turn = 0
-        # For `release`, which must not load a kernel, nor wait, while one hangs.
+        self._flags = memory[flags_offset:].view(torch.int64)
+        self._flag_addresses = torch.tensor([start + flags_offset for start in starts], device="cuda")
+        self._epochs = torch.zeros(NUM_BUFFERS, dtype=torch.int64, device="cuda")
+        self._next_index = 0
+        # Made now, because `release` must neither load a kernel nor wait while another kernel hangs.
         self._released = torch.full(self._flags.shape, RELEASED).pin_memory()
         self._stream = torch.cuda.Stream()
         self._lock = threading.Lock()
 
-    def next_turn(self, num_tokens: int) -> RankSums:
-        """The buffers of the next sum, of at most `max_tokens` tokens."""
-        turn, self._turn = self._turn, (self._turn + 1) % NUM_TURNS
-        return RankSums(
+    def next_buffers(self, num_tokens: int) -> SymmetricBuffers:
+        """Return the buffers of the next all-reduce, of at most `max_tokens` tokens."""
+        index, self._next_index = self._next_index, (self._next_index + 1) % NUM_BUFFERS
+        return SymmetricBuffers(
             self._rank,
-            turn,
-            two_shot=num_tokens >= self._two_shot_tokens,
-            part=self._on_this_rank[turn][:num_tokens],
-            out=self._on_this_rank[NUM_TURNS + turn][:num_tokens],
-            parts=self._on_all_ranks[turn],
-            outs=self._on_all_ranks[NUM_TURNS + turn],
+            index,
+            two_shot=num_tokens >= self._min_two_shot_tokens,
+            input=self._on_this_rank[index][:num_tokens],
+            output=self._on_this_rank[NUM_BUFFERS + index][:num_tokens],
+            inputs=self._on_all_ranks[index],
+            outputs=self._on_all_ranks[NUM_BUFFERS + index],
             flags=self._flags,
             flag_addresses=self._flag_addresses,
-            num_sums=self._num_sums,
+            epochs=self._epochs,
         )
 
     def release(self) -> None:
-        """Have no kernel of this rank wait any more: another rank has gone. Any thread may call it."""
+        """End the waiting of all of this rank's kernels, because another rank is gone. Any thread may call it."""
         with self._lock, torch.cuda.stream(self._stream):
             if self._memories:
                 self._flags.copy_(self._released, non_blocking=True)
 
     def close(self) -> None:
-        """Give the memory back, which nothing on this GPU may use any more."""
+        """Free the memory. Nothing on this rank's GPU may use it any more; closing twice is fine."""
         with self._lock:
             self._stream.synchronize()
             while self._memories:
@@ -136,11 +141,13 @@ class SymmetricMemory:
 
 
 class _Handle(ctypes.Structure):
+    """cudaIpcMemHandle_t."""
+
     _fields_ = (("bytes", ctypes.c_char * HANDLE_BYTES),)
 
 
 class _OwnMemory:
-    """`num_bytes` on the current GPU that other processes can open, as `torch.as_tensor` understands it."""
+    """Memory on the current GPU that other processes can open, and `torch.as_tensor` can view."""
 
     def __init__(self, num_bytes: int) -> None:
         address = ctypes.c_void_p()
@@ -163,7 +170,7 @@ class _OwnMemory:
 
 
 class _PeerMemory:
-    """Another rank's, as this process sees it."""
+    """Another rank's memory, mapped into this process."""
 
     def __init__(self, handle: bytes) -> None:
         address = ctypes.c_void_p()
@@ -178,7 +185,7 @@ class _PeerMemory:
 def _share(
     num_bytes: int, rank: int, num_ranks: int, all_gather: Callable[[Tensor], Tensor]
 ) -> list[_OwnMemory | _PeerMemory]:
-    """All ranks' memory, of zeros, as this one sees it."""
+    """Allocate this rank's memory, zero it, and open that of the other ranks; return all of them by rank."""
     memories: list[_OwnMemory | _PeerMemory] = []
     error: Exception | None = None
     handle = bytes(HANDLE_BYTES)
@@ -189,7 +196,7 @@ def _share(
         handle = own.handle()
     except (OSError, RuntimeError) as refusal:
         error = refusal
-    # The others' handles come when all have zeroed theirs. Whoever was refused takes part as well.
+    # This also waits until all ranks have zeroed their memory. A rank that was refused takes part as well.
     handles = all_gather(torch.frombuffer(bytearray(handle), dtype=torch.uint8).cuda()).tolist()
     try:
         if error is None:
@@ -201,7 +208,7 @@ def _share(
     if all_gather(torch.tensor([error is not None], device="cuda")).any():
         for memory in memories[1:]:
             memory.close()
-        all_gather(torch.zeros(1, device="cuda"))  # nobody has this rank's open any more
+        all_gather(torch.zeros(1, device="cuda"))  # by now no other rank has this one's memory open
         for memory in memories[:1]:
             memory.close()
         raise RuntimeError(f"GPU memory cannot be shared: {error or 'another rank was refused'}") from error
@@ -210,9 +217,9 @@ def _share(
 
 
 def _cuda(name: str, *args: Any) -> None:
-    """Call a function of the CUDA runtime that PyTorch uses and does not pass on."""
+    """Call a function of the CUDA runtime library that PyTorch has loaded but does not expose."""
     runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
     if error := getattr(runtime, name)(*args):
-        runtime.cudaGetLastError()  # or PyTorch would find it, and take it for its own
+        runtime.cudaGetLastError()  # clear the error, or PyTorch would report it as one of its own
         runtime.cudaGetErrorString.restype = ctypes.c_char_p
         raise RuntimeError(f"{name}: {runtime.cudaGetErrorString(error).decode()}")

@@ -1,9 +1,14 @@
-"""Steps on their way from rank 0 to the workers: a ring of slots in shared memory, which all workers read.
+"""Sends packets from rank 0 to the workers: a ring of slots in shared memory, with one writer and several readers.
 
-A message takes as many slots as it needs, one after another. For each slot that it has written, rank 0 rings every
-worker's doorbell, a byte through a socket. So a worker that waits sleeps; the bytes of one that is behind wait for it,
-and say that what rank 0 wrote before them is there to be seen; and the end of rank 0 is the end of the file. A slot is
-written again when all workers have read it.
+A message is an array of int32 numbers, in as many consecutive slots as it needs. For each slot that it has written,
+rank 0 sends one byte through a socket to each worker, the worker's doorbell. The socket does four things for us:
+
+- A worker that waits can sleep, and wakes within microseconds.
+- The bytes queue up for a worker that is behind.
+- Having received the byte, a worker sees all that rank 0 wrote before it.
+- When rank 0 ends, however it does, the worker finds the end of the file.
+
+A slot is written again once all workers have read it.
 """
 
 import socket
@@ -15,18 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 NUM_SLOTS = 32
-SLOT_SIZE = 16384  # numbers
-SPIN_SECONDS = 100e-6  # a worker that has just finished a step looks for the next one so long before it sleeps
-CACHE_LINE = 8  # int64 numbers, so that workers do not write to the same one
+SLOT_SIZE = 16384  # int32 numbers
+SPIN_SECONDS = 100e-6  # a worker polls for the next step this long before it sleeps
+CACHE_LINE = 8  # int64 numbers: the readers' counters lie in different cache lines
 
 
 class Ring:
-    """The shared memory. Send it to a process that is being spawned: it is the same memory there.
+    """The shared memory. Passed as an argument to a spawned process, it is the same memory there.
 
-    It has no name that others could meet, and is gone with the last process that has it, however that one ends.
+    It has no name in the file system, and is freed when the last process that maps it ends.
 
-    num_read: (num_readers,) int64, the slots that each reader has read, ever.
-    lengths: (num_slots,) int64, of the message that each slot is part of.
+    num_read: (num_readers,) int64, the number of slots that each reader has read so far.
+    lengths: (num_slots,) int64, the length of the message that each slot belongs to.
     slots: (num_slots, slot_size) int32.
     """
 
@@ -46,7 +51,10 @@ class Ring:
 
 
 class RingWriter:
-    """Rank 0's end. doorbells: one socket for each reader. check: called while a reader is waited for; may raise."""
+    """Rank 0's end of the ring.
+
+    doorbells: one socket for each reader. check: called repeatedly while `send` waits for a reader; it may raise.
+    """
 
     def __init__(self, ring: Ring, doorbells: list[socket.socket], check: Callable[[], None] = lambda: None) -> None:
         self.ring = ring
@@ -55,7 +63,7 @@ class RingWriter:
         self._num_written = 0
 
     def send(self, numbers: NDArray[np.int32]) -> None:
-        """Write a message; returns at once unless a reader is a whole ring behind. Raises OSError if one is gone."""
+        """Write a message. Blocks only if a reader is a whole ring behind. Raises OSError if a reader is gone."""
         num_slots, slot_size = self.ring.slots.shape
         for start in range(0, max(1, len(numbers)), slot_size):
             while self._num_written - self.ring.num_read.min() >= num_slots:
@@ -70,38 +78,38 @@ class RingWriter:
 
 
 class RingReader:
-    """A worker's end: reader `index` of the ring."""
+    """A worker's end of the ring. index: which of the readers it is."""
 
     def __init__(self, ring: Ring, index: int, doorbell: socket.socket) -> None:
         self.ring = ring
         self._index = index
         self._doorbell = doorbell
         self._num_read = 0
-        self._num_rung = 0  # slots that the doorbell has announced
+        self._num_announced = 0  # slots whose byte has been received
 
     def receive(self) -> NDArray[np.int32]:
-        """The next message, waited for. Raises EOFError when the writer is gone."""
-        self._wait()
+        """Wait for the next message and return a copy of it. Raises EOFError when the writer is gone."""
+        self._wait_for_slot()
         num_slots, slot_size = self.ring.slots.shape
         length = int(self.ring.lengths[self._num_read % num_slots])
         numbers = np.empty(length, np.int32)
         for start in range(0, max(1, length), slot_size):
-            self._wait()
+            self._wait_for_slot()
             part = numbers[start : start + slot_size]
             part[:] = self.ring.slots[self._num_read % num_slots, : len(part)]
             self._num_read += 1
             self.ring.num_read[self._index] = self._num_read
         return numbers
 
-    def _wait(self) -> None:
-        """Until the slot at `_num_read` is written."""
+    def _wait_for_slot(self) -> None:
+        """Wait until the next slot to read has been written."""
         spin_until = time.perf_counter() + SPIN_SECONDS
-        while self._num_rung == self._num_read:
+        while self._num_announced == self._num_read:
             try:
                 flags = socket.MSG_DONTWAIT if time.perf_counter() < spin_until else 0
-                rings = self._doorbell.recv(NUM_SLOTS, flags)
+                received = self._doorbell.recv(NUM_SLOTS, flags)
             except BlockingIOError:
                 continue
-            if not rings:
+            if not received:
                 raise EOFError("rank 0 is gone")
-            self._num_rung += len(rings)
+            self._num_announced += len(received)

@@ -1,7 +1,8 @@
-"""Processes that work for this one: how they start, how their end is noticed, and how everything of them is cleaned up.
+"""Starts the worker processes, notices when one of them ends, and leaves nothing behind.
 
-Each worker has a socket to us. We may write to it; it reports b"+" for each stage of its start that it has passed, and
-the traceback of an error that ends it. Whichever side ends, the other finds the end of the file.
+A socket connects each worker to this process. A worker sends b"+" for each stage of its start that it has passed, and
+its traceback if an error ends it. What this process sends is up to the caller. When either side ends, for whatever
+reason, the other one finds the end of the file.
 """
 
 import multiprocessing
@@ -15,8 +16,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -24,24 +25,25 @@ from typing import Any
 
 from nanoinfer.errors import ConfigError, NanoinferError, WorkerError
 
-EXIT_SECONDS = 10.0  # of patience with a worker that was told to end
-EXPLANATION_SECONDS = 2.0  # a worker's end may show in an error here before it shows in its socket
+EXIT_SECONDS = 10.0  # how long a worker that was told to end may take before it is killed
+EXPLANATION_SECONDS = 2.0  # a worker's end may cause an error here before its socket shows it
 JOIN_SECONDS = 3.0
-NO_MAIN_GUARD = 79  # exit code of a worker whose import of the user's script would start an engine
+NO_MAIN_GUARD = 79  # exit code of a worker in which the import of the user's script would start another engine
 PASSED = b"+"
 
 
 class Workers:
-    """Ranks 1 to `size` - 1, each running `target(rank, link, folder, *args)` in a spawned process.
+    """Spawns ranks 1 to `size` - 1, each a process that runs `target(rank, link, folder, *args)`.
 
-    links: a socket to each of them. folder: a private one, for all ranks; it goes with the workers.
-    on_failure: called when the first worker ends before it should, from a thread that reads what they report.
-    That thread keeps this object alive, so it must be closed.
+    links: one socket for each worker. folder: a temporary folder for all ranks, removed when the workers have ended.
+    on_failure: called once, when a worker ends before it should.
+
+    A thread reads what the workers report, and calls `on_failure`. It keeps this object alive until `close` is called.
     """
 
     def __init__(self, size: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            # We are a worker that is still importing the user's script. Our parent explains.
+            # This is a worker that is still importing the user's script. The parent explains the exit code.
             raise SystemExit(NO_MAIN_GUARD)
         if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
             raise ConfigError(
@@ -55,8 +57,8 @@ class Workers:
         self._owner = os.getpid()
         self._processes: list[SpawnProcess] = []
         self._reports = dict.fromkeys(range(1, size), b"")  # by rank
-        self._failure = ""  # why the first worker has ended
-        self._changed = threading.Condition()  # of the two above
+        self._failure = ""  # why a worker has ended; of several workers, the first
+        self._changed = threading.Condition()  # guards the two above
         self._is_closing = self._is_closed = False
         self._thread = threading.Thread(target=self._watch, name="nanoinfer watch", daemon=True)
         try:
@@ -73,7 +75,7 @@ class Workers:
         arguments = (target, rank, theirs, self.folder, *args)
         spawn = multiprocessing.get_context("spawn").Process
         process = spawn(target=_run_worker, args=arguments, name=f"nanoinfer rank {rank}", daemon=True)
-        # What is blocked here is so in the worker too, which inherits it: Ctrl-C is only ours.
+        # The worker inherits the blocked signal: Ctrl-C, which goes to all processes, is for this one only.
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             with theirs:
@@ -83,8 +85,12 @@ class Workers:
         self._processes.append(process)
 
     @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    @property
     def are_ours(self) -> bool:
-        """False in a fork of the process that started them, which must leave them alone."""
+        """Whether this process started the workers. A fork of it must leave them alone."""
         return os.getpid() == self._owner
 
     @property
@@ -97,7 +103,10 @@ class Workers:
             raise WorkerError(self._failure)
 
     def explanation(self, error: BaseException) -> BaseException:
-        """The WorkerError that is behind `error`, an error of the communication, say; or else `error` itself."""
+        """Return a WorkerError if the end of a worker has caused `error`, or else `error` itself.
+
+        When a worker ends, rank 0 may first see an error of the communication. So this waits a moment for the report.
+        """
         seconds = 0.0 if isinstance(error, (NanoinferError, KeyboardInterrupt)) else EXPLANATION_SECONDS
         with self._changed:
             self._changed.wait_for(lambda: self.have_failed, seconds)
@@ -108,7 +117,7 @@ class Workers:
         return explanation
 
     def wait_for_stage(self, stage: int) -> None:
-        """Return when all workers have passed their `stage`-th stage, counted from 1. Raises WorkerError."""
+        """Wait until all workers have passed so many stages of their start. Raises WorkerError if one has ended."""
         passed = stage * PASSED
         with self._changed:
             self._changed.wait_for(
@@ -117,16 +126,16 @@ class Workers:
         self.check()
 
     def hang_up(self) -> None:
-        """Write no more: each worker finds the end of the file when it has read all that was written, and ends."""
+        """Close this side of the sockets. Each worker ends when it has read all that was sent before."""
         self._is_closing = True
         for link in self.links:
-            with suppress(OSError):  # it has ended already
+            with suppress(OSError):  # the worker has ended already
                 link.shutdown(socket.SHUT_WR)
 
     def close(self, patience: float = EXIT_SECONDS) -> None:
-        """Let the workers end by themselves, and leave nothing of them; closing twice is fine.
+        """Wait for the workers to end, and remove everything that belongs to them. Closing twice is fine.
 
-        patience: seconds after which those that have not ended are killed; if one has failed, that is at once.
+        patience: seconds after which the workers are killed. If one has failed, they are killed at once.
         """
         if self._is_closed or not self.are_ours:
             return
@@ -139,22 +148,22 @@ class Workers:
                 process.kill()
         for process in self._processes:
             process.join()
-            with suppress(ValueError):  # our thread has just taken its exit code
+            with suppress(ValueError):  # the thread is reading its exit code
                 process.close()
         if self._thread.ident is None:  # never started
             for link in self.links:
                 link.close()
-        elif self._thread is not threading.current_thread():  # where the garbage collector may have called us
-            self._thread.join(JOIN_SECONDS)  # `on_failure` may hang
+        elif self._thread is not threading.current_thread():  # the garbage collector may call this in any thread
+            self._thread.join(JOIN_SECONDS)  # not for ever: `on_failure` may hang
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _watch(self) -> None:
-        """Read what workers report until all have ended, and notice the first that does so before it should."""
+        """Read what the workers report until all have ended, and record the first that ends before it should."""
         ranks = {link: rank for rank, link in enumerate(self.links, start=1)}
         while ranks:
             for link in wait(list(ranks)):
                 assert isinstance(link, socket.socket)
-                with suppress(ConnectionResetError):  # it ended with steps unread
+                with suppress(ConnectionResetError):  # the worker ended with packets unread
                     if received := link.recv(65536):
                         with self._changed:
                             self._reports[ranks[link]] += received
@@ -170,6 +179,7 @@ class Workers:
                     self.on_failure()
 
     def _explain(self, rank: int) -> str:
+        """Say why a worker has ended, from its report or its exit code."""
         process, report = self._processes[rank - 1], self._reports[rank].lstrip(PASSED).decode(errors="replace")
         if not report:
             process.join(1.0)
@@ -192,57 +202,24 @@ class Workers:
 
 
 def _run_worker(target: Callable[..., None], rank: int, link: socket.socket, folder: Path, *args: Any) -> None:
-    """The life of a worker."""
+    """Run in a worker from its start to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    warnings.simplefilter("ignore")  # rank 0 says the same
+    warnings.simplefilter("ignore")  # rank 0 gives the same warnings
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     try:
         target(rank, link, folder, *args)
     except BaseException:
         with suppress(OSError):
             link.sendall(traceback.format_exc().encode())
-        time.sleep(0.5)  # if our parent has ended, which may be why we failed, its folder is being removed
-        os._exit(1)  # no clean exit, which could wait for other ranks
-    os._exit(0)  # at once; there is nothing left to be freed
+        time.sleep(0.5)  # if the parent's end is the cause, `_end_with_parent` is removing the folder
+        os._exit(1)  # a clean exit could wait for other ranks
+    os._exit(0)  # a clean exit would have nothing left to free
 
 
 def _end_with_parent(folder: Path) -> None:
+    """End this worker when its parent ends, and remove the folder that the parent can no longer remove."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker is a spawned process"
     parent.join()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
-
-
-@contextmanager
-def postponed_interrupt() -> Iterator[None]:
-    """Ctrl-C waits until the scope is left: what several ranks do together cannot be left in the middle.
-
-    A second Ctrl-C does not wait.
-    """
-    previous = signal.getsignal(signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not callable(previous) or isinstance(previous, _Postponed):
-        yield  # Ctrl-C comes to another thread, or is not Python's, or a scope around this one waits already
-        return
-    handler = _Postponed(previous)
-    signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if handler.caught:
-        previous(*handler.caught[0])
-
-
-class _Postponed:
-    """A signal handler that keeps the first one for later."""
-
-    def __init__(self, handle: Callable[..., Any]) -> None:
-        self.caught: list[tuple[Any, ...]] = []
-        self._handle = handle
-
-    def __call__(self, *args: Any) -> None:
-        self.caught.append(args)
-        if len(self.caught) > 1:
-            self._handle(*args)

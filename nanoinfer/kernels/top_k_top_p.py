@@ -1,9 +1,13 @@
-"""The lowest logit that each row may draw, under top_k, top_p and min_p. Twin: `thresholds` in layers/logits.py.
+"""Top-k, top-p and min-p filtering without a sort: finds the lowest logit that each row may still sample.
 
-Nothing is sorted. A threshold is found by bisection on the bits of the numbers, since the bits of floats, read as whole
-numbers, are in the floats' order: a 16-bit logit takes 16 steps. So that a step need not look at all logits, the first
-kernel takes the largest of each group of neighbouring ids. A group whose largest is below the k-th largest of these
-has none of the k largest logits, so that the second kernel leaves but few candidates to the third.
+The PyTorch twin is `thresholds` in `sampling/top_k_top_p.py`. Each filter keeps the tokens from some logit up, so all
+three together are one threshold. It is found by bisection over the bits of the logits as integers (see `_keys`), which
+takes 16 steps for a 16-bit logit. The work is split over three kernels, so that a step need not read all logits:
+
+1. `_group_kernel` takes the maximum of each group of 64 neighbouring logits.
+2. `_candidates_kernel` bisects over these maxima, which gives a lower bound of the threshold: at least k groups have a
+   maximum at or above the k-th largest maximum, so the k-th largest logit is no lower. Groups below the bound drop out.
+3. `_threshold_kernel` bisects over the logits of the few groups that are left.
 """
 
 import torch
@@ -15,37 +19,39 @@ GROUP_SIZE = tl.constexpr(64)  # ids
 LOWEST_KEY = tl.constexpr(-(2**31))
 INF = tl.constexpr(float("inf"))
 GROUPS_AT_ONCE = 64
-UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a logit as a float32
+# The low bits of a float32 that are zero if it was a logit of this dtype: bisection need not look at them.
+UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
 @triton.jit
 def _keys(x):
-    """Whole numbers, int32, in the order of the floats."""
+    """Map float32 to int32 in the same order: the float's bits, with all but the sign flipped if it is negative."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _limits(limits_ptr, line):
-    """What a row asks for: (whether anything at all, temperature, top_k, top_p, min_p)."""
+    """Return whether a row is filtered at all, and its temperature, top_k, top_p and min_p."""
     temperature, top_k = tl.load(limits_ptr + line * 4), tl.load(limits_ptr + line * 4 + 1)
     top_p, min_p = tl.load(limits_ptr + line * 4 + 2), tl.load(limits_ptr + line * 4 + 3)
     return (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)), temperature, top_k, top_p, min_p
 
 
 @triton.jit
-def _factor(temperature):
-    return tl.minimum(1.44269504 / temperature, 3e38)  # exp(x / temperature) = 2 ** (x * factor)
+def _exp2_scale(temperature):
+    """Return the scale for which exp(x / temperature) = exp2(x * scale)."""
+    return tl.minimum(1.44269504 / temperature, 3e38)
 
 
 @triton.jit
 def _group_kernel(
-    logits_ptr, limits_ptr, maxima_ptr, weights_ptr, vocab_size, logits_stride, num_groups, GROUPS: tl.constexpr
+    logits_ptr, limits_ptr, maxima_ptr, group_weights_ptr, vocab_size, logits_stride, num_groups, GROUPS: tl.constexpr
 ):
-    """The largest logit of each group and, for a top_p of all tokens, its weight: the sum of exp((x - it) / T)."""
+    """Store each group's maximum and, for top-p without top-k, the sum of exp((x - maximum) / temperature)."""
     line, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    asks, temperature, top_k, top_p, _min_p = _limits(limits_ptr, line)
-    if asks:
+    is_filtered, temperature, top_k, top_p, _min_p = _limits(limits_ptr, line)
+    if is_filtered:
         group = tile * GROUPS + tl.arange(0, GROUPS)
         ids = group[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
         x = tl.load(logits_ptr + line * logits_stride + ids, mask=ids < vocab_size, other=-INF).to(tl.float32)
@@ -53,69 +59,101 @@ def _group_kernel(
         tl.store(maxima_ptr + line * num_groups + group, maxima, mask=group < num_groups)
         if (top_k == 0) & (top_p < 1):
             reference = tl.where(tl.abs(maxima) < INF, maxima, 0.0)
-            weights = tl.sum(tl.exp2((x - reference[:, None]) * _factor(temperature)), axis=1)
-            tl.store(weights_ptr + line * num_groups + group, weights, mask=group < num_groups)
+            weights = tl.sum(tl.exp2((x - reference[:, None]) * _exp2_scale(temperature)), axis=1)
+            tl.store(group_weights_ptr + line * num_groups + group, weights, mask=group < num_groups)
 
 
 @triton.jit
 def _candidates_kernel(
     limits_ptr,
     maxima_ptr,
-    weights_ptr,
+    group_weights_ptr,
     candidates_ptr,
     found_ptr,
     num_groups,
     UNUSED: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """A row's groups that may have a logit at or above its threshold.
+    """List the groups of a row that may hold a logit at or above its threshold.
 
-    found: their number, a key at or below the threshold, the bits of the largest logit, and those of the total weight.
+    found_ptr: (num_rows, 4) int32: how many groups these are, a lower bound of the threshold's key, the bits of the
+    row's largest logit, and the bits of the weight of all its logits.
     """
     line = tl.program_id(0).to(tl.int64)
-    asks, temperature, top_k, top_p, _min_p = _limits(limits_ptr, line)
-    if asks:
+    is_filtered, temperature, top_k, top_p, _min_p = _limits(limits_ptr, line)
+    if is_filtered:
         group = tl.arange(0, GROUPS)
         exists = group < num_groups
         maxima = tl.load(maxima_ptr + line * num_groups + group, mask=exists, other=-INF)
         peak = tl.max(maxima, axis=0)
         keys = _keys(maxima)
-        # The key is the threshold that the largest of each group alone would have: no higher than that of all.
-        parts, total, target = tl.where(maxima > -INF, 1.0, 0.0), top_k, top_k
+        # Bisect over the maxima alone: each counts as one token for top-k, and with its own weight for top-p. Fewer
+        # logits reach the target at a lower key, so the result is a lower bound of the threshold.
+        weights, total, target = tl.where(maxima > -INF, 1.0, 0.0), top_k, top_k
         if (top_k == 0) & (top_p < 1):
             reference = tl.where(tl.abs(peak) < INF, peak, 0.0)
-            parts *= tl.exp2(tl.where(parts > 0, maxima - reference, 0.0) * _factor(temperature))
-            total = tl.sum(parts * tl.load(weights_ptr + line * num_groups + group, mask=exists, other=0.0), axis=0)
+            weights *= tl.exp2(tl.where(weights > 0, maxima - reference, 0.0) * _exp2_scale(temperature))
+            group_weights = tl.load(group_weights_ptr + line * num_groups + group, mask=exists, other=0.0)
+            total = tl.sum(weights * group_weights, axis=0)
             target = top_p * total
-        least = tl.where(tl.sum(tl.where(keys >= 0, parts, 0.0), axis=0) >= target, 0, LOWEST_KEY)
+        key = tl.where(tl.sum(tl.where(keys >= 0, weights, 0.0), axis=0) >= target, 0, LOWEST_KEY)
         step = 1 << 30
         for _ in range(31 - UNUSED):
-            enough = tl.sum(tl.where(keys >= least + step, parts, 0.0), axis=0) >= target
-            least = tl.where(enough, least + step, least)
+            enough = tl.sum(tl.where(keys >= key + step, weights, 0.0), axis=0) >= target
+            key = tl.where(enough, key + step, key)
             step = step >> 1
-        least = tl.where((top_k > 0) | (top_p < 1), least, LOWEST_KEY)
-        chosen = exists & (keys >= least)
+        key = tl.where((top_k > 0) | (top_p < 1), key, LOWEST_KEY)
+        chosen = exists & (keys >= key)
         place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
         tl.store(candidates_ptr + line * num_groups + place, group, mask=chosen)
         tl.store(found_ptr + line * 4, tl.sum(chosen.to(tl.int32), axis=0))
-        tl.store(found_ptr + line * 4 + 1, least)
+        tl.store(found_ptr + line * 4 + 1, key)
         tl.store(found_ptr + line * 4 + 2, peak.to(tl.int32, bitcast=True))
         tl.store(found_ptr + line * 4 + 3, total.to(tl.int32, bitcast=True))
 
 
 @triton.jit
-def _weight_from(logits_ptr, candidates_ptr, count, vocab_size, least, peak, factor, GROUPS: tl.constexpr):
-    """The sum of 2 ** ((x - peak) * factor) over the candidates' logits with a key of at least `least`."""
+def _weight_from(logits_ptr, candidates_ptr, num_candidates, vocab_size, key, peak, scale, GROUPS: tl.constexpr):
+    """Return the sum of exp2((x - peak) * scale) over the candidates' logits x whose key is at least `key`."""
     sums = tl.zeros((GROUPS,), dtype=tl.float32)
-    for start in range(0, count, GROUPS):
+    for start in range(0, num_candidates, GROUPS):
         place = start + tl.arange(0, GROUPS)
-        group = tl.load(candidates_ptr + place, mask=place < count, other=0)
+        group = tl.load(candidates_ptr + place, mask=place < num_candidates, other=0)
         ids = group[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
-        mask = (place < count)[:, None] & (ids < vocab_size)
+        mask = (place < num_candidates)[:, None] & (ids < vocab_size)
         x = tl.load(logits_ptr + ids, mask=mask, other=-INF).to(tl.float32)
-        counted = (x > -INF) & (_keys(x) >= least)
-        sums += tl.sum(tl.where(counted, tl.exp2(tl.where(counted, x - peak, 0.0) * factor), 0.0), axis=1)
+        counted = (x > -INF) & (_keys(x) >= key)
+        sums += tl.sum(tl.where(counted, tl.exp2(tl.where(counted, x - peak, 0.0) * scale), 0.0), axis=1)
     return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def _bisect(
+    logits_ptr,
+    candidates_ptr,
+    num_candidates,
+    vocab_size,
+    floor,
+    peak,
+    scale,
+    target,
+    UNUSED: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Return the highest key from which on the candidates' logits weigh at least `target`.
+
+    Logits with a key below `floor` do not count. With scale 0 every logit weighs 1.
+    """
+    start = tl.maximum(floor, 0)
+    weight = _weight_from(logits_ptr, candidates_ptr, num_candidates, vocab_size, start, peak, scale, GROUPS)
+    key = tl.where(weight >= target, 0, LOWEST_KEY)
+    step = 1 << 30
+    for _ in range(31 - UNUSED):
+        start = tl.maximum(floor, key + step)
+        weight = _weight_from(logits_ptr, candidates_ptr, num_candidates, vocab_size, start, peak, scale, GROUPS)
+        key = tl.where(weight >= target, key + step, key)
+        step = step >> 1
+    return key
 
 
 @triton.jit
@@ -131,42 +169,30 @@ def _threshold_kernel(
     UNUSED: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """The threshold of a row, from its candidates."""
+    """Store the threshold of a row: the highest of those that top-k, top-p and min-p set."""
     line = tl.program_id(0).to(tl.int64)
-    asks, temperature, top_k, top_p, min_p = _limits(limits_ptr, line)
+    is_filtered, temperature, top_k, top_p, min_p = _limits(limits_ptr, line)
     threshold = -INF
-    peak = tl.load(found_ptr + line * 4 + 2, mask=asks, other=0x7F800000)  # the bits of infinity
+    peak = tl.load(found_ptr + line * 4 + 2, mask=is_filtered, other=0x7F800000)  # the bits of infinity
     peak = peak.to(tl.float32, bitcast=True)
     if tl.abs(peak) < INF:
-        factor = _factor(temperature)
+        scale = _exp2_scale(temperature)
         logits_ptr += line * logits_stride
         candidates_ptr += line * num_groups
-        count, floor = tl.load(found_ptr + line * 4), tl.load(found_ptr + line * 4 + 1)
-        for pass_ in tl.static_range(2):  # by top_k, where each logit counts as 1, and by top_p of what that has left
-            if pass_ == 0:
-                asked, scale, target = top_k > 0, 0.0, top_k
-            else:
-                asked, scale, target = top_p < 1, factor, 0.0
-                if asked:
-                    weight = _weight_from(logits_ptr, candidates_ptr, count, vocab_size, floor, peak, factor, GROUPS)
-                    target = top_p * weight
-                    if top_k == 0:
-                        # The total is rounded another way, and must not ask for more than the candidates have.
-                        total = tl.load(found_ptr + line * 4 + 3).to(tl.float32, bitcast=True)
-                        target = tl.minimum(top_p * total, weight)
-            if asked:
-                start = tl.maximum(floor, 0)
-                weight = _weight_from(logits_ptr, candidates_ptr, count, vocab_size, start, peak, scale, GROUPS)
-                least = tl.where(weight >= target, 0, LOWEST_KEY)
-                step = 1 << 30
-                for _ in range(31 - UNUSED):
-                    start = tl.maximum(floor, least + step)
-                    weight = _weight_from(logits_ptr, candidates_ptr, count, vocab_size, start, peak, scale, GROUPS)
-                    least = tl.where(weight >= target, least + step, least)
-                    step = step >> 1
-                floor = least
-        if floor > LOWEST_KEY:
-            bits = tl.where(floor < 0, (floor ^ 0x7FFFFFFF) & (-1 << UNUSED), floor)
+        count, key = tl.load(found_ptr + line * 4), tl.load(found_ptr + line * 4 + 1)
+        if top_k > 0:
+            key = _bisect(logits_ptr, candidates_ptr, count, vocab_size, key, peak, 0.0, top_k, UNUSED, GROUPS)
+        if top_p < 1:  # a share of what top-k has left
+            weight = _weight_from(logits_ptr, candidates_ptr, count, vocab_size, key, peak, scale, GROUPS)
+            target = top_p * weight
+            if top_k == 0:
+                # The total was summed in another order. Its rounding must not ask for more than the candidates have.
+                total = tl.load(found_ptr + line * 4 + 3).to(tl.float32, bitcast=True)
+                target = tl.minimum(top_p * total, weight)
+            key = _bisect(logits_ptr, candidates_ptr, count, vocab_size, key, peak, scale, target, UNUSED, GROUPS)
+        if key > LOWEST_KEY:
+            # Back to the bits of the float; the unused ones of a negative float are zero again.
+            bits = tl.where(key < 0, (key ^ 0x7FFFFFFF) & (-1 << UNUSED), key)
             threshold = bits.to(tl.float32, bitcast=True)
         if min_p > 0:
             threshold = tl.maximum(threshold, peak + temperature * tl.log(min_p))
@@ -174,22 +200,33 @@ def _threshold_kernel(
 
 
 def thresholds(logits: Tensor, limits: Tensor) -> Tensor:
-    """As `thresholds` in `layers/logits.py`; the logits of a row must be contiguous."""
+    """Do what the twin in `sampling/top_k_top_p.py` does; the logits of a row must be contiguous."""
     (num_rows, vocab_size), device = logits.shape, logits.device
     assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
     assert limits.stride() == (4, 1), f"limits are (num_rows, 4) and contiguous, strides {limits.stride()}"
     num_groups, unused = triton.cdiv(vocab_size, GROUP_SIZE.value), UNUSED_BITS[logits.dtype]
     out = torch.empty(num_rows, dtype=torch.float32, device=device)
-    maxima, weights = torch.empty(2, num_rows, num_groups, dtype=torch.float32, device=device)
+    maxima, group_weights = torch.empty(2, num_rows, num_groups, dtype=torch.float32, device=device)
     candidates = torch.empty(num_rows, num_groups, dtype=torch.int32, device=device)
     found = torch.empty(num_rows, 4, dtype=torch.int32, device=device)
     if num_rows == 0:
         return out
-    sizes, at_once = (vocab_size, logits.stride(0), num_groups), GROUPS_AT_ONCE
-    grid, all_groups = (num_rows, triton.cdiv(num_groups, at_once)), triton.next_power_of_2(num_groups)
-    _group_kernel[grid](logits, limits, maxima, weights, *sizes, GROUPS=at_once, num_warps=4)
-    buffers = maxima, weights, candidates, found, num_groups
-    _candidates_kernel[(num_rows,)](limits, *buffers, UNUSED=unused, GROUPS=all_groups, num_warps=8)
-    rest = candidates, found, out, *sizes
-    _threshold_kernel[(num_rows,)](logits, limits, *rest, UNUSED=unused, GROUPS=at_once, num_warps=8)
+    sizes = vocab_size, logits.stride(0), num_groups
+    _group_kernel[num_rows, triton.cdiv(num_groups, GROUPS_AT_ONCE)](
+        logits, limits, maxima, group_weights, *sizes, GROUPS=GROUPS_AT_ONCE, num_warps=4
+    )
+    _candidates_kernel[(num_rows,)](
+        limits,
+        maxima,
+        group_weights,
+        candidates,
+        found,
+        num_groups,
+        UNUSED=unused,
+        GROUPS=triton.next_power_of_2(num_groups),
+        num_warps=8,
+    )
+    _threshold_kernel[(num_rows,)](
+        logits, limits, candidates, found, out, *sizes, UNUSED=unused, GROUPS=GROUPS_AT_ONCE, num_warps=8
+    )
     return out

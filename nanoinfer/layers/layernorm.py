@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.distributed.symmetric_memory import RankSums
+from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.layers.linear import PartialSum
 
@@ -26,13 +26,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 @triton_on_cuda("nanoinfer.kernels.all_reduce_rms_norm")
-def sum_ranks_add_rms_norm(residual: Tensor, sums: RankSums, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return `add_rms_norm` of the sum of all ranks' terms. Every rank must call it; the kernels wait for each other.
+def all_reduce_add_rms_norm(
+    residual: Tensor, buffers: SymmetricBuffers, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """All-reduce the ranks' partial sums, then `add_rms_norm`. All ranks must call it: they wait for each other.
 
-    In two shots x + residual has this rank's rows only, which is what the next sum of the same pass needs.
+    In two-shot x + residual holds only the rows that this rank owns, which are all that its next all-reduce needs.
     """
-    parts = [part[: len(residual)] for part in sums.parts if isinstance(part, Tensor)]
-    return add_rms_norm(torch.stack(parts).float(), residual, weight, eps)
+    inputs = [partial[: len(residual)] for partial in buffers.inputs if isinstance(partial, Tensor)]
+    return add_rms_norm(torch.stack(inputs).float(), residual, weight, eps)
 
 
 class RMSNorm(nn.Module):
@@ -51,5 +53,5 @@ class RMSNorm(nn.Module):
         if hidden is None:
             return rms_norm(residual, self.weight, self.eps), residual
         if hidden.all_ranks is not None:
-            return sum_ranks_add_rms_norm(residual, hidden.all_ranks, self.weight, self.eps)
+            return all_reduce_add_rms_norm(residual, hidden.all_ranks, self.weight, self.eps)
         return add_rms_norm(hidden.terms, residual, self.weight, self.eps)

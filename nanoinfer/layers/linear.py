@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.distributed.symmetric_memory import RankSums
+from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
 
@@ -84,11 +84,11 @@ class PartialSum:
     """The output of a row-parallel product while it is not added up yet; the next RMSNorm does that.
 
     terms: (num_terms, num_tokens, hidden_size) to be added: one complete sum, or the partial sums of split-K.
-    all_ranks: where the terms of all ranks lie, if their sum is left to the kernel of the norm (custom all-reduce).
+    all_ranks: the buffers with the terms of all ranks, if the kernel of the norm does the all-reduce too.
     """
 
     terms: Tensor
-    all_ranks: RankSums | None = None
+    all_ranks: SymmetricBuffers | None = None
 
 
 class RowParallelLinear(nn.Module):
@@ -130,12 +130,12 @@ class RowParallelLinear(nn.Module):
         # sums of a forward pass must be of the same kind.
         if memory is None or len(x) > memory.max_tokens:
             return PartialSum(self.tp.all_reduced_product(x, self.weight, bias).unsqueeze(0))
-        buffers = memory.next_turn(len(x))
+        buffers = memory.next_buffers(len(x))
         if bias is None:
-            torch.mm(x, self.weight.t(), out=buffers.part)
+            torch.mm(x, self.weight.t(), out=buffers.input)
         else:
-            torch.addmm(bias, x, self.weight.t(), out=buffers.part)
-        return PartialSum(buffers.part.unsqueeze(0), buffers)
+            torch.addmm(bias, x, self.weight.t(), out=buffers.input)
+        return PartialSum(buffers.input.unsqueeze(0), buffers)
 
     def _num_splits(self, x: Tensor) -> int:
         """Return how far to split K; docs/performance.md has the times that this is based on."""

@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 from nanoinfer import LLM, ConfigError, EngineClosedError, SamplingParams, WorkerError, tiny_model_path
 from nanoinfer.device import select_devices
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel, connect
-from nanoinfer.executor import parallel_runner as executor
-from nanoinfer.executor import workers
-from nanoinfer.executor.parallel_runner import _work
+from nanoinfer.executor import parallel_runner, workers
+from nanoinfer.executor.interrupts import postponed_interrupt
+from nanoinfer.executor.parallel_runner import run_worker
 from nanoinfer.executor.shm_ring import SLOT_SIZE
 from nanoinfer.executor.workers import PASSED
 from nanoinfer.runner.model_runner import ModelRunner
@@ -76,7 +76,7 @@ def nothing_remains(private_folder: None) -> Iterator[None]:
 
 
 def worker_pids(llm: LLM) -> list[int]:
-    return [process.pid for process in llm.engine.runner._workers._processes]
+    return llm.engine.runner.worker_pids
 
 
 # --- the same answers ---
@@ -277,17 +277,17 @@ def fails_while_loading(rank: int, *args: Any) -> None:
         raise MemoryError("the weights are too large")
 
     ModelRunner._load_model = fail  # type: ignore[assignment]
-    _work(rank, *args)
+    run_worker(rank, *args)
 
 
 def is_killed_while_loading(rank: int, *args: Any) -> None:
     ModelRunner._load_model = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-    _work(rank, *args)
+    run_worker(rank, *args)
 
 
 def exits_while_loading(rank: int, *args: Any) -> None:
     ModelRunner._load_model = lambda *_: os._exit(5)  # type: ignore[assignment]
-    _work(rank, *args)
+    run_worker(rank, *args)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def exits_while_loading(rank: int, *args: Any) -> None:
 def test_a_worker_that_ends_while_it_starts_is_an_error_of_llm_that_says_why(
     monkeypatch: pytest.MonkeyPatch, work: Callable[..., None], message: str
 ) -> None:
-    monkeypatch.setattr(executor, "_work", work)
+    monkeypatch.setattr(parallel_runner, "run_worker", work)
     started = time.monotonic()
     with pytest.raises(WorkerError, match=f"(?s){message}"):
         LLM(tiny_model_path(), device="cpu", tensor_parallel_size=2)
@@ -324,7 +324,7 @@ def fails_in_the_fifth_step(rank: int, *args: Any) -> None:
         return launch(self, packet)
 
     ModelRunner._launch = fail  # type: ignore[method-assign]
-    _work(rank, *args)
+    run_worker(rank, *args)
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
@@ -334,7 +334,7 @@ def test_a_worker_that_fails_in_a_step_is_an_error_of_generate_with_its_tracebac
 ) -> None:
     """That of rank 1, and not those of the ranks that failed because it did."""
     with monkeypatch.context() as patch:
-        patch.setattr(executor, "_work", fails_in_the_fifth_step)
+        patch.setattr(parallel_runner, "run_worker", fails_in_the_fifth_step)
         llm = LLM(tiny_model_path(), device="cpu", tensor_parallel_size=size)
     started = time.monotonic()
     with pytest.raises(WorkerError, match=r"(?s)rank 1 .* Its traceback:\n.*in fail\n.*ArithmeticError: one too many"):
@@ -396,7 +396,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_end_of_a_step(depth: int) -> None
 
     def send(depth: int) -> None:
         nonlocal num_sent
-        with workers.postponed_interrupt():
+        with postponed_interrupt():
             if depth > 1:
                 send(depth - 1)
             while depth == 1 and num_sent < 5:
@@ -484,7 +484,7 @@ from nanoinfer import LLM, SamplingParams, tiny_model_path
 
 def main():
     {make}
-    print(*[process.pid for process in llm.engine.runner._workers._processes], flush=True)
+    print(*llm.engine.runner.worker_pids, flush=True)
     {rest}
 
 if __name__ == "__main__":

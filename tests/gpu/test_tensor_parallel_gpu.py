@@ -20,7 +20,7 @@ import torch
 from nanoinfer import LLM, ConfigError, SamplingParams, WorkerError, tiny_model_path
 from nanoinfer.device import becomes_idle
 from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, SLICE_TOKENS, connect
-from nanoinfer.layers.layernorm import add_rms_norm, sum_ranks_add_rms_norm
+from nanoinfer.layers.layernorm import add_rms_norm, all_reduce_add_rms_norm
 from nanoinfer.runner.model_runner import ModelRunner
 from tests.gpu.test_engine_gpu import chat_prompts
 from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
@@ -123,7 +123,7 @@ def test_a_worker_that_is_killed_is_an_error_and_a_new_engine_works(when: str, e
     free_before = torch.cuda.mem_get_info(0)[0]
     expected = answers(2)
     llm = LLM(tiny_model_path(), tensor_parallel_size=2, enforce_eager=enforce_eager)
-    pid = llm.engine.runner._workers._processes[0].pid
+    pid = llm.engine.runner.worker_pids[0]
     if when == "idle":
         os.kill(pid, signal.SIGKILL)
         time.sleep(0.5)
@@ -227,12 +227,12 @@ def _sum_in_two_ways(rank: int, size: int, folder: str) -> None:
         two_shot = step // 5 % 2 == 1
         residual, ours = first_residual[:num_tokens], []
         for index in range(6):  # as in a step, an even number of sums of as many tokens, with nothing else in between
-            sums = replace(tp.memory.next_turn(num_tokens), two_shot=two_shot)
-            sums.part.random_(-8, 9)  # whose sums are exact
-            out, residual = sum_ranks_add_rms_norm(residual, sums, weight, 1e-6)
+            buffers = replace(tp.memory.next_buffers(num_tokens), two_shot=two_shot)
+            buffers.input.random_(-8, 9)  # whose sums are exact
+            out, residual = all_reduce_add_rms_norm(residual, buffers, weight, 1e-6)
             if (step + index) % size == rank:
                 torch.cuda._sleep(2_000_000)  # a millisecond
-            ours.append((sums.part.clone(), out.clone(), residual))
+            ours.append((buffers.input.clone(), out.clone(), residual))
         expected_residual = first_residual[:num_tokens]
         for part, out, residual in ours:
             total = tp.all_reduce(part.float()).unsqueeze(0)
@@ -246,8 +246,8 @@ def _sum_in_two_ways(rank: int, size: int, folder: str) -> None:
     in_parts = torch.cat([part.wait() for part in parts])
     torch.testing.assert_close(in_parts.float(), whole, rtol=0.02, atol=1.0)  # rounded by each addition
     if rank == 0:  # nobody comes to this sum, of rows that it owns and others
-        sums = replace(tp.memory.next_turn(4), two_shot=True)
-        sum_ranks_add_rms_norm(first_residual[:4], sums, weight, 1e-6)
+        buffers = replace(tp.memory.next_buffers(4), two_shot=True)
+        all_reduce_add_rms_norm(first_residual[:4], buffers, weight, 1e-6)
         assert not becomes_idle(devices[0], 0.5)
         tp.memory.release()
         assert becomes_idle(devices[0], 0.5)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.distributed.symmetric_memory import RankSums
+from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
 from nanoinfer.layers import activation, layernorm
 from nanoinfer.layers.attention import layer as attention_layer
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache
@@ -22,7 +22,7 @@ from nanoinfer.sampling.gumbel_max import sample
 
 triton = pytest.importorskip("triton")
 
-from nanoinfer.kernels import all_reduce_rms_norm as sum_ranks_kernels  # noqa: E402
+from nanoinfer.kernels import all_reduce_rms_norm as all_reduce_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
 from nanoinfer.kernels import paged_decode_attention as paged_attention  # noqa: E402
@@ -72,7 +72,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
     [
         (layernorm.rms_norm, rms_norm_kernels),
         (layernorm.add_rms_norm, rms_norm_kernels),
-        (layernorm.sum_ranks_add_rms_norm, sum_ranks_kernels),
+        (layernorm.all_reduce_add_rms_norm, all_reduce_kernels),
         (activation.silu_and_mul, silu_kernels),
         (attention_layer.norm_rope_store, norm_rope_store_kernels),
         (gumbel_max.sample_and_append, sample_kernels),
@@ -150,14 +150,14 @@ def test_rms_norm_keeps_a_row_of_zeros_finite_and_nan_in_its_row() -> None:
     torch.testing.assert_close(out[2], torch.ones(2))
 
 
-# --- sum_ranks ---
+# --- all_reduce_add_rms_norm ---
 
 NUM_RANKS, NUM_TOKENS, MAX_TOKENS = 4, 6, 8
-SIXTH = 6  # the sum that is to be computed
+SIXTH = 6  # the epoch that is to be computed
 
 
-def sums_of_all_ranks(size: int, two_shot: bool) -> list[RankSums]:
-    """All ranks' views of their sixth sum: for each rank, what it waits for from others is there."""
+def buffers_of_all_ranks(size: int, two_shot: bool) -> list[SymmetricBuffers]:
+    """All ranks' views of their sixth all-reduce: for each rank, what it waits for from others is there."""
     parts = tuple(randn(MAX_TOKENS, size, seed=rank, dtype=torch.bfloat16) for rank in range(NUM_RANKS))
     outs = tuple(torch.full_like(part, torch.nan) for part in parts)
     flags = torch.full((NUM_RANKS, NUM_RANKS + MAX_TOKENS), SIXTH)
@@ -166,17 +166,17 @@ def sums_of_all_ranks(size: int, two_shot: bool) -> list[RankSums]:
         own[NUM_RANKS + rank :: NUM_RANKS] = 5  # the rows that it owns
     addresses = torch.tensor([own.data_ptr() for own in flags])
     return [
-        RankSums(
+        SymmetricBuffers(
             rank,
-            turn=1,
+            index=1,
             two_shot=two_shot,
-            part=parts[rank][:NUM_TOKENS],
-            out=outs[rank][:NUM_TOKENS],
-            parts=parts,
-            outs=outs,
+            input=parts[rank][:NUM_TOKENS],
+            output=outs[rank][:NUM_TOKENS],
+            inputs=parts,
+            outputs=outs,
             flags=flags[rank],
             flag_addresses=addresses,
-            num_sums=torch.tensor([5, 4]),
+            epochs=torch.tensor([5, 4]),
         )
         for rank in range(NUM_RANKS)
     ]
@@ -184,62 +184,62 @@ def sums_of_all_ranks(size: int, two_shot: bool) -> list[RankSums]:
 
 @loops_are_interpreted
 @pytest.mark.parametrize("size", [96, 1024])
-def test_in_one_shot_a_rank_sums_all_rows_for_itself(size: int) -> None:
-    all_sums = sums_of_all_ranks(size, two_shot=False)
-    sums, others = all_sums[1], all_sums[:1] + all_sums[2:]
+def test_in_one_shot_a_rank_reduces_all_rows_for_itself(size: int) -> None:
+    all_buffers = buffers_of_all_ranks(size, two_shot=False)
+    buffers, others = all_buffers[1], all_buffers[:1] + all_buffers[2:]
     residual, weight = randn(NUM_TOKENS, size, seed=9, dtype=torch.bfloat16), randn(size, dtype=torch.bfloat16)
-    out, total = sum_ranks_kernels.sum_ranks_add_rms_norm(residual, sums, weight, 1e-5)
-    expected, expected_total = layernorm.sum_ranks_add_rms_norm(residual, sums, weight, 1e-5)
+    out, total = all_reduce_kernels.all_reduce_add_rms_norm(residual, buffers, weight, 1e-5)
+    expected, expected_total = layernorm.all_reduce_add_rms_norm(residual, buffers, weight, 1e-5)
     assert_nearly_equal(out, expected)
     assert_nearly_equal(total, expected_total)
-    assert out is sums.out
-    assert all(other.out.isnan().all() for other in others)
-    assert sums.num_sums.tolist() == [5, SIXTH]
-    assert [of_peer.flags[1].item() for of_peer in all_sums] == [SIXTH] * NUM_RANKS
-    assert sums.flags[NUM_RANKS + 1] == 5, "rows are announced in two shots only"
+    assert out is buffers.output
+    assert all(other.output.isnan().all() for other in others)
+    assert buffers.epochs.tolist() == [5, SIXTH]
+    assert [of_peer.flags[1].item() for of_peer in all_buffers] == [SIXTH] * NUM_RANKS
+    assert buffers.flags[NUM_RANKS + 1] == 5, "rows are announced in two-shot only"
 
 
 @loops_are_interpreted
 @pytest.mark.parametrize("size", [96, 1024])
-def test_in_two_shots_a_rank_sums_its_rows_for_all(size: int) -> None:
-    all_sums = sums_of_all_ranks(size, two_shot=True)
+def test_in_two_shot_a_rank_reduces_its_rows_for_all(size: int) -> None:
+    all_buffers = buffers_of_all_ranks(size, two_shot=True)
     residual, weight = randn(NUM_TOKENS, size, seed=9, dtype=torch.bfloat16), randn(size, dtype=torch.bfloat16)
-    expected, expected_total = layernorm.sum_ranks_add_rms_norm(residual, all_sums[0], weight, 1e-5)
-    for rank, sums in enumerate(all_sums):
+    expected, expected_total = layernorm.all_reduce_add_rms_norm(residual, all_buffers[0], weight, 1e-5)
+    for rank, buffers in enumerate(all_buffers):
         of_rank = slice(rank, None, NUM_RANKS)
         own_residual = torch.full_like(residual, torch.nan)
         own_residual[of_rank] = residual[of_rank]
-        out, total = sum_ranks_kernels.sum_ranks_add_rms_norm(own_residual, sums, weight, 1e-5)
-        assert out is sums.out
+        out, total = all_reduce_kernels.all_reduce_add_rms_norm(own_residual, buffers, weight, 1e-5)
+        assert out is buffers.output
         assert_nearly_equal(total[of_rank], expected_total[of_rank])
-        for of_peer in all_sums:
-            assert_nearly_equal(of_peer.out[of_rank], expected[of_rank])
-            assert of_peer.out[rank + 1 : NUM_RANKS].isnan().all(), "the rows of ranks to come"
+        for of_peer in all_buffers:
+            assert_nearly_equal(of_peer.output[of_rank], expected[of_rank])
+            assert of_peer.output[rank + 1 : NUM_RANKS].isnan().all(), "the rows of ranks to come"
             assert of_peer.flags[rank] == SIXTH
             assert (of_peer.flags[NUM_RANKS:][:NUM_TOKENS][of_rank] == SIXTH).all()
-            assert of_peer.outs[rank][NUM_TOKENS:].isnan().all()
-        assert sums.num_sums.tolist() == [5, SIXTH]
+            assert of_peer.outputs[rank][NUM_TOKENS:].isnan().all()
+        assert buffers.epochs.tolist() == [5, SIXTH]
 
 
 @loops_are_interpreted
 @pytest.mark.parametrize(
     ("two_shot", "late_flag"),
     [(False, 3), (True, 3), (True, NUM_RANKS), (True, NUM_RANKS + 5)],
-    ids=["a part, in one shot", "a part", "the first row", "the last row"],
+    ids=["an input, one-shot", "an input", "the first row", "the last row"],
 )
 def test_a_rank_waits_for_what_others_have_not_announced(two_shot: bool, late_flag: int) -> None:
-    sums = sums_of_all_ranks(96, two_shot)[2]
-    sums.flags[late_flag] = 5
+    buffers = buffers_of_all_ranks(96, two_shot)[2]
+    buffers.flags[late_flag] = 5
     has_come = threading.Event()
 
     def announce() -> None:
         has_come.set()
-        sums.flags[late_flag] = SIXTH
+        buffers.flags[late_flag] = SIXTH
 
     timer = threading.Timer(0.2, announce)
     timer.start()
     residual, weight = randn(NUM_TOKENS, 96, dtype=torch.bfloat16), randn(96, dtype=torch.bfloat16)
-    sum_ranks_kernels.sum_ranks_add_rms_norm(residual, sums, weight, 1e-5)
+    all_reduce_kernels.all_reduce_add_rms_norm(residual, buffers, weight, 1e-5)
     assert has_come.is_set()
     timer.join()
 

@@ -230,12 +230,13 @@ def test_row_parallel_products_of_few_tokens_go_to_the_ranks_memory_with_or_with
     x, weight, offset = randn(3, 8), randn(5, 8), 100 * randn(5)
     parts = [torch.empty(3, 5) for _ in RANKS]
     for tp, part in zip(RANKS, parts, strict=True):
-        memory: Any = SimpleNamespace(max_tokens=3, next_turn=lambda num_tokens, part=part: SimpleNamespace(part=part))
+        buffers = SimpleNamespace(input=part)
+        memory: Any = SimpleNamespace(max_tokens=3, next_buffers=lambda num_tokens, buffers=buffers: buffers)
         layer = RowParallelLinear(8, 5, bias=bias, tp=replace(tp, memory=memory))
         layer.weight_loader(layer.weight, weight)
         if bias:
             layer.weight_loader(layer.bias, offset)
-        assert layer(tp.shard(x, dim=1)).part is part
+        assert layer(tp.shard(x, dim=1)).input is part
     torch.testing.assert_close(parts[0] + parts[1], x @ weight.T + (offset if bias else 0))
 
 
