@@ -67,7 +67,8 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, by its priority and arrival, and enter what ends it."""
-        seq.max_num_tokens = min(seq.num_prompt_tokens + seq.sampling_params.max_tokens, self.max_model_len)
+        max_tokens = seq.sampling_params.max_tokens or self.max_model_len  # None is up to that limit
+        seq.max_num_tokens = min(seq.num_prompt_tokens + max_tokens, self.max_model_len)
         params = seq.sampling_params
         model_stops = frozenset[int]() if params.ignore_eos else self.stop_token_ids
         seq.stop_token_ids = model_stops.union(params.stop_token_ids) if params.stop_token_ids else model_stops
