@@ -4,7 +4,6 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine, Prepared
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.workers import postponed_interrupt
-from nanoinfer.outputs import EngineMetrics, EngineStats, Logprob, RequestOutput, Score, StreamChunk
+from nanoinfer.outputs import EngineMetrics, Logprob, RequestOutput, Score, StreamChunk
 from nanoinfer.sampling_params import SamplingParams, is_whole_number
 from nanoinfer.text.chat import Conversation, render_chats
 from nanoinfer.text.prompts import (
@@ -169,6 +168,22 @@ class LLM:
         with self._lock:
             return self.engine.add_request(request, self._unclaimed)
 
+    def add_chat_request(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> int:
+        """Queue a conversation, as `chat` reads it, for `step` to answer, and return its id."""
+        options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        texts = render_chats(self.engine.require_tokenizer(), [messages], **options)  # type: ignore[arg-type]
+        [request] = self._prepare([*texts], sampling_params, [priority], add_special_tokens=False)
+        with self._lock:
+            return self.engine.add_request(request, self._unclaimed)
+
     def step(self) -> list[RequestOutput]:
         """Run one step; return the requests of `add_request` that finished, in this step or during another call's."""
         self._step()
@@ -180,6 +195,11 @@ class LLM:
     def is_finished(self) -> bool:
         """Whether no request is left, those of other calls included, and `step` has nothing more to return."""
         return self.engine.is_finished() and not self._unclaimed
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options that this LLM was made with."""
+        return self.engine.config
 
     @property
     def tokenizer(self) -> Any:
@@ -260,7 +280,7 @@ class LLM:
             with self._lock, postponed_interrupt():
                 for request in requests:
                     request_ids.append(self.engine.add_request(request, inbox))
-            with Progress(self.engine.stats, len(requests), use_tqdm) as progress:
+            with Progress(self.get_metrics, len(requests), use_tqdm) as progress:
                 while len(inbox) < len(requests):
                     self._step()
                     progress.show(len(inbox))
@@ -316,14 +336,16 @@ class Progress:
     num_before: how many had finished before it.
     """
 
-    def __init__(self, stats: EngineStats, num_requests: int, use_tqdm: bool, num_before: int = 0) -> None:
-        self._stats, self._before = stats, replace(stats)
+    def __init__(
+        self, get_metrics: Callable[[], EngineMetrics], num_requests: int, use_tqdm: bool, num_before: int = 0
+    ) -> None:
+        self._get_metrics, self._before = get_metrics, get_metrics()
         # A few times a second at most, whether or not a request has finished.
         drawn = {"mininterval": 0.2, "miniters": 0, "disable": not use_tqdm}
         self._bar = tqdm(desc="Generating", unit="req", total=num_requests, initial=num_before, **drawn)
 
     def show(self, num_finished: int) -> None:
-        now, before = self._stats, self._before
+        now, before = self._get_metrics(), self._before
         prefill = (now.prefill_tokens - before.prefill_tokens) / max(1e-9, now.prefill_seconds - before.prefill_seconds)
         decode = (now.decode_tokens - before.decode_tokens) / max(1e-9, now.decode_seconds - before.decode_seconds)
         self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)

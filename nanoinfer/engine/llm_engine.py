@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import asdict
+from dataclasses import replace
 from typing import NamedTuple
 
 import xxhash
@@ -21,7 +21,7 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import EngineClosedError, RequestError
 from nanoinfer.executor.parallel_runner import ParallelRunner
-from nanoinfer.outputs import EngineMetrics, EngineStats, Logprob, RequestOutput, StreamChunk, TokenLogprobs
+from nanoinfer.outputs import EngineMetrics, Logprob, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.runner.model_runner import ModelRunner, StepHandle
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.detokenizer import CompletionText, Detokenizer, WindowDetokenizer
@@ -75,7 +75,7 @@ class LLMEngine:
             max_model_len=self.max_model_len,
             stop_token_ids=stop_token_ids,
         )
-        self.stats = EngineStats()
+        self.stats = EngineMetrics()
         self._in_flight: deque[Step] = deque()  # launched and not collected, the oldest first
         self._finished: deque[Sequence] = deque()  # what their users get is still to be made
         self._last_collected = 0.0  # perf_counter
@@ -188,8 +188,8 @@ class LLMEngine:
 
     def metrics(self) -> EngineMetrics:
         """The work done so far, and what is held now."""
-        return EngineMetrics(
-            **asdict(self.stats),
+        return replace(
+            self.stats,
             num_preemptions=self.scheduler.num_preemptions,
             num_used_blocks=self.block_manager.num_used_blocks,
             num_blocks=self.block_manager.num_blocks,
