@@ -366,6 +366,31 @@ def test_a_folder_without_config_json_is_refused(tmp_path: Path) -> None:
     assert str(error.value) == f"{tmp_path} has no config.json; give the folder of a Hugging Face checkpoint"
 
 
+def test_another_architecture_is_refused_before_its_sizes_are_missed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "n_embd": 768}))
+    with pytest.raises(ModelError) as error:
+        ModelConfig.from_folder(tmp_path, supported=["Qwen3ForCausalLM"])
+    assert str(error.value) == "architecture 'GPT2LMHeadModel' is not supported; supported are Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model-q4.gguf", "GGUF", "has only GGUF files; give the original checkpoint in safetensors, or make one with"),
+        (
+            "adapter_config.json",
+            '{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}',
+            "holds a LoRA adapter of 'Qwen/Qwen3-0.6B', not a model, and adapters are not supported; merge it into its",
+        ),
+    ],
+)
+def test_a_folder_of_another_kind_is_named_as_such(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError) as error:
+        ModelConfig.from_folder(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path} {message}")
+
+
 def test_a_config_json_that_is_cut_short_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3)[:-1])
     with pytest.raises(ModelError) as error:

@@ -21,6 +21,7 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import EngineClosedError, RequestError
 from nanoinfer.executor.parallel_runner import ParallelRunner
+from nanoinfer.models import REGISTRY
 from nanoinfer.outputs import EngineMetrics, Logprob, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.runner.model_runner import ModelRunner, StepHandle
 from nanoinfer.sampling_params import SamplingParams
@@ -55,7 +56,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig) -> None:
         folder = resolve_model_folder(config.model, with_weights=config.load_format != "dummy")
         self.config = config
-        self.model_config = ModelConfig.from_folder(folder)
+        self.model_config = ModelConfig.from_folder(folder, supported=REGISTRY)
         # Random weights fit any tokenizer as well as another.
         self.tokenizer = load_tokenizer(folder, None if config.load_format == "dummy" else self.model_config.vocab_size)
         stop_token_ids = read_stop_token_ids(folder, self.tokenizer)
