@@ -17,7 +17,8 @@ GGUF_REMEDY = (
 def resolve_model_folder(model: str, with_weights: bool = True) -> Path:
     """Return the local folder of `model`, a path or a hub id such as "Qwen/Qwen3-0.6B".
 
-    What is in the hub's cache is not fetched again. Raises ModelError where there is no such folder and the hub has no such model, or cannot be reached.
+    What is in the hub's cache is not fetched again. Raises ModelError where there is no such folder and the hub has no
+    such model, or cannot be reached.
     """
     try:
         folder = Path(model).expanduser()
