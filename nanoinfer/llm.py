@@ -5,7 +5,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from nanoinfer.engine.llm_engine import LLMEngine, PreparedRequest
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.executor.parallel_runner import ParallelRunner
-from nanoinfer.outputs import EngineMetrics, EngineStats, Logprob, RequestOutput, Score, StreamChunk
+from nanoinfer.models import REGISTRY
+from nanoinfer.outputs import EngineMetrics, Logprob, RequestOutput, Score, StreamChunk
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.sampling_params import SamplingParams, is_whole_number
 from nanoinfer.text.chat import Conversation, render_chats
@@ -62,7 +62,7 @@ class LLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         self.config = EngineConfig.from_options(model, options)
         folder = resolve_model_folder(self.config.model, with_weights=self.config.load_format != "dummy")
-        self._model_config = ModelConfig.from_folder(folder)
+        self._model_config = ModelConfig.from_folder(folder, supported=REGISTRY)
         self._generation_config = read_json(folder / "generation_config.json")
         # Random weights fit any tokenizer as well as another.
         vocab_size = None if self.config.load_format == "dummy" else self._model_config.vocab_size
@@ -186,6 +186,23 @@ class LLM:
     ) -> int:
         """Queue a request for `step` to run and return its id. Raises RequestError for one that cannot be served."""
         [request] = self._prepare([as_prompt(prompt)], sampling_params, [priority])
+        with self._lock:
+            return self.engine.add_request(request, self._unclaimed)
+
+    def add_chat_request(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> int:
+        """Queue a conversation, as `chat` reads it, for `step` to answer, and return its id."""
+        texts = render_chats(
+            self._require_tokenizer(), [messages], tools=tools, chat_template_kwargs=chat_template_kwargs
+        )
+        [request] = self._prepare([*texts], sampling_params, [priority], add_special_tokens=False)
         with self._lock:
             return self.engine.add_request(request, self._unclaimed)
 
@@ -324,7 +341,7 @@ class LLM:
             with self._lock, postponed_interrupt():
                 for request in requests:
                     request_ids.append(self.engine.add_request(request, inbox))
-            with Progress(self.engine.stats, len(requests), use_tqdm) as progress:
+            with Progress(self.get_metrics, len(requests), use_tqdm) as progress:
                 while len(inbox) < len(requests):
                     self._step()
                     progress.show(len(inbox))
@@ -385,14 +402,16 @@ class Progress:
     num_before: how many had finished before it.
     """
 
-    def __init__(self, stats: EngineStats, num_requests: int, use_tqdm: bool, num_before: int = 0) -> None:
-        self._stats, self._before = stats, replace(stats)
+    def __init__(
+        self, get_metrics: Callable[[], EngineMetrics], num_requests: int, use_tqdm: bool, num_before: int = 0
+    ) -> None:
+        self._get_metrics, self._before = get_metrics, get_metrics()
         # A few times a second at most, whether or not a request has finished.
         drawn = {"mininterval": 0.2, "miniters": 0, "disable": not use_tqdm}
         self._bar = tqdm(desc="Generating", unit="req", total=num_requests, initial=num_before, **drawn)
 
     def show(self, num_finished: int) -> None:
-        now, before = self._stats, self._before
+        now, before = self._get_metrics(), self._before
         prefill = (now.prefill_tokens - before.prefill_tokens) / max(1e-9, now.prefill_seconds - before.prefill_seconds)
         decode = (now.decode_tokens - before.decode_tokens) / max(1e-9, now.decode_seconds - before.decode_seconds)
         self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)

@@ -5,7 +5,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import xxhash
@@ -17,7 +17,7 @@ from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import EngineClosedError
-from nanoinfer.outputs import EngineMetrics, EngineStats, RequestOutput, StreamChunk
+from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.detokenizer import CompletionText, Detokenizer, WindowDetokenizer
 from nanoinfer.text.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ class LLMEngine:
             max_model_len=runner.max_model_len,
             stop_token_ids=stop_token_ids,
         )
-        self.stats = EngineStats()
+        self.stats = EngineMetrics()
         self._in_flight: deque[Step] = deque()  # sampled and not collected, the oldest first
         self._finished: deque[Sequence] = deque()  # what their users get is still to be made
         self._last_collected = 0.0  # perf_counter
@@ -168,8 +168,8 @@ class LLMEngine:
 
     def metrics(self) -> EngineMetrics:
         """Return the work done so far, and what is held now."""
-        return EngineMetrics(
-            **asdict(self.stats),
+        return replace(
+            self.stats,
             num_preemptions=self.scheduler.num_preemptions,
             num_used_blocks=self.block_manager.num_used_blocks,
             num_blocks=self.block_manager.num_blocks,

@@ -85,7 +85,8 @@ class Completion:
         if params.logprobs is not None:
             logprobs = self.logprobs
             total = sum(entry[token_id].logprob for entry, token_id in zip(logprobs, token_ids, strict=True))
-        self.output = CompletionOutput(seq.sample, str(text), token_ids, reason, stop_reason, logprobs, total)
+        error = f"the logits are NaN or infinite after {len(token_ids)} tokens" if reason == "error" else None
+        self.output = CompletionOutput(seq.sample, str(text), token_ids, reason, stop_reason, logprobs, total, error)
 
     def _read(self, token_ids: list[int], final: bool = False) -> bool:
         """Extend the text; return whether a stop string is complete, which the first min_tokens tokens cannot do."""

@@ -75,7 +75,7 @@ class ParallelRunner:
         return self._workers.pids
 
     def launch(self, packet: Packet) -> PendingStep:
-        """Start the forward pass of a step on all ranks. The workers sample it at once: the packet says all they need."""
+        """Start the forward pass of a step on all ranks; the workers sample it at once."""
         with self._all_ranks():
             self._writer.send(packet)
             return self._runner.launch(packet)
