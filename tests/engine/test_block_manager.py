@@ -340,7 +340,9 @@ def test_resetting_the_cache_leaves_running_sequences_their_blocks() -> None:
     manager.free(seq)
     manager.free(equal)
     manager.reset_prefix_cache()
-    assert manager.find_cached_prefix(make_sequence(3, [1, 2, 3, 4, 5])) == [], "blocks that nobody uses are forgotten too"
+    assert manager.find_cached_prefix(make_sequence(3, [1, 2, 3, 4, 5])) == [], (
+        "blocks that nobody uses are forgotten too"
+    )
     assert manager.num_free_blocks == 6
 
 

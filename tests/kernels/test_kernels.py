@@ -25,7 +25,6 @@ triton = pytest.importorskip("triton")
 from nanoinfer.kernels import all_reduce_rms_norm as sum_ranks_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
-from nanoinfer.kernels import paged_decode_attention as paged_attention  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
 from nanoinfer.kernels import silu_and_mul as silu_kernels  # noqa: E402
 from nanoinfer.kernels import top_k_top_p as threshold_kernels  # noqa: E402
@@ -464,16 +463,13 @@ def test_decode_survives_scores_that_overflow_a_naive_softmax() -> None:
 
 
 @loops_are_interpreted
-@pytest.mark.parametrize("num_programs", [1, 2, 6, 16, 1000])
-def test_decode_does_not_depend_on_how_the_contexts_are_shared_out(
-    num_programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """7 tiles of 32 tokens: for one program, for one each KV head, cut within and between rows, and some left over."""
-    monkeypatch.setattr(paged_attention, "_num_programs", lambda device: num_programs)
-    cache = LayerCache(randn(8, 2, 32, 64, seed=1), randn(8, 2, 32, 64, seed=2))
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8, 16])
+def test_decode_does_not_depend_on_how_the_contexts_are_shared_out(num_kv_heads: int) -> None:
+    """7 tiles of 32 tokens, and 16 programs to share those of all heads: 16, 8, 3, 2 programs or one for each head."""
+    cache = LayerCache(randn(8, num_kv_heads, 32, 64, seed=1), randn(8, num_kv_heads, 32, 64, seed=2))
     tables = torch.tensor([[3, 1, 7], [0, 5, 2], [4, 4, 4], [6, 0, 1]], dtype=torch.int32)
     lens = torch.tensor([96, 33, 0, 1], dtype=torch.int32)
-    q = randn(4, 4, 64)
+    q = randn(4, 2 * num_kv_heads, 64)
     expected = TorchBackend().decode(q, cache, DecodeMetadata(torch.empty(0), lens, tables))
     actual = decode(q, cache, tables, lens)
     torch.testing.assert_close(actual[lens > 0], expected[lens > 0])
@@ -501,11 +497,11 @@ def test_a_plan_lists_the_tiles_of_all_rows_end_to_end() -> None:
 
 @loops_are_interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy warns of NaN
-def test_a_row_of_nan_does_not_spoil_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention, "_num_programs", lambda device: 2)  # one for each KV head
-    cache = LayerCache(randn(8, 2, 32, 64, seed=1), randn(8, 2, 32, 64, seed=2))
+def test_a_row_of_nan_does_not_spoil_the_next_one() -> None:
+    """With 16 KV heads, one program goes through all rows of a head."""
+    cache = LayerCache(randn(8, 16, 32, 64, seed=1), randn(8, 16, 32, 64, seed=2))
     tables, lens = (torch.tensor(x, dtype=torch.int32) for x in ([[3, 1], [0, 5]], [40, 40]))
-    q = randn(2, 4, 64)
+    q = randn(2, 16, 64)
     expected = decode(q, cache, tables, lens)[1]
     q[0] = NAN
     actual = decode(q, cache, tables, lens)
