@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from nanoinfer.bench import cli as bench
 from nanoinfer.config import CHOICES, EngineConfig
 from nanoinfer.errors import JobError, NanoinferError
 
@@ -46,7 +47,9 @@ exit codes:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(prog="nanoinfer", description="Offline LLM inference.")
-    batch = parser.add_subparsers(required=True, metavar="run-batch").add_parser(
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    bench.add_parser(commands)
+    batch = commands.add_parser(
         "run-batch",
         help="answer a file of requests",
         description=RUN_BATCH,
@@ -59,7 +62,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     batch.add_argument("--temperature", type=float, default=argparse.SUPPRESS, help="for lines that do not say")
     batch.add_argument("--max-errors", type=int, metavar="N", help="stop at more lines with errors than N")
     add_engine_options(batch.add_argument_group("the model and the engine"))
-    sys.exit(run(parser.parse_args(arguments)))
+    batch.set_defaults(run=run)
+    args = parser.parse_args(arguments)
+    sys.exit(args.run(args))
 
 
 def add_engine_options(group: Any) -> None:

@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llm": EVERYBODY | {"engine", "executor", "runner", "text"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "executor", "text"},
-    "bench": EVERYBODY | {"llm", "engine", "executor", "runner", "layers", "kernels", "distributed"},
+    "bench": EVERYBODY | {*nanoinfer.__all__, "__version__", "engine", "layers", "kernels", "distributed"},
     "__main__": EVERYBODY | {"llm", "batch", "bench"},
 }
 WITHOUT_TORCH = {"engine", "config", "sampling_params", "outputs", "errors"}
