@@ -141,7 +141,7 @@ def run_kernels(args: argparse.Namespace) -> dict[str, Any]:
 def run_host(_args: argparse.Namespace) -> dict[str, Any]:
     from nanoinfer.bench import host
 
-    return {"host": host.measure_all(), **describe_machine("cpu")}
+    return {"host": host.measure(), **describe_machine("cpu")}
 
 
 def loads_of(args: argparse.Namespace, device: str) -> list[tuple[str, Load]]:

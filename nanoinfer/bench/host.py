@@ -6,7 +6,7 @@ It schedules, packs and updates steps with made-up token ids in place of a model
 import random
 import statistics
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanoinfer import SamplingParams
 from nanoinfer.engine.batch import ScheduledBatch, pack
@@ -18,41 +18,30 @@ CASES = ((256, 0), (1024, 0), (256, 100_000))  # sequences running, requests wai
 NUM_STEPS = 512  # two blocks of tokens for each sequence
 BLOCK_SIZE = 256
 INPUT_LEN = (100, 1024)  # sequences need blocks in different steps
+PARTS = ("schedule", "pack", "update", "total")
 
 
-class HostStep(NamedTuple):
-    """The host's microseconds of a decode step."""
+def measure(cases: tuple[tuple[int, int], ...] = CASES, num_steps: int = NUM_STEPS) -> list[dict[str, Any]]:
+    """Time every case and print a line for each; return all figures.
 
-    schedule: float
-    pack: float
-    update: float
-    total: float
-
-
-def measure_all(cases: tuple[tuple[int, int], ...] = CASES, num_steps: int = NUM_STEPS) -> list[dict[str, Any]]:
-    """Time every case and print a line for each; return all figures."""
+    The requests that wait behind the running sequences find no free row, so they stay there.
+    """
     print(f"The host's microseconds of a decode step: median and 90th percentile of {num_steps} steps")
-    print(" " * 32 + "".join(f"{name:>16}" for name in HostStep._fields))
+    print(" " * 32 + "".join(f"{part:>16}" for part in PARTS))
     figures = []
     for num_running, num_waiting in cases:
-        case = measure(num_running, num_waiting, num_steps)
-        pairs = zip(case["median"].values(), case["percentile_90"].values(), strict=True)
-        columns = "".join(f"{median:8.0f}{high:8.0f}" for median, high in pairs)
-        print(f"{f'{num_running:,} running, {num_waiting:,} waiting':>32}{columns}")
-        figures.append(case)
+        scheduler = fill_scheduler(num_running, num_waiting, num_steps)
+        columns = [*zip(*time_steps(scheduler, num_steps), strict=True)]
+        assert len(scheduler.running) == num_running, f"{num_running} were to run, and {len(scheduler.running)} do"
+        assert scheduler.num_waiting == num_waiting, f"{num_waiting} were to wait, and {scheduler.num_waiting} do"
+        median = [statistics.median(column) for column in columns]
+        high = [statistics.quantiles(column, n=10)[-1] for column in columns]
+        line = "".join(f"{pair[0]:8.0f}{pair[1]:8.0f}" for pair in zip(median, high, strict=True))
+        print(f"{f'{num_running:,} running, {num_waiting:,} waiting':>32}{line}")
+        case = {"num_running": num_running, "num_waiting": num_waiting, "num_steps": num_steps}
+        times = {"median": dict(zip(PARTS, median, strict=True)), "percentile_90": dict(zip(PARTS, high, strict=True))}
+        figures.append(case | times)
     return figures
-
-
-def measure(num_running: int, num_waiting: int, num_steps: int) -> dict[str, Any]:
-    """Time decode steps of `num_running` sequences; the requests behind them find no free row, so they stay there."""
-    scheduler = fill_scheduler(num_running, num_waiting, num_steps)
-    parts = [list(part) for part in zip(*time_steps(scheduler, num_steps), strict=True)]
-    assert len(scheduler.running) == num_running, f"{num_running} were to run, and {len(scheduler.running)} do"
-    assert scheduler.num_waiting == num_waiting, f"{num_waiting} were to wait, and {scheduler.num_waiting} do"
-    median = HostStep(*map(statistics.median, parts))
-    percentile_90 = HostStep(*(statistics.quantiles(part, n=10)[-1] for part in parts))
-    case = {"num_running": num_running, "num_waiting": num_waiting, "num_steps": num_steps}
-    return case | {"median": median._asdict(), "percentile_90": percentile_90._asdict()}
 
 
 def fill_scheduler(num_running: int, num_waiting: int, num_steps: int) -> Scheduler:
@@ -72,11 +61,14 @@ def fill_scheduler(num_running: int, num_waiting: int, num_steps: int) -> Schedu
     return scheduler
 
 
-def time_steps(scheduler: Scheduler, num_steps: int) -> list[HostStep]:
-    """Time so many decode steps in the engine's order: a step is scheduled and packed before the last is updated."""
+def time_steps(scheduler: Scheduler, num_steps: int) -> list[tuple[float, ...]]:
+    """Return microseconds of each of PARTS for so many decode steps.
+
+    They come in the engine's order: a step is scheduled and packed before the last one is updated.
+    """
     in_flight = ScheduledBatch()
     token_ids: list[int] = []  # those of the step in flight
-    times: list[HostStep] = []
+    times: list[tuple[float, ...]] = []
     while len(times) < num_steps:
         started = perf_counter()
         batch = scheduler.schedule(in_flight=bool(in_flight))
@@ -87,6 +79,6 @@ def time_steps(scheduler: Scheduler, num_steps: int) -> list[HostStep]:
         updated = perf_counter()
         if in_flight.decode:  # a prompt's first step is none of these
             spans = (scheduled - started, packed - scheduled, updated - packed, updated - started)
-            times.append(HostStep(*(1e6 * seconds for seconds in spans)))
+            times.append(tuple(1e6 * seconds for seconds in spans))
         in_flight, token_ids = batch, [0] * len(batch.sampled)
     return times

@@ -37,7 +37,9 @@ ALL_REDUCE_SHAPE = (512, 4096)  # most tokens, hidden size of 8B
 def run(num_gpus: int) -> None:
     """Print the tables of one GPU, or that of all-reduces over several. Raises ConfigError where there are too few."""
     if torch.cuda.device_count() < num_gpus:
-        raise ConfigError(f"kernels need {num_gpus} CUDA GPUs, and PyTorch sees {torch.cuda.device_count()}")
+        raise ConfigError(
+            f"--gpus {num_gpus}: PyTorch sees {torch.cuda.device_count()} CUDA GPUs; run it where there are more"
+        )
     print(torch.cuda.get_device_name(), torch.__version__)
     if num_gpus == 1:
         with torch.inference_mode():
@@ -105,7 +107,7 @@ def attention() -> None:
 
 def products() -> None:
     """Print microseconds of each product by one call of cuBLAS, of o and down (with split-K) as well, and the floor."""
-    print_row("products, us", "rows", "qkv", "o (split-K) / floor", "gate, up", "down (split-K) / floor", "lm_head")
+    print_row("products, us / floor", "rows", "qkv", "o (split-K)", "gate, up", "down (split-K)", "lm_head")
     for name, (hidden, intermediate, heads, num_splits) in MODELS.items():
         shapes = {
             "qkv": (hidden, (heads + 2 * KV_HEADS) * HEAD_DIM),

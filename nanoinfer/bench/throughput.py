@@ -6,7 +6,7 @@ import platform
 import statistics
 import tempfile
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
@@ -18,46 +18,12 @@ from nanoinfer.bench.floor import GIB, Floor, Rates, compute_floor, measure_rate
 from nanoinfer.bench.workloads import Load, Model, Workload, choose_model, draw_workload
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One timed run. metrics: the engine's own figures of this run; empty where it has none."""
-
-    workload: Workload
-    seconds: float
-    metrics: dict[str, float]
-    floor: Floor
-
-    @property
-    def output_tokens_per_second(self) -> float:
-        return self.workload.num_output_tokens / self.seconds
-
-    @property
-    def share_of_floor(self) -> float:
-        return self.floor.seconds / self.seconds
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything that is known of the run."""
-        work = self.workload
-        return {
-            "seed": work.seed,
-            "input_tokens": work.num_input_tokens,
-            "output_tokens": work.num_output_tokens,
-            "seconds": self.seconds,
-            "output_tokens_per_second": self.output_tokens_per_second,
-            "metrics": self.metrics,
-            "floor": {**asdict(self.floor), "seconds": self.floor.seconds},
-            "share_of_floor": self.share_of_floor,
-        }
-
-
 def benchmark(loads: list[tuple[str, Load]], device: str, args: argparse.Namespace, started: float) -> dict[str, Any]:
     """Measure the hardware, then time every load; print along the way and return all figures.
 
     loads: by name; an engine serves all in a row that need the same options. started: when the program began, by
     `perf_counter`, so that loading counts the imports.
     """
-    machine = describe_machine(device)
-    where = machine["hardware"].get("gpu", f"{os.cpu_count()} CPU cores")
     engine: Engine | None = None
     figures: list[dict[str, Any]] = []
     options: dict[str, Any] = {}
@@ -66,6 +32,8 @@ def benchmark(loads: list[tuple[str, Load]], device: str, args: argparse.Namespa
         needed = [engine_options(model, load, args) for _, load in loads]
         before = perf_counter()
         rates = measure_rates(device, model.config, args.tensor_parallel_size)
+        machine = describe_machine(device)
+        where = machine["hardware"].get("gpu", f"{os.cpu_count()} CPU cores")
         started += perf_counter() - before
         print(f"Floor: the least time that the hardware allows, at {rates}")
         for (name, load), its_options in zip(loads, needed, strict=True):
@@ -76,51 +44,57 @@ def benchmark(loads: list[tuple[str, Load]], device: str, args: argparse.Namespa
                 load_seconds = perf_counter() - started
                 print(f"{model}, {args.engine} on {where}: loaded in {load_seconds:.1f} s")
                 engine.generate(Workload(seed=0, prompts=[list(range(8))], max_tokens=[16]))  # warms up
-            results = time_load(engine, model, name, load, rates, args)
-            figures.append(figures_of(name, load, results) | {"load_seconds": load_seconds})
+            runs = [time_run(engine, model, name, load, rates, args.seed + number) for number in range(args.runs)]
+            median = statistics.median(run["output_tokens_per_second"] for run in runs)
+            if len(runs) > 1:
+                print(f"{name}, {load.num_seqs} requests, median of {len(runs)} runs: {median:,.0f} output tokens/s")
+            its_figures = {"load_seconds": load_seconds, "median_output_tokens_per_second": median, "runs": runs}
+            figures.append({"name": name, "load": asdict(load), **its_figures})
             started = perf_counter()
     return {"model": model.name, **machine, "rates": asdict(rates), "loads": figures}
 
 
-def time_load(
-    engine: Engine, model: Model, name: str, load: Load, rates: Rates, args: argparse.Namespace
-) -> list[Result]:
-    """Time and print as many runs as `args` ask for, each with the next seed."""
-    results = []
-    for seed in range(args.seed, args.seed + args.runs):
-        workload = draw_workload(seed, load, model.config.vocab_size)
-        floor = compute_floor(model.config, workload, rates, load.max_num_seqs)
-        results.append(time_run(engine, workload, floor))
-        print_result(name, results[-1])
-    return results
+def time_run(engine: Engine, model: Model, name: str, load: Load, rates: Rates, seed: int) -> dict[str, Any]:
+    """Time and print one run, and return its figures; `metrics` are the engine's own, empty where it has none.
 
-
-def time_run(engine: Engine, workload: Workload, floor: Floor) -> Result:
-    """Run the workload once. Raises RuntimeError if a request got another number of tokens than it asked for."""
+    Raises RuntimeError if a request got another number of tokens than it asked for.
+    """
+    workload = draw_workload(seed, load, model.config.vocab_size)
+    floor = compute_floor(model.config, workload, rates, load.max_num_seqs)
     engine.reset()
     before = engine.metrics()
     started = perf_counter()
     counts = engine.generate(workload)
     seconds = perf_counter() - started
-    after = engine.metrics()
+    metrics = {metric: after - before[metric] for metric, after in engine.metrics().items()}
     if counts != workload.max_tokens:
         raise RuntimeError(f"{sum(counts)} tokens came out where {workload.num_output_tokens} were asked for")
-    return Result(workload, seconds, {name: after[name] - before[name] for name in after}, floor)
+    print_run(name, workload, floor, seconds, metrics)
+    return {
+        "seed": seed,
+        "input_tokens": workload.num_input_tokens,
+        "output_tokens": workload.num_output_tokens,
+        "seconds": seconds,
+        "output_tokens_per_second": workload.num_output_tokens / seconds,
+        "metrics": metrics,
+        "floor": asdict(floor),
+        "floor_seconds": floor.seconds,
+        "share_of_floor": floor.seconds / seconds,
+    }
 
 
-def print_result(name: str, result: Result) -> None:
-    """Print a run: its speed, what the engine says of its phases, and its floor."""
-    work, metrics, floor = result.workload, result.metrics, result.floor
+def print_run(name: str, work: Workload, floor: Floor, seconds: float, metrics: dict[str, float]) -> None:
+    """Print the speed of a run, what the engine says of its phases, and the floor."""
     print(
         f"{name}, seed {work.seed}: {len(work.prompts)} requests, {work.num_input_tokens:,} tokens in, "
-        f"{work.num_output_tokens:,} out, {result.seconds:.2f} s, {result.output_tokens_per_second:,.0f} output "
-        f"tokens/s, {result.share_of_floor:.1%} of what the floor allows"
+        f"{work.num_output_tokens:,} out, {seconds:.2f} s, {work.num_output_tokens / seconds:,.0f} output tokens/s, "
+        f"{floor.seconds / seconds:.1%} of what the floor allows"
     )
     for phase in ("prefill", "decode") if metrics else ():
-        tokens, seconds, steps = metrics[f"{phase}_tokens"], metrics[f"{phase}_seconds"], metrics[f"num_{phase}_steps"]
+        tokens, spent, steps = metrics[f"{phase}_tokens"], metrics[f"{phase}_seconds"], metrics[f"num_{phase}_steps"]
         print(
-            f"  {phase}: {seconds:.2f} s, {tokens:,} tokens in {steps:,} steps, {tokens / max(seconds, 1e-9):,.0f} "
-            f"tokens/s, {1e3 * seconds / max(steps, 1):.2f} ms a step"
+            f"  {phase}: {spent:.2f} s, {tokens:,} tokens in {steps:,} steps, {tokens / max(spent, 1e-9):,.0f} "
+            f"tokens/s, {1e3 * spent / max(steps, 1):.2f} ms a step"
         )
     if work.shared_prefix and metrics:
         cached = metrics["cached_tokens"]
@@ -135,15 +109,6 @@ def print_result(name: str, result: Result) -> None:
         f"(prefill {prefill:.0%}; decode: weights and products {matrices:.0%}, KV reads {kv:.0%}), "
         f"{1e3 * floor.decode_seconds / max(floor.num_decode_steps, 1):.3g} ms a decode step"
     )
-
-
-def figures_of(name: str, load: Load, results: list[Result]) -> dict[str, Any]:
-    """Return all figures of a load, and print the median of its runs if it had several."""
-    median = statistics.median(result.output_tokens_per_second for result in results)
-    if len(results) > 1:
-        print(f"{name}, {load.num_seqs} requests, median of {len(results)} runs: {median:,.0f} output tokens/s")
-    runs = [result.as_dict() for result in results]
-    return {"name": name, "load": asdict(load), "median_output_tokens_per_second": median, "runs": runs}
 
 
 def describe_machine(device: str) -> dict[str, Any]:

@@ -246,23 +246,23 @@ def draw_steps(steps: list[StepTrace], path: Path) -> None:
 
     steps = steps[:NUM_DRAWN_STEPS]
     origin = steps[0].host.start
-    seconds = max(span.end for step in steps for span in (step.host, *step.gpu)) - origin
+    total = max(span.end for step in steps for span in (step.host, *step.gpu)) - origin
     lanes = ["host\n(pale: waits)", *(["GPU"] if any(step.gpu for step in steps) else [])]
     figure = Figure(figsize=(12, 1 + 0.8 * len(lanes)), layout="constrained", facecolor="white")
     axes = figure.subplots()
 
-    def draw(work: list[Span], lane: int, label: str, **style: Any) -> None:
+    def draw(work: list[Span], lane: int, text: str, text_color: str, **style: Any) -> None:
         bars = [((start - origin) / 1e3, (end - start) / 1e3) for start, end in busy_intervals(work)]
         axes.broken_barh(bars, (lane - 0.35, 0.7), **style)
         start, width = max(bars, key=lambda bar: bar[1], default=(0.0, 0.0))
-        if width > 0.03 * seconds / 1e3:  # a number would not fit into less
-            axes.text(start + width / 2, lane, label, ha="center", va="center", color="white", weight="bold")
+        if width > 0.03 * total / 1e3:  # a number would not fit into less
+            axes.text(start + width / 2, lane, text, ha="center", va="center", color=text_color, weight="bold")
 
     for step in steps:
-        color = STEP_COLORS[step.number % len(STEP_COLORS)]
-        draw([step.host], 0, str(step.number), facecolors=color)
-        draw(step.waits, 0, "", facecolors="white", alpha=0.6)
-        draw(step.gpu, 1, str(step.number), facecolors=color)
+        number, color = str(step.number), STEP_COLORS[step.number % len(STEP_COLORS)]
+        draw([step.host], 0, "" if step.waits else number, "white", facecolors=color)
+        draw(step.waits, 0, number, "black", facecolors="white", alpha=0.6)
+        draw(step.gpu, 1, number, "white", facecolors=color)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds; a color and a number for each step")

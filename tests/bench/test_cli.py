@@ -55,7 +55,7 @@ def test_a_run_reports_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture
         assert metrics["decode_tokens"] == 15 - 3  # a request's first token comes out of its prefill
         assert metrics["num_decode_steps"] == run["floor"]["num_decode_steps"] == 2 * 4  # 2 of 3 requests at once
         assert run["output_tokens_per_second"] == pytest.approx(15 / run["seconds"])
-        assert run["share_of_floor"] == pytest.approx(run["floor"]["seconds"] / run["seconds"])
+        assert run["share_of_floor"] == pytest.approx(run["floor_seconds"] / run["seconds"])
 
 
 def test_all_loads_run_in_one_process(
@@ -82,7 +82,7 @@ def test_trace_writes_a_trace_and_says_what_is_missing(
 
 
 def test_host_times_each_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    [small, queued] = host.measure_all(cases=((2, 0), (2, 1000)), num_steps=4)
+    [small, queued] = host.measure(cases=((2, 0), (2, 1000)), num_steps=4)
     assert (queued["num_running"], queued["num_waiting"], queued["num_steps"]) == (2, 1000, 4)
     assert all(0 < small["median"][part] <= small["median"]["total"] for part in ("schedule", "pack", "update"))
     assert "2 running, 1,000 waiting" in capsys.readouterr().out
@@ -90,8 +90,7 @@ def test_host_times_each_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 def test_the_host_is_timed_without_pytorch() -> None:
     source = (
-        "import sys; from nanoinfer.bench import host; host.measure_all(((2, 0),), 4); "
-        "assert 'torch' not in sys.modules"
+        "import sys; from nanoinfer.bench import host; host.measure(((2, 0),), 4); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, timeout=60)
 
@@ -105,6 +104,7 @@ def test_the_host_is_timed_without_pytorch() -> None:
         (["throughput", "--input-len", 4000, "--output-len", 97], "add up to 4097, and tiny-qwen3 takes 4096"),
         (["loads", "tiny"], "'tiny' is no load; choose from default, small, steady, shared, long"),
         (["throughput", "--runs", 0], "0 is less than 1"),
+        (["kernels", "--gpus", 99], "--gpus 99: PyTorch sees"),
         (["throughput", "--engine", "nanovllm"], "--engine nanovllm cannot be imported here"),
     ],
 )
