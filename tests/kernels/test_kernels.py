@@ -150,7 +150,7 @@ def test_rms_norm_keeps_a_row_of_zeros_finite_and_nan_in_its_row() -> None:
     torch.testing.assert_close(out[2], torch.ones(2))
 
 
-# --- sum_ranks ---
+# --- all-reduce with the norm ---
 
 NUM_RANKS, NUM_TOKENS, MAX_TOKENS = 4, 6, 8
 SIXTH = 6  # the sum that is to be computed
