@@ -4,9 +4,10 @@ PyTorch does not import Triton by itself, so that there is time here to choose t
 """
 
 import faulthandler
+import gc
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if item.get_closest_marker("multi_gpu") and NUM_GPUS < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cheap_garbage_collection() -> Iterator[None]:
+    """Every engine collects garbage when it closes, which need not look at all of torch and transformers each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

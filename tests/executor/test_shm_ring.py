@@ -23,29 +23,23 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def socket_pairs(stack: ExitStack, count: int = 1) -> list[tuple[socket.socket, socket.socket]]:
-    """For each reader, the writer's end of its doorbell and its own."""
-    pairs = [socket.socketpair() for _ in range(count)]
-    for end in [end for pair in pairs for end in pair]:
-        stack.enter_context(end)
-    return pairs
-
-
 def connect(
-    pairs: list[tuple[socket.socket, socket.socket]],
+    stack: ExitStack,
+    num_readers: int = 1,
     num_slots: int = 4,
     slot_size: int = 8,
     check: Callable[[], None] = lambda: None,
-) -> tuple[RingWriter, list[RingReader]]:
-    """A writer and its readers, in one process."""
-    ring = Ring(len(pairs), num_slots, slot_size)
-    writer = RingWriter(ring, [mine for mine, _ in pairs], check)
-    return writer, [RingReader(ring, index, theirs) for index, (_, theirs) in enumerate(pairs)]
+) -> tuple[RingWriter, list[RingReader], list[socket.socket], list[socket.socket]]:
+    """A writer and its readers, in one process, and the sockets of both sides."""
+    ring = Ring(num_readers, num_slots, slot_size)
+    pairs = [socket.socketpair() for _ in range(num_readers)]
+    mine, theirs = ([stack.enter_context(pair[side]) for pair in pairs] for side in (0, 1))
+    readers = [RingReader(ring, index, doorbell) for index, doorbell in enumerate(theirs)]
+    return RingWriter(ring, mine, check), readers, mine, theirs
 
 
-def hang_up(doorbells: list[socket.socket]) -> None:
-    for doorbell in doorbells:
-        doorbell.shutdown(socket.SHUT_WR)
+def shut_down(doorbell: socket.socket) -> None:
+    doorbell.shutdown(socket.SHUT_WR)
 
 
 def numbers(length: int, seed: int = 0) -> np.ndarray:
@@ -54,7 +48,7 @@ def numbers(length: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 16, 31, 32])
 def test_a_message_arrives_as_it_was_sent_whatever_its_length(stack: ExitStack, length: int) -> None:
-    writer, [reader] = connect(socket_pairs(stack))
+    writer, [reader], _, _ = connect(stack)
     for seed in range(5):  # more than once round the ring
         sent = numbers(length, seed)
         writer.send(sent)
@@ -64,7 +58,7 @@ def test_a_message_arrives_as_it_was_sent_whatever_its_length(stack: ExitStack, 
 
 
 def test_what_was_received_stays_when_its_slot_is_written_again(stack: ExitStack) -> None:
-    writer, [reader] = connect(socket_pairs(stack), num_slots=1)
+    writer, [reader], _, _ = connect(stack, num_slots=1)
     writer.send(numbers(8, seed=1))
     first = reader.receive()
     writer.send(numbers(8, seed=2))
@@ -86,7 +80,7 @@ def test_every_reader_gets_every_message_in_order_at_its_own_pace(
     sent = [numbers(length, seed + index).tolist() for index, length in enumerate(lengths)]
     received: list[list] = [[] for _ in range(num_readers)]
     with ExitStack() as stack:
-        writer, readers = connect(pairs := socket_pairs(stack, num_readers), num_slots, slot_size)
+        writer, readers, doorbells, _ = connect(stack, num_readers, num_slots, slot_size)
 
         def read(index: int) -> None:
             pause = random.Random(seed + index)
@@ -101,7 +95,8 @@ def test_every_reader_gets_every_message_in_order_at_its_own_pace(
             thread.start()
         for content in sent:
             writer.send(np.array(content, dtype=np.int32))
-        hang_up([mine for mine, _ in pairs])
+        for doorbell in doorbells:
+            shut_down(doorbell)
         for thread in threads:
             thread.join(timeout=30)
     assert received == [sent] * num_readers
@@ -114,7 +109,7 @@ def test_a_slot_is_not_written_again_before_the_slowest_reader_has_read_it(stack
     def give_up() -> None:
         raise GaveUpError
 
-    writer, [fast, slow] = connect(socket_pairs(stack, 2), num_slots=2, check=give_up)
+    writer, [fast, slow], _, _ = connect(stack, num_readers=2, num_slots=2, check=give_up)
     for value in (1, 2):
         writer.send(np.array([value], dtype=np.int32))
         assert fast.receive().tolist() == [value]
@@ -126,29 +121,27 @@ def test_a_slot_is_not_written_again_before_the_slowest_reader_has_read_it(stack
     assert fast.receive().tolist() == [3]
 
 
-@pytest.mark.parametrize("end", [lambda socket: hang_up([socket]), socket.socket.close], ids=["closed", "gone"])
+@pytest.mark.parametrize("end", [shut_down, socket.socket.close], ids=["closed", "gone"])
 def test_a_reader_learns_of_the_writers_end_after_all_that_it_wrote(
     stack: ExitStack, end: Callable[[socket.socket], None]
 ) -> None:
-    [(mine, theirs)] = socket_pairs(stack)
-    writer, [reader] = connect([(mine, theirs)])
+    writer, [reader], [doorbell], _ = connect(stack)
     writer.send(numbers(3))
-    end(mine)
+    end(doorbell)
     assert reader.receive().tolist() == numbers(3).tolist()
     with pytest.raises(EOFError, match="rank 0 is gone"):
         reader.receive()
 
 
 def test_a_writer_learns_that_a_reader_is_gone(stack: ExitStack) -> None:
-    [(mine, theirs)] = socket_pairs(stack)
-    writer, _ = connect([(mine, theirs)])
-    theirs.close()
+    writer, _, _, [doorbell] = connect(stack)
+    doorbell.close()
     with pytest.raises(OSError, match="Broken pipe"):
         writer.send(numbers(3))
 
 
 def test_a_waiting_reader_sleeps(stack: ExitStack) -> None:
-    writer, [reader] = connect(socket_pairs(stack))
+    writer, [reader], _, _ = connect(stack)
     used = []
 
     def read() -> None:
@@ -194,7 +187,8 @@ def test_spawned_processes_read_the_same_memory_and_it_has_no_name() -> None:
         for answer in answers:
             received = int.from_bytes(answer.recv(8, socket.MSG_WAITALL), "little", signed=True)
             assert received == sent.sum(dtype=np.int64)
-    hang_up(doorbells)
+    for doorbell in doorbells:
+        shut_down(doorbell)
     for process, *ends in zip(processes, doorbells, answers, strict=True):
         process.join(timeout=30)
         assert process.exitcode == 0
@@ -205,7 +199,7 @@ def test_spawned_processes_read_the_same_memory_and_it_has_no_name() -> None:
 
 def test_writing_a_decode_step_of_256_rows_is_cheap(stack: ExitStack) -> None:
     """A few microseconds here; the bound leaves room for a busy machine."""
-    writer, readers = connect(socket_pairs(stack, 3), num_slots=NUM_SLOTS, slot_size=SLOT_SIZE)
+    writer, readers, _, _ = connect(stack, num_readers=3, num_slots=NUM_SLOTS, slot_size=SLOT_SIZE)
     packet, seconds = numbers(280), []
     for _ in range(200):
         started = time.perf_counter()

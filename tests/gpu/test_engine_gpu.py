@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from nanoinfer import LLM, SamplingParams, tiny_model_path
+from nanoinfer.device import import_error
+from nanoinfer.layers.attention import selection
 from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
 
 pytestmark = pytest.mark.gpu
@@ -140,14 +142,10 @@ def test_preemption_changes_no_answer_of_the_tiny_checkpoint(backend: str) -> No
 
 
 def test_the_engine_runs_without_flash_attn_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanoinfer.layers.attention import selection as attention
+    def hide_flash_attn(name: str) -> ImportError | None:
+        return ImportError("it is hidden by this test") if name == "flash_attn" else import_error(name)
 
-    obstacle = attention._obstacle
-
-    def hide_flash_attn(backend: str, *args: Any) -> str | None:
-        return "is hidden by this test" if backend == "flash_attn" else obstacle(backend, *args)
-
-    monkeypatch.setattr(attention, "_obstacle", hide_flash_attn)
+    monkeypatch.setattr(selection, "import_error", hide_flash_attn)
     examples = [example for task in TASKS for example in held_out_examples(task, 20, seed=6)]
     with LLM(tiny_model_path()) as llm:
         assert llm.engine.runner is not None

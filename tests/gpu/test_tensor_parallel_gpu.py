@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from nanoinfer import LLM, ConfigError, SamplingParams, WorkerError, tiny_model_
 from nanoinfer.device import becomes_idle
 from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, SLICE_TOKENS, connect
 from nanoinfer.layers.layernorm import add_rms_norm, all_reduce_add_rms_norm
-from nanoinfer.runner.model_runner import ModelRunner
+from nanoinfer.runner import model_runner
+from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from tests.gpu.test_engine_gpu import chat_prompts
 from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
 
@@ -123,7 +125,7 @@ def test_a_worker_that_is_killed_is_an_error_and_a_new_engine_works(when: str, e
     free_before = torch.cuda.mem_get_info(0)[0]
     expected = answers(2)
     llm = LLM(tiny_model_path(), tensor_parallel_size=2, enforce_eager=enforce_eager)
-    pid = llm.engine.runner.worker_pids[0]
+    [pid] = [child.pid for child in active_children() if child.name == "nanoinfer rank 1"]
     if when == "idle":
         os.kill(pid, signal.SIGKILL)
         time.sleep(0.5)
@@ -191,24 +193,23 @@ def test_a_script_that_does_not_close_its_engine_ends_without_a_word(tmp_path: P
     assert (script.returncode, script.stderr) == (0, "")
 
 
+class GraphsThatFail(DecodeGraphs):
+    """Captures one graph, and fails in the second."""
+
+    def __init__(self, decode: Callable[[torch.Tensor], torch.Tensor], *args: Any) -> None:
+        calls = itertools.count()  # two for each graph: one outside it, one inside
+        super().__init__(lambda rows: decode(rows) if next(calls) < 2 else rows / (1 // 0), *args)
+
+
 def test_a_capture_that_fails_on_one_rank_is_an_error_and_a_new_engine_works(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answers(2)
     started = time.monotonic()
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "_decode", _failing_in_the_second_graph(ModelRunner._decode))
+        patch.setattr(model_runner, "DecodeGraphs", GraphsThatFail)
         with pytest.raises(ZeroDivisionError):
             LLM(tiny_model_path(), tensor_parallel_size=2)
     assert time.monotonic() - started < 60
     assert answers(2) == expected
-
-
-def _failing_in_the_second_graph(decode: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    calls = itertools.count()  # two for each graph: once outside it, once inside
-
-    def decode_or_fail(self: ModelRunner, rows: torch.Tensor) -> torch.Tensor:
-        return decode(self, rows) if next(calls) < 2 else rows / (1 // 0)
-
-    return decode_or_fail
 
 
 def _all_reduce_in_all_ways(rank: int, size: int, folder: str) -> None:

@@ -203,7 +203,7 @@ def test_four_samples_hold_the_blocks_of_one_prompt_and_four_tails(random_checkp
 
 def test_a_request_is_finished_with_its_last_sample_and_aborted_with_all(random_checkpoint: Checkpoint) -> None:
     params = replace(FREE, n=3, max_tokens=60, ignore_eos=False, stop_token_ids=list(range(0, 512, 24)))
-    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16, max_num_seqs=2) as llm:
+    with LLM(random_checkpoint(num_hidden_layers=3), device="cpu", kvcache_block_size=16, max_num_seqs=2) as llm:
         seen: list[RequestOutput] = []
         outputs = llm.generate(PROMPTS[:4], params, use_tqdm=False, priority=[0, 0, 9, 0], on_finish=seen.append)
         assert sorted(seen, key=lambda output: output.request_id) == outputs
