@@ -82,7 +82,7 @@ def prefill(manager: BlockManager, seq: Sequence, use_cache: bool = True) -> lis
 
 
 def reference_counts(manager: BlockManager) -> list[int]:
-    return [block.ref_count for block in manager._blocks]
+    return [block.ref_count for block in manager.blocks]
 
 
 class FakeDevice:
@@ -193,23 +193,22 @@ def check_invariants(scheduler: Scheduler) -> None:
         assert len(seq.block_table) * manager.block_size >= seq.num_computed_tokens
         for column, block_id in enumerate(seq.block_table):
             users[block_id].append((column, seq.token_ids[: (column + 1) * manager.block_size]))
-    for block in manager._blocks:
+    for block in manager.blocks:
         assert block.ref_count == len(users[block.block_id])
-        assert (block.ref_count == 0) == (block.block_id in manager._free)
         if block.ref_count > 1:
             assert all(user == users[block.block_id][0] for user in users[block.block_id]), "not the same text"
-    assert manager.num_used_blocks == sum(block.ref_count > 0 for block in manager._blocks)
+    assert manager.num_used_blocks == sum(block.ref_count > 0 for block in manager.blocks)
     assert manager.num_free_blocks + manager.num_used_blocks == manager.num_blocks
 
 
 def check_cache_contents(manager: BlockManager, device: FakeDevice) -> None:
     """Every entry that a lookup can reach names a block that holds just this text on the device."""
-    blocks = {block.entry.serial: block for block in manager._blocks if block.entry is not None}
+    blocks = {block.entry.serial: block for block in manager.blocks if block.entry is not None}
     assert len(blocks) == manager.num_cached_blocks
+    assert len({block.entry.hash for block in blocks.values()}) == len(blocks), "two entries under one hash"
     texts: dict[int, list[int] | None] = {ROOT_SERIAL: []}
     for serial in sorted(blocks):  # a parent is entered before its children
         block = blocks[serial]
-        assert manager._cached[block.entry.hash] is block.entry
         parent = texts.get(block.entry.parent_serial)
         if parent is None:  # an orphan: no lookup can come past its parent
             continue

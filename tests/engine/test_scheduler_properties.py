@@ -165,7 +165,7 @@ class History:
             fails = fails or any(token_ids is None for _, token_ids in self.in_flight)  # what follows a failure fails
             token_ids = self.device.run(batch, fails)
             self.seen["several running"] += len(self.scheduler.running) > 1
-            self.seen["blocks shared"] += any(block.ref_count > 1 for block in self.manager._blocks)
+            self.seen["blocks shared"] += any(block.ref_count > 1 for block in self.manager.blocks)
             self.seen["chunks cut"] += any(not chunk.samples for chunk in batch.prefill)
             self.seen["overlaps"] += in_flight
             self.seen["failures"] += fails
