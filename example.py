@@ -4,6 +4,7 @@ python example.py [--model FOLDER_OR_HUB_ID] [--tensor-parallel-size N] [--promp
 """
 
 import argparse
+import logging
 
 from nanoinfer import LLM, SamplingParams, tiny_model_path
 
@@ -12,7 +13,7 @@ TINY_PROMPTS = ["What is 312 + 48?", "Sort 31, 4, 15, 9.", "Spell river backward
 
 
 def as_chat(llm: LLM, question: str) -> str:
-    """The prompt of a conversation that begins with this question, in the model's own format."""
+    """Return the prompt of a conversation that begins with this question, in the model's own format."""
     messages = [{"role": "user", "content": question}]
     return llm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
@@ -23,6 +24,8 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     parser.add_argument("--prompt", nargs="+", metavar="TEXT", help="questions to ask instead")
     args = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("nanoinfer").setLevel(logging.INFO)  # one line about the loaded model
 
     prompts = args.prompt or (PROMPTS if args.model else PROMPTS + TINY_PROMPTS)
     # The tiny model knows one right answer to each of its questions: greedy decoding gives it.

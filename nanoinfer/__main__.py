@@ -1,18 +1,25 @@
-"""The command line: `nanoinfer run-batch`, or `python -m nanoinfer run-batch`."""
+"""The command line: `nanoinfer COMMAND`, or `python -m nanoinfer COMMAND`."""
 
 import argparse
-import inspect
-import re
+import logging
 import sys
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from nanoinfer.config import CHOICES, EngineConfig
+from nanoinfer import __version__
+from nanoinfer.config import EngineConfig
 from nanoinfer.errors import JobError, NanoinferError
 
+EXAMPLE = """\
+example:
+  echo '{"messages": [{"role": "user", "content": "What is 2 + 2?"}]}' > questions.jsonl
+  nanoinfer run-batch --model Qwen/Qwen3-0.6B -i questions.jsonl -o answers.jsonl --max-tokens 512
+
+`nanoinfer COMMAND --help` lists the options of a command."""
+
 RUN_BATCH = """\
-Answers each line of a JSONL file, and writes each answer as it comes.
+Answers each line of a JSONL file, and writes each answer as soon as it is complete.
 
 A line is a request in OpenAI's batch format,
   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 99}}
@@ -20,17 +27,17 @@ with /v1/completions and a prompt (a text, or a list of token ids) for plain tex
 custom_id too:
   {"prompt": "The capital of France is", "temperature": 0}
 Sampling fields are those of SamplingParams; a chat may have tools and chat_template_kwargs too. What a line leaves out
-is as the model's generation_config.json recommends, and else as SamplingParams has it: max_tokens is 64. Of a body,
-model, user and metadata are passed over; any other field that is not known is an error.
+is as the model's generation_config.json recommends, and else as SamplingParams has it: max_tokens is 64. The fields
+model, user and metadata of a body are passed over; any other field that is not known is an error.
 
-A result has OpenAI's form: id, custom_id, response, error; log-probabilities are as in nanoinfer, by token id. A line
-that cannot be served gets an error with its number.
+A result has OpenAI's form, log-probabilities included: id, custom_id, response, error. A line that cannot be served
+gets an error with its number.
 Results come in the order in which they finish; a line without a custom_id gets "line-" and its number; two lines with
 the same custom_id are two requests.
 
-Killed or stopped at any moment, the same command goes on where it was: nothing that is written is done again, and
-nothing is lost. It needs the same input, model, --load-format, --seed, --max-tokens and --temperature; other options
-may change. Lines may be added at the end of the input, such as those that had errors, mended."""
+If a job is killed or stopped at any moment, the same command goes on where it was: nothing that is written is done
+again, and nothing is lost. It needs the same input, model, --load-format, --seed, --max-tokens and --temperature; other
+options may change. Lines may be added at the end of the input, such as corrected versions of those that had errors."""
 
 MEND = "add mended lines at the end of the input, and the same command answers them; old errors still count"
 
@@ -44,43 +51,92 @@ exit codes:
   130  stopped by Ctrl-C; the same command goes on"""
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the list of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
-    parser = argparse.ArgumentParser(prog="nanoinfer", description="Offline LLM inference.")
-    batch = parser.add_subparsers(required=True, metavar="run-batch").add_parser(
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="nanoinfer", description="Offline LLM inference.", epilog=EXAMPLE, formatter_class=layout)
+    parser.add_argument("--version", action="version", version=f"nanoinfer {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    add_run_batch(commands)
+    args = parser.parse_args(arguments)
+    show_log()
+    sys.exit(args.run(args))  # each command sets its own function, which returns the exit code
+
+
+def add_run_batch(commands: Any) -> None:
+    """Add the command that answers a file of requests."""
+    batch = commands.add_parser(
         "run-batch",
         help="answer a file of requests",
+        usage="nanoinfer run-batch --model MODEL -i FILE -o FILE [options]",
         description=RUN_BATCH,
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    batch.add_argument("-i", "--input", type=Path, required=True, help="JSONL, perhaps gzipped")
-    batch.add_argument("-o", "--output", type=Path, required=True, help="JSONL, not gzipped; it is added to")
-    batch.add_argument("--max-tokens", type=int, default=argparse.SUPPRESS, help="for lines that do not say")
-    batch.add_argument("--temperature", type=float, default=argparse.SUPPRESS, help="for lines that do not say")
+    batch.add_argument("-i", "--input", type=a_file, required=True, metavar="FILE", help="JSONL, may be gzipped")
+    batch.add_argument(
+        "-o", "--output", type=a_file, required=True, metavar="FILE", help="JSONL, added to if it exists"
+    )
+    for name, kind, more in (
+        ("max-tokens", number_or_none, "; none is up to the model's limit"),
+        ("temperature", float, ""),
+    ):
+        explained = f"for lines that do not say{more}"
+        metavar = name.upper() if kind is float else "N"
+        batch.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, metavar=metavar, help=explained)
     batch.add_argument("--max-errors", type=int, metavar="N", help="stop at more lines with errors than N")
     add_engine_options(batch.add_argument_group("the model and the engine"))
-    sys.exit(run(parser.parse_args(arguments)))
+    batch.set_defaults(run=run)
 
 
 def add_engine_options(group: Any) -> None:
-    """An option for each field of EngineConfig, explained as there; one that is not given stays out of the result."""
-    explained = dict(re.findall(r"^(\w+): (.*(?:\n {4}.*)*)", inspect.getdoc(EngineConfig) or "", re.MULTILINE))
+    """Add an option for each field of EngineConfig, explained as there; what is not given stays out of the result."""
+    metavars = {int: "N", float: "SHARE"}
     for field in fields(EngineConfig):
-        kind = (*get_args(field.type), field.type)[0]  # of `int | None`, int
-        options: dict[str, Any] = {"type": kind, "choices": CHOICES.get(field.name), "metavar": "VALUE"}
+        kind = (*get_args(field.type), field.type)[0]  # int for `int | None`
+        choices = field.metadata["choices"]
+        options: dict[str, Any] = {"type": kind, "choices": choices, "metavar": metavars.get(kind)}
+        default = field.default
         if kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
+            default = "on" if default else "off"
+        explained = field.metadata["help"]
+        if default is not MISSING and default is not None:
+            explained += f" Default: {default}."
         group.add_argument(
             f"--{field.name.replace('_', '-')}",
-            help=" ".join(explained[field.name].split()).replace("%", "%%"),
-            required=field.name == "model",
+            help=explained.replace("%", "%%"),
+            required=default is MISSING,
             default=argparse.SUPPRESS,
             **options,
         )
 
 
+def a_file(text: str) -> Path:
+    """Refuse standard streams: a job reads its input twice, and what is done from its output."""
+    if text == "-":
+        raise argparse.ArgumentTypeError("'-' is no file; a job needs files, so that it can go on after it was stopped")
+    return Path(text)
+
+
+def number_or_none(text: str) -> int | None:
+    return None if text == "none" else int(text)
+
+
+def show_log() -> None:
+    """Print the library's log, such as the line about a loaded model, on standard error."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("nanoinfer").setLevel(logging.INFO)
+
+
 def run(args: argparse.Namespace) -> int:
-    """Run the job and say how it went; the exit code."""
+    """Run the job, say how it went, and return the exit code."""
     from nanoinfer.batch.batch_job import run_batch  # imports PyTorch, which --help can do without
     from nanoinfer.llm import LLM
 

@@ -1,81 +1,101 @@
 """The options of an engine: validated once, never changed.
 
-Nothing that a run finds out (how many blocks fit, how long a sequence may be) is written back here.
+Nothing that a run finds out (how many blocks fit, how long a sequence may be) is written back here. Each option is
+explained where it is declared; docstrings and the command line's --help are made from that.
 """
 
-import difflib
+import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, get_args
 
-from nanoinfer.errors import ConfigError
+from nanoinfer.errors import ConfigError, check_names
 
 DTYPES = ("float32", "bfloat16", "float16")
-CHOICES = {
-    "dtype": ("auto", *DTYPES),
-    "attention_backend": ("auto", "flash_attn", "triton", "torch"),
-    "load_format": ("auto", "safetensors", "dummy"),
+# Options of vLLM's: those that nanoinfer does not have, and all with our name for the same thing, or else None.
+UNSUPPORTED = """
+    quantization kv_cache_dtype enable_lora max_loras max_lora_rank pipeline_parallel_size data_parallel_size
+    enable_expert_parallel distributed_executor_backend speculative_config compilation_config hf_overrides
+    trust_remote_code revision tokenizer tokenizer_mode skip_tokenizer_init swap_space cpu_offload_gb runner task
+    limit_mm_per_prompt disable_custom_all_reduce enable_chunked_prefill max_logprobs logits_processors
+"""
+VLLM_NAMES = {
+    "block_size": "kvcache_block_size",
+    "num_gpu_blocks_override": "num_kvcache_blocks",
+    "async_scheduling": "overlap",
+    **dict.fromkeys(UNSUPPORTED.split()),
 }
+
+
+def option(default: Any, explained: str, choices: tuple[str, ...] | None = None) -> Any:
+    """Declare a field of EngineConfig together with its explanation and, if it has any, its only values."""
+    return field(default=default, metadata={"help": explained, "choices": choices})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The options of `LLM`, validated.
+    """Holds the options of `LLM`, validated. Raises ConfigError (a ValueError) for a value out of range."""
 
-    model: a local folder, or the id of a model on the Hugging Face hub.
-    dtype: of weights, activations and KV cache; "auto" is the checkpoint's on CUDA, float32 on a CPU.
-    device: "auto" (CUDA where there is one, else the CPU), "cpu", "cuda" or "cuda:N".
-    tensor_parallel_size: over how many GPUs the model is split, those from `device` on; on a CPU, how many processes.
-    max_model_len: the most tokens of a sequence, prompt and completion; None is the model's own limit, lowered to
-        what the KV cache can hold.
-    max_num_seqs: the most sequences in the running set.
-    max_num_batched_tokens: the most prompt tokens of one step; longer prompts are computed in chunks.
-    gpu_memory_utilization: the share of the GPU's memory that the engine may use, in (0, 1].
-    kvcache_block_size: tokens in a block of the KV cache; a multiple of 16 (flash_attn: of 256).
-    num_kvcache_blocks: how many blocks; None is what fits.
-    enable_prefix_caching: reuse the KV blocks of prefixes seen before.
-    enforce_eager: no CUDA graphs.
-    attention_backend: "triton" (our kernels for decode; prefill by flash-attn where that is installed, else by
-        PyTorch), "flash_attn" (both by flash-attn), "torch" (plain), or "auto": the first of these that can serve.
-    overlap: launch each step before the last one's tokens are collected, so that the GPU does not wait for the host.
-    load_format: "auto" and "safetensors" read the checkpoint, "dummy" draws random weights from config.json alone.
-    seed: what the random streams of all requests derive from.
-
-    Raises ConfigError (a ValueError) for a value out of range.
-    """
-
-    model: str
-    dtype: str = "auto"
-    device: str = "auto"
-    tensor_parallel_size: int = 1
-    max_model_len: int | None = None
-    max_num_seqs: int = 512
-    max_num_batched_tokens: int = 16384
-    gpu_memory_utilization: float = 0.9
-    kvcache_block_size: int = 256
-    num_kvcache_blocks: int | None = None
-    enable_prefix_caching: bool = True
-    enforce_eager: bool = False
-    attention_backend: str = "auto"
-    overlap: bool = True
-    load_format: str = "auto"
-    seed: int = 0
+    model: str = option(MISSING, "A local folder, or the id of a model on the Hugging Face hub.")
+    dtype: str = option(
+        "auto",
+        'The type of weights, activations and KV cache; "auto" is the checkpoint\'s own on CUDA and float32 on a CPU.',
+        ("auto", *DTYPES),
+    )
+    device: str = option("auto", '"cpu", "cuda", "cuda:N", or "auto": CUDA if there is a GPU, else the CPU.')
+    tensor_parallel_size: int = option(
+        1, "The number of GPUs that the model is split over, counted from `device` on; on a CPU, of processes."
+    )
+    max_model_len: int | None = option(
+        None,
+        "The most tokens in a sequence, prompt and completion together; if not given, the model's own limit, lowered "
+        "to what the KV cache can hold.",
+    )
+    max_num_seqs: int = option(512, "The most sequences that run at the same time.")
+    max_num_batched_tokens: int = option(
+        16384, "The most prompt tokens in one step; longer prompts are computed in chunks."
+    )
+    gpu_memory_utilization: float = option(0.9, "The share of the GPU's memory that the engine may use, in (0, 1].")
+    kvcache_block_size: int = option(
+        256, "The number of tokens in a block of the KV cache; a multiple of 16, and of 256 for flash_attn."
+    )
+    num_kvcache_blocks: int | None = option(
+        None, "The number of blocks in the KV cache; if not given, as many as fit into memory."
+    )
+    enable_prefix_caching: bool = option(True, "Reuse the KV blocks of prefixes that were computed before.")
+    enforce_eager: bool = option(False, "Run without CUDA graphs.")
+    attention_backend: str = option(
+        "auto",
+        '"triton" decodes with our kernels and prefills with flash-attn or, where that is not installed, PyTorch; '
+        '"flash_attn" uses flash-attn for both; "torch" uses plain PyTorch; "auto" takes the first that can serve.',
+        ("auto", "flash_attn", "triton", "torch"),
+    )
+    overlap: bool = option(
+        True,
+        "Launch each step before the tokens of the last one are collected, so that the GPU never waits for the host.",
+    )
+    load_format: str = option(
+        "auto",
+        '"auto" and "safetensors" read the checkpoint; "dummy" draws random weights and needs only config.json.',
+        ("auto", "safetensors", "dummy"),
+    )
+    seed: int = option(0, "The number from which the random streams of all requests derive.")
 
     def __post_init__(self) -> None:
         # A Path, a torch.device or a torch.dtype says what it means as a string.
         object.__setattr__(self, "model", str(self.model))
         object.__setattr__(self, "device", str(self.device))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if name in CHOICES and value not in CHOICES[name]:
-                raise ConfigError(f"{name}={value!r} is not known; use one of {', '.join(CHOICES[name])}")
-            if field.type is bool and not isinstance(value, bool):
+        for item in fields(self):
+            name, value, choices = item.name, getattr(self, item.name), item.metadata["choices"]
+            if choices and value not in choices:
+                raise ConfigError(f"{name}={value!r} is not known; use one of {', '.join(choices)}")
+            if item.type is bool and not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} is not a bool; use True or False")
-            is_count = int in (field.type, *get_args(field.type)) and name != "seed"
-            if is_count and (value is not None or field.default is not None):
+            is_count = int in (item.type, *get_args(item.type)) and name != "seed"
+            if is_count and (value is not None or item.default is not None):
                 if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 2**31:
                     raise ConfigError(f"{name}={value!r} must be a whole number of at least 1, and below 2**31")
                 object.__setattr__(self, name, int(value))  # NumPy's integers, say
@@ -94,10 +114,18 @@ class EngineConfig:
     @classmethod
     def from_options(cls, model: str | Path, options: Mapping[str, Any]) -> "EngineConfig":
         """Build the config of `LLM(model, **options)`; an unknown option is a TypeError that names a similar one."""
-        known = [f.name for f in fields(cls) if f.name != "model"]
-        for name in options:
-            if name not in known:
-                similar = difflib.get_close_matches(name, known, n=1, cutoff=0.55)
-                hint = f"did you mean {similar[0]!r}? " if similar else ""
-                raise TypeError(f"LLM has no option {name!r}; {hint}Options: {', '.join(known)}")
+        check_names("LLM", options, [item.name for item in fields(cls) if item.name != "model"], VLLM_NAMES)
         return cls(model=str(model), **options)
+
+
+def describe_options() -> str:
+    """Explain every option of EngineConfig in a paragraph of its own, for docstrings."""
+    paragraphs = []
+    for item in fields(EngineConfig):
+        default = "" if item.default is MISSING else f"={item.default!r}"
+        paragraph = f"{item.name}{default}: {item.metadata['help']}"
+        paragraphs.append(textwrap.fill(paragraph, 116, subsequent_indent="    "))
+    return "\n".join(paragraphs)
+
+
+EngineConfig.__doc__ = f"{EngineConfig.__doc__}\n\n{describe_options()}\n"

@@ -9,7 +9,11 @@
     `-- EngineClosedError (RuntimeError) a call to an engine that was closed
 
 Every message says what was wrong, the value, and what to do. Catching ValueError catches all that a user can mend.
+A misspelt name of an option is a TypeError, as in any Python call; `check_names` makes it a helpful one.
 """
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
 
 
 class NanoinferError(Exception):
@@ -38,3 +42,26 @@ class EngineClosedError(NanoinferError, RuntimeError):
 
 class WorkerError(NanoinferError, RuntimeError):
     """A process of a tensor-parallel engine has ended; the message has its traceback or its exit signal."""
+
+
+def check_names(owner: str, names: Iterable[str], known: Collection[str], foreign: Mapping[str, str | None]) -> None:
+    """Raise TypeError for the first of `names` that `owner` does not know, with the name that was probably meant.
+
+    foreign: names that other libraries use, with the one of `known` that means the same, or None where there is none.
+    """
+    for name in names:
+        if name in known:
+            continue
+        meant = foreign.get(name) or _similar(name, known)
+        if name in foreign and foreign[name] is None:
+            hint = "nanoinfer does not support it. "
+        else:
+            hint = f"did you mean {meant!r}? " if meant else ""
+        raise TypeError(f"{owner} has no option {name!r}; {hint}Options: {', '.join(known)}")
+
+
+def _similar(name: str, known: Collection[str]) -> str | None:
+    """Find the one that is spelt almost like `name`, or has all of its words."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    words = set(name.split("_"))
+    return next(iter([*close, *(item for item in known if words <= set(item.split("_")))]), None)

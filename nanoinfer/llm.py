@@ -2,19 +2,24 @@
 
 import math
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
+from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
+from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.llm_engine import LLMEngine, Prepared
+from nanoinfer.engine.llm_engine import LLMEngine, PreparedRequest
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
-from nanoinfer.outputs import EngineMetrics, EngineStats, Logprob, RequestOutput, Score, StreamChunk
+from nanoinfer.executor.parallel_runner import ParallelRunner
+from nanoinfer.models import REGISTRY
+from nanoinfer.outputs import EngineMetrics, Logprob, RequestOutput, Score, StreamChunk
+from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.sampling_params import SamplingParams, is_whole_number
 from nanoinfer.text.chat import Conversation, render_chats
 from nanoinfer.text.prompts import (
@@ -24,9 +29,12 @@ from nanoinfer.text.prompts import (
     as_priorities,
     as_prompt,
     as_request_ids,
+    check_texts,
+    check_token_ids,
     one_for_each,
     split_whole,
 )
+from nanoinfer.text.tokenizer import Tokenizer, load_tokenizer, read_stop_token_ids
 
 Prompts = GivenPrompt | Sequence[GivenPrompt]
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
@@ -52,7 +60,18 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        self.engine = LLMEngine(EngineConfig.from_options(model, options))
+        self.config = EngineConfig.from_options(model, options)
+        folder = resolve_model_folder(self.config.model, with_weights=self.config.load_format != "dummy")
+        self._model_config = ModelConfig.from_folder(folder, supported=REGISTRY)
+        self._generation_config = read_json(folder / "generation_config.json")
+        # Random weights fit any tokenizer as well as another.
+        vocab_size = None if self.config.load_format == "dummy" else self._model_config.vocab_size
+        self._tokenizer = load_tokenizer(folder, vocab_size)
+        runner = _make_runner(self.config, self._model_config, folder)
+        self.engine = LLMEngine(self.config, runner, self._tokenizer, read_stop_token_ids(folder, self._tokenizer))
+        if isinstance(runner, ParallelRunner):
+            weakref.finalize(self.engine, runner.close)  # when the engine is forgotten, and when the script ends
+        self.max_model_len = runner.max_model_len
         self._unclaimed: list[RequestOutput] = []  # of requests of `add_request`, until `step` returns them
         self._lock = threading.RLock()  # held while a call prepares, queues or drops requests, and for each step
 
@@ -101,7 +120,7 @@ class LLM:
         message without role or content, and where there is no tokenizer or no template.
         """
         texts = render_chats(
-            self.engine.require_tokenizer(),
+            self._require_tokenizer(),
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -145,11 +164,12 @@ class LLM:
             for one, two in zip(prompts, completions, strict=True)
         ]
         with self._lock:
-            apart = self.engine.encode(prompts), self.engine.encode(completions, False, "completion")
-            pairs = [split_whole(*ids) for ids in zip(*apart, self.engine.tokenize(wholes), strict=True)]
-            whole_ids = self.engine.encode([before + after for before, after in pairs])
+            apart = self._encode(prompts), self._encode(completions, False, "completion")
+            pairs = [split_whole(*ids) for ids in zip(*apart, self._tokenize(wholes), strict=True)]
+            whole_ids = self._encode([before + after for before, after in pairs])
         requests = [
-            Prepared(ids, ids, SCORING, 0, len(before)) for ids, (before, _) in zip(whole_ids, pairs, strict=True)
+            PreparedRequest(prompt=None, token_ids=ids, sampling_params=SCORING, prompt_logprobs_start=len(before))
+            for ids, (before, _) in zip(whole_ids, pairs, strict=True)
         ]
         outputs = self._complete(requests, use_tqdm, on_finish=None)
         return [_score(output, len(before)) for output, (before, _) in zip(outputs, pairs, strict=True)]
@@ -169,6 +189,23 @@ class LLM:
         with self._lock:
             return self.engine.add_request(request, self._unclaimed)
 
+    def add_chat_request(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> int:
+        """Queue a conversation, as `chat` reads it, for `step` to answer, and return its id."""
+        texts = render_chats(
+            self._require_tokenizer(), [messages], tools=tools, chat_template_kwargs=chat_template_kwargs
+        )
+        [request] = self._prepare([*texts], sampling_params, [priority], add_special_tokens=False)
+        with self._lock:
+            return self.engine.add_request(request, self._unclaimed)
+
     def step(self) -> list[RequestOutput]:
         """Run one step; return the requests of `add_request` that finished, in this step or during another call's."""
         self._step()
@@ -184,15 +221,15 @@ class LLM:
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, from transformers; None where the model's folder has none."""
-        return self.engine.tokenizer.hf if self.engine.tokenizer else None
+        return self._tokenizer.hf if self._tokenizer else None
 
     @property
     def default_sampling_params(self) -> SamplingParams:
         """What the model's own generation_config.json recommends. Raises ModelError where that is out of range."""
         try:
-            return SamplingParams.from_generation_config(self.engine.generation_config)
+            return SamplingParams.from_generation_config(self._generation_config)
         except RequestError as error:
-            raise ModelError(f"generation_config.json of {self.engine.config.model}: {error}") from error
+            raise ModelError(f"generation_config.json of {self.config.model}: {error}") from error
 
     def get_tokenizer(self) -> Any:
         """The same as `tokenizer`: vLLM's name."""
@@ -207,15 +244,15 @@ class LLM:
         if not isinstance(text, str):
             raise RequestError(f"{text!r} is a {type(text).__name__}; give a string")
         with self._lock:
-            return self.engine.tokenize([text])[0]
+            return self._tokenize([text])[0]
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of one token id or several. Raises RequestError for what is none, or where there is no tokenizer."""
         ids: list[Any] = list(token_ids) if isinstance(token_ids, Iterable) else [token_ids]
-        vocab_size = self.engine.model_config.vocab_size
+        vocab_size = self._model_config.vocab_size
         if wrong := [item for item in ids if not is_whole_number(item) or not 0 <= item < vocab_size]:
             raise RequestError(f"{wrong[0]!r} is no token id; ids are 0 to {vocab_size - 1}")
-        return self.engine.require_tokenizer().decode([int(item) for item in ids], skip_special_tokens)
+        return self._require_tokenizer().decode([int(item) for item in ids], skip_special_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -241,17 +278,61 @@ class LLM:
         sampling_params: Params,
         priority: Sequence[int] | None = None,
         add_special_tokens: bool = True,
-    ) -> list[Prepared]:
+    ) -> list[PreparedRequest]:
         """Check everything that a user can get wrong, before anything is queued."""
         params = one_for_each(sampling_params, len(prompts))
         for item in params:
-            self.engine.check_params(item)
+            self._check_params(item)
         priorities = as_priorities(priority, len(prompts))
         with self._lock:  # tokenizers do not serve two threads at once
-            encoded = self.engine.encode(prompts, add_special_tokens)
-        return [Prepared(*parts) for parts in zip(prompts, encoded, params, priorities, strict=True)]
+            encoded = self._encode(prompts, add_special_tokens)
+        return [
+            PreparedRequest(
+                prompt=prompt if isinstance(prompt, str) else None,
+                token_ids=ids,
+                sampling_params=its_params,
+                priority=its_priority,
+            )
+            for prompt, ids, its_params, its_priority in zip(prompts, encoded, params, priorities, strict=True)
+        ]
 
-    def _complete(self, requests: list[Prepared], use_tqdm: bool, on_finish: OnFinish | None) -> list[RequestOutput]:
+    def _encode(self, prompts: list[Prompt], add_special_tokens: bool = True, what: str = "prompt") -> list[list[int]]:
+        """Token ids of each prompt, texts in one batch. Raises RequestError for one that cannot be served."""
+        self.engine.check_open()
+        limits = self._model_config.vocab_size, self.max_model_len
+        all_ids = self._tokenize(prompts, add_special_tokens)
+        return [check_token_ids(ids, f"{what} {index}", *limits) for index, ids in enumerate(all_ids)]
+
+    def _tokenize(self, prompts: list[Prompt], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of the prompts that are texts; the others as they are."""
+        texts = {index: prompt for index, prompt in enumerate(prompts) if isinstance(prompt, str)}
+        if texts:
+            check_texts(texts, self.max_model_len * self._require_tokenizer().longest_token)
+        encoded = iter(self._require_tokenizer().encode([*texts.values()], add_special_tokens) if texts else [])
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    def _require_tokenizer(self) -> Tokenizer:
+        """The tokenizer; RequestError where the model has none."""
+        if self._tokenizer is None:
+            raise RequestError(f"{self.config.model} has no tokenizer; give the prompt as a list of token ids")
+        return self._tokenizer
+
+    def _check_params(self, sampling_params: SamplingParams) -> None:
+        """Raise RequestError for what this model cannot serve."""
+        if sampling_params.stop and self._tokenizer is None:
+            raise RequestError(
+                f"stop={sampling_params.stop!r} is found in text, and {self.config.model} has no tokenizer; "
+                "use stop_token_ids"
+            )
+        vocab_size = self._model_config.vocab_size
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(sampling_params, name) or 0
+            if value > vocab_size:
+                raise RequestError(f"{name}={value} is more than the vocabulary of {vocab_size} tokens; use 20, say")
+
+    def _complete(
+        self, requests: list[PreparedRequest], use_tqdm: bool, on_finish: OnFinish | None
+    ) -> list[RequestOutput]:
         """Run these requests to their end; if that fails, leave nothing of them behind."""
         request_ids: list[int] = []
         inbox: list[RequestOutput] = []
@@ -260,7 +341,7 @@ class LLM:
             with self._lock, postponed_interrupt():
                 for request in requests:
                     request_ids.append(self.engine.add_request(request, inbox))
-            with Progress(self.engine.stats, len(requests), use_tqdm) as progress:
+            with Progress(self.get_metrics, len(requests), use_tqdm) as progress:
                 while len(inbox) < len(requests):
                     self._step()
                     progress.show(len(inbox))
@@ -273,7 +354,7 @@ class LLM:
                     self.engine.abort({*request_ids} - {output.request_id for output in inbox})
         return sorted(inbox, key=lambda output: output.request_id)
 
-    def _stream(self, requests: list[Prepared]) -> Iterator[StreamChunk]:
+    def _stream(self, requests: list[PreparedRequest]) -> Iterator[StreamChunk]:
         """Run these requests and yield their chunks; those that are left early are aborted by a later step."""
         request_ids: list[int] = []
         inbox: list[RequestOutput] = []
@@ -300,6 +381,11 @@ class LLM:
                 self._lock.release()
 
 
+def _make_runner(config: EngineConfig, model_config: ModelConfig, folder: Path) -> ModelRunner | ParallelRunner:
+    runner_class = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
+    return runner_class(config, model_config, folder)
+
+
 def _score(output: RequestOutput, first: int) -> Score:
     """Of the prompt's tokens from position `first` on."""
     token_ids, found = output.prompt_token_ids[first:], (output.prompt_logprobs or [])[first:]
@@ -316,14 +402,16 @@ class Progress:
     num_before: how many had finished before it.
     """
 
-    def __init__(self, stats: EngineStats, num_requests: int, use_tqdm: bool, num_before: int = 0) -> None:
-        self._stats, self._before = stats, replace(stats)
+    def __init__(
+        self, get_metrics: Callable[[], EngineMetrics], num_requests: int, use_tqdm: bool, num_before: int = 0
+    ) -> None:
+        self._get_metrics, self._before = get_metrics, get_metrics()
         # A few times a second at most, whether or not a request has finished.
         drawn = {"mininterval": 0.2, "miniters": 0, "disable": not use_tqdm}
         self._bar = tqdm(desc="Generating", unit="req", total=num_requests, initial=num_before, **drawn)
 
     def show(self, num_finished: int) -> None:
-        now, before = self._stats, self._before
+        now, before = self._get_metrics(), self._before
         prefill = (now.prefill_tokens - before.prefill_tokens) / max(1e-9, now.prefill_seconds - before.prefill_seconds)
         decode = (now.decode_tokens - before.decode_tokens) / max(1e-9, now.decode_seconds - before.decode_seconds)
         self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)

@@ -33,6 +33,7 @@ class CompletionOutput:
     stop_reason: the string of `stop` or the id of `stop_token_ids` that ended it; None for all other ends, the model's
         own stop tokens among them.
     logprobs: for each of `token_ids`, where SamplingParams ask for them; their sum for these is cumulative_logprob.
+    error: why it ended with "error"; None for all other ends.
     """
 
     index: int
@@ -42,6 +43,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,15 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
-class EngineStats:
-    """What an engine counts of its work, as EngineMetrics explains it."""
+class EngineMetrics:
+    """The work of an LLM since it was made, and the blocks of KV cache that it uses now.
+
+    num_prompt_tokens: tokens of the prompts that were begun, once for each sample. cached_tokens: those whose keys and
+    values came from the prefix cache; prefix_hit_rate: their share. num_generated_tokens: tokens out. prefill_tokens:
+    prompt tokens computed. decode_tokens: tokens generated in decode steps; a request's first comes out of its prefill.
+    num_preemptions: how often a request had to give its blocks up. Seconds are those of the steps, from launch to
+    collection, without overlap.
+    """
 
     num_prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -89,26 +98,14 @@ class EngineStats:
     decode_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    num_preemptions: int = 0
+    num_used_blocks: int = 0
+    num_blocks: int = 0
 
     @property
     def prefix_hit_rate(self) -> float:
+        """The share of the prompts' tokens that came from the prefix cache."""
         return self.cached_tokens / max(1, self.num_prompt_tokens)
-
-
-@dataclass(slots=True, kw_only=True)
-class EngineMetrics(EngineStats):
-    """The work of an LLM since it was made, and the blocks of KV cache that it uses now.
-
-    num_prompt_tokens: tokens of the prompts that were begun, once for each sample. cached_tokens: those whose keys and
-    values came from the prefix cache; prefix_hit_rate: their share. num_generated_tokens: tokens out. prefill_tokens:
-    prompt tokens computed. decode_tokens: tokens generated in decode steps; a request's first comes out of its prefill.
-    num_preemptions: how often a request had to give its blocks up. Seconds are those of the steps, from launch to
-    collection, without overlap.
-    """
-
-    num_preemptions: int
-    num_used_blocks: int
-    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

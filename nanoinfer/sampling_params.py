@@ -1,17 +1,35 @@
 """How one request is to be sampled: chosen by the user, validated once, never changed."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
-from nanoinfer.errors import RequestError
+from nanoinfer.errors import RequestError, check_names
 
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 MAX_TEMPERATURE = 1e6  # far past where every token is as likely as any other
 
-# Of each number: whether a value is in range, the rule in words, and what to use instead.
+# Parameters of vLLM and transformers: those that nanoinfer does not have, and all with our name for the same thing, or
+# else None.
+UNSUPPORTED = """
+    best_of use_beam_search length_penalty early_stopping bad_words logit_bias allowed_token_ids logits_processors
+    guided_decoding structured_outputs truncate_prompt_tokens output_kind spaces_between_special_tokens flat_logprobs
+    extra_args do_sample num_beams no_repeat_ngram_size typical_p
+"""
+FOREIGN_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "eos_token_id": "stop_token_ids",
+    **dict.fromkeys(UNSUPPORTED.split()),
+}
+
+# Each number has a test of its range, the rule in words, and what to use instead.
 FLOATS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "temperature": (
         lambda value: 0 <= value <= MAX_TEMPERATURE,
@@ -24,9 +42,9 @@ FLOATS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "frequency_penalty": (lambda value: -2 <= value <= 2, "between -2 and 2", "use 0 for none"),
     "repetition_penalty": (lambda value: 1e-3 <= value <= 1e3, "between 0.001 and 1000", "use 1 for none"),
 }
-# Of each whole number: the least and the most, and what to use instead or why.
+# Each whole number has a least and a greatest value, and words on what to use instead.
 INTS: dict[str, tuple[int, float, str]] = {
-    "max_tokens": (1, math.inf, "a request generates one token or more"),
+    "max_tokens": (1, math.inf, "a request generates one token or more; use None for up to the model's limit"),
     "n": (1, 10_000, "a request has one sample or more; for more than these, ask again"),
     "top_k": (-1, math.inf, "use 0 for all tokens"),
     "min_tokens": (0, math.inf, "use 0 for no such limit"),
@@ -34,8 +52,23 @@ INTS: dict[str, tuple[int, float, str]] = {
     "prompt_logprobs": (0, 1000, "use None for none, or 0 for those of the tokens themselves"),
     "seed": (-(2**63), 2**63 - 1, "it must fit in 64 bits; use None for any"),
 }
+MAY_BE_NONE = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
 
 
+def with_checked_names(cls: type) -> type:
+    """Make a misspelt argument of a dataclass an error that names the argument that was probably meant."""
+    init, known = cls.__init__, [item.name for item in fields(cls)]  # type: ignore[misc]
+
+    @functools.wraps(init)  # keeps the signature that help() and editors show
+    def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
+        check_names(cls.__name__, options, known, FOREIGN_NAMES)
+        init(self, *args, **options)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
+
+
+@with_checked_names
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling options of one request.
@@ -44,7 +77,7 @@ class SamplingParams:
     likely as the last that stays, stay too.
 
     temperature: scale of the randomness; 1 samples from the model's own distribution, 0 is greedy.
-    max_tokens: the most tokens to generate, the stop token included; at least 1.
+    max_tokens: the most tokens to generate, the stop token included; at least 1. None is up to the model's limit.
     ignore_eos: go on past the model's stop tokens, up to max_tokens (for benchmarks).
     stop: a string or several that end the text, wherever their tokens begin and end; kept as a tuple.
     stop_token_ids: token ids that end the completion besides the model's own; kept as a tuple.
@@ -68,7 +101,7 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    max_tokens: int = 64
+    max_tokens: int | None = 64
     ignore_eos: bool = False
     stop: Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -96,7 +129,7 @@ class SamplingParams:
                 raise RequestError(f"{name}={value} must be {rule}; {remedy}")
         for name, (least, most, remedy) in INTS.items():
             value = getattr(self, name)
-            if value is None and name in ("logprobs", "prompt_logprobs", "seed"):
+            if value is None and name in MAY_BE_NONE:
                 continue
             if not is_whole_number(value):
                 raise RequestError(f"{name}={value!r} is not an int; use a whole number of at least {max(least, 0)}")
@@ -107,7 +140,7 @@ class SamplingParams:
             object.__setattr__(self, name, int(value))  # NumPy's integers, say
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}; raise that")
         if self.n > 1 and self.temperature == 0:
             raise RequestError(f"n={self.n} samples at temperature=0 are all the same; use n=1, or a temperature")
@@ -117,8 +150,8 @@ class SamplingParams:
         self._check_stops()
 
     @property
-    def is_masked(self) -> bool:
-        """Whether some tokens are not to be drawn, for being unlikely."""
+    def is_filtered(self) -> bool:
+        """Whether top_k, top_p or min_p excludes tokens."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
@@ -127,7 +160,7 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingParams":
-        """What a generation_config.json, read as a dict, recommends; its options that are none of ours are left out.
+        """Read what a generation_config.json, given as a dict, recommends; options that are none of ours are left out.
 
         "do_sample": false is a temperature of 0, and max_new_tokens is max_tokens. `dataclasses.replace` changes what
         is to differ.

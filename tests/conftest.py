@@ -25,7 +25,7 @@ RANDOM_MODEL = {
     "vocab_size": 512,
     "hidden_size": 96,
     "intermediate_size": 160,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanoinfer.checkpoint.model_config import ModelConfig, RopeConfig
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import VLLM_NAMES, EngineConfig, describe_options
 from nanoinfer.errors import ConfigError, ModelError
 
 SIZES = {
@@ -105,6 +105,8 @@ def test_a_refused_option_is_a_value_error_too() -> None:
         ("tensor_parallel", "tensor_parallel_size"),
         ("max_seqs", "max_num_seqs"),
         ("eager", "enforce_eager"),
+        ("block_size", "kvcache_block_size"),
+        ("num_gpu_blocks_override", "num_kvcache_blocks"),
     ],
 )
 def test_an_unknown_option_is_a_type_error_that_names_a_similar_one_and_lists_all(written: str, nearest: str) -> None:
@@ -114,9 +116,26 @@ def test_an_unknown_option_is_a_type_error_that_names_a_similar_one_and_lists_al
     assert str(error.value).endswith(", seed")
 
 
+@pytest.mark.parametrize("name", ["enable_lora", "trust_remote_code", "quantization"])
+def test_an_option_that_vllm_has_and_nanoinfer_does_not_is_said_to_be_missing(name: str) -> None:
+    with pytest.raises(
+        TypeError, match=f"^LLM has no option {name!r}; nanoinfer does not support it. Options: dtype, "
+    ):
+        EngineConfig.from_options("m", {name: True})
+    assert not {field.name for field in dataclasses.fields(EngineConfig)} & set(VLLM_NAMES)
+
+
 def test_an_option_like_no_other_gets_the_list_alone() -> None:
-    with pytest.raises(TypeError, match=r"^LLM has no option 'trust_remote_code'; Options: dtype, "):
-        EngineConfig.from_options("m", {"trust_remote_code": True})
+    with pytest.raises(TypeError, match=r"^LLM has no option 'wishes'; Options: dtype, "):
+        EngineConfig.from_options("m", {"wishes": True})
+
+
+def test_every_option_is_explained_once_with_its_default() -> None:
+    described = describe_options()
+    assert "max_num_seqs=512: The most sequences that run at the same time.\n" in described
+    for field in dataclasses.fields(EngineConfig):
+        assert described.count(f"\n{field.name}") == (field.name != "model")
+    assert described in (EngineConfig.__doc__ or "")
 
 
 def test_known_options_arrive() -> None:
@@ -345,6 +364,31 @@ def test_a_folder_without_config_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as error:
         ModelConfig.from_folder(tmp_path)
     assert str(error.value) == f"{tmp_path} has no config.json; give the folder of a Hugging Face checkpoint"
+
+
+def test_another_architecture_is_refused_before_its_sizes_are_missed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "n_embd": 768}))
+    with pytest.raises(ModelError) as error:
+        ModelConfig.from_folder(tmp_path, supported=["Qwen3ForCausalLM"])
+    assert str(error.value) == "architecture 'GPT2LMHeadModel' is not supported; supported are Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model-q4.gguf", "GGUF", "has only GGUF files; give the original checkpoint in safetensors, or make one with"),
+        (
+            "adapter_config.json",
+            '{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}',
+            "holds a LoRA adapter of 'Qwen/Qwen3-0.6B', not a model, and adapters are not supported; merge it into its",
+        ),
+    ],
+)
+def test_a_folder_of_another_kind_is_named_as_such(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError) as error:
+        ModelConfig.from_folder(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path} {message}")
 
 
 def test_a_config_json_that_is_cut_short_is_refused(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_sampling_parameters(num_cases: int) -> None:
             except NanoinferError:
                 pass
             except TypeError as error:
-                assert "unexpected keyword argument" in str(error) or "keywords must be strings" in str(error)
+                assert "SamplingParams has no option" in str(error)
 
     fuzz(num_cases, check, named(names), named([*names, "do_sample", "max_new_tokens"]))
 

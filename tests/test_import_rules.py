@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": EVERYBODY | {"engine.batch", "models", "layers", "kernels", "distributed"},
     "runner": EVERYBODY | {"engine.batch", "sampling", "models", "layers", "kernels", "distributed"},
     "executor": EVERYBODY | {"engine.batch", "runner", "distributed"},
-    "llm": EVERYBODY | {"engine", "executor", "runner", "text"},
+    "llm": EVERYBODY | {"engine", "executor", "runner", "models", "text"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "executor", "text"},
     "bench": EVERYBODY | {"llm", "engine", "executor", "runner", "layers", "kernels", "distributed"},

@@ -1,12 +1,14 @@
 """SamplingParams: what is accepted, and what is refused with which words."""
 
 import dataclasses
+import inspect
 import math
 from typing import Any
 
 import pytest
 
 from nanoinfer import RequestError, SamplingParams
+from nanoinfer.sampling_params import FOREIGN_NAMES
 
 
 def test_the_defaults_sample_up_to_64_tokens_from_the_models_own_distribution() -> None:
@@ -95,9 +97,30 @@ def test_a_refusal_is_a_value_error_too() -> None:
         SamplingParams(max_tokens=0)
 
 
-def test_an_unknown_option_is_a_type_error_that_names_it() -> None:
-    with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("written", "hint"),
+    [
+        ("temprature", "did you mean 'temperature'? "),
+        ("max_new_tokens", "did you mean 'max_tokens'? "),
+        ("num_return_sequences", "did you mean 'n'? "),
+        ("logit_bias", "nanoinfer does not support it. "),
+        ("wishes", ""),
+    ],
+)
+def test_an_unknown_option_is_a_type_error_that_names_what_was_meant(written: str, hint: str) -> None:
+    with pytest.raises(TypeError) as error:
+        SamplingParams(**{written: 1})
+    assert str(error.value).startswith(f"SamplingParams has no option {written!r}; {hint}Options: temperature, ")
+
+
+def test_the_signature_that_help_shows_has_every_option() -> None:
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    assert list(inspect.signature(SamplingParams).parameters) == names
+    assert not set(names) & set(FOREIGN_NAMES), "what nanoinfer has is no other library's"
+
+
+def test_max_tokens_of_none_is_no_limit_of_its_own() -> None:
+    assert SamplingParams(max_tokens=None, min_tokens=1000).max_tokens is None
 
 
 def test_sampling_params_never_change() -> None:

@@ -8,11 +8,12 @@ takes 8 bytes.
 import fcntl
 import gzip
 import json
+import os
 import re
 import zlib
 from array import array
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ GZIPPED = b"\x1f\x8b"  # how such a file begins
 RECORD_START = b'{"id": "line-'
 RECORD_ID = re.compile(rb'\{"id": "line-([1-9]\d{0,8})-([0-9a-f]{16})"')
 NO_ERROR = b'"error": null}\n'  # how the record of an answer ends
+CUT = b'"finish_reason": "length"'  # no text in a record can look like it, since its quotes are escaped
 
 
 class Line(NamedTuple):
@@ -41,7 +43,7 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path, settings: str) -> Iterator[Line]:
-    """The lines of a file, which may be gzipped. settings: what else the answers depend on. Raises JobError."""
+    """Yield the lines of a file, which may be gzipped. settings: what else the answers depend on. Raises JobError."""
     seed = xxhash.xxh64_intdigest(settings.encode(errors="backslashreplace"))
     number = 0
     try:
@@ -63,8 +65,9 @@ def read_lines(path: Path, settings: str) -> Iterator[Line]:
 class BatchOutput:
     """The records of a job, one for each line that is done; locked while it is open.
 
-    A last line that was torn when a job was killed is dropped. Raises JobError for a file that cannot be written, that
-    another job writes, or that holds anything but records.
+    A last line that was torn when a job was killed is dropped. A `with` that fails before anything is written leaves
+    no new file behind. Raises JobError for a file that cannot be written, that another job writes, or that holds
+    anything but records.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,21 +76,38 @@ class BatchOutput:
         self.path = path
         self.num_records = 0
         self.num_errors = 0
+        self.num_cut = 0  # records of answers that a length limit ended
+        self._is_new = not path.exists()
         self._digests = array("Q")  # of the line with number `index + 1`; 0 if that is not done
         with ExitStack() as stack:
             try:
                 self._file = stack.enter_context(path.open("a+b"))
                 # The system unlocks what a killed job had locked.
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not path.exists() or not os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
+                    raise BlockingIOError  # a job that failed has just removed it
             except BlockingIOError:
                 raise JobError(f"another job is writing to {path}; wait for its end, or choose another") from None
             except OSError as error:
                 raise JobError(f"the output {path} cannot be written ({error}); choose another") from error
             self._read()
-            self.close = stack.pop_all().close
+            stack.pop_all()
+
+    def __enter__(self) -> "BatchOutput":
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is not None and self._is_new and os.fstat(self._file.fileno()).st_size == 0:
+            self.path.unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
+        """Close and unlock the file."""
+        with suppress(OSError):  # what cannot be written was an error of `write`
+            self._file.close()
 
     def has(self, line: Line) -> bool:
-        """Whether a line is done. Raises JobError where that was another line, or had other settings."""
+        """Return whether a line is done. Raises JobError where that was another line, or had other settings."""
         done = self._digests[line.number - 1] if line.number <= len(self._digests) else 0
         if done not in (0, line.digest):
             raise JobError(
@@ -97,7 +117,7 @@ class BatchOutput:
         return bool(done)
 
     def count(self, lines: Iterator[Line]) -> int:
-        """How many lines there are. Raises JobError where the output is not of this input."""
+        """Return how many lines there are. Raises JobError where the output is not of this input."""
         num_lines = num_done = 0
         for line in lines:
             num_lines += 1
@@ -110,11 +130,23 @@ class BatchOutput:
         return num_lines
 
     def write(self, line: Line, record: dict[str, Any]) -> None:
-        """Add the record of a line."""
-        self._file.write(json.dumps({"id": line.id, **record}, default=asdict).encode() + b"\n")
-        self._file.flush()
+        """Add the record of a line. Raises JobError where that fails."""
+        content = json.dumps({"id": line.id, **record}, default=asdict).encode() + b"\n"
+        try:
+            self._file.write(content)
+            self._file.flush()
+        except OSError as error:
+            raise JobError(
+                f"{self.path} cannot be written any more ({error}); {self.num_records} lines are done: make room, and "
+                "the same command goes on"
+            ) from error
         self.num_records += 1
-        self.num_errors += record["error"] is not None
+        self._count(content)
+
+    def _count(self, content: bytes) -> None:
+        """Count what a record says of its line."""
+        self.num_errors += not content.endswith(NO_ERROR)
+        self.num_cut += CUT in content
 
     def _read(self) -> None:
         """Learn what is done."""
@@ -133,6 +165,6 @@ class BatchOutput:
             self._digests.extend([0] * (index + 1 - len(self._digests)))
             self.num_records += self._digests[index] == 0
             self._digests[index] = digest
-            self.num_errors += not content.endswith(NO_ERROR)
+            self._count(content)
             end += len(content)
         self._file.truncate(end)

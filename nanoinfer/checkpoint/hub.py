@@ -8,17 +8,24 @@ from nanoinfer.errors import ModelError
 
 PATTERNS = ["*.json", "*.txt", "*.jinja", "*.model"]
 WEIGHTS = ["*.safetensors"]  # no pickled ones
+GGUF_REMEDY = (
+    "give the original checkpoint in safetensors, or make one by transformers' from_pretrained(folder, gguf_file=...) "
+    "and save_pretrained"
+)
 
 
 def resolve_model_folder(model: str, with_weights: bool = True) -> Path:
-    """The local folder of `model`, a path or a hub id such as "Qwen/Qwen3-0.6B"; what is cached is not fetched again.
+    """Return the local folder of `model`, a path or a hub id such as "Qwen/Qwen3-0.6B".
 
-    Raises ModelError where there is no such folder and the hub has no such model, or cannot be reached.
+    What is in the hub's cache is not fetched again. Raises ModelError where there is no such folder and the hub has no
+    such model, or cannot be reached.
     """
     try:
         folder = Path(model).expanduser()
         if model and folder.is_dir():
             return folder
+        if folder.is_file() and folder.suffix == ".gguf":
+            raise ModelError(f"model={model!r} is a GGUF file; {GGUF_REMEDY}")
         if folder.is_file():
             raise ModelError(f"model={model!r} is a file; give the folder that holds config.json")
     except (OSError, RuntimeError) as error:  # a name too long for any file, the home of nobody
@@ -41,7 +48,7 @@ def resolve_model_folder(model: str, with_weights: bool = True) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model; {} where there is none. Raises ModelError where it is no such file."""
+    """Read the object in a JSON file of a model; {} where there is none. Raises ModelError where it is no such file."""
     if not path.exists():
         return {}
     if not path.is_file():  # a device would be read for ever

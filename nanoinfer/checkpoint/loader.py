@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from nanoinfer.checkpoint.hub import read_json
+from nanoinfer.checkpoint.hub import GGUF_REMEDY, read_json
 from nanoinfer.errors import ModelError
 
 PICKLED = (".bin", ".pt", ".pth")
@@ -93,6 +93,8 @@ def _weight_files(folder: Path) -> list[Path]:
         raise ModelError(f"{folder} lacks {_listed(absent)}, which its index names; download the checkpoint again")
     if files:
         return files
+    if any(folder.glob("*.gguf")):
+        raise ModelError(f"{folder} has its weights only in GGUF files; {GGUF_REMEDY}")
     if any(path.suffix in PICKLED for path in folder.iterdir()):
         raise ModelError(
             f"{folder} has only pickled weights, which are refused: unpickling a file can run any code that is in it; "

@@ -1,11 +1,11 @@
 """The sizes of a model, read from its config.json, in the spellings of transformers 4.51 to 5.x."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.checkpoint.hub import read_json
+from nanoinfer.checkpoint.hub import GGUF_REMEDY, read_json
 from nanoinfer.config import DTYPES
 from nanoinfer.errors import ConfigError, ModelError
 
@@ -18,7 +18,7 @@ UNSUPPORTED_UNLESS = {
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
 }
-# What config.json may leave out; and, unless it says otherwise, each query head has a KV head of its own.
+# What config.json may leave out. Without num_key_value_heads, each query head has a KV head of its own.
 DEFAULTS = {
     "head_dim": 128,  # Qwen3's, not hidden_size / num_attention_heads
     "max_position_embeddings": 32768,
@@ -29,7 +29,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding of a model. `theta` is the base; `parameters` are the other numbers of its type."""
+    """Describes a rotary embedding: `theta` is the base; `parameters` are the other numbers of its type."""
 
     rope_type: str
     theta: float
@@ -38,7 +38,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder's sizes, read from config.json in the spellings of transformers 4.51 to 5.x."""
+    """Holds a decoder's sizes, read from config.json in the spellings of transformers 4.51 to 5.x."""
 
     architecture: str
     vocab_size: int
@@ -57,22 +57,29 @@ class ModelConfig:
     rope: RopeConfig
 
     @classmethod
-    def from_folder(cls, folder: Path) -> "ModelConfig":
-        """Read `folder`/config.json. Raises ModelError where it is missing, not JSON, or lacks a size."""
+    def from_folder(cls, folder: Path, supported: Collection[str] | None = None) -> "ModelConfig":
+        """Read `folder`/config.json. Raises ModelError where it is missing, not JSON, or lacks a size.
+
+        supported: the names of the architectures that can be run; any other is refused first, since its config.json
+        may name its sizes differently.
+        """
         if not (folder / "config.json").exists():
-            raise ModelError(f"{folder} has no config.json; give the folder of a Hugging Face checkpoint")
-        return cls.from_dict(read_json(folder / "config.json"))
+            raise ModelError(f"{folder} {_what_it_is_instead(folder)}")
+        return cls.from_dict(read_json(folder / "config.json"), supported)
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
+    def from_dict(cls, raw: Mapping[str, Any], supported: Collection[str] | None = None) -> "ModelConfig":
         """Read the fields of a config.json; what the engine would have to ignore is refused."""
-        for name, supported in UNSUPPORTED_UNLESS.items():
-            value = raw.get(name, supported)
-            if value not in (supported, None):
-                raise ModelError(f"config.json has {name}={value!r}, which is not supported; use a model without it")
-        architectures = raw.get("architectures") or ["(none)"]  # which the registry refuses
+        architectures = raw.get("architectures") or ["(none)"]
         if not isinstance(architectures, list):
             raise ModelError(f"config.json has architectures={architectures!r}; it must be a list of names")
+        architecture = str(architectures[0])
+        if supported is not None and architecture not in supported:
+            raise ModelError(f"architecture {architecture!r} is not supported; supported are {', '.join(supported)}")
+        for name, without in UNSUPPORTED_UNLESS.items():
+            value = raw.get(name, without)
+            if value not in (without, None):
+                raise ModelError(f"config.json has {name}={value!r}, which is not supported; use a model without it")
         defaults = {"num_key_value_heads": raw.get("num_attention_heads"), **DEFAULTS}
         values: dict[str, Any] = {}
         for field in fields(cls):
@@ -83,7 +90,7 @@ class ModelConfig:
                 if not isinstance(flag, (bool, type(None))):
                     raise ModelError(f"config.json has {field.name}={flag!r}; it must be true or false")
                 values[field.name] = bool(flag)
-        config = cls(architecture=str(architectures[0]), dtype=_read_dtype(raw), rope=_read_rope(raw), **values)
+        config = cls(architecture=architecture, dtype=_read_dtype(raw), rope=_read_rope(raw), **values)
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         if num_heads % num_kv_heads != 0:
             raise ModelError(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}")
@@ -96,7 +103,7 @@ class ModelConfig:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence, in tokens, that the model's positions are made for."""
+        """Return the longest sequence, in tokens, that the model's positions are made for."""
         stretched: dict[str, Any] = {"linear": self.max_position_embeddings}
         stretched["yarn"] = self.rope.parameters.get("original_max_position_embeddings")
         original = stretched.get(self.rope.rope_type)
@@ -117,8 +124,21 @@ class ModelConfig:
             )
 
 
+def _what_it_is_instead(folder: Path) -> str:
+    """Say why a folder without config.json is no model, and what to do."""
+    if (folder / "adapter_config.json").exists():
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        return (
+            f"holds a LoRA adapter of {base!r}, not a model, and adapters are not supported; merge it into its base "
+            "model with peft's merge_and_unload, and give the folder where that is saved"
+        )
+    if any(folder.glob("*.gguf")):
+        return f"has only GGUF files; {GGUF_REMEDY}"
+    return "has no config.json; give the folder of a Hugging Face checkpoint"
+
+
 def _number(raw: Mapping[str, Any], name: str, kind: Any, default: Any = None) -> Any:
-    """A positive number; null and a missing one mean the default, where there is one."""
+    """Read a positive number; null and a missing one mean the default, where there is one."""
     value = default if raw.get(name) is None else raw[name]
     if isinstance(value, bool) or not isinstance(value, kind if kind is int else (int, float)) or not value > 0:
         wanted = "a whole number of at least 1" if kind is int else "a positive number"
@@ -130,7 +150,7 @@ def _number(raw: Mapping[str, Any], name: str, kind: Any, default: Any = None) -
 
 
 def _read_dtype(raw: Mapping[str, Any]) -> str:
-    """`dtype` (transformers 5) or `torch_dtype` (before); float32 where neither is given."""
+    """Read `dtype` (transformers 5) or `torch_dtype` (before); float32 where neither is given."""
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise ModelError(f"config.json has dtype={dtype!r}; supported are {', '.join(DTYPES)}")
@@ -138,7 +158,7 @@ def _read_dtype(raw: Mapping[str, Any]) -> str:
 
 
 def _read_rope(raw: Mapping[str, Any]) -> RopeConfig:
-    """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     parameters: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         part = raw.get(name) or {}

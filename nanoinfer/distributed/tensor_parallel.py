@@ -5,9 +5,7 @@ Each engine has a process group of its own; PyTorch's global one is left to the 
 
 import datetime
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +37,7 @@ NCCL_ENVIRONMENT = {
     # Its monitor would look for news in the ranks' folder once a second, and hold up our end where that is gone.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-SLICE_TOKENS = 4096  # at least, and less than twice as many, of a sum that is exchanged in slices
+SLICE_TOKENS = 4096  # at least, and less than twice as many, in a slice of an all-reduce that overlaps with its product
 
 
 class VocabShard(NamedTuple):
@@ -47,18 +45,6 @@ class VocabShard(NamedTuple):
 
     start: int
     size: int
-
-
-class PendingSum(NamedTuple):
-    """A slice of a sum over the ranks, (num_tokens, size), that they are still exchanging."""
-
-    value: Tensor
-    work: Any
-
-    def wait(self) -> Tensor:
-        """The sum. On a GPU the kernels that follow wait for it, and the host goes on."""
-        self.work.wait()
-        return self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +107,24 @@ class TensorParallel:
             _finish(self.group.allreduce([x], _options(dist.AllreduceOptions())))
         return x
 
-    def sum_of_products(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | list[PendingSum]:
-        """The sum of all ranks' x W^T + b, (num_tokens, output_size); of many tokens in slices, see `in_slices`."""
-        if self.size == 1 or len(x) < SLICE_TOKENS:
+    def all_reduced_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the sum of all ranks' x W^T + b, (num_tokens, output_size).
+
+        Of many tokens, the ranks exchange one slice while they compute the next.
+        """
+        if len(x) < 2 * SLICE_TOKENS:
             return self.all_reduce(F.linear(x, weight, bias))
-        sums = []
-        for tokens in x.tensor_split(len(x) // SLICE_TOKENS):
-            value = F.linear(tokens, weight, bias)
-            sums.append(PendingSum(value, self.group.allreduce([value], dist.AllreduceOptions())))
-        return sums
+        num_slices = len(x) // SLICE_TOKENS
+        out = x.new_empty(len(x), len(weight))
+        works = []
+        for tokens, result in zip(x.tensor_split(num_slices), out.tensor_split(num_slices), strict=True):
+            torch.mm(tokens, weight.t(), out=result)
+            if bias is not None:
+                result += bias
+            works.append(self.group.allreduce([result], dist.AllreduceOptions()))
+        for work in works:
+            work.wait()  # on a GPU the kernels that follow wait, and the host goes on
+        return out
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' `x`, of the same shape: (size, *x.shape)."""
@@ -174,24 +169,6 @@ class TensorParallel:
         """Free the memory for sums. Nothing may be running on this rank's GPU."""
         if self.memory is not None:
             self.memory.close()
-
-
-def in_slices(
-    function: Callable[[Any, Any], tuple[Any, Tensor]], sums: Any, residual: Any
-) -> tuple[Any, Tensor | list[Tensor]]:
-    """function(sums, residual). A sum in slices goes through it slice by slice, as each arrives.
-
-    So the ranks exchange one slice while they compute with another. The function returns a tensor, which is put
-    together again, or another sum in slices; and the residual, which stays in slices.
-    """
-    if not isinstance(sums, list):
-        return function(sums, residual)
-    if isinstance(residual, Tensor):
-        residual = residual.split([len(pending.value) for pending in sums])
-    pairs = [function(pending.wait(), its_residual) for pending, its_residual in zip(sums, residual, strict=True)]
-    results, residuals = zip(*pairs, strict=True)
-    joined = torch.cat(results) if isinstance(results[0], Tensor) else [*chain.from_iterable(results)]
-    return joined, list(residuals)
 
 
 def connect(rank: int, size: int, device: torch.device, store_file: Path) -> TensorParallel:

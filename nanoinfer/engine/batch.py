@@ -1,15 +1,18 @@
-"""One step, as data: what the scheduler decided (ScheduledBatch) and what travels to the device (a packet).
+"""One step as data: what the scheduler decided (ScheduledBatch), and the packet that tells the device of it.
 
-The device remembers what it was told: a running sequence owns one row of the tables in `device_state.py`. So a packet
-carries only what is new: rows given to sequences admitted in this step, blocks given out in this step, the chunks of
-prompts to compute, and the rows to decode. It is one flat int32 array, so that it takes one copy to reach the device,
-and one write to reach another process.
+The device remembers what it was told. A running sequence owns one row of the tables in `runner/step_tables.py`, and a
+packet carries only what is new: rows given to sequences that were admitted, blocks that were allocated, the prompt
+chunks to compute, the rows to decode. A packet is one flat int32 array, so that it reaches the device in one copy and
+another process in one write.
+
+Records of several fields are declared as NamedTuples. `record_dtype` makes a NumPy structured dtype of one, which
+names the columns: on the host by viewing the packet, on the device by the byte offsets of the fields.
 """
 
-import math
+from collections.abc import Sequence as Iterated
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +20,7 @@ from numpy.typing import NDArray
 from nanoinfer.engine.sequence import Sequence
 
 MANY = 2**24  # more tokens than any vocabulary or sequence has, and exact in float32
-NO_TOKEN = -1  # in place of a sampled id where the logits were NaN or infinite
+NO_TOKEN = -1  # stands for a sampled id where the logits were NaN or infinite
 
 Packet = NDArray[np.int32]
 
@@ -25,8 +28,8 @@ Packet = NDArray[np.int32]
 class PrefillChunk(NamedTuple):
     """Tokens [start, start + length) of one sequence, to be computed in this step.
 
-    samples: whether the chunk ends with the last known token, so that the step yields the next one. Only a step's
-    last chunk may not: a chunk is cut short where the step's budget of tokens ends.
+    samples: whether the chunk ends with the last known token, so that the step samples the next one. Only the last
+    chunk of a step may not: it is cut short where the step's token budget ends.
     """
 
     seq: Sequence
@@ -36,7 +39,7 @@ class PrefillChunk(NamedTuple):
 
 
 class NewBlock(NamedTuple):
-    """Entry `column` of the block table in `row` is `block_id` from this step on."""
+    """Says that entry `column` of the block table in `row` is `block_id` from this step on."""
 
     row: int
     column: int
@@ -45,13 +48,13 @@ class NewBlock(NamedTuple):
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step. Prefill and decode parts may both be filled; today's scheduler fills one of them.
+    """One step: either prefill or decode.
 
-    The length of each sequence after this step is known before any token of it is: the sequences were advanced
-    (num_computed_tokens, num_pending_tokens) when they were scheduled.
+    The length of each sequence after this step is known before any of its tokens: the scheduler advanced
+    `num_computed_tokens` and `num_pending_tokens` when it scheduled the step.
     """
 
-    admitted: list[Sequence] = field(default_factory=list)  # got a row in this step
+    admitted: list[Sequence] = field(default_factory=list)  # sequences that got a row in this step
     new_blocks: list[NewBlock] = field(default_factory=list)  # those of admitted sequences included
     prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[Sequence] = field(default_factory=list)  # each computes its last known token and samples the next
@@ -70,83 +73,101 @@ class ScheduledBatch:
 
 
 class Header(NamedTuple):
-    """The first numbers of a packet: what the host must know to launch, and how long its sections are, in order."""
+    """The first numbers of a packet: what the host must know to launch, then the length of each section."""
 
     num_prefill_tokens: int
-    num_prefill_samples: int  # chunks that yield a token: all, or all but the last
+    num_prefill_samples: int  # chunks that sample a token: all, or all but the last
     num_admitted: int
     num_known_tokens: int  # of all admitted sequences together
     num_new_blocks: int
     num_chunks: int
     num_decode: int
-    num_special: int
-    num_stop_ids: int  # of all special rows together
+    num_sampling_records: int
+    num_stop_ids: int  # of all sampling records together
 
 
 class RowRecord(NamedTuple):
-    """What a row is told when a sequence moves in."""
+    """What every admitted sequence tells the device about its row."""
 
     row: int
     num_tokens: int  # known tokens; their ids follow in the packet
-    temperature: int  # bits of the float32
-    seed_low: int
-    seed_high: int
+    temperature: float
+    seed: np.int64
 
 
-class SpecialRecord(NamedTuple):
-    """What a row asks for beyond temperature and seed, if it does. None is -1."""
+class SamplingRecord(NamedTuple):
+    """What an admitted sequence asks for beyond temperature and seed, if it does. None is -1."""
 
     row: int
-    num_generated: int  # of its known tokens
-    is_masked: int
-    is_penalised: int
+    num_prompt_tokens: int
+    num_generated: int  # known tokens after the prompt: more than 0 when a sequence is computed again
+    top_k: int  # 0: all tokens
     min_tokens: int
     num_stop_ids: int  # their ids follow in the packet
     num_logprobs: int
     num_prompt_logprobs: int
-    score_from: int  # the first prompt token whose log-probability is wanted
-    score_to: int  # and the first that is none
-    temperature: int  # bits of the float32, as in all that follow
-    top_k: int
-    top_p: int
-    min_p: int
-    num_prompt_tokens: int
-    presence_penalty: int
-    frequency_penalty: int
-    repetition_penalty: int
+    prompt_logprobs_start: int  # the first prompt token whose log-probability is wanted
+    top_p: float
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+
+
+class Chunk(NamedTuple):
+    """A prefill chunk as the packet carries it."""
+
+    row: int
+    start: int
+    length: int
 
 
 class PacketSections(NamedTuple):
-    """What follows the header: views of the packet, be it an array or a tensor on the device."""
+    """What follows the header: views of the packet, (num_records, num_columns) int32, an array or a device tensor."""
 
-    row_records: Any  # (num_admitted, 5): RowRecord
-    known_tokens: Any  # (num_known_tokens,): the ids of the admitted sequences, one after another
-    new_blocks: Any  # (num_new_blocks, 3): NewBlock
-    chunks: Any  # (num_chunks, 3): row, start, length; the first num_prefill_samples of them yield a token
-    decode_rows: Any  # (num_decode,)
-    special_records: Any  # (num_special, 18): SpecialRecord
-    stop_ids: Any  # (num_stop_ids,): those of the special rows, one after another
+    row_records: Any  # RowRecord
+    known_tokens: Any  # one column: the ids of the admitted sequences, one sequence after another
+    new_blocks: Any  # NewBlock
+    chunks: Any  # Chunk; the first num_prefill_samples of them sample a token
+    decode_rows: Any  # one column
+    sampling_records: Any  # SamplingRecord
+    stop_ids: Any  # one column: those of the sampling records, one record after another
 
 
-LINE_SHAPES = ((len(RowRecord._fields),), (), (3,), (3,), (), (len(SpecialRecord._fields),), ())  # of each section
+def record_dtype(record: type) -> np.dtype[Any]:
+    """Return the structured dtype of a record: int is int32 and float is float32, so that it is whole int32 columns."""
+    kinds = {int: np.int32, float: np.float32, np.int64: np.int64}
+    return np.dtype([(name, kinds[kind]) for name, kind in get_type_hints(record).items()])
+
+
+SECTION_DTYPES = PacketSections(
+    row_records=record_dtype(RowRecord),
+    known_tokens=np.dtype(np.int32),
+    new_blocks=record_dtype(NewBlock),
+    chunks=record_dtype(Chunk),
+    decode_rows=np.dtype(np.int32),
+    sampling_records=record_dtype(SamplingRecord),
+    stop_ids=np.dtype(np.int32),
+)
 
 
 def pack(batch: ScheduledBatch) -> Packet:
     """Write `batch` as a packet: the header and its sections."""
     assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk of a step may be cut short"
-    special = [seq for seq in batch.admitted if _is_special(seq)]
+    asking = [seq for seq in batch.admitted if _needs_sampling_record(seq)]
     sections = PacketSections(
         row_records=[_row_record(seq) for seq in batch.admitted],
         known_tokens=[*chain.from_iterable(seq.token_ids for seq in batch.admitted)],
         new_blocks=batch.new_blocks,
-        chunks=[(_row(chunk.seq), chunk.start, chunk.length) for chunk in batch.prefill],
+        chunks=[Chunk(_row(chunk.seq), chunk.start, chunk.length) for chunk in batch.prefill],
         decode_rows=[seq.row for seq in batch.decode],
-        special_records=[_special_record(seq) for seq in special],
-        stop_ids=[token_id for seq in special for token_id in sorted(seq.stop_token_ids)],
+        sampling_records=[_sampling_record(seq) for seq in asking],
+        stop_ids=[token_id for seq in asking for token_id in sorted(seq.stop_token_ids)],
     )
     num_samples = sum(chunk.samples for chunk in batch.prefill)
     header = Header(batch.num_prefill_tokens, num_samples, *map(len, sections))
-    return np.concatenate([np.asarray(part, dtype=np.int32).ravel() for part in (header, *sections)])
+    parts = [np.array(lines, dtype).view(np.int32) for lines, dtype in zip(sections, SECTION_DTYPES, strict=True)]
+    return np.concatenate([np.array(header, np.int32), *parts])
 
 
 def read_header(packet: Packet) -> Header:
@@ -156,12 +177,19 @@ def read_header(packet: Packet) -> Header:
 def split(packet: Any, header: Header) -> PacketSections:
     """Cut a packet (an array, or a tensor on the device) into views of its sections."""
     views, offset = [], len(Header._fields)
-    for num_lines, line_shape in zip(header[2:], LINE_SHAPES, strict=True):
-        end = offset + num_lines * math.prod(line_shape)
-        views.append(packet[offset:end].reshape(num_lines, *line_shape))
+    for num_records, dtype in zip(header[2:], SECTION_DTYPES, strict=True):
+        num_columns = dtype.itemsize // 4
+        end = offset + num_records * num_columns
+        views.append(packet[offset:end].reshape(num_records, num_columns))
         offset = end
     assert offset == len(packet), f"a packet of {len(packet)} numbers has sections of {offset}"
     return PacketSections(*views)
+
+
+def read_sampling_records(section: NDArray[np.int32]) -> Iterated[SamplingRecord]:
+    """Return the records of a host packet's section."""
+    records = np.ascontiguousarray(section).reshape(-1).view(SECTION_DTYPES.sampling_records)
+    return [SamplingRecord._make(record) for record in records.tolist()]
 
 
 def _row(seq: Sequence) -> int:
@@ -170,32 +198,30 @@ def _row(seq: Sequence) -> int:
 
 
 def _row_record(seq: Sequence) -> RowRecord:
-    temperature = np.float32(seq.sampling_params.temperature).view(np.int32)
-    seed_low, seed_high = np.array([seq.seed], dtype=np.int64).view(np.int32)
-    return RowRecord(_row(seq), len(seq.token_ids), int(temperature), int(seed_low), int(seed_high))
+    return RowRecord(_row(seq), len(seq.token_ids), seq.sampling_params.temperature, np.int64(seq.seed))
 
 
-def _is_special(seq: Sequence) -> bool:
+def _needs_sampling_record(seq: Sequence) -> bool:
     params = seq.sampling_params
-    wants_logprobs = params.logprobs is not None or seq.score_from is not None
-    return params.is_masked or params.is_penalised or params.min_tokens > 0 or wants_logprobs
+    wants_logprobs = params.logprobs is not None or seq.prompt_logprobs_start is not None
+    return params.is_filtered or params.is_penalised or params.min_tokens > 0 or wants_logprobs
 
 
-def _special_record(seq: Sequence) -> SpecialRecord:
-    params, num_prompt_tokens = seq.sampling_params, seq.num_prompt_tokens
-    top_p = max(params.top_p, 1e-30)  # more than 0 in float32 too
-    limits = params.temperature, min(max(params.top_k, 0), MANY), top_p, params.min_p
-    penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
-    return SpecialRecord(
-        _row(seq),
-        len(seq.token_ids) - num_prompt_tokens,
-        params.is_masked,
-        params.is_penalised,
-        min(params.min_tokens, MANY),
-        len(seq.stop_token_ids),
-        -1 if params.logprobs is None else params.logprobs,
-        -1 if params.prompt_logprobs is None else params.prompt_logprobs,
-        -1 if seq.score_from is None else seq.score_from,
-        num_prompt_tokens,
-        *np.array([*limits, num_prompt_tokens, *penalties], dtype=np.float32).view(np.int32).tolist(),
+def _sampling_record(seq: Sequence) -> SamplingRecord:
+    params = seq.sampling_params
+    return SamplingRecord(
+        row=_row(seq),
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_generated=len(seq.token_ids) - seq.num_prompt_tokens,
+        top_k=min(max(params.top_k, 0), MANY),
+        min_tokens=min(params.min_tokens, MANY),
+        num_stop_ids=len(seq.stop_token_ids),
+        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        prompt_logprobs_start=-1 if seq.prompt_logprobs_start is None else seq.prompt_logprobs_start,
+        top_p=max(params.top_p, 1e-30),  # more than 0 in float32 too
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
     )

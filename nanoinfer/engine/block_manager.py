@@ -64,14 +64,14 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_frees = 0  # changes whenever blocks come back: a prompt that did not fit may fit now
         self._hash = hash_function
-        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # in the order of reuse
         self._entries: dict[int, CacheEntry] = {}  # the prefix cache, by hash
         self._next_serial = ROOT_SERIAL + 1
 
     @property
     def num_blocks(self) -> int:
-        return len(self.blocks)
+        return len(self._blocks)
 
     @property
     def num_free_blocks(self) -> int:
@@ -97,7 +97,7 @@ class BlockManager:
             return []
         found: list[int] = []
         parent_serial = ROOT_SERIAL
-        for index in range(((seq.score_from or len(seq.token_ids)) - 1) // self.block_size):
+        for index in range(((seq.prompt_logprobs_start or len(seq.token_ids)) - 1) // self.block_size):
             entry = self._find(seq, index, parent_serial)
             if entry is None:
                 break
@@ -107,14 +107,14 @@ class BlockManager:
 
     def num_blocks_to_allocate(self, seq: Sequence, cached_block_ids: list[int]) -> int:
         """Return how many free blocks `allocate` would take: new ones, and cached ones that no sequence uses now."""
-        num_idle = sum(self.blocks[block_id].ref_count == 0 for block_id in cached_block_ids)
+        num_idle = sum(self._blocks[block_id].ref_count == 0 for block_id in cached_block_ids)
         return self._num_blocks_for(seq.num_tokens) - len(cached_block_ids) + num_idle
 
     def allocate(self, seq: Sequence, cached_block_ids: list[int]) -> None:
         """Give `seq` blocks for all its tokens. The first ones are those that `find_cached_prefix` has found."""
         assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"
         for block_id in cached_block_ids:
-            block = self.blocks[block_id]
+            block = self._blocks[block_id]
             if block.ref_count == 0:
                 del self._free[block_id]
             block.ref_count += 1
@@ -132,7 +132,7 @@ class BlockManager:
     def append_block(self, seq: Sequence) -> int:
         """Take the next free block for `seq` and return its id."""
         block_id, _ = self._free.popitem(last=False)
-        block = self.blocks[block_id]
+        block = self._blocks[block_id]
         assert block.ref_count == 0, f"block {block_id} is handed out while a sequence still uses it"
         self.evict_blocks([block_id])
         block.ref_count = 1
@@ -155,14 +155,14 @@ class BlockManager:
                     self.evict_blocks([self._entries[key].block_id])
                 block_id = seq.block_table[index]
                 entry = CacheEntry(block_id, key, self._next_serial, parent_serial, tokens)
-                self.blocks[block_id].entry = self._entries[key] = entry
+                self._blocks[block_id].entry = self._entries[key] = entry
                 self._next_serial += 1
             seq.prefix_serials.append(entry.serial)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Remove these blocks from the prefix cache, for example because the step that was to fill them failed."""
         for block_id in block_ids:
-            block = self.blocks[block_id]
+            block = self._blocks[block_id]
             if block.entry is not None:
                 del self._entries[block.entry.hash]
                 block.entry = None
@@ -173,7 +173,7 @@ class BlockManager:
         """Take all blocks of `seq` back. Their entries can be hit until the blocks are handed out again."""
         # Free the tail first: a shared prefix is the part worth keeping.
         for block_id in reversed(seq.block_table):
-            block = self.blocks[block_id]
+            block = self._blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is freed more often than it was given out"
             block.ref_count -= 1
             if block.ref_count == 0:

@@ -3,125 +3,104 @@
 import logging
 import struct
 import time
-import weakref
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import asdict
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
-from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
-from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.batch import ScheduledBatch, pack
+from nanoinfer.engine.batch import Packet, ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.errors import EngineClosedError, RequestError
-from nanoinfer.executor.parallel_runner import ParallelRunner
-from nanoinfer.outputs import EngineMetrics, EngineStats, Logprob, RequestOutput, StreamChunk, TokenLogprobs
-from nanoinfer.runner.model_runner import ModelRunner, StepHandle
+from nanoinfer.errors import EngineClosedError
+from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.detokenizer import CompletionText, Detokenizer, WindowDetokenizer
-from nanoinfer.text.prompts import Prompt, check_texts, check_token_ids
-from nanoinfer.text.tokenizer import Tokenizer, load_tokenizer, read_stop_token_ids
+from nanoinfer.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nanoinfer")
 
 
-class Prepared(NamedTuple):
-    """A prompt, checked and ready to be queued."""
+class Runner(Protocol):
+    """Runs steps on one device or on several: a ModelRunner, a ParallelRunner, or a fake one in tests."""
 
-    prompt: Prompt
-    token_ids: list[int]  # of the prompt, as `encode` makes them
+    closed: bool
+    max_model_len: int  # tokens of the longest sequence
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache."""
+
+    def launch(self, packet: Packet) -> Any:
+        """Start the forward pass of a step, up to its logits."""
+
+    def sample(self, pending: Any) -> Any:
+        """Draw the tokens of the step that was just launched."""
+
+    def wait(self, handle: Any) -> list[int]:
+        """Return the token ids of a sampled step, once they are there."""
+
+    def close(self) -> None:
+        """Free the model and the cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """A request that was checked and is ready to be queued."""
+
+    prompt: str | None  # None if it was given as token ids
+    token_ids: list[int]
     sampling_params: SamplingParams
     priority: int = 0  # higher runs first
-    score_from: int = 1  # the first token that prompt_logprobs are wanted of, if they are
+    prompt_logprobs_start: int = 1  # the first prompt token whose log-probability is wanted, if any are
 
 
 class Step(NamedTuple):
-    """A launched step: what was scheduled, where its tokens will be, and when it was launched (perf_counter)."""
+    """A step in flight: what was scheduled, where its tokens will be, and when it was launched (perf_counter)."""
 
     batch: ScheduledBatch
-    handle: StepHandle
+    handle: Any  # the runner's
     started: float
 
 
 class LLMEngine:
-    """Holds the requests and drives scheduler and runner. Most users want `LLM`, which wraps it."""
+    """Holds the requests and drives scheduler and runner. Most users want `LLM`, which wraps it.
 
-    def __init__(self, config: EngineConfig) -> None:
-        folder = resolve_model_folder(config.model, with_weights=config.load_format != "dummy")
+    runner: runs the steps. tokenizer: makes text of tokens; None where the model has none. stop_token_ids: the model's
+    own, which end a completion.
+    """
+
+    def __init__(
+        self, config: EngineConfig, runner: Runner, tokenizer: Tokenizer | None, stop_token_ids: frozenset[int]
+    ) -> None:
         self.config = config
-        self.model_config = ModelConfig.from_folder(folder)
-        # Random weights fit any tokenizer as well as another.
-        self.tokenizer = load_tokenizer(folder, None if config.load_format == "dummy" else self.model_config.vocab_size)
-        stop_token_ids = read_stop_token_ids(folder, self.tokenizer)
-        self.generation_config = read_json(folder / "generation_config.json")
-        runner_class = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
-        self.runner: ModelRunner | ParallelRunner | None = runner_class(config, self.model_config, folder)
-        if isinstance(self.runner, ParallelRunner):
-            weakref.finalize(self, self.runner.close)  # when it is forgotten, and when the script ends
-        self.max_model_len = self.runner.max_model_len
-        self.block_manager = BlockManager(
-            self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
-        )
+        self.runner: Runner | None = runner
+        self.tokenizer = tokenizer
+        self.block_manager = BlockManager(runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             self.block_manager,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
+            max_model_len=runner.max_model_len,
             stop_token_ids=stop_token_ids,
         )
-        self.stats = EngineStats()
-        self._in_flight: deque[Step] = deque()  # launched and not collected, the oldest first
+        self.stats = EngineMetrics()
+        self._in_flight: deque[Step] = deque()  # sampled and not collected, the oldest first
         self._finished: deque[Sequence] = deque()  # what their users get is still to be made
         self._last_collected = 0.0  # perf_counter
         self._num_requests = 0
         self._num_sequences = 0
         self._requests: dict[int, Request] = {}  # those that were not returned
-        self._watched: dict[int, Completion] = {}  # by seq_id: begun, and to be looked at when a token has come
-        self._marked: deque[int] = deque()  # to be aborted by the next step
-
-    def encode(self, prompts: list[Prompt], add_special_tokens: bool = True, what: str = "prompt") -> list[list[int]]:
-        """Token ids of each prompt, texts in one batch. Raises RequestError for one that cannot be served."""
-        self._check_open()
-        limits = self.model_config.vocab_size, self.max_model_len
-        all_ids = self.tokenize(prompts, add_special_tokens)
-        return [check_token_ids(ids, f"{what} {index}", *limits) for index, ids in enumerate(all_ids)]
-
-    def tokenize(self, prompts: list[Prompt], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of the prompts that are texts; the others as they are."""
-        texts = {index: prompt for index, prompt in enumerate(prompts) if isinstance(prompt, str)}
-        if texts:
-            check_texts(texts, self.max_model_len * self.require_tokenizer().longest_token)
-        encoded = iter(self.require_tokenizer().encode([*texts.values()], add_special_tokens) if texts else [])
-        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
-
-    def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer; RequestError where the model has none."""
-        if self.tokenizer is None:
-            raise RequestError(f"{self.config.model} has no tokenizer; give the prompt as a list of token ids")
-        return self.tokenizer
-
-    def check_params(self, sampling_params: SamplingParams) -> None:
-        """Raise RequestError for what this model cannot serve."""
-        if sampling_params.stop and self.tokenizer is None:
-            raise RequestError(
-                f"stop={sampling_params.stop!r} is found in text, and {self.config.model} has no tokenizer; "
-                "use stop_token_ids"
-            )
-        vocab_size = self.model_config.vocab_size
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(sampling_params, name) or 0
-            if value > vocab_size:
-                raise RequestError(f"{name}={value} is more than the vocabulary of {vocab_size} tokens; use 20, say")
+        self._watched: dict[int, Completion] = {}  # by seq_id: to be looked at whenever they have got a token
+        self._marked: deque[int] = deque()  # requests to be aborted by the next step
 
     def add_request(
         self,
-        prepared: Prepared,
+        prepared: PreparedRequest,
         inbox: list[RequestOutput],
         chunks: deque[StreamChunk] | None = None,
         index: int = 0,
@@ -130,19 +109,20 @@ class LLMEngine:
 
         inbox: where a step puts its output. chunks: where a stream finds what is new of it, under this `index`.
         """
-        prompt, token_ids, params, priority, score_from = prepared
+        params = prepared.sampling_params
         request_id = self._num_requests
         self._num_requests += 1
-        request = Request(request_id, prompt if isinstance(prompt, str) else None, [], inbox)
+        text_of_token = self.tokenizer.text_of_token if self.tokenizer and params.detokenize else lambda _: None
+        request = Request(request_id, prepared.prompt, [], inbox, text_of_token)
         for sample in range(params.n):
             seed = self._seed(params, request_id, sample)
-            seq = Sequence(self._num_sequences, token_ids, params, seed, priority, request_id, sample)
+            seq = Sequence(self._num_sequences, prepared.token_ids, params, seed, prepared.priority, request_id, sample)
             self._num_sequences += 1
             request.completions.append(Completion(seq, self._completion_text(params), chunks, index))
         if params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None] * len(token_ids)
-            if score_from < len(token_ids):
-                request.completions[0].seq.score_from = score_from
+            request.prompt_logprobs = [None] * len(prepared.token_ids)
+            if prepared.prompt_logprobs_start < len(prepared.token_ids):
+                request.completions[0].seq.prompt_logprobs_start = prepared.prompt_logprobs_start
         self._requests[request_id] = request
         for completion in request.completions:
             self.scheduler.add(completion.seq)
@@ -183,13 +163,13 @@ class LLMEngine:
         self._marked.extend(request_id for request_id in request_ids if request_id in self._requests)
 
     def is_finished(self) -> bool:
-        """Whether every request has finished and was handed over."""
+        """Return whether every request has finished and was handed over."""
         return self.scheduler.is_finished() and not self._finished
 
     def metrics(self) -> EngineMetrics:
-        """The work done so far, and what is held now."""
-        return EngineMetrics(
-            **asdict(self.stats),
+        """Return the work done so far, and what is held now."""
+        return replace(
+            self.stats,
             num_preemptions=self.scheduler.num_preemptions,
             num_used_blocks=self.block_manager.num_used_blocks,
             num_blocks=self.block_manager.num_blocks,
@@ -197,7 +177,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        self._check_open()
+        self.check_open()
         self.block_manager.reset_prefix_cache()
 
     def close(self) -> None:
@@ -207,16 +187,24 @@ class LLMEngine:
             self.runner.close()
             self.runner = None
 
+    def check_open(self) -> Runner:
+        """Return the runner. Raises EngineClosedError where there is none any more."""
+        if self.runner is None or self.runner.closed:
+            raise EngineClosedError("this engine was closed; make a new LLM")
+        return self.runner
+
     def _launch(self) -> bool:
         """Schedule a step and start it; False when there is nothing to do before the one in flight is collected."""
-        runner = self._check_open()
+        runner = self.check_open()
         started = time.perf_counter()
         batch = self.scheduler.schedule(in_flight=bool(self._in_flight))
         if not batch:
             return False
         try:
             self._note_admissions(batch, started)
-            self._in_flight.append(Step(batch, runner.launch(pack(batch)), started))
+            pending = runner.launch(pack(batch))
+            # Here is the place to wait for tokens in flight, where what a row may draw depends on them.
+            self._in_flight.append(Step(batch, runner.sample(pending), started))
         except BaseException:
             self._discard(batch)
             raise
@@ -224,7 +212,7 @@ class LLMEngine:
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and keep the sequences that it finished."""
-        runner, step = self._check_open(), self._in_flight[0]
+        runner, step = self.check_open(), self._in_flight[0]
         try:
             token_ids = runner.wait(step.handle)
         except BaseException:
@@ -233,8 +221,7 @@ class LLMEngine:
         self._in_flight.popleft()
         wanted = [seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled]
         self._finished += self.scheduler.update(step.batch, token_ids)
-        if step.handle.logprobs or step.handle.prompt_logprobs:
-            self._note_logprobs(step, wanted)
+        self._collect_logprobs(step, wanted)
         # Steps overlap: each counts from its launch, or from the end of the one before it.
         now = time.perf_counter()
         self._count(step.batch, sum(wanted), now - max(step.started, self._last_collected))
@@ -261,7 +248,7 @@ class LLMEngine:
 
     def _note_admissions(self, batch: ScheduledBatch, now: float) -> None:
         for seq in batch.admitted:
-            completion = self._completion(seq)
+            completion = self._requests[seq.request_id].completions[seq.sample]
             if completion.begun is None:
                 completion.begun = now
                 self._watched[seq.seq_id] = completion
@@ -269,7 +256,7 @@ class LLMEngine:
                 self.stats.cached_tokens += seq.num_cached_tokens or 0
 
     def _watch(self, batch: ScheduledBatch, now: float) -> None:
-        """Note first tokens and extend followed texts; a sequence ends with its stop string as with a stop token."""
+        """Note first tokens, and extend the texts of streams and of requests with stop strings, which may end there."""
         stopped = []
         for seq in batch.sampled:
             completion = self._watched.get(seq.seq_id)
@@ -283,39 +270,18 @@ class LLMEngine:
                 stopped.append((seq, "stop"))
         self._finished += self.scheduler.finish(stopped)
 
-    def _note_logprobs(self, step: Step, wanted: list[bool]) -> None:
+    def _collect_logprobs(self, step: Step, wanted: list[bool]) -> None:
         """Keep the log-probabilities of the tokens that a step has yielded, and of the prompts' tokens in it."""
-        sampled = step.batch.sampled
-        for part in step.handle.logprobs:
-            for line, best in zip(part.lines, part.best.tolist(), strict=True):
-                seq = sampled[line]
-                num_best = seq.sampling_params.logprobs
-                if wanted[line] and seq.finish_reason != "error" and num_best is not None:
-                    self._completion(seq).logprobs.append(self._logprobs(seq, num_best, *best))
-        for scored in step.handle.prompt_logprobs:
-            seq = step.batch.prefill[scored.chunk].seq
-            request, num_best = self._requests.get(seq.request_id), seq.sampling_params.prompt_logprobs
-            if request is None or request.prompt_logprobs is None or num_best is None:  # it was dropped
-                continue
-            for position, best in enumerate(scored.best.tolist(), scored.start):
-                request.prompt_logprobs[position] = self._logprobs(seq, num_best, *best)
-                if position == seq.num_prompt_tokens - 1:
-                    seq.score_from = None  # if it is computed again, then without
-
-    def _logprobs(
-        self, seq: Sequence, num_best: int, rank: int, token_ids: list[int], logprobs: list[float]
-    ) -> TokenLogprobs:
-        """Of a token of this rank, the first in the lists, and of the `num_best` likeliest, which come after it."""
-        (token_id, logprob), *likeliest = zip(token_ids, logprobs, strict=True)
-        likeliest = sorted(likeliest, key=lambda pair: (-pair[1], pair[0]))[:num_best]
-        found = {token_id: (logprob, rank)}
-        for its_rank, (its_id, its_logprob) in enumerate(likeliest, 1):
-            found.setdefault(its_id, (its_logprob, its_rank))
-        text_of = self.tokenizer.text_of_token if self.tokenizer and seq.sampling_params.detokenize else lambda _: None
-        return {token_id: Logprob(*numbers, text_of(token_id)) for token_id, numbers in found.items()}
-
-    def _completion(self, seq: Sequence) -> Completion:
-        return self._requests[seq.request_id].completions[seq.sample]
+        sampled, prefill = step.batch.sampled, step.batch.prefill
+        for of_samples in step.handle.logprobs:
+            for line, entry in zip(of_samples.lines, of_samples.logprobs.tolist(), strict=True):
+                if wanted[line]:
+                    self._requests[sampled[line].request_id].add_logprobs(sampled[line].sample, *entry)
+        for of_prompt in step.handle.prompt_logprobs:
+            request = self._requests.get(prefill[of_prompt.chunk].seq.request_id)
+            if request is not None:  # None: it was dropped
+                for position, entry in enumerate(of_prompt.logprobs.tolist(), of_prompt.start):
+                    request.add_prompt_logprobs(position, *entry)
 
     def _abort_marked(self) -> None:
         self._collect_until(max_in_flight=0)  # a step that fails must find its sequences as it left them
@@ -327,7 +293,7 @@ class LLMEngine:
         self._finished += unfinished
 
     def _seed(self, params: SamplingParams, request_id: int, sample: int) -> int:
-        """Of a sample's own random stream, so that equal prompts differ and batches do not matter."""
+        """Return the seed of a sample's own random stream, so that equal prompts differ and batches do not matter."""
         source = (params.seed,) if params.seed is not None else (self.config.seed, request_id)
         return xxhash.xxh64_intdigest(struct.pack(f"<{len(source) + 1}q", *source, sample)) >> 1
 
@@ -343,15 +309,11 @@ class LLMEngine:
         self._in_flight.clear()
         self.scheduler.discard([*in_flight, *batches])
 
-    def _check_open(self) -> ModelRunner | ParallelRunner:
-        if self.runner is None or self.runner.closed:
-            raise EngineClosedError("this engine was closed; make a new LLM")
-        return self.runner
-
     def _output(self, seq: Sequence) -> RequestOutput | None:
-        """Finish a sample; the output of its request, if it is the last."""
+        """Finish a sample; return the output of its request, if it is the last."""
         if seq.finish_reason == "error":
             logger.warning("request %d ends in an error: its logits are NaN or infinite", seq.request_id)
         self._watched.pop(seq.seq_id, None)
-        self._completion(seq).finish()
-        return self._requests[seq.request_id].output()
+        request = self._requests[seq.request_id]
+        request.completions[seq.sample].finish()
+        return request.output()

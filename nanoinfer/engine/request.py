@@ -1,12 +1,43 @@
-"""A request as its user sees it: its text and its stream while it runs, and its output in the end."""
+"""A request as its user sees it: its samples, their text, stream and log-probabilities, and how it ends.
+
+A sample of a request ends for one of these reasons, and all rules of that are in this file:
+
+    "stop"    its newest token is a stop token (`reason_to_end`), or a stop string is complete (`Completion.advance`)
+    "length"  it has max_tokens, or the sequence has max_model_len tokens (`set_limits`, `reason_to_end`)
+    "error"   its logits were NaN or infinite (`reason_to_end`)
+    "abort"   the user aborted the request (`LLMEngine.abort_later`)
+"""
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from nanoinfer.engine.batch import NO_TOKEN
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
+from nanoinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.text.detokenizer import CompletionText
+
+
+def set_limits(seq: Sequence, model_stop_ids: frozenset[int], max_model_len: int) -> None:
+    """Work out with how many tokens a sequence ends, and which tokens end it."""
+    params = seq.sampling_params
+    seq.max_num_tokens = max_model_len
+    if params.max_tokens is not None:
+        seq.max_num_tokens = min(seq.num_prompt_tokens + params.max_tokens, max_model_len)
+    stop_ids = frozenset[int]() if params.ignore_eos else model_stop_ids
+    seq.stop_token_ids = stop_ids.union(params.stop_token_ids) if params.stop_token_ids else stop_ids
+
+
+def reason_to_end(seq: Sequence, token_id: int) -> str | None:
+    """Return why a sequence ends with `token_id`, its newest token; None where it goes on."""
+    if token_id == NO_TOKEN:
+        return "error"
+    if token_id in seq.stop_token_ids:
+        return "stop"
+    if len(seq.token_ids) >= seq.max_num_tokens:
+        return "length"
+    return None
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +77,7 @@ class Completion:
         if reason == "stop" and text.stop_string is None:  # by its last token
             stop_reason = seq.token_ids[-1] if seq.token_ids[-1] in (params.stop_token_ids or ()) else None
             rest = rest if params.include_stop_str_in_output else rest[:-1]
-        if self._read(rest, final=True):  # a stop string is complete with the token that also made the length
+        if self._read(rest, final=True):  # the token that completes a stop string may also be the last one allowed
             reason, stop_reason = "stop", text.stop_string
         self._stream(unread, reason)
         token_ids = seq.completion_token_ids
@@ -54,7 +85,8 @@ class Completion:
         if params.logprobs is not None:
             logprobs = self.logprobs
             total = sum(entry[token_id].logprob for entry, token_id in zip(logprobs, token_ids, strict=True))
-        self.output = CompletionOutput(seq.sample, str(text), token_ids, reason, stop_reason, logprobs, total)
+        error = f"the logits are NaN or infinite after {len(token_ids)} tokens" if reason == "error" else None
+        self.output = CompletionOutput(seq.sample, str(text), token_ids, reason, stop_reason, logprobs, total, error)
 
     def _read(self, token_ids: list[int], final: bool = False) -> bool:
         """Extend the text; return whether a stop string is complete, which the first min_tokens tokens cannot do."""
@@ -68,7 +100,7 @@ class Completion:
         return self.seq.token_ids[self.seq.num_prompt_tokens + self.num_read :]
 
     def _stream(self, token_ids: list[int], finish_reason: str | None) -> None:
-        """Count these tokens as read, and put what is new in front of the stream, if there is one."""
+        """Count these tokens as read, and hand what is new to the stream, if there is one."""
         start, self.num_read = self.num_read, self.num_read + len(token_ids)
         if self.chunks is not None:
             wanted = self.seq.sampling_params.logprobs is not None
@@ -85,11 +117,41 @@ class Request:
     prompt: str | None  # None if it was given as token ids
     completions: list[Completion]  # its samples
     inbox: list[RequestOutput]  # where its output is put
+    text_of_token: Callable[[int], str | None]
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as they come
     arrived: float = field(default_factory=time.perf_counter)
 
+    def add_logprobs(self, sample: int, rank: int, token_ids: list[int], logprobs: list[float]) -> None:
+        """Keep the log-probabilities of a sample's newest token; see `_token_logprobs`."""
+        completion = self.completions[sample]
+        num_best = completion.seq.sampling_params.logprobs
+        if num_best is not None and completion.seq.finish_reason != "error":
+            completion.logprobs.append(self._token_logprobs(num_best, rank, token_ids, logprobs))
+
+    def add_prompt_logprobs(self, position: int, rank: int, token_ids: list[int], logprobs: list[float]) -> None:
+        """Keep the log-probabilities of one prompt token; see `_token_logprobs`."""
+        seq = self.completions[0].seq
+        num_best = seq.sampling_params.prompt_logprobs
+        if self.prompt_logprobs is not None and num_best is not None:
+            self.prompt_logprobs[position] = self._token_logprobs(num_best, rank, token_ids, logprobs)
+            if position == seq.num_prompt_tokens - 1:
+                seq.prompt_logprobs_start = None  # all have come; if the prompt is computed again, then without
+
+    def _token_logprobs(self, num_best: int, rank: int, token_ids: list[int], logprobs: list[float]) -> TokenLogprobs:
+        """Return what users get for one position.
+
+        token_ids, logprobs: first the token that is there, of this rank, then the likeliest in about their order.
+        """
+        (token_id, logprob), *likeliest = zip(token_ids, logprobs, strict=True)
+        likeliest = sorted(likeliest, key=lambda pair: (-pair[1], pair[0]))[:num_best]
+        found = {token_id: Logprob(logprob, rank, self.text_of_token(token_id))}
+        for its_rank, (its_id, its_logprob) in enumerate(likeliest, 1):
+            if its_id not in found:
+                found[its_id] = Logprob(its_logprob, its_rank, self.text_of_token(its_id))
+        return found
+
     def output(self) -> RequestOutput | None:
-        """What its user gets, once all its samples have finished."""
+        """Return what its user gets, once all its samples have finished."""
         outputs = [completion.output for completion in self.completions if completion.output is not None]
         if len(outputs) < len(self.completions):
             return None

@@ -1,4 +1,4 @@
-"""Who runs next. Works on lengths alone: it needs no model, no device and no token of the step it schedules.
+"""Chooses what runs next. It needs sequence lengths only, never token values: no model and no device.
 
 A step is either prefill (prompts are computed, whole or in chunks) or decode (every running sequence gets one token).
 Prefill goes first, so that the decode batch is as full as it can be. A sequence is
@@ -16,6 +16,7 @@ import heapq
 
 from nanoinfer.engine.batch import NO_TOKEN, NewBlock, PrefillChunk, ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.request import reason_to_end, set_limits
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 
 # Under a long queue, rows are refilled in groups: one prefill step for each finished sequence would stall all others.
@@ -66,11 +67,8 @@ class Scheduler:
         return not self._waiting and not self.running
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence, by its priority and arrival, and enter what ends it."""
-        seq.max_num_tokens = min(seq.num_prompt_tokens + seq.sampling_params.max_tokens, self.max_model_len)
-        params = seq.sampling_params
-        model_stops = frozenset[int]() if params.ignore_eos else self.stop_token_ids
-        seq.stop_token_ids = model_stops.union(params.stop_token_ids) if params.stop_token_ids else model_stops
+        """Queue a sequence, by its priority and arrival."""
+        set_limits(seq, self.stop_token_ids, self.max_model_len)
         heapq.heappush(self._waiting, (seq.rank, seq))
 
     def schedule(self, in_flight: bool = False) -> ScheduledBatch:
@@ -97,16 +95,13 @@ class Scheduler:
             if token_id == NO_TOKEN:
                 # What it wrote to the cache may be NaN as well, so nobody may find it there.
                 self.block_manager.evict_blocks(seq.block_table)
-                finished.append((seq, "error"))
-                continue
-            seq.token_ids.append(token_id)
-            num_computed = len(seq.token_ids) - 1  # by this step and those before it
-            if num_computed % block_size == 0:
-                self.block_manager.cache_blocks(seq, num_computed)
-            if token_id in seq.stop_token_ids:
-                finished.append((seq, "stop"))
-            elif len(seq.token_ids) >= seq.max_num_tokens:
-                finished.append((seq, "length"))
+            else:
+                seq.token_ids.append(token_id)
+                num_computed = len(seq.token_ids) - 1  # by this step and those before it
+                if num_computed % block_size == 0:
+                    self.block_manager.cache_blocks(seq, num_computed)
+            if reason := reason_to_end(seq, token_id):
+                finished.append((seq, reason))
         return self.finish(finished)
 
     def finish(self, reasons: list[tuple[Sequence, str]]) -> list[Sequence]:

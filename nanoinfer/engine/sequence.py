@@ -30,9 +30,9 @@ class Sequence:
     priority: int = 0  # higher runs first
     request_id: int = 0
     sample: int = 0  # which of the request's completions it is
-    score_from: int | None = None  # the first prompt token whose log-probability is wanted; None when all have come
-    max_num_tokens: int = 0  # with so many tokens it is finished; the scheduler sets this and the stop tokens
-    stop_token_ids: Set[int] = frozenset()  # those that end it
+    prompt_logprobs_start: int | None = None  # first prompt token whose log-probability is wanted; None: no more are
+    max_num_tokens: int = 0  # it ends with so many tokens; `request.set_limits` sets this and the stop tokens
+    stop_token_ids: Set[int] = frozenset()
     token_ids: list[int] = field(init=False)  # prompt and collected completion
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
@@ -49,7 +49,7 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Its place among all: lower runs first."""
+        """Its place among all sequences: lower runs first."""
         return -self.priority, self.seq_id
 
     @property

@@ -27,7 +27,7 @@ from nanoinfer.errors import WorkerError
 from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.executor.shm_ring import Ring, RingReader, RingWriter
 from nanoinfer.executor.workers import PASSED, Workers
-from nanoinfer.runner.model_runner import ModelRunner, StepHandle
+from nanoinfer.runner.model_runner import ModelRunner, PendingStep, StepHandle
 
 logger = logging.getLogger("nanoinfer")
 
@@ -74,14 +74,19 @@ class ParallelRunner:
         """The process ids of ranks 1 and up."""
         return self._workers.pids
 
-    def launch(self, packet: Packet) -> StepHandle:
-        """Start a step on all ranks."""
+    def launch(self, packet: Packet) -> PendingStep:
+        """Start the forward pass of a step on all ranks; the workers sample it at once."""
         with self._all_ranks():
             self._writer.send(packet)
             return self._runner.launch(packet)
 
+    def sample(self, pending: PendingStep) -> StepHandle:
+        """Draw the tokens of the step that was just launched."""
+        with self._all_ranks():
+            return self._runner.sample(pending)
+
     def wait(self, handle: StepHandle) -> list[int]:
-        """Return the token ids of a launched step."""
+        """Return the token ids of a sampled step, once they are there."""
         try:
             # Not by a blocking wait: a step never ends if another rank is gone.
             while not (handle.is_done() or self._workers.have_failed):
@@ -151,7 +156,7 @@ def run_worker(
     reader = RingReader(ring, rank - 1, link)
     with suppress(EOFError):  # rank 0 has closed the runner, or is gone
         while True:
-            runner.launch(reader.receive())
+            runner.sample(runner.launch(reader.receive()))
     if becomes_idle(devices[rank], ABORT_SECONDS):
         runner.close()
         tp.abort()  # the memory that it shares is freed when this process ends

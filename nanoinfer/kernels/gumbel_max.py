@@ -1,13 +1,13 @@
-"""Draw one token for each row straight from the logits, and enter it in the tables. Twin: `sample_and_append` on a CPU.
+"""Draws one token for each row straight from the logits, and enters it in the tables. Twin: sampling/gumbel_max.py.
 
 argmax(logits + temperature * Gumbel noise) is a draw from softmax(logits / temperature) (Gumbel 1954), so nothing is
 normalised, sorted or copied. The largest noisy logit of a group of ids is itself the group's logsumexp plus Gumbel
-noise, whichever id it belongs to (Maddison et al. 2014, "A* sampling"). So the draw is made from the top down: first a
-group of neighbouring ids, with one noise for each group, then an id of that group. That saves nearly all of the random
-numbers and logarithms, and what is left is close to the time of reading the logits.
+noise, whichever id it belongs to (Maddison et al. 2014, "A* sampling"). So the draw is hierarchical: first a group of
+neighbouring ids, with one noise value for each group, then an id in that group. That saves nearly all of the random
+numbers and logarithms, and the time that is left is close to that of reading the logits.
 
 The noise is Philox-4x32-10 (Salmon et al. 2011) of (the request's seed, the token's position, the group or the id), so
-that a request's random stream is its own, whatever else is in the batch.
+a request's random stream does not depend on what else is in the batch.
 """
 
 import torch
@@ -22,7 +22,7 @@ TILE_GROUPS = 128  # groups for each program, which is one warp: no barriers
 
 @triton.jit
 def _exponential(bits):
-    """32 random bits to a standard exponential number, -log(1 - u); its -log is standard Gumbel noise."""
+    """Turn 32 random bits into a standard exponential number, -log(1 - u); its -log is standard Gumbel noise."""
     uniform = (bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
     uniform = tl.minimum(uniform, 0.99999994)  # the float32 below 1
     # log(1 - u) is coarse where u is small, which is where the winners are: two terms more of the series there.
@@ -31,7 +31,7 @@ def _exponential(bits):
 
 
 @triton.jit
-def _best_in_tile_kernel(
+def _best_group_kernel(
     logits_ptr,
     rows_ptr,
     temperatures_ptr,
@@ -46,7 +46,7 @@ def _best_in_tile_kernel(
     num_tiles,
     GROUPS: tl.constexpr,
 ):
-    """The group with the best noisy score in one tile of a row's logits, which begin with id `first_id`."""
+    """Find the group with the best noisy score in one tile of a row's logits, which begin with id `first_id`."""
     line, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows_ptr + line)
     if row >= 0:
@@ -59,9 +59,8 @@ def _best_in_tile_kernel(
         position = tl.load(context_lens_ptr + row)
         if thresholds_ptr is not None:
             threshold = tl.load(thresholds_ptr + line)
-            left = tl.where(left < threshold, -INF, left)  # which leaves NaN where it is
+            left = tl.where(left < threshold, -INF, left)  # NaN stays NaN
             right = tl.where(right < threshold, -INF, right)
-            position -= 1
         temperature = tl.load(temperatures_ptr + row)
         if temperature > 0:
             # A race: group's weight / exponential is exp(noisy score / temperature), and one logarithm is for all.
@@ -88,26 +87,26 @@ def _best_in_tile_kernel(
 
 
 @triton.jit
-def _append_best_kernel(
+def _best_id_kernel(
     logits_ptr,
     rows_ptr,
     temperatures_ptr,
     seeds_ptr,
-    token_ids_ptr,
     context_lens_ptr,
     thresholds_ptr,
     best_scores_ptr,
     best_groups_ptr,
+    token_ids_ptr,  # the table that the id is entered in, or None
     out_ptr,
-    out_scores_ptr,
+    out_scores_ptr,  # None where there is a table
     first_id,
     vocab_size,
     logits_stride,
-    token_ids_stride,
     num_tiles,
+    token_ids_stride,
     TILES: tl.constexpr,
 ):
-    """The best id of a row's best group, in `out`, and in the tables or, where there are none, with its score."""
+    """Find the best id of a row's best group."""
     line = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + line)
     if row >= 0:
@@ -120,7 +119,6 @@ def _append_best_kernel(
         position = tl.load(context_lens_ptr + row)
         if thresholds_ptr is not None:
             scores = tl.where(scores < tl.load(thresholds_ptr + line), -INF, scores)
-            position -= 1  # of the newest token, in whose place the new one goes
         zero = ids * 0
         bits, _, _, _ = tl.philox(tl.load(seeds_ptr + row), first_id + ids, zero + position, zero + 1, zero)
         noise = -tl.log(_exponential(bits))
@@ -137,95 +135,57 @@ def _append_best_kernel(
 
 
 def sample_and_append(
-    logits: Tensor, rows: Tensor, temperatures: Tensor, seeds: Tensor, token_ids: Tensor, context_lens: Tensor
-) -> Tensor:
-    """As `sample_and_append` in `layers/sampler.py`; the logits of a row must be contiguous."""
-    ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    _draw(logits, 0, rows, temperatures, seeds, token_ids, context_lens, None, ids, None)
-    return ids
-
-
-def redraw(
     logits: Tensor,
-    thresholds: Tensor,
+    thresholds: Tensor | None,
     rows: Tensor,
     temperatures: Tensor,
     seeds: Tensor,
     token_ids: Tensor,
     context_lens: Tensor,
 ) -> Tensor:
-    """As `redraw` in `layers/sampler.py`; the logits of a row must be contiguous."""
+    """Do as `sample_and_append` in `sampling/gumbel_max.py`; the logits of a row must be contiguous."""
     ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    _draw(logits, 0, rows, temperatures, seeds, token_ids, context_lens, thresholds, ids, None)
+    _launch(logits, 0, thresholds, (rows, temperatures, seeds, context_lens), ids, token_ids=token_ids)
     return ids
 
 
 def best_candidates(
     logits: Tensor, first_id: int, rows: Tensor, temperatures: Tensor, seeds: Tensor, context_lens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `best_candidates` in `layers/sampler.py`; the logits of a row must be contiguous."""
+    """Do as `best_candidates` in `sampling/gumbel_max.py`; the logits of a row must be contiguous."""
     ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     scores = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    _draw(logits, first_id, rows, temperatures, seeds, None, context_lens, None, ids, scores)
+    _launch(logits, first_id, None, (rows, temperatures, seeds, context_lens), ids, scores=scores)
     return scores, ids
 
 
-def _draw(
+def _launch(
     logits: Tensor,
     first_id: int,
-    rows: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    token_ids: Tensor | None,
-    context_lens: Tensor,
     thresholds: Tensor | None,
+    tables: tuple[Tensor, Tensor, Tensor, Tensor],
     out: Tensor,
-    out_scores: Tensor | None,
+    token_ids: Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> None:
-    """Both kernels; either the tables' `token_ids` or `out_scores` are given, and written.
-
-    With thresholds, the newest token is drawn again, and the next one without.
-    """
+    """Launch both kernels. They write `out`, and either enter the ids in `token_ids` or write `scores`."""
     (num_rows, vocab_size), device = logits.shape, logits.device
     assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
+    if num_rows == 0:
+        return
     num_tiles = triton.cdiv(vocab_size, TILE_GROUPS * GROUP_SIZE.value)
     best_scores = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=device)
     best_groups = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=device)
-    if num_rows == 0:
-        return
-    _best_in_tile_kernel[(num_rows, num_tiles)](
-        logits,
-        rows,
-        temperatures,
-        seeds,
-        context_lens,
-        thresholds,
-        best_scores,
-        best_groups,
-        first_id,
-        vocab_size,
-        logits.stride(0),
-        num_tiles,
-        GROUPS=TILE_GROUPS,
-        num_warps=1,
-    )
-    _append_best_kernel[(num_rows,)](
-        logits,
-        rows,
-        temperatures,
-        seeds,
+    inputs = (logits, *tables, thresholds, best_scores, best_groups)
+    sizes = (first_id, vocab_size, logits.stride(0), num_tiles)
+    _best_group_kernel[(num_rows, num_tiles)](*inputs, *sizes, GROUPS=TILE_GROUPS, num_warps=1)
+    _best_id_kernel[(num_rows,)](
+        *inputs,
         token_ids,
-        context_lens,
-        thresholds,
-        best_scores,
-        best_groups,
         out,
-        out_scores,
-        first_id,
-        vocab_size,
-        logits.stride(0),
+        scores,
+        *sizes,
         0 if token_ids is None else token_ids.stride(0),
-        num_tiles,
         TILES=triton.next_power_of_2(num_tiles),
         num_warps=1,
     )

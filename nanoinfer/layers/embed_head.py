@@ -9,7 +9,7 @@ from nanoinfer.layers.linear import check_shape
 
 
 class VocabParallelEmbedding(nn.Module):
-    """The embeddings of this rank's shard of the vocabulary; for other ids it contributes zero."""
+    """Holds the embeddings of this rank's shard of the vocabulary; other ids contribute zero to the sum over ranks."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """The same split, used the other way round."""
+    """Turns hidden states into the logits of this rank's shard of the vocabulary."""
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """(num_rows, hidden_size) -> this rank's logits (num_rows, vocab.size), in `out` if it is given."""

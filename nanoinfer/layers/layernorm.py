@@ -5,11 +5,12 @@ from torch import Tensor, nn
 
 from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
 from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.layers.linear import PartialSum
 
 
 @triton_on_cuda("nanoinfer.kernels.rms_norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in float32 inside; shape and dtype of `x`."""
+    """Return x / rms(x) * weight over the last dimension, computed in float32; shape and dtype of `x`."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return wide.to(x.dtype) * weight
@@ -17,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton_on_cuda("nanoinfer.kernels.rms_norm")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and x + residual itself; an `x` with a dimension more is summed over it first."""
+    """Return the norm of x + residual, and x + residual; an `x` with one dimension more is summed over it first."""
     if x.dim() > residual.dim():
         x = x.sum(0)
     total = (x + residual).to(residual.dtype)
@@ -37,17 +38,20 @@ def all_reduce_add_rms_norm(
 
 
 class RMSNorm(nn.Module):
-    """`norm(x)` normalises; `norm.add(x, residual)` adds first, partial sums too. Neither changes its inputs."""
+    """Adds to the residual stream and normalises it."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, hidden: PartialSum | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return norm(residual + hidden) and residual + hidden; `hidden` is None where there is nothing to add.
 
-    def add(self, x: Tensor | SymmetricBuffers, residual: Tensor) -> tuple[Tensor, Tensor]:
-        if isinstance(x, SymmetricBuffers):
-            return all_reduce_add_rms_norm(residual, x, self.weight, self.eps)
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        residual: (num_tokens, size), left as it is.
+        """
+        if hidden is None:
+            return rms_norm(residual, self.weight, self.eps), residual
+        if hidden.all_ranks is not None:
+            return all_reduce_add_rms_norm(residual, hidden.all_ranks, self.weight, self.eps)
+        return add_rms_norm(hidden.terms, residual, self.weight, self.eps)

@@ -4,24 +4,24 @@ A layer that packs several of a checkpoint's weights (q, k, v; gate, up) names t
 copies a full tensor, or the part of it that this rank holds, into its place.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
-from nanoinfer.distributed.tensor_parallel import PendingSum, TensorParallel
+from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
 
-MAX_TOKENS_IN_PARTS = 256  # beyond, a product fills the GPU by itself
-# Over the ranks; the last two are still to be added up, or exchanged.
-Sum = Tensor | SymmetricBuffers | list[PendingSum]
+MAX_SPLIT_K_TOKENS = 256  # a product of more tokens fills the GPU by itself
 
 
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the outputs split over the ranks.
 
     output_sizes: the full sizes of the weights packed in this layer, by the name of their shard, in order.
-    splits: how a shard is split, where not by `tp`.
+    splits: how a shard is split, if not by `tp`.
     """
 
     def __init__(
@@ -79,13 +79,24 @@ class QKVParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, sizes, bias=bias, tp=tp, splits={"k": kv_split, "v": kv_split})
 
 
-class RowParallelLinear(nn.Module):
-    """y = x W^T + b with the inputs split over the ranks; every rank gets the whole sum.
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """The output of a row-parallel product while it is not added up yet; the next RMSNorm does that.
 
-    A product of few rows and few columns cannot fill a GPU, unless its sums are computed in parts, at the same time.
-    So on one GPU a step of few tokens gets partial sums, which `RMSNorm.add` adds up together with the residual. On
-    several, it adds up the ranks' sums of such a step where they reach each other's memory. The sum of a step of many
-    tokens comes in slices, see `in_slices`.
+    terms: (num_terms, num_tokens, hidden_size) to be added: one complete sum, or the partial sums of split-K.
+    all_ranks: the buffers with the terms of all ranks, if the kernel of the norm does the all-reduce too.
+    """
+
+    terms: Tensor
+    all_ranks: SymmetricBuffers | None = None
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with the inputs split over the ranks.
+
+    A product of few rows and few columns has too few tiles to fill a GPU. So on one GPU a small step is computed by
+    split-K: several partial sums at the same time. On several GPUs a small step leaves the all-reduce to the kernel of
+    the next norm, where the GPUs reach each other's memory.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel) -> None:
@@ -101,37 +112,41 @@ class RowParallelLinear(nn.Module):
         check_shape(full, self.full_shape if param.dim() == 2 else self.full_shape[:1])
         param.copy_(self.tp.shard(full, dim=1) if param.dim() == 2 else full)
 
-    def forward(self, x: Tensor) -> Sum:
-        """(num_tokens, input_size) -> (num_tokens, output_size), or (parts, num_tokens, output_size), or see `Sum`."""
-        # One rank adds the bias, so that the sum over the ranks has it once.
-        bias = self.bias if self.tp.rank == 0 else None
-        memory = self.tp.memory
-        # Nothing but the number of tokens decides, so that no residual of such sums, which may lack the rows that other
-        # ranks have, comes to a sum of another kind.
-        if memory is not None and len(x) <= memory.max_tokens:
-            buffers = memory.next_buffers(len(x))
-            if bias is None:
-                torch.mm(x, self.weight.t(), out=buffers.input)
-            else:
-                torch.addmm(bias, x, self.weight.t(), out=buffers.input)
-            return buffers
-        parts = self._num_parts(x)
-        if parts > 1:
-            x = x.unflatten(1, (parts, -1)).transpose(0, 1)  # (parts, num_tokens, input_size / parts)
-            weight = self.weight.unflatten(1, (parts, -1)).permute(1, 2, 0)  # (parts, input_size / parts, output_size)
-            return torch.bmm(x, weight)
-        return self.tp.sum_of_products(x, self.weight, bias)
+    def forward(self, x: Tensor) -> PartialSum:
+        """(num_tokens, input_size) -> (num_tokens, output_size), to be added up by the next norm."""
+        if self.tp.size > 1:
+            return self._across_ranks(x)
+        num_splits = self._num_splits(x)
+        if num_splits == 1:
+            return PartialSum(F.linear(x, self.weight, self.bias).unsqueeze(0))
+        x = x.unflatten(1, (num_splits, -1)).transpose(0, 1)  # (num_splits, num_tokens, input_size / num_splits)
+        weight = self.weight.unflatten(1, (num_splits, -1)).permute(1, 2, 0)
+        return PartialSum(torch.bmm(x, weight))
 
-    def _num_parts(self, x: Tensor) -> int:
-        """Into how many parts to cut the sums (docs/performance.md has the times that this is based on)."""
-        # In float16 a part could overflow where the whole does not.
-        if not x.is_cuda or x.dtype != torch.bfloat16 or self.bias is not None or self.tp.size > 1:
+    def _across_ranks(self, x: Tensor) -> PartialSum:
+        bias = self.bias if self.tp.rank == 0 else None  # one rank adds it, so that the sum has it once
+        memory = self.tp.memory
+        # The number of tokens alone decides: in two shots a rank updates only its own rows of the residual, so all
+        # sums of a forward pass must be of the same kind.
+        if memory is None or len(x) > memory.max_tokens:
+            return PartialSum(self.tp.all_reduced_product(x, self.weight, bias).unsqueeze(0))
+        buffers = memory.next_buffers(len(x))
+        if bias is None:
+            torch.mm(x, self.weight.t(), out=buffers.input)
+        else:
+            torch.addmm(bias, x, self.weight.t(), out=buffers.input)
+        return PartialSum(buffers.input.unsqueeze(0), buffers)
+
+    def _num_splits(self, x: Tensor) -> int:
+        """Return how far to split K; docs/performance.md has the times that this is based on."""
+        # In float16 a partial sum could overflow where the whole does not.
+        if not x.is_cuda or x.dtype != torch.bfloat16 or self.bias is not None or len(x) > MAX_SPLIT_K_TOKENS:
             return 1
-        parts = 4 if len(self.weight) < 4096 else 2
-        return parts if len(x) <= MAX_TOKENS_IN_PARTS and x.shape[1] % (8 * parts) == 0 else 1
+        num_splits = 4 if len(self.weight) < 4096 else 2
+        return num_splits if x.shape[1] % (8 * num_splits) == 0 else 1
 
 
 def check_shape(full: Tensor, expected: tuple[int, ...]) -> None:
-    """Raise ModelError where a checkpoint's tensor has not the shape that config.json implies."""
+    """Raise ModelError where a checkpoint's tensor does not have the shape that config.json implies."""
     if tuple(full.shape) != expected:
         raise ModelError(f"the checkpoint has shape {tuple(full.shape)}, config.json implies {expected}")

@@ -1,13 +1,13 @@
 """The architectures that nanoinfer runs, keyed on `architectures` in config.json.
 
-To add one: write its module beside qwen3.py, give the class `packed_modules_mapping` and `forward` / `compute_logits`
-as there, and enter it here.
+To add one, write a file beside qwen3.py that says how it differs from the common decoder, and enter its class here.
 """
 
 from nanoinfer.errors import ModelError
+from nanoinfer.models.decoder import DecoderForCausalLM
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 
-CausalLM = Qwen3ForCausalLM  # a union, once there are more
+CausalLM = DecoderForCausalLM  # what the runner asks of a model
 
 REGISTRY: dict[str, type[CausalLM]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
@@ -15,7 +15,7 @@ REGISTRY: dict[str, type[CausalLM]] = {
 
 
 def get_model_class(architecture: str) -> type[CausalLM]:
-    """The class for an architecture. Raises ModelError that lists the supported ones."""
+    """Return the class of an architecture. Raises ModelError, which lists the supported ones."""
     if architecture not in REGISTRY:
         raise ModelError(f"architecture {architecture!r} is not supported; supported are {', '.join(REGISTRY)}")
     return REGISTRY[architecture]

@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs: hundreds of small kernels, launched as one.
 
-A graph is captured for each of a few batch sizes; a batch runs in the smallest that holds it, padded.
+A graph goes from the tables to the logits. It is captured for each of a few batch sizes; a batch runs in the smallest
+that holds it, padded.
 """
 
 from collections.abc import Callable
@@ -12,38 +13,51 @@ from nanoinfer.runner.step_tables import PADDING_ROW
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: 1, 2, 4, then every 8 to 64, then every 16, and max_num_seqs itself."""
+    """Return the batch sizes to capture: 1, 2, 4, then every 8 to 64, then every 16, and max_num_seqs itself."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_num_seqs + 1, 16), max_num_seqs]
     return sorted({size for size in sizes if size <= max_num_seqs})
 
 
 class DecodeGraphs:
-    """Captures `decode`, a function of rows (num_rows,) int32 that returns their sampled ids (num_rows,) int32.
+    """Captures `forward`, a function of rows (num_rows,) int32 that writes its results to memory of its caller.
 
-    Everything else that `decode` reads or writes must stay where it is in memory. The graphs share a pool of memory:
-    what one works with, the logits first of all, lies where the others' does. Only the ids are kept for each size.
+    Everything that `forward` reads or writes must stay where it is in memory. The graphs share one memory pool.
     """
 
-    def __init__(self, decode: Callable[[Tensor], Tensor], sizes: list[int], device: torch.device) -> None:
+    def __init__(self, forward: Callable[[Tensor], None], sizes: list[int], device: torch.device) -> None:
         self._padding = torch.full((max(sizes),), PADDING_ROW, dtype=torch.int32, device=device)
         self._rows = self._padding.clone()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._token_ids: dict[int, Tensor] = {}
         self._size_for = [min(size for size in sizes if size >= count) for count in range(max(sizes) + 1)]
         pool = None
         # The largest first: the smaller ones then fit into its memory.
         for size in sorted(sizes, reverse=True):
             rows = self._rows[:size]
-            decode(rows)  # compile and warm up outside the capture
+            forward(rows)  # compiles and warms up outside the capture
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._token_ids[size] = decode(rows)
+                forward(rows)
             pool = pool or graph.pool()
             self._graphs[size] = graph
 
-    def replay(self, rows: Tensor) -> Tensor:
-        """The ids sampled for these rows (num_rows,) int32: (num_rows,) int32, valid until the next replay."""
+    def replay(self, rows: Tensor) -> None:
+        """Run `forward` for these rows (num_rows,) int32, and for padding after them."""
         size = self._size_for[len(rows)]
         torch.cat((rows, self._padding[len(rows) : size]), out=self._rows[:size])
         self._graphs[size].replay()
-        return self._token_ids[size][: len(rows)]
+
+
+def measure_graph_bytes(forward: Callable[[Tensor], None], sizes: list[int], device: torch.device) -> int:
+    """Return the memory that graphs of these sizes will take.
+
+    Captures the largest, which the others share, and one small one more.
+    """
+    used = []
+    for trial in (sizes[-1:], [*sizes[-1:], *sizes[:1]]):
+        torch.cuda.empty_cache()
+        free_before, _ = torch.cuda.mem_get_info(device)
+        graphs = DecodeGraphs(forward, trial, device)
+        torch.cuda.empty_cache()
+        used.append(free_before - torch.cuda.mem_get_info(device)[0])
+        del graphs
+    return used[0] + max(0, used[1] - used[0]) * (len(sizes) - 1)

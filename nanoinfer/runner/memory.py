@@ -1,12 +1,14 @@
-"""The KV cache's size and memory, and how long a sequence it can hold."""
+"""The KV cache's size and memory, and the longest sequence that it can hold."""
 
 import math
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.metadata import KVCache
@@ -16,13 +18,31 @@ GIB = 2**30
 
 
 def cache_shape(config: ModelConfig, num_blocks: int, block_size: int, tp: TensorParallel) -> tuple[int, ...]:
-    """Shape of the keys, and of the values: (num_layers, num_blocks, this rank's KV heads, block_size, head_dim)."""
+    """Return the shape of the keys, and of the values.
+
+    It is (num_layers, num_blocks, this rank's KV heads, block_size, head_dim).
+    """
     num_kv_heads = tp.split_of_kv_heads(config.num_key_value_heads).shard_size(config.num_key_value_heads, "KV heads")
     return (config.num_hidden_layers, num_blocks, num_kv_heads, block_size, config.head_dim)
 
 
+def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Run a step on a GPU and return the memory that it takes at most, beyond what is allocated before."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def grantable_bytes(share: float, device: torch.device) -> int:
+    """Return what is left on a GPU of the `share` of its memory that the engine may use."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * share) - (total - free)
+
+
 def num_blocks_in(free_bytes: int, config: ModelConfig, block_size: int, dtype: torch.dtype, tp: TensorParallel) -> int:
-    """The blocks that fit into `free_bytes`. Raises ConfigError where not one does."""
+    """Return how many blocks fit into `free_bytes`. Raises ConfigError where not one does."""
     bytes_per_block = 2 * math.prod(cache_shape(config, 1, block_size, tp)) * dtype.itemsize
     if free_bytes < bytes_per_block:
         raise ConfigError(
@@ -35,7 +55,7 @@ def num_blocks_in(free_bytes: int, config: ModelConfig, block_size: int, dtype: 
 
 
 def allocate_kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> KVCache:
-    """A cache of zeros: what was never written must not be NaN, since 0 x NaN is NaN. shape: as of `cache_shape`."""
+    """Return a cache of zeros; unwritten memory must not be NaN, since 0 x NaN is NaN. shape: see `cache_shape`."""
     num_bytes = math.prod(shape) * dtype.itemsize  # of the keys, and of the values
     try:
         if device.type == "cpu":
@@ -51,8 +71,19 @@ def allocate_kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.
     return KVCache(k, v)
 
 
+def longest_wanted(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Return the longest sequence that the user asked for, or that the model's positions allow."""
+    limit, requested = model_config.max_model_len, config.max_model_len
+    if requested is not None and requested > limit:
+        raise ConfigError(
+            f"max_model_len={requested} is above the model's own limit of {limit} tokens; use at most {limit}, or "
+            "a config.json with RoPE scaling"
+        )
+    return requested or limit
+
+
 def resolve_max_model_len(requested: int | None, model_limit: int, num_blocks: int, block_size: int) -> int:
-    """The most tokens of a sequence: what was asked for, or the model's limit lowered to what the cache holds.
+    """Return the longest sequence: what was asked for, or the model's limit lowered to what the cache holds.
 
     Raises ConfigError where more was asked for than the cache holds.
     """

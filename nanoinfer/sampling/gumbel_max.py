@@ -1,4 +1,8 @@
-"""From logits to token ids: two kernels on CUDA, and their specification in plain PyTorch."""
+"""The draw of a token by the Gumbel-max trick, in plain PyTorch: the specification of `kernels/gumbel_max.py`.
+
+argmax(logits + temperature * Gumbel noise) is a draw from softmax(logits / temperature) (Gumbel 1954). It is found
+hierarchically: first the group of ids, then the id in it (Maddison et al. 2014, "A* sampling").
+"""
 
 import torch
 import torch.nn.functional as F
@@ -8,52 +12,37 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.sampling.philox import exponential, philox
 
-GROUP_SIZE = 16  # neighbouring ids that compete as one before they compete with each other; as in kernels/sample.py
+GROUP_SIZE = 16  # neighbouring ids that compete as one before they compete with each other; as in the kernel
 
 
 @triton_on_cuda("nanoinfer.kernels.gumbel_max")
 def sample_and_append(
-    logits: Tensor, rows: Tensor, temperatures: Tensor, seeds: Tensor, token_ids: Tensor, context_lens: Tensor
-) -> Tensor:
-    """Draw the next token of each row of the tables and enter it there: the ids, (num_rows,) int32.
-
-    A row with NaN or infinity among its scores yields -1, and 0 in the table.
-
-    logits: (num_rows, vocab_size). rows: (num_rows,) int64, lines of the tables; -1 is padding, which yields -1 and
-    changes nothing (the last line, which it indexes, must be a spare one).
-    Tables: temperatures (lines,) float32, seeds (lines,) int64, token_ids (lines, max_tokens) int32 and context_lens
-    (lines,) int32, the number of known tokens, which is the column of the new one.
-    """
-    ids = torch.where(rows >= 0, sample(logits, temperatures[rows], seeds[rows], context_lens[rows]), -1)
-    _append(ids, rows, token_ids, context_lens)
-    return ids
-
-
-@triton_on_cuda("nanoinfer.kernels.gumbel_max")
-def redraw(
     logits: Tensor,
-    thresholds: Tensor,
+    thresholds: Tensor | None,
     rows: Tensor,
     temperatures: Tensor,
     seeds: Tensor,
     token_ids: Tensor,
     context_lens: Tensor,
 ) -> Tensor:
-    """Draw the newest token of each row again and enter it over the old one: the ids, (num_rows,) int32.
+    """Draw the next token of each row of the tables, enter it there, and return the ids (num_rows,) int32.
 
-    As `sample_and_append`, from the ids whose logits are at or above the row's threshold (num_rows,) float32. The noise
-    is the same: where all ids are, and the logits have not changed, the token is the same.
+    A row with NaN or infinity among its logits yields -1, and enters 0 in the table.
+
+    logits: (num_rows, vocab_size). thresholds: (num_rows,) float32, the lowest logit that each row may draw, or None.
+    rows: (num_rows,) int64, lines of the tables; a row of -1 is skipped and yields -1 (it indexes the last line, which
+    must be a spare one). Tables: temperatures (lines,) float32, seeds (lines,) int64, token_ids (lines, max_tokens)
+    int32 and context_lens (lines,) int32, the number of known tokens, which is the column of the new one.
     """
-    scores = logits.float()
-    scores = torch.where(scores < thresholds.unsqueeze(1), -torch.inf, scores)  # which leaves NaN where it is
-    positions = context_lens[rows] - 1
-    ids = torch.where(rows >= 0, sample(scores, temperatures[rows], seeds[rows], positions), -1)
-    drawn = rows >= 0
-    token_ids[rows[drawn], positions[drawn].long()] = ids[drawn].clamp(min=0)
+    if thresholds is not None:
+        logits = logits.float()
+        logits = torch.where(logits < thresholds.unsqueeze(1), -torch.inf, logits)  # NaN stays NaN
+    ids = torch.where(rows >= 0, sample(logits, temperatures[rows], seeds[rows], context_lens[rows]), -1)
+    _append(ids, rows, token_ids, context_lens)
     return ids
 
 
-def sample_together(
+def sample_and_append_across_ranks(
     logits: Tensor,
     first_id: int,
     tp: TensorParallel,
@@ -63,14 +52,14 @@ def sample_together(
     token_ids: Tensor,
     context_lens: Tensor,
 ) -> Tensor:
-    """`sample_and_append` where each rank has the logits of its shard of the vocabulary, from id `first_id` on.
+    """Do what `sample_and_append` does where each rank has the logits of its vocabulary shard, from `first_id` on.
 
-    Each finds its best candidate, they exchange these, and every rank enters the winner. What is drawn does not depend
-    on the number of ranks, except for rounding.
+    Each rank draws its best candidate, the ranks exchange these, and every rank enters the winner. The result does not
+    depend on the number of ranks, except for rounding.
     """
     scores, ids = best_candidates(logits, first_id, rows, temperatures, seeds, context_lens)
     gathered = tp.all_gather(torch.stack((scores.view(torch.int32), ids)))  # (num_ranks, 2, num_rows)
-    best, winner = gathered[:, 0].view(torch.float32).max(0)  # ties go to the lower rank, so lower ids
+    best, winner = gathered[:, 0].view(torch.float32).max(0)  # ties go to the lower rank, so to lower ids
     ids = gathered[:, 1].gather(0, winner.unsqueeze(0)).squeeze(0)
     ids = torch.where((rows >= 0) & best.isfinite(), ids, -1)
     _append(ids, rows, token_ids, context_lens)
@@ -81,9 +70,10 @@ def sample_together(
 def best_candidates(
     logits: Tensor, first_id: int, rows: Tensor, temperatures: Tensor, seeds: Tensor, context_lens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The noisy score, float32, and the id, int32, of the best of a shard that begins with id `first_id`: (num_rows,).
+    """Return the noisy score, float32, and the id, int32, of the winner in a vocabulary shard: (num_rows,) each.
 
-    The score is infinite where the shard has NaN or infinity. Rows of padding give anything.
+    The shard begins with id `first_id`. The score is infinite where the shard has NaN or infinity. Rows of -1 may
+    yield anything.
     """
     scores, ids = _noisy_best(logits, first_id, temperatures[rows], seeds[rows], context_lens[rows])
     return scores, ids.int()
@@ -97,12 +87,11 @@ def _append(ids: Tensor, rows: Tensor, token_ids: Tensor, context_lens: Tensor) 
 
 
 def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Draw a token id for each row from softmax(logits / temperature), or the best where that is 0: (num_rows,) int32.
+    """Draw an id for each row from softmax(logits / temperature), the best id where that is 0: (num_rows,) int32.
 
-    It has the largest logit + temperature * Gumbel noise (Gumbel 1954), found from the top down: first the group of
-    ids, then the id (Maddison et al. 2014, "A* sampling"). The noise depends on (seed, position, vocabulary id) and
-    nothing else. A row with NaN or infinity among its scores gives -1. A temperature below 1e-5 or so is lost in the
-    rounding of the logits: it is greedy in effect, with ties to the lower id.
+    The noise depends on (seed, position, vocabulary id) and nothing else. A row with NaN or infinity among its logits
+    yields -1. A temperature below about 1e-5 is lost in the rounding of the logits: it is greedy in effect, with ties
+    to the lower id.
 
     logits: (num_rows, vocab_size). temperatures: (num_rows,) float32. seeds: (num_rows,) int64.
     positions: (num_rows,) int32, the drawn token's place in its sequence.
@@ -114,7 +103,7 @@ def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tenso
 def _noisy_best(
     logits: Tensor, first_id: int, temperatures: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Score and id of the winner, (num_rows,) each, among ids from `first_id` on, a multiple of 4 * GROUP_SIZE."""
+    """Return score and id of the winner, (num_rows,) each; `first_id` is a multiple of 4 * GROUP_SIZE."""
     scores = logits.float()
     scores = torch.where(scores.isnan(), torch.inf, scores)
     scores = F.pad(scores, (0, -scores.shape[1] % GROUP_SIZE), value=-torch.inf).unflatten(1, (-1, GROUP_SIZE))

@@ -1,24 +1,139 @@
-"""What changes the logits of a row before its token is drawn."""
+"""Logits processors: what changes the logits of a row, in float32, before its token is drawn.
 
+A processor remembers what each row asks for. It learns of that when a sequence is admitted, and works on the rows of
+one step at a time. To add one, write a class with the methods of `LogitsProcessor` and list it in `Sampler`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from nanoinfer.engine.batch import SECTION_DTYPES, SamplingRecord
 
-def penalise(logits: Tensor, token_ids: Tensor, context_lens: Tensor, penalties: Tensor) -> Tensor:
-    """Logits (num_rows, vocab_size) less the penalties for the tokens that came before, in float32.
+TORCH_DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.int64): torch.int64}
 
-    The repetition penalty (Keskar et al. 2019) is for tokens of the prompt and the completion, the others for those of
-    the completion: presence once, frequency for each time.
 
-    token_ids: (num_rows, max_tokens) int, the first `context_lens` of them known. penalties: (num_rows, 4) float32,
-    each row's number of prompt tokens, presence, frequency and repetition penalty.
+def read_field(records: Tensor, dtype: np.dtype[Any], name: str) -> Tensor:
+    """Return one field of packet records on the device, (num_records,); `dtype` is that of the section."""
+    assert dtype.fields is not None, "records have fields"
+    kind, offset = dtype.fields[name][:2]
+    columns = records[:, offset // 4 : (offset + kind.itemsize) // 4].clone(memory_format=torch.contiguous_format)
+    return columns.view(TORCH_DTYPES.get(kind, torch.int32)).squeeze(1)
+
+
+class LogitsProcessor(Protocol):
+    """Changes the logits of the rows that ask for it."""
+
+    def admit(self, records: Sequence[SamplingRecord], stop_ids: list[int], on_device: Tensor) -> None:
+        """Remember what newly admitted rows ask for.
+
+        stop_ids: those of all records, one record after another. on_device: the same records, (num_records, columns).
+        """
+
+    def release(self, row: int) -> None:
+        """Forget what a row asked for; another sequence moves in."""
+
+    def wants(self, row: int) -> bool:
+        """Return whether the logits of this row's next token are to be changed."""
+
+    def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
+        """Return changed logits (num_rows, vocab_size), of which some rows want it; called once for each token."""
+
+
+class Penalties:
+    """Presence, frequency and repetition penalties."""
+
+    def __init__(self, token_ids: Tensor, context_lens: Tensor) -> None:
+        num_rows, device = len(context_lens), context_lens.device
+        self._token_ids = token_ids
+        self._context_lens = context_lens
+        self._prompt_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._penalties = torch.zeros(num_rows, 3, device=device)  # presence, frequency, repetition
+        self._penalties[:, 2] = 1
+        self._rows: set[int] = set()
+
+    def admit(self, records: Sequence[SamplingRecord], stop_ids: list[int], on_device: Tensor) -> None:
+        none = (0, 0, 1)
+        self._rows |= {
+            record.row
+            for record in records
+            if (record.presence_penalty, record.frequency_penalty, record.repetition_penalty) != none
+        }
+        rows, dtype = on_device[:, 0].long(), SECTION_DTYPES.sampling_records
+        names = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        self._prompt_lens[rows] = read_field(on_device, dtype, "num_prompt_tokens")
+        self._penalties[rows] = torch.stack([read_field(on_device, dtype, name) for name in names], dim=1)
+
+    def release(self, row: int) -> None:
+        self._rows.discard(row)
+
+    def wants(self, row: int) -> bool:
+        return row in self._rows
+
+    def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
+        tables = (self._token_ids, self._context_lens, self._prompt_lens, self._penalties)
+        return penalise(logits.float(), *(table[rows] for table in tables))
+
+
+class MinTokens:
+    """Forbids stop tokens until a sequence has generated its min_tokens."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._stop_ids: dict[int, list[int]] = {}  # by row
+        self._num_left: dict[int, int] = {}  # by row: tokens to generate before a stop token is allowed
+
+    def admit(self, records: Sequence[SamplingRecord], stop_ids: list[int], on_device: Tensor) -> None:
+        start = 0
+        for record in records:
+            its_stop_ids = stop_ids[start : start + record.num_stop_ids]
+            start += record.num_stop_ids
+            num_left = record.min_tokens - record.num_generated
+            if num_left > 0 and its_stop_ids:
+                self._stop_ids[record.row] = [token_id for token_id in its_stop_ids if token_id < self._vocab_size]
+                self._num_left[record.row] = num_left
+
+    def release(self, row: int) -> None:
+        self._num_left.pop(row, None)
+
+    def wants(self, row: int) -> bool:
+        return row in self._num_left
+
+    def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
+        forbidden = []  # (line, token id)
+        for line, row in enumerate(host_rows):
+            if self.wants(row):
+                forbidden += [(line, token_id) for token_id in self._stop_ids[row]]
+                self._num_left[row] -= 1
+                if self._num_left[row] == 0:
+                    self.release(row)
+        if not forbidden:
+            return logits
+        places = torch.tensor(forbidden, dtype=torch.int64)
+        if self._device.type == "cuda":
+            places = places.pin_memory().to(self._device, non_blocking=True)
+        return logits.index_put(places.unbind(1), logits.new_full((), -torch.inf))
+
+
+def penalise(logits: Tensor, token_ids: Tensor, context_lens: Tensor, prompt_lens: Tensor, penalties: Tensor) -> Tensor:
+    """Return logits (num_rows, vocab_size) less the penalties for the tokens that came before, in float32.
+
+    The repetition penalty (Keskar et al. 2019) counts tokens of the prompt and the completion. The others count the
+    completion: presence once, frequency once for each occurrence.
+
+    token_ids: (num_rows, max_tokens) int, the first `context_lens` of each row are known, and the first `prompt_lens`
+    are its prompt. penalties: (num_rows, 3) float32: presence, frequency and repetition penalty of each row.
     """
-    prompt_lens, presence, frequency, repetition = penalties.unsqueeze(2).unbind(1)
+    presence, frequency, repetition = penalties.unsqueeze(2).unbind(1)
     num_rows, vocab_size = logits.shape
     places = torch.arange(token_ids.shape[1], device=logits.device)
     is_known = places < context_lens[:, None]
-    is_generated = is_known & (places >= prompt_lens)
-    # What is not to be counted goes to a column of its own.
+    is_generated = is_known & (places >= prompt_lens[:, None])
+    # Tokens that are not counted go to a column of their own.
     counts = torch.zeros(num_rows, vocab_size + 1, device=logits.device)
     counts.scatter_add_(1, torch.where(is_generated, token_ids, vocab_size).long(), is_generated.float())
     seen = torch.zeros(num_rows, vocab_size + 1, dtype=torch.bool, device=logits.device)

@@ -1,4 +1,7 @@
-"""Random numbers that depend on their key and counters alone, in plain PyTorch; the kernels draw the same ones."""
+"""The Philox random number generator in plain PyTorch; the kernels draw the same numbers.
+
+A number depends on its key and counters alone, so the order of draws and the batch do not matter.
+"""
 
 import torch
 from torch import Tensor
@@ -9,13 +12,13 @@ MASK32 = 0xFFFFFFFF
 
 
 def exponential(bits: Tensor) -> Tensor:
-    """32 random bits to a standard exponential number, float32; its -log is standard Gumbel noise."""
+    """Turn 32 random bits into a standard exponential number, float32; its -log is standard Gumbel noise."""
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log1p(-uniform)  # log(1 - u) is coarse where u is small, which is where the winners are
 
 
 def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox-4x32-10 (Salmon et al. 2011) of the counters (c0, c1, c2, 0): four 32-bit numbers, as int64."""
+    """Return Philox-4x32-10 (Salmon et al. 2011) of the counters (c0, c1, c2, 0): four 32-bit numbers, as int64."""
     key0, key1 = seed & MASK32, (seed >> 32) & MASK32
     c3 = torch.zeros_like(c2)
     for _ in range(10):

@@ -1,180 +1,191 @@
-"""Rows that ask for more than a temperature: masks, penalties, min_tokens, log-probabilities.
+"""From the logits of a step to its token ids: logits processors, a threshold for top-k, top-p and min-p, one draw.
 
-The sampler draws for all rows alike, in the CUDA graph if there is one. What special rows ask for is done right after,
-from the step's logits: their tokens are drawn again, and entered over the first ones. The noise depends on seed,
-position and id alone, so that nothing is lost by it, and a step without special rows has nothing to do.
+Each token is drawn once. Most rows are drawn straight from the model's 16-bit logits. Rows whose logits must be changed
+or read whole (penalties, min_tokens, log-probabilities; under tensor parallelism top-k and top-p too) are a second,
+disjoint set: they are copied, processed in float32 and drawn from the copy. The noise depends on seed, position and
+token id alone, so the two sets of a step do not influence each other.
 """
 
-from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.engine.batch import Header, PacketSections, SpecialRecord
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.engine.batch import SECTION_DTYPES, Header, PacketSections, SamplingRecord, read_sampling_records
 from nanoinfer.models import CausalLM
-from nanoinfer.runner.step_tables import DeviceState
-from nanoinfer.sampling.gumbel_max import redraw
-from nanoinfer.sampling.logits_processors import penalise
-from nanoinfer.sampling.logprobs import BestTokens, best_tokens
+from nanoinfer.sampling.gumbel_max import sample_and_append, sample_and_append_across_ranks
+from nanoinfer.sampling.logits_processors import LogitsProcessor, MinTokens, Penalties, read_field
+from nanoinfer.sampling.logprobs import LogprobsTensors, compute_logprobs
 from nanoinfer.sampling.top_k_top_p import thresholds
 
-ROWS_AT_ONCE = 64  # of which copies of the logits are made
-COPIES = 12  # of them at the same time: penalties alone have eight
+ROWS_AT_ONCE = 64  # rows whose logits are copied at the same time
+NUM_COPIES = 12  # float32 copies of these logits that exist at the same time: penalties alone make eight
 
 
 class SampleLogprobs(NamedTuple):
-    """Log-probabilities of sampled tokens. lines: which of the step's tokens."""
+    """Log-probabilities of sampled tokens; `lines` says which of the step's tokens."""
 
     lines: list[int]
-    best: BestTokens
+    logprobs: LogprobsTensors
 
 
 class PromptLogprobs(NamedTuple):
-    """Log-probabilities of a prompt's tokens from position `start` on. chunk: which of the step's chunks."""
+    """Log-probabilities of a prompt's tokens from position `start` on; `chunk` says which of the step's chunks."""
 
     chunk: int
     start: int
-    best: BestTokens
+    logprobs: LogprobsTensors
 
 
-@dataclass(slots=True)
-class SpecialRow:
-    """What a row asks for, as the host must know it."""
+class Sampler:
+    """Samples for the rows of the step tables, and remembers how each row is to be sampled.
 
-    record: SpecialRecord
-    stop_ids: list[int]
-    num_generated: int
-
-    @property
-    def awaits_min_tokens(self) -> bool:
-        return self.num_generated < self.record.min_tokens and bool(self.stop_ids)
-
-    @property
-    def needs_copy(self) -> bool:
-        """Whether a copy of its logits is needed, to change them or to look at all of them."""
-        return bool(self.record.is_penalised) or self.awaits_min_tokens or self.record.num_logprobs >= 0
-
-
-class SpecialRows:
-    """The special ones among the rows of `state`; false if there are none. Every rank has them all.
-
-    vocab_size: of the whole model, whose logits the ranks share.
+    token_ids: (rows, max_tokens) int32 and context_lens: (rows,) int32: the tables, which sampling extends. The last
+    row is padding. vocab_size: of the whole model; under tensor parallelism each rank has the logits of its shard.
     """
 
-    def __init__(self, state: DeviceState, vocab_size: int) -> None:
-        self.state = state
+    def __init__(self, token_ids: Tensor, context_lens: Tensor, vocab_size: int, tp: TensorParallel) -> None:
+        num_rows, self.device = len(context_lens), context_lens.device
+        self.token_ids = token_ids
+        self.context_lens = context_lens
         self.vocab_size = vocab_size
-        self.rows: dict[int, SpecialRow] = {}
-        # float32, a line for each row: see `layers/logits.py`. Those of padding ask for nothing.
-        self.limits, self.penalties = torch.zeros(2, len(state.seeds), 4, device=state.device)
+        self.tp = tp
+        self.temperatures = torch.zeros(num_rows, device=self.device)
+        self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        self.filters = torch.zeros(num_rows, 4, device=self.device)  # temperature, top_k, top_p, min_p
+        self.processors: list[LogitsProcessor] = [
+            Penalties(token_ids, context_lens),
+            MinTokens(vocab_size, self.device),
+        ]
+        self._records: dict[int, SamplingRecord] = {}  # by row: what it asks for beyond temperature and seed
 
-    def __bool__(self) -> bool:
-        return bool(self.rows)
+    def admit(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> None:
+        """Enter how the newly admitted rows of a packet are sampled, in place of what was known of these rows."""
+        if not header.num_admitted:
+            return
+        records = on_device.row_records
+        rows = records[:, 0].long()
+        self.temperatures[rows] = read_field(records, SECTION_DTYPES.row_records, "temperature")
+        self.seeds[rows] = read_field(records, SECTION_DTYPES.row_records, "seed")
+        self.filters[rows] = 0.0  # no filter, whatever the sequence before asked for
+        if self._records:
+            for row in on_host.row_records[:, 0].tolist():
+                if self._records.pop(row, None):
+                    for processor in self.processors:
+                        processor.release(row)
+        if header.num_sampling_records:
+            self._admit_records(on_host, on_device.sampling_records)
 
-    def apply(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> None:
-        """Enter a packet's new rows, and forget those that were there before."""
-        for row in on_host.row_records[:, 0].tolist():
-            self.rows.pop(row, None)
-        stop_ids = iter(on_host.stop_ids.tolist())
-        for record in map(SpecialRecord._make, on_host.special_records.tolist()):
-            its_stop_ids = [i for i in islice(stop_ids, record.num_stop_ids) if i < self.vocab_size]
-            self.rows[record.row] = SpecialRow(record, its_stop_ids, record.num_generated)
-        if header.num_special:
-            records = on_device.special_records
-            numbers = records[:, -8:].contiguous().view(torch.float32)
-            self.limits[records[:, 0].long()], self.penalties[records[:, 0].long()] = numbers[:, :4], numbers[:, 4:]
+    def _admit_records(self, on_host: PacketSections, on_device: Tensor) -> None:
+        records = read_sampling_records(on_host.sampling_records)
+        self._records |= {record.row: record for record in records}
+        rows = on_device[:, 0].long()
+        columns = [read_field(on_device, SECTION_DTYPES.sampling_records, name) for name in ("top_k", "top_p", "min_p")]
+        self.filters[rows] = torch.stack((self.temperatures[rows], *columns), dim=1)
+        for processor in self.processors:
+            processor.admit(records, on_host.stop_ids[:, 0].tolist(), on_device)
 
-    def redraw(self, logits: Tensor, rows: Tensor, host_rows: list[int], token_ids: Tensor) -> list[SampleLogprobs]:
-        """Do what the special ones among a step's rows ask for, in the tables and in `token_ids`.
+    def sample(
+        self, logits: Tensor, first_id: int, rows: Tensor, host_rows: list[int]
+    ) -> tuple[Tensor, list[SampleLogprobs]]:
+        """Draw the next token of each row, enter it in the tables, and return the ids (num_rows,) int32.
 
-        logits: this rank's (num_rows, its ids). rows: (num_rows,) int64, and host_rows the same. token_ids: (num_rows,)
-        int32, the tokens drawn from these logits.
+        logits: (num_rows, vocab shard) of this rank, from id `first_id` on. rows: (num_rows,) int64; host_rows: the
+        same on the host. A row whose logits are NaN or infinite yields -1.
         """
-        masked, copied = [], []
-        for line, special in enumerate(map(self.rows.get, host_rows)):
-            if special is not None:
-                if special.needs_copy or (special.record.is_masked and self.state.tp.size > 1):
-                    copied.append(line)
-                elif special.record.is_masked:
-                    masked.append(line)
-        if masked:  # straight from the logits
-            some = rows
-            if len(masked) < len(host_rows):
-                lines = self._to_device(masked)
-                some = torch.full_like(rows, -1).index_copy_(0, lines, rows[lines])
-            token_ids.copy_(torch.where(some >= 0, self._draw(logits, some), token_ids))
-        found = []
+        copied = [line for line, row in enumerate(host_rows) if row in self._records and self._needs_copy(row)]
+        if not copied:
+            return self._draw(logits, first_id, rows, self._are_filtered(host_rows)), []
+        lines = self._to_device(copied)
+        token_ids = torch.empty(len(rows), dtype=torch.int32, device=self.device)
+        if len(copied) < len(host_rows):
+            others = rows.index_fill(0, lines, -1)  # the draw skips rows of -1
+            token_ids = self._draw(logits, first_id, others, self._are_filtered(host_rows))
+        logprobs = []
         for start in range(0, len(copied), ROWS_AT_ONCE):
-            some_lines = copied[start : start + ROWS_AT_ONCE]
-            specials = [self.rows[host_rows[line]] for line in some_lines]
-            lines = self._to_device(some_lines)
-            whole = self._gather(logits[lines])
-            token_ids[lines] = drawn = self._draw(self._adjusted(whole, rows[lines], specials), rows[lines])
-            num_best = max(special.record.num_logprobs for special in specials)
+            some = copied[start : start + ROWS_AT_ONCE]
+            some_lines, some_rows = lines[start : start + ROWS_AT_ONCE], [host_rows[line] for line in some]
+            whole = self._gather(logits[some_lines])
+            token_ids[some_lines] = drawn = self._draw_processed(whole, rows[some_lines], some_rows)
+            num_best = max((self._records[row].num_logprobs for row in some_rows), default=-1)
             if num_best >= 0:
-                found.append(SampleLogprobs(some_lines, best_tokens(whole, drawn.clamp(min=0), num_best).to_host()))
-        for special in [self.rows[row] for row in host_rows if row in self.rows]:
-            special.num_generated += 1
+                logprobs.append(SampleLogprobs(some, compute_logprobs(whole, drawn.clamp(min=0), num_best).to_host()))
+        return token_ids, logprobs
+
+    def prompt_logprobs(self, model: CausalLM, hidden: Tensor, chunks: list[list[int]]) -> list[PromptLogprobs]:
+        """Return the log-probabilities of the prompt tokens that these chunks (row, start, length) predict.
+
+        hidden: (num_tokens, hidden_size), of all chunks end to end.
+        """
+        found, offset = [], 0
+        for index, (row, start, length) in enumerate(chunks):
+            record = self._records.get(row)
+            if record is not None and record.prompt_logprobs_start >= 0:
+                first = max(record.prompt_logprobs_start, start + 1)
+                end = min(record.num_prompt_tokens, start + length + 1)
+                if first < end:
+                    predicting = hidden[offset + first - 1 - start : offset + end - 1 - start]
+                    token_ids = self.token_ids[row, first:end]
+                    logprobs = self._logprobs_after(model, predicting, token_ids, record.num_prompt_logprobs)
+                    found.append(PromptLogprobs(index, first, logprobs.to_host()))
+            offset += length
         return found
 
     @property
     def scratch_bytes(self) -> int:
-        """The memory that `redraw` and `score` work in, at most: float32 copies of some rows' logits."""
-        return COPIES * ROWS_AT_ONCE * self.vocab_size * torch.float32.itemsize
+        """The memory that float32 copies of logits take at most."""
+        return NUM_COPIES * ROWS_AT_ONCE * self.vocab_size * torch.float32.itemsize
 
-    def score(self, model: CausalLM, hidden: Tensor, chunks: list[list[int]]) -> list[PromptLogprobs]:
-        """Log-probabilities of the prompts' tokens that these chunks, (row, start, length), come before.
+    def _needs_copy(self, row: int) -> bool:
+        """Whether the row's logits are processed or read whole."""
+        record = self._records[row]
+        return (
+            record.num_logprobs >= 0
+            or (self.tp.size > 1 and self._is_filtered(record))
+            or any(processor.wants(row) for processor in self.processors)
+        )
 
-        hidden: (num_tokens, hidden_size), of all chunks end to end. A few tokens at a time have their logits computed.
-        """
-        found, offset = [], 0
-        for index, (row, start, length) in enumerate(chunks):
-            record = self.rows[row].record if row in self.rows else None
-            if record is not None and record.score_from >= 0:
-                first, end = max(record.score_from, start + 1), min(record.score_to, start + length + 1)
-                if first < end:
-                    before = hidden[offset + first - 1 - start : offset + end - 1 - start]
-                    best = self._score(model, before, self.state.token_ids[row, first:end], record.num_prompt_logprobs)
-                    found.append(PromptLogprobs(index, first, best.to_host()))
-            offset += length
-        return found
+    def _is_filtered(self, record: SamplingRecord) -> bool:
+        return record.top_k > 0 or record.top_p < 1 or record.min_p > 0
 
-    def _score(self, model: CausalLM, hidden: Tensor, token_ids: Tensor, num_best: int) -> BestTokens:
-        """Of the tokens (num_tokens,) that follow these hidden states."""
+    def _are_filtered(self, host_rows: list[int]) -> bool:
+        return any(row in self._records and self._is_filtered(self._records[row]) for row in host_rows)
+
+    def _draw(self, logits: Tensor, first_id: int, rows: Tensor, are_filtered: bool) -> Tensor:
+        """Draw from the model's own logits; -1 among the rows is skipped, and yields -1."""
+        tables = (self.temperatures, self.seeds, self.token_ids, self.context_lens)
+        if self.tp.size > 1:
+            return sample_and_append_across_ranks(logits, first_id, self.tp, rows, *tables)
+        lowest = thresholds(logits, self.filters[rows]) if are_filtered else None
+        return sample_and_append(logits, lowest, rows, *tables)
+
+    def _draw_processed(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
+        """Draw from processed copies of whole logits (num_rows, vocab_size)."""
+        for processor in self.processors:
+            if any(map(processor.wants, host_rows)):
+                logits = processor.apply(logits, rows, host_rows)
+        lowest = thresholds(logits, self.filters[rows]) if self._are_filtered(host_rows) else None
+        tables = (self.temperatures, self.seeds, self.token_ids, self.context_lens)
+        return sample_and_append(logits, lowest, rows, *tables)
+
+    def _logprobs_after(self, model: CausalLM, hidden: Tensor, token_ids: Tensor, num_best: int) -> LogprobsTensors:
+        """Return the log-probabilities of tokens (num_tokens,), each after its hidden state; a few at a time."""
         pairs = zip(hidden.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE), strict=True)
-        parts = [best_tokens(self._gather(model.compute_logits(states)), ids, num_best) for states, ids in pairs]
-        return BestTokens(*map(torch.cat, zip(*parts, strict=True)))
-
-    def _draw(self, logits: Tensor, rows: Tensor) -> Tensor:
-        state, lowest = self.state, thresholds(logits, self.limits[rows])
-        return redraw(logits, lowest, rows, state.temperatures, state.seeds, state.token_ids, state.context_lens)
-
-    def _adjusted(self, logits: Tensor, rows: Tensor, specials: list[SpecialRow]) -> Tensor:
-        """Logits, (num_rows, vocab_size), after penalties, and without the stop tokens that come too early."""
-        if any(special.record.is_penalised for special in specials):
-            known = self.state.context_lens[rows] - 1  # without the token drawn first
-            logits = penalise(logits.float(), self.state.token_ids[rows], known, self.penalties[rows])
-        early = [
-            (i, stop) for i, special in enumerate(specials) if special.awaits_min_tokens for stop in special.stop_ids
-        ]
-        if early:
-            logits = logits.index_put(self._to_device(early).unbind(1), logits.new_full((), -torch.inf))
-        return logits
+        parts = [compute_logprobs(self._gather(model.compute_logits(states)), ids, num_best) for states, ids in pairs]
+        return LogprobsTensors(*map(torch.cat, zip(*parts, strict=True)))
 
     def _gather(self, logits: Tensor) -> Tensor:
-        """All ranks' logits of these rows, (num_rows, vocab_size), of which each has its shard."""
-        tp = self.state.tp
-        if tp.size == 1:
+        """Return all ranks' logits of these rows, (num_rows, vocab_size); each rank has its shard."""
+        if self.tp.size == 1:
             return logits
-        padding = tp.vocab_shard_size(self.vocab_size) - logits.shape[1]
-        shards = tp.all_gather(F.pad(logits, (0, padding)))  # (num_ranks, num_rows, shard_size)
+        padding = self.tp.vocab_shard_size(self.vocab_size) - logits.shape[1]
+        shards = self.tp.all_gather(F.pad(logits, (0, padding)))  # (num_ranks, num_rows, shard_size)
         return shards.transpose(0, 1).flatten(1)[:, : self.vocab_size]
 
-    def _to_device(self, numbers: list[int] | list[tuple[int, int]]) -> Tensor:
+    def _to_device(self, numbers: list[int]) -> Tensor:
         on_host = torch.tensor(numbers, dtype=torch.int64)
-        if self.state.device.type == "cpu":
+        if self.device.type == "cpu":
             return on_host
-        return on_host.pin_memory().to(self.state.device, non_blocking=True)
+        return on_host.pin_memory().to(self.device, non_blocking=True)

@@ -2,7 +2,11 @@
 
 import gzip
 import json
+import logging
+import math
 import os
+import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,11 +21,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoinfer import LLM, SamplingParams, tiny_model_path
+import nanoinfer
+from nanoinfer import LLM, CompletionOutput, Logprob, RequestOutput, SamplingParams, tiny_model_path
 from nanoinfer.__main__ import main
 from nanoinfer.batch import job_files
 from nanoinfer.batch.batch_job import Summary, run_batch
 from nanoinfer.batch.job_files import BatchOutput
+from nanoinfer.batch.openai_format import response_body
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import JobError, RequestError
 
@@ -138,6 +144,72 @@ def test_a_model_without_a_tokenizer_answers_ids_with_ids(
         [expected] = llm.generate([1, 2], SamplingParams(**GREEDY), use_tqdm=False)
     assert records(path)["line-1"]["response"]["body"]["choices"][0]["token_ids"] == expected.token_ids
     assert all("has no tokenizer" in errors(path)[name] for name in ("line-2", "line-3"))
+
+
+def test_answers_with_log_probabilities_are_valid_under_openais_types(llm: LLM, tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+
+    chat = {"custom_id": "chat", "messages": QUESTION, "logprobs": True, "top_logprobs": 2, **GREEDY}
+    text = {"custom_id": "text", "prompt": "1, 2, 3,", "logprobs": 3, "n": 2, "temperature": 1, "max_tokens": 4}
+    path = write(tmp_path / "in.jsonl", chat, text, {"custom_id": "plain", "messages": QUESTION, **GREEDY})
+    job(llm, path)
+    bodies = {name: record["response"]["body"] for name, record in records(path).items()}
+
+    [choice] = ChatCompletion.model_validate(bodies["chat"]).choices
+    assert choice.logprobs is not None
+    tokens = choice.logprobs.content or []
+    [expected] = llm.chat(QUESTION, SamplingParams(**GREEDY, logprobs=2), use_tqdm=False)
+    assert "".join(token.token for token in tokens).startswith(expected.text)
+    assert bytes(tokens[0].bytes or []) == tokens[0].token.encode()
+    assert sum(token.logprob for token in tokens) == pytest.approx(expected.outputs[0].cumulative_logprob)
+    assert all(token.top_logprobs[0].token == token.token for token in tokens), "greedy"
+    assert [len(token.top_logprobs) for token in tokens] == [2] * len(tokens)
+
+    for completed in Completion.model_validate(bodies["text"]).choices:
+        found = completed.logprobs
+        assert found is not None
+        assert "".join(found.tokens or []) == completed.text
+        assert [completed.text[offset] for offset in found.text_offset or []] == [token[0] for token in found.tokens]
+        for token, number, best in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+            assert best[token] == number
+            assert len(best) in (3, 4), "the token itself, where it is not among the likeliest three"
+    assert ChatCompletion.model_validate(bodies["plain"]).choices[0].logprobs is None
+
+
+def test_a_token_that_cannot_be_and_one_without_text_are_still_valid_json() -> None:
+    found = {3: Logprob(-math.inf, 9, None), 4: Logprob(0.0, 1, "\ufffd")}
+    sample = CompletionOutput(0, "", [3], "length", logprobs=[found])
+    output = RequestOutput(0, None, [1], 0, [sample])
+    [chat] = response_body(output, is_chat=True, num_best=1)["choices"]
+    best = {"token": "\ufffd", "logprob": 0.0, "bytes": None}
+    token = {"token": "token_id:3", "logprob": -9999.0, "bytes": None, "top_logprobs": [best]}
+    assert chat["logprobs"]["content"] == [token]
+    [text] = response_body(output, is_chat=False, num_best=1)["choices"]
+    assert text["logprobs"]["top_logprobs"] == [{"\ufffd": 0.0, "token_id:3": -9999.0}]
+
+
+def test_the_summary_counts_the_answers_that_a_length_limit_cut(llm: LLM, tmp_path: Path) -> None:
+    cut = {"prompt": "1, 2, 3,", "max_tokens": 1, "temperature": 0}
+    text = {"prompt": '{"finish_reason": "length"}', "max_tokens": 250, "temperature": 0, "stop": [" ", ",", "1", "8"]}
+    path = write(tmp_path / "in.jsonl", cut, {"messages": QUESTION, "max_tokens": 30, "temperature": 0}, cut, text)
+    summary = job(llm, path)
+    reasons = [choice["finish_reason"] for record in records(path).values() for choice in choices_of(record)]
+    assert summary.num_cut == reasons.count("length") >= 2
+    assert "stop" in reasons
+    assert f"0 with errors, {summary.num_cut} cut by max_tokens or max_model_len; " in str(summary)
+    assert job(llm, path).num_cut == summary.num_cut, "those of all runs"
+
+
+def choices_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return record["response"]["body"]["choices"]
+
+
+def test_without_max_tokens_an_answer_goes_on_to_the_models_limit(llm: LLM, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", {"prompt": [1] * 250, "temperature": 0, "ignore_eos": True})
+    job(llm, path, overrides={"max_tokens": None})
+    assert records(path)["line-1"]["response"]["body"]["usage"]["total_tokens"] == 256
 
 
 def test_only_as_many_lines_are_in_the_engine_as_keep_it_busy(
@@ -385,6 +457,46 @@ def test_an_input_that_loses_lines_while_the_job_runs_is_not_finished(llm: LLM, 
     assert list(records(path)) == ["line-1"]
 
 
+def test_a_full_disk_says_how_many_lines_are_done_and_the_same_job_goes_on(llm: LLM, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", *[{"prompt": [index], **GREEDY} for index in range(9)])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))  # so many bytes a file, as if the disk were full then
+        with pytest.raises(
+            JobError, match=r"in.out cannot be written any more \(.*\); 3 lines are done: make room, and"
+        ):
+            job(llm, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    llm.abort(list(range(1_000_000)))
+    while not llm.is_finished():
+        llm.step()
+    assert job(llm, path).num_before == 3
+    assert len(records(path)) == 9
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_job_that_never_began_leaves_no_file_behind(tmp_path: Path, was_there: bool) -> None:
+    path = write(tmp_path / "in.jsonl", {"prompt": [1]})
+    if was_there:
+        (tmp_path / "out").touch()
+    with pytest.raises(ZeroDivisionError):
+        run_batch(lambda: 1 / 0, path, tmp_path / "out")  # type: ignore[arg-type,return-value]
+    assert (tmp_path / "out").exists() == was_there
+
+
+def test_an_output_that_a_failed_job_removes_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = job_files.fcntl.flock
+
+    def remove_first(file: Any, how: int) -> None:
+        (tmp_path / "out").unlink()
+        lock(file, how)
+
+    monkeypatch.setattr(job_files.fcntl, "flock", remove_first)
+    with pytest.raises(JobError, match="another job is writing"):
+        BatchOutput(tmp_path / "out")
+
+
 def test_two_jobs_cannot_write_one_output(tmp_path: Path) -> None:
     first = BatchOutput(tmp_path / "out")
     with pytest.raises(JobError, match=r"another job is writing to .*out; wait for its end, or choose another"):
@@ -394,6 +506,14 @@ def test_two_jobs_cannot_write_one_output(tmp_path: Path) -> None:
 
 
 # --- the command line ---
+
+
+@pytest.fixture(autouse=True)
+def log_level_of_before() -> Iterator[None]:
+    logger = logging.getLogger("nanoinfer")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 def run_main(*arguments: object) -> int:
@@ -449,9 +569,59 @@ def test_every_option_of_the_engine_is_one_of_the_command_with_its_explanation()
     shown = subprocess.run(arguments, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
     for field in fields(EngineConfig):
         assert f"--{field.name.replace('_', '-')}" in shown.stdout
-    assert "the most sequences in the running set." in shown.stdout
+        assert field.metadata["help"].split()[0] in shown.stdout
+    assert "The most sequences that run at the same time. Default: 512." in " ".join(shown.stdout.split())
+    assert "{auto,float32,bfloat16,float16}" in shown.stdout
     assert "130  stopped by Ctrl-C" in shown.stdout
     assert "torch" not in shown.stderr, "it is not imported to help"
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str]:
+    """The exit code of a command, and what it printed."""
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments])
+    shown = capsys.readouterr()
+    return ended.value.code, shown.out + shown.err
+
+
+def test_the_commands_own_help_names_each_command_once_and_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown = said(capsys, "--help")
+    assert code == 0
+    assert len(re.findall(r"^ +run-batch\b", shown, re.MULTILINE)) == 1
+    assert "nanoinfer run-batch --model Qwen/Qwen3-0.6B -i questions.jsonl" in shown
+    assert said(capsys, "--version") == (0, f"nanoinfer {nanoinfer.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "nanoinfer: the following arguments are required: COMMAND; see nanoinfer --help"),
+        ("run-batch --model m -i in", "the following arguments are required: -o/--output"),
+        ("run-batch --model m -i in -o out --dtype int8", "argument --dtype: invalid choice: 'int8' (choose from"),
+        ("run-batch --model m -i - -o out", "argument -i/--input: '-' is no file; a job needs files, so that it can"),
+        ("run-batch --model m -i in -o -", "argument -o/--output: '-' is no file; a job needs files, so that it can"),
+        (
+            "run-batch --model m -i in -o out --max-tokens many",
+            "argument --max-tokens: invalid number_or_none value: 'many'",
+        ),
+    ],
+)
+def test_a_wrong_command_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    code, shown = said(capsys, *arguments.split())
+    assert code == 2
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+def test_a_job_shows_the_line_about_the_loaded_model(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", {"prompt": [1], **GREEDY})
+    command = [sys.executable, "-m", "nanoinfer", "run-batch", "-i", str(path), "-o", str(tmp_path / "out")]
+    command += ["--model", str(tiny_model_path()), "--device", "cpu", "--max-tokens", "none"]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "Qwen3ForCausalLM on cpu in float32 with attention by torch" in ended.stderr
 
 
 def test_wrong_sampling_parameters_of_the_job_are_refused_before_the_model_is_loaded(tmp_path: Path) -> None:

@@ -39,6 +39,13 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
     assert str(error.value) == f"model={str(path)!r} is a file; give the folder that holds config.json"
 
 
+def test_a_gguf_file_is_named_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.touch()
+    with pytest.raises(ModelError, match="is a GGUF file; give the original checkpoint in safetensors"):
+        resolve_model_folder(str(path))
+
+
 @pytest.mark.parametrize(
     "model", ["missing", "./missing", "../missing/model", "/missing/model", "~/missing", "a/b/c", "org/", ".\\a/b"]
 )

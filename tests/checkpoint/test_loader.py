@@ -278,6 +278,11 @@ def test_pickled_weights_are_refused_with_the_reason_and_never_opened(filename: 
     assert_error(tmp_path, "has only pickled weights, which are refused: unpickling a file can run any code that is in")
 
 
+def test_gguf_weights_are_refused_with_what_to_give_instead(tmp_path: Path) -> None:
+    (tmp_path / "model-q4.gguf").touch()
+    assert_error(tmp_path, "has its weights only in GGUF files; give the original checkpoint in safetensors")
+
+
 def test_pickled_weights_beside_safetensors_are_ignored(tmp_path: Path) -> None:
     save_file(checkpoint_tensors(), tmp_path / "model.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle at all")

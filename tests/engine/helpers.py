@@ -5,7 +5,7 @@ from itertools import accumulate
 from random import Random
 
 from nanoinfer.engine.batch import ScheduledBatch, pack, read_header, split
-from nanoinfer.engine.block_manager import ROOT_SERIAL, BlockManager
+from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.sampling_params import SamplingParams
@@ -81,10 +81,6 @@ def prefill(manager: BlockManager, seq: Sequence, use_cache: bool = True) -> lis
     return cached_block_ids
 
 
-def reference_counts(manager: BlockManager) -> list[int]:
-    return [block.ref_count for block in manager.blocks]
-
-
 class FakeDevice:
     """Runs packets as the real device does, with texts in place of keys and values.
 
@@ -117,13 +113,13 @@ class FakeDevice:
         for row, start, length in chunks:  # every layer writes all its keys and values before it reads any
             texts = fingerprints(self.token_ids[row])
             for position in range(start, start + length):
-                self.slots[self._slot(row, position)] = None if fails else texts[position]
+                self.slots[self.slot(row, position)] = None if fails else texts[position]
         if fails:
             return []
         for row, start, length in chunks:
             texts = fingerprints(self.token_ids[row])
             for position in range(start + length):
-                found = self.slots.get(self._slot(row, position))
+                found = self.slots.get(self.slot(row, position))
                 assert found == texts[position], f"row {row} reads another text at position {position}"
 
         sampled_rows = [row for row, _, _ in chunks[: header.num_prefill_samples]] + decode_rows
@@ -131,7 +127,7 @@ class FakeDevice:
             self.token_ids[row].append(next_token(self.token_ids[row], self.vocab_size))
         return [self.token_ids[row][-1] for row in sampled_rows]
 
-    def _slot(self, row: int, position: int) -> tuple[int, int]:
+    def slot(self, row: int, position: int) -> tuple[int, int]:
         return self.block_tables[row][position // self.block_size], position % self.block_size
 
 
@@ -173,46 +169,40 @@ def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool) ->
         assert batch.decode == [seq for seq in scheduler.running if seq not in left_out]
 
 
-def check_invariants(scheduler: Scheduler) -> None:
-    """What holds between any two calls of the scheduler: nothing is lost, shared by mistake or held twice."""
+def check_invariants(scheduler: Scheduler, seqs: list[Sequence]) -> None:
+    """What holds between any two calls of the scheduler, to which `seqs` were added: nothing is lost or held twice."""
     manager = scheduler.block_manager
-    waiting = [seq for _, seq in scheduler._waiting]
-    assert all(seq.status is SequenceStatus.RUNNING for seq in scheduler.running)
+    waiting = [seq for seq in seqs if seq.status is SequenceStatus.WAITING]
+    assert scheduler.num_waiting == len(waiting)
     for seq in waiting:
-        assert seq.status is SequenceStatus.WAITING
         assert (seq.row, seq.block_table, seq.num_computed_tokens, seq.num_pending_tokens) == (None, [], 0, 0)
+    assert {seq.seq_id for seq in seqs if seq.status is SequenceStatus.RUNNING} == {
+        seq.seq_id for seq in scheduler.running
+    }
     for priority in {seq.priority for seq in waiting} & {seq.priority for seq in scheduler.running}:
         running_ids = [seq.seq_id for seq in scheduler.running if seq.priority == priority]
         assert max(running_ids) < min(seq.seq_id for seq in waiting if seq.priority == priority), "not FIFO"
 
-    rows = [seq.row for seq in scheduler.running]
-    assert sorted(rows + scheduler._free_rows) == list(range(scheduler.max_num_seqs))
+    rows = {seq.row for seq in scheduler.running}
+    assert len(rows) == len(scheduler.running), "a row has two sequences"
+    assert rows <= set(range(scheduler.max_num_seqs))
 
     users = defaultdict(list)
     for seq in scheduler.running:
         assert len(seq.block_table) * manager.block_size >= seq.num_computed_tokens
         for column, block_id in enumerate(seq.block_table):
             users[block_id].append((column, seq.token_ids[: (column + 1) * manager.block_size]))
-    for block in manager.blocks:
-        assert block.ref_count == len(users[block.block_id])
-        if block.ref_count > 1:
-            assert all(user == users[block.block_id][0] for user in users[block.block_id]), "not the same text"
-    assert manager.num_used_blocks == sum(block.ref_count > 0 for block in manager.blocks)
+    for texts in users.values():
+        assert all(text == texts[0] for text in texts), "a block is shared by different texts"
+    assert manager.num_used_blocks == len(users)
     assert manager.num_free_blocks + manager.num_used_blocks == manager.num_blocks
 
 
-def check_cache_contents(manager: BlockManager, device: FakeDevice) -> None:
-    """Every entry that a lookup can reach names a block that holds just this text on the device."""
-    blocks = {block.entry.serial: block for block in manager.blocks if block.entry is not None}
-    assert len(blocks) == manager.num_cached_blocks
-    assert len({block.entry.hash for block in blocks.values()}) == len(blocks), "two entries under one hash"
-    texts: dict[int, list[int] | None] = {ROOT_SERIAL: []}
-    for serial in sorted(blocks):  # a parent is entered before its children
-        block = blocks[serial]
-        parent = texts.get(block.entry.parent_serial)
-        if parent is None:  # an orphan: no lookup can come past its parent
-            continue
-        texts[serial] = parent + memoryview(block.entry.tokens).cast("i").tolist()
-        expected = fingerprints(texts[serial])[-manager.block_size :]
-        held = [device.slots.get((block.block_id, offset)) for offset in range(manager.block_size)]
-        assert held == expected, f"block {block.block_id} is cached under a text that it does not hold"
+def check_cache_contents(manager: BlockManager, device: FakeDevice, seqs: list[Sequence]) -> None:
+    """Whatever a lookup of one of these sequences finds holds just that sequence's text on the device."""
+    for seq in seqs:
+        texts = fingerprints(seq.token_ids)
+        for index, block_id in enumerate(manager.find_cached_prefix(seq)):
+            held = [device.slots.get((block_id, offset)) for offset in range(manager.block_size)]
+            expected = texts[index * manager.block_size :][: manager.block_size]
+            assert held == expected, f"block {block_id} is cached under a text that it does not hold"

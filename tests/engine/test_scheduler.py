@@ -77,11 +77,11 @@ def test_a_step_says_which_rows_and_blocks_are_new() -> None:
 
 def test_no_more_sequences_run_than_max_num_seqs() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
-    add_prompts(scheduler, [1], [2], [3], [4], max_tokens=3)
+    seqs = add_prompts(scheduler, [1], [2], [3], [4], max_tokens=3)
     while not scheduler.is_finished():
         step(scheduler)
         assert len(scheduler.running) <= 2
-        check_invariants(scheduler)
+        check_invariants(scheduler, seqs)
 
 
 def test_a_row_is_used_again_after_its_sequence_finished() -> None:
@@ -295,8 +295,8 @@ def test_the_youngest_is_preempted_and_is_first_in_the_queue() -> None:
     assert [seq.num_computed_tokens for seq in seqs] == [4, 4, 0]
     batch = step(scheduler)
     assert (ids(batch.decode), scheduler.num_preemptions) == ([0], 1)
-    assert [seq.seq_id for _, seq in sorted(scheduler._waiting)] == [1, 2]
-    check_invariants(scheduler)
+    assert [seq.status for seq in seqs[1:]] == [SequenceStatus.WAITING] * 2
+    check_invariants(scheduler, seqs)
     readmitted = [ids(batch.admitted) for batch in run_to_the_end(scheduler) if batch.admitted]
     assert readmitted == [[1], [2]]
 
@@ -353,7 +353,7 @@ def test_a_failed_prefill_leaves_all_requests_queued_and_nothing_cached() -> Non
     assert scheduler.block_manager.num_cached_blocks == 0
     assert scheduler.block_manager.num_used_blocks == 0
     assert (scheduler.num_waiting, scheduler.running) == (3, [])
-    check_invariants(scheduler)
+    check_invariants(scheduler, seqs)
     assert chunks(scheduler.schedule()) == chunks(batch)
     assert [seq.completion_token_ids for seq in seqs] == [[], [], []]
 
@@ -386,7 +386,7 @@ def test_a_failed_decode_leaves_all_requests_queued_with_their_tokens() -> None:
     first, second = add_prompts(scheduler, [1, 2, 3], [4, 5])
     step(scheduler, 9)
     scheduler.discard([scheduler.schedule()])
-    check_invariants(scheduler)
+    check_invariants(scheduler, [first, second])
     assert [seq.token_ids for seq in (first, second)] == [[1, 2, 3, 9], [4, 5, 9]]
     assert scheduler.block_manager.num_cached_blocks == 2  # the prompts' own; not [3, 9], which was being computed
     assert chunks(scheduler.schedule()) == [(0, 2, 2, True), (1, 2, 1, True)]
@@ -401,7 +401,7 @@ def test_every_request_finishes_though_a_step_failed(failing_step: int) -> None:
     batch = scheduler.schedule()
     assert batch
     scheduler.discard([batch])
-    check_invariants(scheduler)
+    check_invariants(scheduler, seqs)
     run_to_the_end(scheduler)
     assert [len(seq.completion_token_ids) for seq in seqs] == [3, 3, 3]
     assert scheduler.block_manager.num_used_blocks == 0
@@ -415,17 +415,17 @@ def test_a_running_sequence_can_be_aborted() -> None:
     assert (first.status, first.row, first.block_table) == (SequenceStatus.FINISHED, None, [])
     assert scheduler.running == [second]
     assert scheduler.block_manager.num_used_blocks == 1
-    check_invariants(scheduler)
+    check_invariants(scheduler, [first, second])
     run_to_the_end(scheduler)
     assert len(second.completion_token_ids) == 4
 
 
 def test_a_sequence_can_be_aborted_between_two_chunks() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=4)
-    add_prompts(scheduler, [1] * 10, [2])
+    seqs = add_prompts(scheduler, [1] * 10, [2])
     step(scheduler)
     scheduler.abort({0})
-    check_invariants(scheduler)
+    check_invariants(scheduler, seqs)
     assert chunks(step(scheduler)) == [(1, 0, 1, True)]
 
 
@@ -434,18 +434,9 @@ def test_a_waiting_sequence_can_be_aborted() -> None:
     first, second, third = add_prompts(scheduler, [1], [2], [3], max_tokens=1)
     scheduler.abort({0, 1, 99})
     assert scheduler.num_waiting == 1
+    assert first.status is second.status is SequenceStatus.FINISHED
     run_to_the_end(scheduler)
     assert [len(seq.completion_token_ids) for seq in (first, second, third)] == [0, 0, 1]
-
-
-def test_an_aborted_sequence_is_finished_wherever_it_was() -> None:
-    scheduler = make_scheduler(max_num_seqs=1)
-    running, waiting = add_prompts(scheduler, [1], [2])
-    step(scheduler)
-    scheduler.abort({0, 1})
-    assert scheduler.is_finished()
-    assert running.status is SequenceStatus.FINISHED
-    assert waiting.status is SequenceStatus.FINISHED
 
 
 # What a long queue costs.
@@ -476,19 +467,15 @@ def test_the_end_of_the_queue_does_not_wait_for_a_group() -> None:
     assert admitted == [[0, 1, 2, 3, 4, 5, 6, 7], [], [8]]
 
 
-@pytest.mark.parametrize(
-    ("num_requests", "num_rows", "max_prefill_steps"),
-    [(256, 32, 40), (4096, 512, 300)],  # one by one they take 221 and 2,392
-)
-def test_a_long_queue_takes_few_prefill_steps(num_requests: int, num_rows: int, max_prefill_steps: int) -> None:
-    scheduler = make_scheduler(num_rows * 8, 256, num_rows, max_num_batched_tokens=16_384, max_model_len=2048)
-    for seq in benchmark_requests(num_requests):
+def test_a_long_queue_takes_few_prefill_steps() -> None:
+    scheduler = make_scheduler(num_blocks=256, block_size=256, max_num_seqs=32, max_num_batched_tokens=16_384)
+    for seq in benchmark_requests(256):
         scheduler.add(seq)
     batches = run_to_the_end(scheduler)
-    assert sum(bool(batch.prefill) for batch in batches) <= max_prefill_steps
+    assert sum(bool(batch.prefill) for batch in batches) <= 40, "one by one they take 221"
 
 
-@pytest.mark.parametrize("num_blocks", [300, 400, 1000])
+@pytest.mark.parametrize("num_blocks", [300, 400])
 def test_the_reserve_keeps_the_benchmark_from_computing_its_prompts_twice(num_blocks: int) -> None:
     scheduler = make_scheduler(num_blocks, 256, 512, max_num_batched_tokens=16_384, max_model_len=4096)
     scheduler.reserved_tokens = RESERVED_TOKENS  # as the engine has it
@@ -523,13 +510,13 @@ def test_higher_priorities_are_admitted_first_and_equal_ones_by_arrival() -> Non
 
 def test_the_lowest_priority_is_preempted_first_and_comes_back_last() -> None:
     scheduler = make_scheduler(num_blocks=5, block_size=2)
-    add_with_priorities(scheduler, [0, 1], max_tokens=6)
+    seqs = add_with_priorities(scheduler, [0, 1], max_tokens=6)
     assert ids(step(scheduler).admitted) == [1, 0]
     while scheduler.num_preemptions == 0:
         batch = step(scheduler)
     assert ids(batch.decode) == [1], "the one that came later stays"
-    assert [seq.seq_id for _, seq in scheduler._waiting] == [0]
-    check_invariants(scheduler)
+    assert seqs[0].status is SequenceStatus.WAITING
+    check_invariants(scheduler, seqs)
     run_to_the_end(scheduler)
 
 
@@ -543,7 +530,7 @@ def test_a_sequence_stopped_from_outside_gives_row_and_blocks_back_and_its_next_
     in_flight = scheduler.schedule()
     scheduler.finish([(seq, "stop")])
     assert (seq.status, seq.finish_reason, seq.row, seq.block_table) == (SequenceStatus.FINISHED, "stop", None, [])
-    check_invariants(scheduler)
+    check_invariants(scheduler, [seq, other])
     assert scheduler.update(in_flight, [7, 8]) == []
     assert (seq.completion_token_ids, other.completion_token_ids) == ([0], [0, 8])
 

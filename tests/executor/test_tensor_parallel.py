@@ -4,9 +4,7 @@ import gc
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -24,10 +22,9 @@ from nanoinfer import LLM, ConfigError, EngineClosedError, SamplingParams, Worke
 from nanoinfer.device import select_devices
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel, connect
 from nanoinfer.executor import parallel_runner, workers
-from nanoinfer.executor.interrupts import postponed_interrupt
-from nanoinfer.executor.parallel_runner import run_worker
 from nanoinfer.executor.shm_ring import SLOT_SIZE
-from nanoinfer.executor.workers import PASSED
+from nanoinfer.executor.workers import PASSED, Workers
+from nanoinfer.runner import model_runner
 from nanoinfer.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see what is left of an engine")
@@ -37,6 +34,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=16, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 LENGTHS = (1, 15, 16, 17, 63, 65, 130)
+FOR_THREE_RANKS = {
+    "vocab_size": 500,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 1,
+    "intermediate_size": 159,
+    "attention_bias": True,
+}
 
 
 def random_prompts(lengths: tuple[int, ...], vocab_size: int = 500, seed: int = 0) -> list[list[int]]:
@@ -75,27 +79,60 @@ def nothing_remains(private_folder: None) -> Iterator[None]:
     assert remains() - before == set()
 
 
-def worker_pids(llm: LLM) -> list[int]:
-    return llm.engine.runner.worker_pids
+@pytest.fixture(scope="module")
+def one_rank(random_checkpoint: Checkpoint) -> Iterator[LLM]:
+    with LLM(random_checkpoint(tie_word_embeddings=True), device="cpu") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def two_ranks(random_checkpoint: Checkpoint) -> Iterator[LLM]:
+    with LLM(random_checkpoint(tie_word_embeddings=True), device="cpu", tensor_parallel_size=2) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def two_short_ranks(random_checkpoint: Checkpoint) -> Iterator[LLM]:
+    """Two ranks that are short of blocks, rows and tokens of a step."""
+    options: dict[str, Any] = {
+        "kvcache_block_size": 48,
+        "num_kvcache_blocks": 9,
+        "max_model_len": 400,
+        "max_num_batched_tokens": 50,
+        "max_num_seqs": 6,
+    }
+    with LLM(random_checkpoint(tie_word_embeddings=True), device="cpu", tensor_parallel_size=2, **options) as llm:
+        llm.engine.scheduler.reserved_tokens = 0
+        yield llm
+
+
+def start(model: Path | None = None, size: int = 2) -> tuple[LLM, list[int]]:
+    """An engine, and the ids of its workers' processes."""
+    others = active_children()
+    llm = LLM(model or tiny_model_path(), device="cpu", tensor_parallel_size=size)
+    return llm, [child.pid for child in active_children() if child not in others and child.pid]
 
 
 # --- the same answers ---
 
 
+@pytest.mark.usefixtures("nothing_remains")
+def test_two_ranks_give_the_tokens_of_one(one_rank: LLM, two_ranks: LLM) -> None:
+    prompts = random_prompts(LENGTHS)
+    for params in (GREEDY, SAMPLED):
+        assert generate(two_ranks, prompts, params) == generate(one_rank, prompts, params)
+
+
 @pytest.mark.parametrize(
     ("overrides", "size"),
     [
-        ({"tie_word_embeddings": True}, 2),
-        ({"num_key_value_heads": 1, "attention_bias": True}, 2),
-        ({"vocab_size": 500, "num_attention_heads": 6, "num_key_value_heads": 6}, 3),
-        ({"vocab_size": 500, "tie_word_embeddings": True, "attention_bias": True}, 4),
+        (FOR_THREE_RANKS, 3),
+        pytest.param({"vocab_size": 500, "tie_word_embeddings": True}, 4, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=["3 ranks", "4 ranks"],
 )
 @pytest.mark.usefixtures("nothing_remains")
 def test_several_ranks_give_the_tokens_of_one(random_checkpoint: Checkpoint, overrides: dict, size: int) -> None:
-    if size == 3:
-        overrides = {**overrides, "intermediate_size": 159}
     folder, prompts = random_checkpoint(**overrides), random_prompts(LENGTHS)
     with LLM(folder, device="cpu") as llm:
         expected = [generate(llm, prompts, params) for params in (GREEDY, SAMPLED)]
@@ -104,48 +141,27 @@ def test_several_ranks_give_the_tokens_of_one(random_checkpoint: Checkpoint, ove
     assert actual == expected
 
 
-@pytest.mark.usefixtures("nothing_remains")
-def test_sums_exchanged_in_slices_change_nothing(random_checkpoint: Checkpoint) -> None:
-    folder, prompts = random_checkpoint(attention_bias=True), random_prompts((1500,) * 6)
-    options = {"device": "cpu", "max_num_batched_tokens": 2 * SLICE_TOKENS + 500, "max_model_len": 1600}
-    with LLM(folder, **options) as llm:
-        expected = generate(llm, prompts, GREEDY)
-    with LLM(folder, tensor_parallel_size=2, **options) as llm:
-        assert generate(llm, prompts, GREEDY) == expected
-
-
-@pytest.mark.usefixtures("nothing_remains")
-def test_chunks_preemption_cached_prefixes_and_other_block_sizes_change_nothing(random_checkpoint: Checkpoint) -> None:
-    prompts = random_prompts((30,) * 6) + random_prompts((100, 47))
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    options: dict[str, Any] = {
-        "kvcache_block_size": 48,
-        "num_kvcache_blocks": 9,
-        "max_model_len": 400,
-        "max_num_batched_tokens": 50,
-        "max_num_seqs": 6,
-    }
-    with LLM(random_checkpoint(), device="cpu") as llm:
-        expected = generate(llm, prompts, params)
-    with LLM(random_checkpoint(), device="cpu", tensor_parallel_size=2, **options) as llm:
-        llm.engine.scheduler.reserved_tokens = 0
-        assert generate(llm, prompts, params) == expected
-        assert llm.engine.scheduler.num_preemptions > 0
-        outputs = llm.generate(prompts[-2:], GREEDY, use_tqdm=False)
-        assert [output.num_cached_tokens for output in outputs] == [96, 0]
-        assert [output.token_ids for output in outputs] == [tokens[:16] for tokens in expected[-2:]]
-
-
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_packet_larger_than_a_slot_arrives(random_checkpoint: Checkpoint, overlap: bool) -> None:
-    [prefix] = random_prompts((1500,))
-    prompts = [[*prefix, index] for index in range(16)]  # whose keys and values are shared, but not their ids
+def test_a_packet_larger_than_a_slot_and_a_step_of_many_tokens_change_nothing(one_rank: LLM, two_ranks: LLM) -> None:
+    [prefix] = random_prompts((700,), seed=1)
+    prompts = random_prompts((700,) * 12) + [[*prefix, index] for index in range(13)]  # the last share a prefix
     assert sum(map(len, prompts)) > SLOT_SIZE
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    with LLM(random_checkpoint(), device="cpu") as llm:
-        expected = generate(llm, prompts, params)
-    with LLM(random_checkpoint(), device="cpu", tensor_parallel_size=2, overlap=overlap) as llm:
-        assert generate(llm, prompts, params) == expected
+    assert 2 * SLICE_TOKENS < 13 * 700
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    assert generate(two_ranks, prompts, params) == generate(one_rank, prompts, params)
+
+
+@pytest.mark.usefixtures("nothing_remains")
+def test_chunks_preemption_cached_prefixes_and_other_block_sizes_change_nothing(
+    one_rank: LLM, two_short_ranks: LLM
+) -> None:
+    prompts = random_prompts((30,) * 6) + random_prompts((100, 47))
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    expected = generate(one_rank, prompts, params)
+    assert generate(two_short_ranks, prompts, params) == expected
+    assert two_short_ranks.get_metrics().num_preemptions > 0
+    outputs = two_short_ranks.generate(prompts[-2:], GREEDY, use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [96, 0]
+    assert [output.token_ids for output in outputs] == [tokens[:16] for tokens in expected[-2:]]
 
 
 def test_logits_of_nan_end_their_request_alone(random_checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -165,31 +181,28 @@ def test_logits_of_nan_end_their_request_alone(random_checkpoint: Checkpoint, tm
 
 
 @pytest.mark.usefixtures("nothing_remains")
-def test_two_engines_of_two_ranks_each_live_side_by_side(random_checkpoint: Checkpoint) -> None:
+def test_two_engines_of_two_ranks_each_live_side_by_side(two_ranks: LLM, two_short_ranks: LLM) -> None:
     prompts = random_prompts(LENGTHS)
-    options: dict[str, Any] = {"device": "cpu", "tensor_parallel_size": 2}
-    with LLM(random_checkpoint(), **options) as first, LLM(tiny_model_path(), **options) as second:
-        before = generate(first, prompts), generate(second, prompts)
-        results = {}
+    expected = generate(two_ranks, prompts)
+    results = {}
 
-        def run(llm: LLM) -> None:
-            results[llm] = generate(llm, prompts)
+    def run(llm: LLM) -> None:
+        results[llm] = generate(llm, prompts)
 
-        threads = [threading.Thread(target=run, args=(llm,)) for llm in (first, second)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-        assert (results[first], results[second]) == before
+    threads = [threading.Thread(target=run, args=(llm,)) for llm in (two_ranks, two_short_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert results[two_ranks] == results[two_short_ranks] == expected
 
 
 def test_one_rank_needs_no_process_no_thread_and_no_process_group(random_checkpoint: Checkpoint) -> None:
-    threads = threading.active_count()
+    before = active_children(), threading.active_count()
     with LLM(random_checkpoint(), device="cpu", tensor_parallel_size=1) as llm:
         generate(llm, [[1, 2, 3]])
         assert isinstance(llm.engine.runner, ModelRunner)
-        assert active_children() == []
-        assert threading.active_count() == threads
+        assert (active_children(), threading.active_count()) == before
         assert not torch.distributed.is_initialized()
 
 
@@ -225,7 +238,7 @@ def answer_exchange(tp: TensorParallel) -> None:
 
 @pytest.mark.usefixtures("nothing_remains")
 def test_ranks_exchange_sums_parts_and_the_smallest_number_and_no_global_group_is_made() -> None:
-    ranks = workers.Workers(3, exchange, ())
+    ranks = Workers(3, exchange, ())
     answer_exchange(connect(0, 3, torch.device("cpu"), ranks.folder / "store"))
     ranks.wait_for_stage(1)
     assert not torch.distributed.is_initialized()
@@ -264,57 +277,48 @@ def test_an_error_of_all_ranks_is_that_of_one(random_checkpoint: Checkpoint) -> 
 # --- workers that end ---
 
 
-def fails_at_start(rank: int, *args: Any) -> None:
-    raise OSError("no GPU for you")
+def sabotage(monkeypatch: pytest.MonkeyPatch, act: Callable[..., None]) -> None:
+    """Let the workers run `act(rank, link, folder, work, *args)`, where `work` is what they are there for."""
+    monkeypatch.setattr(parallel_runner, "Workers", lambda size, work, args: Workers(size, act, (work, *args)))
 
 
 def is_killed_at_start(rank: int, *args: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fails_while_loading(rank: int, *args: Any) -> None:
+def exits_at_start(rank: int, *args: Any) -> None:
+    os._exit(5)
+
+
+def fails_while_loading(rank: int, link: Any, folder: Path, work: Callable[..., None], *args: Any) -> None:
     def fail(*_: Any) -> None:
         raise MemoryError("the weights are too large")
 
-    ModelRunner._load_model = fail  # type: ignore[assignment]
-    run_worker(rank, *args)
-
-
-def is_killed_while_loading(rank: int, *args: Any) -> None:
-    ModelRunner._load_model = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-    run_worker(rank, *args)
-
-
-def exits_while_loading(rank: int, *args: Any) -> None:
-    ModelRunner._load_model = lambda *_: os._exit(5)  # type: ignore[assignment]
-    run_worker(rank, *args)
+    model_runner.load_model = fail
+    work(rank, link, folder, *args)
 
 
 @pytest.mark.parametrize(
-    ("work", "message"),
+    ("act", "message"),
     [
-        (fails_at_start, "rank 1 .* Its traceback:\n.*in fails_at_start\n.*OSError: no GPU for you"),
         (is_killed_at_start, "rank 1 of tensor_parallel_size=2 was ended by SIGKILL"),
-        (fails_while_loading, "rank 1 .* Its traceback:\n.*MemoryError: the weights are too large"),
-        (is_killed_while_loading, "rank 1 of tensor_parallel_size=2 was ended by SIGKILL"),
-        pytest.param(
-            exits_while_loading, "rank 1 of tensor_parallel_size=2 ended with exit code 5", marks=pytest.mark.slow
-        ),
+        (fails_while_loading, "rank 1 .* Its traceback:\n.*in fail\n.*MemoryError: the weights are too large"),
+        pytest.param(exits_at_start, "rank 1 of tensor_parallel_size=2 ended with exit code 5", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.usefixtures("nothing_remains")
 def test_a_worker_that_ends_while_it_starts_is_an_error_of_llm_that_says_why(
-    monkeypatch: pytest.MonkeyPatch, work: Callable[..., None], message: str
+    monkeypatch: pytest.MonkeyPatch, act: Callable[..., None], message: str
 ) -> None:
-    monkeypatch.setattr(parallel_runner, "run_worker", work)
+    sabotage(monkeypatch, act)
     started = time.monotonic()
     with pytest.raises(WorkerError, match=f"(?s){message}"):
-        LLM(tiny_model_path(), device="cpu", tensor_parallel_size=2)
+        start()
     assert time.monotonic() - started < 10
 
 
-def fails_in_the_fifth_step(rank: int, *args: Any) -> None:
-    launch, count = ModelRunner._launch, 0
+def fails_in_the_fifth_step(rank: int, link: Any, folder: Path, work: Callable[..., None], *args: Any) -> None:
+    launch, count = ModelRunner.launch, 0
 
     def fail(self: ModelRunner, packet: Any) -> Any:
         nonlocal count
@@ -323,19 +327,17 @@ def fails_in_the_fifth_step(rank: int, *args: Any) -> None:
             raise ArithmeticError("one too many")
         return launch(self, packet)
 
-    ModelRunner._launch = fail  # type: ignore[method-assign]
-    run_worker(rank, *args)
+    ModelRunner.launch = fail  # type: ignore[method-assign]
+    work(rank, link, folder, *args)
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.usefixtures("nothing_remains")
 def test_a_worker_that_fails_in_a_step_is_an_error_of_generate_with_its_traceback(
-    monkeypatch: pytest.MonkeyPatch, size: int
+    random_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of rank 1, and not those of the ranks that failed because it did."""
-    with monkeypatch.context() as patch:
-        patch.setattr(parallel_runner, "run_worker", fails_in_the_fifth_step)
-        llm = LLM(tiny_model_path(), device="cpu", tensor_parallel_size=size)
+    """The traceback is that of rank 1, not that of rank 2, which fails because rank 1 did."""
+    sabotage(monkeypatch, fails_in_the_fifth_step)
+    llm, _ = start(random_checkpoint(**FOR_THREE_RANKS), size=3)
     started = time.monotonic()
     with pytest.raises(WorkerError, match=r"(?s)rank 1 .* Its traceback:\n.*in fail\n.*ArithmeticError: one too many"):
         generate(llm, [[1, 2, 3]])
@@ -345,22 +347,23 @@ def test_a_worker_that_fails_in_a_step_is_an_error_of_generate_with_its_tracebac
         with pytest.raises(EngineClosedError, match="make a new LLM"):
             call()
     llm.close()
-    with LLM(tiny_model_path(), device="cpu", tensor_parallel_size=2) as llm:
-        generate(llm, [[1, 2, 3]])
 
 
-@pytest.mark.parametrize("when", ["idle", "in a step"])
-@pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seconds", "sent", "name"),
+    [(0, signal.SIGRTMIN + 6, f"signal {signal.SIGRTMIN + 6};"), (0.3, signal.SIGKILL, "SIGKILL")],
+    ids=["idle", "in a step"],
+)
 @pytest.mark.usefixtures("nothing_remains")
-def test_a_worker_that_is_killed_is_an_error_of_generate(when: str, sent: signal.Signals) -> None:
-    llm = LLM(tiny_model_path(), device="cpu", tensor_parallel_size=2)
+def test_a_worker_that_is_killed_is_an_error_of_generate(seconds: float, sent: int, name: str) -> None:
+    llm, [pid] = start()
     generate(llm, [[1, 2, 3]])
-    killer = threading.Timer(0 if when == "idle" else 0.3, os.kill, (worker_pids(llm)[0], sent))
+    killer = threading.Timer(seconds, os.kill, (pid, sent))
     killer.start()
-    if when == "idle":
+    if seconds == 0:
         time.sleep(0.2)
     started = time.monotonic()
-    with pytest.raises(WorkerError, match=f"rank 1 of tensor_parallel_size=2 was ended by {sent.name}"):
+    with pytest.raises(WorkerError, match=f"rank 1 of tensor_parallel_size=2 was ended by {name}"):
         generate(llm, [[1, 2, 3]] * 4, LONG)
     assert time.monotonic() - started < 10
     killer.join()
@@ -369,9 +372,9 @@ def test_a_worker_that_is_killed_is_an_error_of_generate(when: str, sent: signal
 
 @pytest.mark.usefixtures("nothing_remains")
 def test_an_error_of_rank_0_in_the_middle_of_a_step_closes_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(tiny_model_path(), device="cpu", tensor_parallel_size=2)
+    llm, _ = start()
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "_prefill", lambda *_: 1 / 0)
+        patch.setattr(ModelRunner, "launch", lambda *_: 1 / 0)
         patch.setattr(workers, "EXPLANATION_SECONDS", 0.1)
         with pytest.raises(ZeroDivisionError):
             generate(llm, [[1, 2, 3]])
@@ -379,76 +382,39 @@ def test_an_error_of_rank_0_in_the_middle_of_a_step_closes_the_engine(monkeypatc
         generate(llm, [[1, 2, 3]])
 
 
-def test_an_exit_signal_without_a_name_is_told_by_its_number() -> None:
-    llm = LLM(tiny_model_path(), device="cpu", tensor_parallel_size=2)
-    os.kill(worker_pids(llm)[0], signal.SIGRTMIN + 6)
-    with pytest.raises(WorkerError, match=f"rank 1 .* was ended by signal {signal.SIGRTMIN + 6};"):
-        generate(llm, [[1, 2, 3]])
-    llm.close()
-
-
-# --- Ctrl-C ---
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_second_ctrl_c_does_not_wait_for_the_end_of_a_step(depth: int) -> None:
-    num_sent = 0
-
-    def send(depth: int) -> None:
-        nonlocal num_sent
-        with postponed_interrupt():
-            if depth > 1:
-                send(depth - 1)
-            while depth == 1 and num_sent < 5:
-                num_sent += 1
-                signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        send(depth)
-    assert num_sent == 2
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 @pytest.mark.usefixtures("nothing_remains")
-def test_an_interrupted_generate_leaves_a_usable_engine() -> None:
+def test_an_interrupted_generate_leaves_a_usable_engine(two_ranks: LLM) -> None:
     """Ctrl-C goes to every process of the terminal's group."""
-    with LLM(tiny_model_path(), device="cpu", tensor_parallel_size=2) as llm:
-        expected = generate(llm, [[1, 2, 3], [4, 5]])
-        for delay in (0.05, 0.15, 0.3):
-            pids = [*worker_pids(llm), os.getpid()]
-            timer = threading.Timer(delay, lambda pids=pids: [os.kill(pid, signal.SIGINT) for pid in pids])
-            timer.start()
-            with pytest.raises(KeyboardInterrupt):
-                generate(llm, [[1, 2, 3]] * 4, LONG)
-            timer.join()
-            assert llm.is_finished()
-            assert llm.engine.block_manager.num_used_blocks == 0
-            assert generate(llm, [[1, 2, 3], [4, 5]]) == expected
+    expected = generate(two_ranks, [[1, 2, 3], [4, 5]])
+    pids = [child.pid for child in active_children()] + [os.getpid()]
+    for delay in (0.05, 0.15, 0.3):
+        timer = threading.Timer(delay, lambda: [os.kill(pid, signal.SIGINT) for pid in pids if pid])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            generate(two_ranks, [[1, 2, 3]] * 4, LONG)
+        timer.join()
+        assert two_ranks.is_finished()
+        assert two_ranks.engine.block_manager.num_used_blocks == 0
+        assert generate(two_ranks, [[1, 2, 3], [4, 5]]) == expected
 
 
 # --- ends of the engine ---
 
 
 @pytest.mark.usefixtures("nothing_remains")
-def test_closing_twice_forgetting_and_leaving_in_the_middle_of_a_request_all_clean_up(
-    random_checkpoint: Checkpoint,
-) -> None:
-    options: dict[str, Any] = {"device": "cpu", "tensor_parallel_size": 2}
-    llm = LLM(random_checkpoint(), **options)
-    llm.close()
-    llm.close()
-    llm = LLM(random_checkpoint(), **options)
-    pids = worker_pids(llm)
+def test_closing_twice_forgetting_and_leaving_in_the_middle_of_a_request_all_clean_up() -> None:
+    llm, pids = start()
     del llm
     gc.collect()
     assert not any(is_running(pid) for pid in pids)
-    with LLM(random_checkpoint(), **options) as llm:
+    with start()[0] as llm:
         llm.add_request([1, 2, 3], LONG)
         llm.step()  # and another is in flight
+    llm.close()
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(200, marks=pytest.mark.slow)])
-def test_engines_opened_and_closed_leave_nothing_behind(random_checkpoint: Checkpoint, count: int) -> None:
+@pytest.mark.slow
+def test_two_hundred_engines_opened_and_closed_leave_nothing_behind(random_checkpoint: Checkpoint) -> None:
     def cycle() -> None:
         with LLM(random_checkpoint(), device="cpu", tensor_parallel_size=2, num_kvcache_blocks=8) as llm:
             generate(llm, [[1, 2, 3]])
@@ -457,7 +423,7 @@ def test_engines_opened_and_closed_leave_nothing_behind(random_checkpoint: Check
         warnings.simplefilter("ignore")  # max_model_len is lowered
         cycle()
         before, resident = remains(), resident_bytes()
-        for _ in range(count):
+        for _ in range(200):
             cycle()
     assert remains() - before == set()
     assert resident_bytes() - resident < 64 * 2**20
@@ -473,102 +439,3 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-# --- scripts ---
-
-MAKE = "llm = LLM(tiny_model_path(), device='cpu', tensor_parallel_size=2, max_num_seqs=8)"
-SCRIPT = """
-import os, sys, time
-from nanoinfer import LLM, SamplingParams, tiny_model_path
-
-def main():
-    {make}
-    print(*llm.engine.runner.worker_pids, flush=True)
-    {rest}
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-def start_script(folder: Path, source: str) -> subprocess.Popen:
-    path = folder / "script.py"
-    path.write_text(textwrap.dedent(source))
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(folder)}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", str(path)], env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    )
-
-
-@pytest.mark.parametrize(
-    "rest",
-    [
-        pytest.param("llm.generate([1, 2, 3], use_tqdm=False)", marks=pytest.mark.slow),
-        "sys.modules[__name__].kept = llm; llm.add_request([1, 2, 3]); llm.step()",
-        pytest.param("sys.modules[__name__].kept = llm; llm.close(); llm.close()", marks=pytest.mark.slow),
-    ],
-    ids=["forgotten", "kept", "closed"],
-)
-def test_a_script_ends_without_a_word_however_its_engine_does(tmp_path: Path, rest: str) -> None:
-    with start_script(tmp_path, SCRIPT.format(make=MAKE, rest=rest)) as script:
-        out, err = script.communicate(timeout=60)
-    assert (script.returncode, err) == (0, "")
-    assert not any(is_running(int(pid)) for pid in out.split())
-    assert list(tmp_path.glob("nanoinfer-*")) == []
-
-
-@pytest.mark.parametrize(
-    "rest",
-    [
-        pytest.param("time.sleep(60)", marks=pytest.mark.slow),
-        "llm.generate([1, 2, 3], SamplingParams(max_tokens=4000, ignore_eos=True))",
-    ],
-    ids=["idle", "in a step"],
-)
-def test_workers_end_when_their_parent_is_killed(tmp_path: Path, rest: str) -> None:
-    with start_script(tmp_path, SCRIPT.format(make=MAKE, rest=rest)) as script:
-        assert script.stdout is not None
-        pids = [int(pid) for pid in script.stdout.readline().split()]
-        assert len(pids) == 1
-        time.sleep(0.5)
-        script.kill()
-        deadline = time.monotonic() + 10
-        while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
-            time.sleep(0.05)
-    assert not any(is_running(pid) for pid in pids)
-    assert list(tmp_path.glob("nanoinfer-*")) == []
-
-
-def test_a_script_without_a_main_guard_is_told_to_have_one(tmp_path: Path) -> None:
-    with start_script(tmp_path, f"from nanoinfer import LLM, tiny_model_path\n{MAKE}") as script:
-        _, err = script.communicate(timeout=60)
-    assert script.returncode == 1
-    assert err.count("Traceback") == 1, "the worker's own would only confuse"
-    assert "WorkerError: tensor_parallel_size=2 spawns processes that import this script" in err
-    assert 'put the code that it runs under `if __name__ == "__main__":`' in err
-    assert list(tmp_path.glob("nanoinfer-*")) == []
-
-
-def test_a_script_from_stdin_is_told_to_be_a_file() -> None:
-    script = f"from nanoinfer import LLM, tiny_model_path\n{MAKE}"
-    ended = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=60)
-    assert ended.stderr.count("Traceback") == 1
-    assert "import this script, which was read from stdin; run it from a file" in ended.stderr
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_a_script_ends_it_as_in_any_other(tmp_path: Path) -> None:
-    rest = "llm.generate([1, 2, 3], SamplingParams(max_tokens=4000, ignore_eos=True), use_tqdm=False)"
-    with start_script(tmp_path, SCRIPT.format(make=MAKE, rest=rest)) as script:
-        assert script.stdout is not None
-        pids = [int(pid) for pid in script.stdout.readline().split()]
-        time.sleep(0.5)
-        os.killpg(script.pid, signal.SIGINT)
-        _, err = script.communicate(timeout=30)
-    assert err.rstrip().endswith("KeyboardInterrupt")
-    assert err.count("Traceback") == 1
-    assert not any(is_running(pid) for pid in pids)
-    assert list(tmp_path.glob("nanoinfer-*")) == []

@@ -25,7 +25,6 @@ triton = pytest.importorskip("triton")
 from nanoinfer.kernels import all_reduce_rms_norm as all_reduce_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
-from nanoinfer.kernels import paged_decode_attention as paged_attention  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
 from nanoinfer.kernels import silu_and_mul as silu_kernels  # noqa: E402
 from nanoinfer.kernels import top_k_top_p as threshold_kernels  # noqa: E402
@@ -76,7 +75,6 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (activation.silu_and_mul, silu_kernels),
         (attention_layer.norm_rope_store, norm_rope_store_kernels),
         (gumbel_max.sample_and_append, sample_kernels),
-        (gumbel_max.redraw, sample_kernels),
         (top_k_top_p.thresholds, threshold_kernels),
     ],
 )
@@ -94,7 +92,7 @@ DTYPES = [torch.float32, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 3, 96, 128, 1000, 1024, 2560, 5120, 8192])
+@pytest.mark.parametrize("size", [1, 96, 128, 1000, 8192])
 def test_rms_norm_of_rows_of_any_size_equals_its_twin(size: int, dtype: torch.dtype) -> None:
     x, weight = 3 * randn(3, size, dtype=dtype), 1 + 0.3 * randn(size, seed=1, dtype=dtype)
     unchanged = x.clone()
@@ -316,7 +314,7 @@ def assert_step_equals_its_twin(step: HeadsStep) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norms", [True, False])
-@pytest.mark.parametrize("head_dim", [2, 64, 80, 96, 100, 128, 256])
+@pytest.mark.parametrize("head_dim", [2, 64, 80, 100, 256])
 def test_heads_of_any_size_are_normalised_rotated_and_stored_as_by_the_twin(
     head_dim: int, has_norms: bool, dtype: torch.dtype
 ) -> None:
@@ -420,9 +418,19 @@ def assert_decode_equals_its_twin(
 
 
 @loops_are_interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "dtype"),
+    [
+        (1, 64, torch.float32),
+        (2, 128, torch.float16),
+        (3, 64, torch.float16),
+        (4, 128, torch.float32),
+        (5, 64, torch.float32),
+        (7, 128, torch.float16),
+        (8, 64, torch.float16),
+        (16, 128, torch.float32),
+    ],
+)
 def test_decode_packs_any_group_of_query_heads(group: int, head_dim: int, dtype: torch.dtype) -> None:
     assert_decode_equals_its_twin([1, 40], 16, num_kv_heads=2, group=group, head_dim=head_dim, dtype=dtype)
 
@@ -464,16 +472,13 @@ def test_decode_survives_scores_that_overflow_a_naive_softmax() -> None:
 
 
 @loops_are_interpreted
-@pytest.mark.parametrize("num_programs", [1, 2, 6, 16, 1000])
-def test_decode_does_not_depend_on_how_the_contexts_are_shared_out(
-    num_programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """7 tiles of 32 tokens: for one program, for one each KV head, cut within and between rows, and some left over."""
-    monkeypatch.setattr(paged_attention, "_num_programs", lambda device: num_programs)
-    cache = LayerCache(randn(8, 2, 32, 64, seed=1), randn(8, 2, 32, 64, seed=2))
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8, 16])
+def test_decode_does_not_depend_on_how_the_contexts_are_shared_out(num_kv_heads: int) -> None:
+    """7 tiles of 32 tokens, and 16 programs to share those of all heads: 16, 8, 3, 2 programs or one for each head."""
+    cache = LayerCache(randn(8, num_kv_heads, 32, 64, seed=1), randn(8, num_kv_heads, 32, 64, seed=2))
     tables = torch.tensor([[3, 1, 7], [0, 5, 2], [4, 4, 4], [6, 0, 1]], dtype=torch.int32)
     lens = torch.tensor([96, 33, 0, 1], dtype=torch.int32)
-    q = randn(4, 4, 64)
+    q = randn(4, 2 * num_kv_heads, 64)
     expected = TorchBackend().decode(q, cache, DecodeMetadata(torch.empty(0), lens, tables))
     actual = decode(q, cache, tables, lens)
     torch.testing.assert_close(actual[lens > 0], expected[lens > 0])
@@ -501,11 +506,11 @@ def test_a_plan_lists_the_tiles_of_all_rows_end_to_end() -> None:
 
 @loops_are_interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy warns of NaN
-def test_a_row_of_nan_does_not_spoil_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention, "_num_programs", lambda device: 2)  # one for each KV head
-    cache = LayerCache(randn(8, 2, 32, 64, seed=1), randn(8, 2, 32, 64, seed=2))
+def test_a_row_of_nan_does_not_spoil_the_next_one() -> None:
+    """With 16 KV heads, one program goes through all rows of a head."""
+    cache = LayerCache(randn(8, 16, 32, 64, seed=1), randn(8, 16, 32, 64, seed=2))
     tables, lens = (torch.tensor(x, dtype=torch.int32) for x in ([[3, 1], [0, 5]], [40, 40]))
-    q = randn(2, 4, 64)
+    q = randn(2, 16, 64)
     expected = decode(q, cache, tables, lens)[1]
     q[0] = NAN
     actual = decode(q, cache, tables, lens)
@@ -532,7 +537,7 @@ def sample_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions
     num_rows = len(logits)
     width = max(positions.tolist(), default=0) + 1
     token_ids, context_lens = torch.full((num_rows, width), 7, dtype=torch.int32), positions.int().clone()
-    ids = sample_and_append(logits, torch.arange(num_rows), temperatures, seeds, token_ids, context_lens)
+    ids = sample_and_append(logits, None, torch.arange(num_rows), temperatures, seeds, token_ids, context_lens)
     assert torch.equal(context_lens, positions.int() + 1)
     assert torch.equal(token_ids[torch.arange(num_rows), positions.long()], ids.clamp(min=0))
     assert (token_ids != 7).sum() <= num_rows
@@ -543,8 +548,17 @@ def test_sample_has_groups_as_large_as_its_twin() -> None:
     assert GROUP_SIZE.value == gumbel_max.GROUP_SIZE
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("vocab_size", [1, 3, 1001, TILE - 1, TILE, TILE + 1, 2 * TILE + 6])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [
+        (1, torch.float32),
+        (1001, torch.float16),
+        (TILE - 1, torch.float16),
+        (TILE, torch.float32),
+        (TILE + 1, torch.float16),
+        (2 * TILE + 6, torch.float32),
+    ],
+)
 def test_sample_draws_what_its_twin_draws(vocab_size: int, dtype: torch.dtype) -> None:
     logits = 3 * randn(len(SEEDS), vocab_size, dtype=dtype)
     ids = sample_triton(logits, *sampling_arguments())
@@ -553,13 +567,13 @@ def test_sample_draws_what_its_twin_draws(vocab_size: int, dtype: torch.dtype) -
 
 
 def test_sample_draws_what_its_twin_draws_from_flat_logits_with_many_seeds() -> None:
-    """The noise alone decides: 64 draws from 1,500 ids that are all alike."""
-    seeds = torch.arange(64)
-    arguments = (torch.ones(64), seeds, (seeds * 3).int())
-    logits = torch.zeros(64, 1500)
+    """The noise alone decides: 24 draws from 1,500 ids that are all alike."""
+    seeds = torch.arange(24)
+    arguments = (torch.ones(24), seeds, (seeds * 3).int())
+    logits = torch.zeros(24, 1500)
     ids = sample_triton(logits, *arguments).tolist()
     assert ids == sample(logits.clone(), *arguments).tolist()
-    assert len(set(ids)) > 50
+    assert len(set(ids)) > 18
 
 
 def test_sample_reads_rows_of_a_padded_matrix() -> None:
@@ -613,7 +627,7 @@ def test_sample_leaves_the_tables_alone_where_rows_are_padding() -> None:
     token_ids, context_lens = torch.full((5, 4), 9, dtype=torch.int32), torch.tensor([1, 2, 3, 0, 0]).int()
     logits = torch.eye(5)[[3, 1, 4, 2]]
     rows = torch.tensor([2, -1, 0, -1])
-    ids = sample_and_append(logits, rows, torch.zeros(5), torch.zeros(5).long(), token_ids, context_lens)
+    ids = sample_and_append(logits, None, rows, torch.zeros(5), torch.zeros(5).long(), token_ids, context_lens)
     assert ids.tolist() == [3, -1, 4, -1]
     assert token_ids[[0, 2]].tolist() == [[9, 4, 9, 9], [9, 9, 9, 3]]
     assert token_ids[[1, 3, 4]].eq(9).all()
@@ -634,19 +648,19 @@ def test_the_best_candidates_of_a_shard_are_those_of_the_twin(first_id: int) -> 
     assert torch.equal(ids[scores.isfinite()], expected_ids[scores.isfinite()])
 
 
-def test_a_second_draw_equals_its_twin_and_takes_the_place_of_the_first() -> None:
+def test_a_draw_above_thresholds_equals_its_twin() -> None:
     logits, rows = 3 * randn(len(SEEDS), TILE + 70), torch.tensor([0, 1, 2, -1, 4, 5, 6, 7])
     bounds = torch.tensor([-math.inf, 3.0, 6.0, 0.0, 8.0, 9.0, 1e9, NAN])
     temperatures, seeds, _ = sampling_arguments()
     results = []
-    for function in (sample_kernels.redraw, gumbel_max.redraw.__wrapped__):
-        token_ids, context_lens = torch.full((len(SEEDS), 9), 7, dtype=torch.int32), torch.arange(1, 9).int()
+    for function in (sample_and_append, gumbel_max.sample_and_append.__wrapped__):
+        token_ids, context_lens = torch.full((len(SEEDS), 9), 7, dtype=torch.int32), torch.arange(8).int()
         ids = function(logits, bounds, rows, temperatures, seeds, token_ids, context_lens)
         results.append((ids, token_ids, context_lens))
     for mine, theirs in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
     assert (results[0][0] >= 0).tolist() == [True, True, True, False, True, True, False, True]
-    assert results[0][2].tolist() == list(range(1, 9))
+    assert results[0][2].tolist() == [1, 2, 3, 3, 5, 6, 7, 8]
 
 
 # --- thresholds ---
@@ -669,8 +683,16 @@ LIMITS = torch.tensor(
 
 
 @loops_are_interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("vocab_size", "spread"), [(1, 1.0), (5, 1.0), (64, 0.1), (65, 5.0), (1000, 0.1), (3000, 5.0)])
+@pytest.mark.parametrize(
+    ("vocab_size", "spread", "dtype"),
+    [
+        (1, 1.0, torch.float16),
+        (64, 0.1, torch.bfloat16),
+        (65, 5.0, torch.float16),
+        (1000, 0.1, torch.bfloat16),
+        (3000, 5.0, torch.float32),
+    ],
+)
 def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float, dtype: torch.dtype) -> None:
     scores = (spread * randn(len(LIMITS), vocab_size)).to(dtype)
     actual = threshold_kernels.thresholds(scores, LIMITS)
@@ -694,26 +716,25 @@ def test_ties_are_kept_whichever_groups_they_are_in() -> None:
 
 
 @loops_are_interpreted
-@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
-def test_thresholds_of_rows_that_are_not_finite_hide_nothing(value: float) -> None:
-    scores = randn(len(LIMITS), 1000)
-    scores[:, 500 if value != -math.inf else slice(None)] = value
-    found, rows = threshold_kernels.thresholds(scores, LIMITS), torch.arange(len(LIMITS))
-    seeds, context_lens = torch.zeros(len(LIMITS)).long(), torch.ones(len(LIMITS)).int()
-    token_ids = torch.zeros(len(LIMITS), 2).int()
-    ids = sample_kernels.redraw(scores, found, rows, LIMITS[:, 0], seeds, token_ids, context_lens)
-    assert ids.tolist() == [-1] * len(LIMITS)
+def test_thresholds_of_rows_that_are_not_finite_hide_nothing() -> None:
+    limits, num_rows = LIMITS[[0, 3, 4]].repeat(3, 1), 9
+    scores = randn(num_rows, 1000)
+    scores[:3, 500], scores[3:6, 500], scores[6:] = NAN, math.inf, -math.inf
+    found = threshold_kernels.thresholds(scores, limits)
+    seeds, context_lens = torch.zeros(num_rows).long(), torch.ones(num_rows).int()
+    token_ids = torch.zeros(num_rows, 2).int()
+    ids = sample_and_append(scores, found, torch.arange(num_rows), limits[:, 0], seeds, token_ids, context_lens)
+    assert ids.tolist() == [-1] * num_rows
 
 
 @loops_are_interpreted
 def test_thresholds_leave_out_logits_of_minus_infinity() -> None:
-    scores = torch.full((len(LIMITS), 1000), -math.inf)
+    limits = LIMITS[[0, 1, 3, 4, 9]]
+    scores = torch.full((5, 1000), -math.inf)
     scores[:, [100, 700]] = torch.tensor([0.0, -0.1])
-    found = threshold_kernels.thresholds(scores, LIMITS)
-    expected = top_k_top_p.thresholds.__wrapped__(scores, LIMITS)
-    assert ((scores >= found.unsqueeze(1)) & scores.isfinite()).tolist() == (
-        (scores >= expected.unsqueeze(1)) & scores.isfinite()
-    ).tolist()
+    found, expected = threshold_kernels.thresholds(scores, limits), top_k_top_p.thresholds.__wrapped__(scores, limits)
+    allowed, wanted = (scores.isfinite() & (scores >= bounds.unsqueeze(1)) for bounds in (found, expected))
+    assert torch.equal(allowed, wanted)
 
 
 @loops_are_interpreted

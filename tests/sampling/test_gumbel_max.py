@@ -13,7 +13,7 @@ from nanoinfer.sampling.gumbel_max import (
     best_candidates,
     sample,
     sample_and_append,
-    sample_together,
+    sample_and_append_across_ranks,
 )
 from nanoinfer.sampling.philox import exponential, philox
 
@@ -275,7 +275,7 @@ def test_a_sampled_token_is_entered_in_its_row_and_padding_changes_nothing() -> 
     token_ids, context_lens = torch.full((5, 4), 9, dtype=torch.int32), torch.tensor([1, 2, 3, 0, 0]).int()
     logits = torch.eye(5)[[3, 1, 4, 2]]
     ids = sample_and_append(
-        logits, tensor(2, -1, 0, -1), torch.zeros(5), torch.zeros(5).long(), token_ids, context_lens
+        logits, None, tensor(2, -1, 0, -1), torch.zeros(5), torch.zeros(5).long(), token_ids, context_lens
     )
     assert ids.dtype == torch.int32
     assert ids.tolist() == [3, -1, 4, -1]
@@ -287,7 +287,7 @@ def test_a_sampled_token_is_entered_in_its_row_and_padding_changes_nothing() -> 
 def test_a_row_without_a_finite_best_gets_a_valid_id_in_the_table() -> None:
     token_ids, context_lens = torch.full((2, 3), 9, dtype=torch.int32), torch.tensor([1, 0]).int()
     logits = torch.full((1, 4), math.nan)
-    ids = sample_and_append(logits, tensor(0), torch.ones(2), torch.zeros(2).long(), token_ids, context_lens)
+    ids = sample_and_append(logits, None, tensor(0), torch.ones(2), torch.zeros(2).long(), token_ids, context_lens)
     assert ids.tolist() == [-1]
     assert token_ids[0].tolist() == [9, 0, 9]
     assert context_lens.tolist() == [2, 0]
@@ -299,7 +299,7 @@ def test_a_draw_takes_temperature_seed_and_position_from_its_row() -> None:
     token_ids, context_lens = torch.zeros(4, 60, dtype=torch.int32), torch.tensor([50, 7, 9, 0]).int()
     rows = tensor(2, 0, 1)
     expected = sample(logits, temperatures[rows], seeds[rows], context_lens[rows])
-    assert torch.equal(sample_and_append(logits, rows, temperatures, seeds, token_ids, context_lens), expected)
+    assert torch.equal(sample_and_append(logits, None, rows, temperatures, seeds, token_ids, context_lens), expected)
 
 
 # --- a vocabulary split over ranks ---
@@ -321,7 +321,7 @@ def draw_together(logits: Tensor, size: int, temperatures: Tensor, seeds: Tensor
     for start, length in shards:
         token_ids, lens = torch.zeros(len(logits), int(positions.max()) + 1, dtype=torch.int32), positions.clone()
         shard = logits[:, start : start + length]
-        results.append(sample_together(shard, start, group, rows, temperatures, seeds, token_ids, lens))
+        results.append(sample_and_append_across_ranks(shard, start, group, rows, temperatures, seeds, token_ids, lens))
         assert torch.equal(token_ids[rows, positions.long()], results[-1].clamp(min=0))
         assert torch.equal(lens, positions + 1)
     assert all(torch.equal(result, results[0]) for result in results)
@@ -355,6 +355,6 @@ def test_padding_rows_draw_nothing_together() -> None:
     group = SimpleNamespace(all_gather=lambda _: candidates)
     token_ids, context_lens = torch.full((3, 4), 9, dtype=torch.int32), torch.tensor([1, 2, 0]).int()
     tables = (torch.zeros(3), torch.zeros(3).long(), token_ids, context_lens)
-    assert sample_together(torch.zeros(2, 64), 0, group, tensor(-1, 1), *tables).tolist() == [-1, 80]
+    assert sample_and_append_across_ranks(torch.zeros(2, 64), 0, group, tensor(-1, 1), *tables).tolist() == [-1, 80]
     assert token_ids[:2].tolist() == [[9, 9, 9, 9], [9, 9, 80, 9]]
     assert context_lens.tolist() == [1, 3, 0]

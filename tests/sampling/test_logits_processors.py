@@ -17,9 +17,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanoinfer.sampling.gumbel_max import redraw, sample
+from nanoinfer.sampling.gumbel_max import sample, sample_and_append
 from nanoinfer.sampling.logits_processors import penalise
-from nanoinfer.sampling.logprobs import best_tokens
+from nanoinfer.sampling.logprobs import compute_logprobs
 from nanoinfer.sampling.top_k_top_p import thresholds
 
 NEAR = 1e-6  # of probability: at the cut-off, rounding decides
@@ -113,9 +113,9 @@ def test_a_row_that_is_not_finite_still_yields_no_token(value: float, dtype: tor
     logits[1, 7] = value
     found = lowest(logits, top_k=3, top_p=0.9, min_p=0.1)
     token_ids, context_lens = torch.zeros(4, 3, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
-    ids = redraw(logits, found, torch.arange(3), torch.ones(4), torch.arange(4), token_ids, context_lens)
+    ids = sample_and_append(logits, found, torch.arange(3), torch.ones(4), torch.arange(4), token_ids, context_lens)
     assert (ids >= 0).tolist() == [True, False, True]
-    assert token_ids[1, 0] == 0
+    assert token_ids[1, 1] == 0
 
 
 # --- draws ---
@@ -132,11 +132,11 @@ def test_draws_follow_the_truncated_distribution(temperature: float, top_k: int,
     weights = torch.where(allowed, (logits[0] / temperature).exp(), 0.0).double()
     num_kept = int(allowed.sum())
     assert 1 < num_kept < 40
-    num_draws = 100_000
+    num_draws = 20_000
     rows, context_lens = torch.arange(num_draws), torch.ones(num_draws, dtype=torch.int32)
     token_ids = torch.zeros(num_draws, 2, dtype=torch.int32)
     temperatures = torch.full((num_draws,), temperature)
-    ids = redraw(
+    ids = sample_and_append(
         logits.expand(num_draws, -1), bound.expand(num_draws), rows, temperatures, rows, token_ids, context_lens
     )
     observed = ids.bincount(minlength=64)[weights > 0].double()
@@ -149,19 +149,16 @@ def test_draws_follow_the_truncated_distribution(temperature: float, top_k: int,
     assert chi_square < critical
 
 
-def test_a_second_draw_without_a_threshold_is_the_first_one_again() -> None:
+def test_a_draw_above_the_lowest_logit_is_the_draw_without_a_threshold() -> None:
     logits, rows = randn(5, 200), torch.tensor([0, 3, -1, 1, 2])
     temperatures, seeds = torch.tensor([1.0, 0.0, 2.0, 0.7, 0.0]), torch.arange(5) * 2**33
-    token_ids, context_lens = torch.zeros(5, 9, dtype=torch.int32), torch.tensor([3, 8, 1, 5, 0], dtype=torch.int32)
-    before = context_lens.clone()
-    ids = redraw(logits, torch.full((5,), -math.inf), rows, temperatures, seeds, token_ids, context_lens)
-    positions = context_lens[rows] - 1
-    expected = sample(logits, temperatures[rows], seeds[rows], positions)
-    assert ids.tolist() == torch.where(rows >= 0, expected, -1).tolist()
-    assert torch.equal(context_lens, before), "it takes the place of the newest token"
-    for row, position, drawn in zip(rows.tolist(), positions.tolist(), ids.tolist(), strict=True):
-        assert row < 0 or token_ids[row, position] == drawn
-    assert int((token_ids != 0).sum()) <= 4
+    token_ids, context_lens = torch.zeros(5, 9, dtype=torch.int32), torch.tensor([3, 7, 1, 5, 0], dtype=torch.int32)
+    positions = context_lens[rows]
+    expected = torch.where(rows >= 0, sample(logits, temperatures[rows], seeds[rows], positions), -1)
+    bounds = torch.full((5,), -math.inf)
+    ids = sample_and_append(logits, bounds, rows, temperatures, seeds, token_ids, context_lens)
+    assert ids.tolist() == expected.tolist()
+    assert context_lens.tolist() == [4, 8, 2, 6, 0], "the row of -1 is left as it was"
 
 
 # --- penalties ---
@@ -183,8 +180,8 @@ def test_penalties_are_those_of_the_definition(
     token_ids = torch.full((2, 30), 19, dtype=torch.int32)  # what lies behind the known tokens does not count
     token_ids[0, : len(known)] = torch.tensor(known)
     context_lens = torch.tensor([len(known), 0], dtype=torch.int32)
-    penalties = torch.tensor([[length, presence, frequency, repetition] for length in (len(prompt), 0)])
-    actual = penalise(logits, token_ids, context_lens, penalties)
+    prompt_lens, penalties = torch.tensor([len(prompt), 0]), torch.tensor([[presence, frequency, repetition]] * 2)
+    actual = penalise(logits, token_ids, context_lens, prompt_lens, penalties)
     expected = RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([known]), logits[:1].clone())
     for token, count in Counter(completion).items():
         expected[0, token] -= presence + count * frequency
@@ -200,7 +197,7 @@ def test_logprobs_are_those_of_a_float32_softmax(dtype: torch.dtype, num_best: i
     logits = (4 * randn(6, 100)).to(dtype)
     token_ids = torch.tensor([0, 5, 99, 50, 3, 3], dtype=torch.int32)
     expected = logits.double().log_softmax(dim=1)
-    places = best_tokens(logits, token_ids, num_best).tolist()
+    places = compute_logprobs(logits, token_ids, num_best).tolist()
     for row, (rank, ids, logprobs) in enumerate(places):
         assert ids[0] == token_ids[row]
         assert logprobs == pytest.approx(expected[row, ids].tolist(), abs=1e-5)
@@ -213,5 +210,5 @@ def test_logprobs_are_those_of_a_float32_softmax(dtype: torch.dtype, num_best: i
 
 def test_of_equal_logits_the_lower_id_ranks_first_as_in_greedy_decoding() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0]])
-    ranks = [best_tokens(logits, torch.tensor([i]), 0).tolist()[0][0] for i in range(4)]
+    ranks = [compute_logprobs(logits, torch.tensor([i]), 0).tolist()[0][0] for i in range(4)]
     assert ranks == [4, 1, 2, 3]

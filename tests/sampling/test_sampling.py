@@ -142,12 +142,22 @@ def test_each_kind_says_alone_what_it_says_beside_others(random_checkpoint: Chec
             assert said(llm.generate([prompt], item, use_tqdm=False)) == [expected]
 
 
-def test_a_row_of_a_special_request_is_plain_again_for_the_next_one(random_checkpoint: Checkpoint) -> None:
+def test_the_options_of_a_request_do_not_pass_to_the_next_one_in_its_row(random_checkpoint: Checkpoint) -> None:
     with LLM(random_checkpoint(), device="cpu", max_num_seqs=1) as llm:
         params = [GREEDY, replace(GREEDY, repetition_penalty=2.0, logprobs=1), GREEDY]
         one, other, again = llm.generate([PROMPTS[0]] * 3, params, use_tqdm=False)
     assert one.token_ids == again.token_ids != other.token_ids
     assert again.outputs[0].logprobs is None
+
+
+def test_a_filter_does_not_pass_to_the_next_request_in_its_row_while_a_neighbour_is_filtered(
+    random_checkpoint: Checkpoint,
+) -> None:
+    narrow, free = replace(FREE, top_k=1), replace(FREE, seed=5)
+    with LLM(random_checkpoint(), device="cpu", max_num_seqs=2) as llm:
+        [alone] = llm.generate([PROMPTS[0]], free, use_tqdm=False)
+        *_, beside = llm.generate([PROMPTS[0]] * 3, [narrow, replace(narrow, max_tokens=2), free], use_tqdm=False)
+    assert beside.token_ids == alone.token_ids
 
 
 # --- seeds and samples ---

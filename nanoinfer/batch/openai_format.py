@@ -1,0 +1,154 @@
+"""Requests and answers as OpenAI's batch API writes them.
+
+The answers are valid under the types of the `openai` package. Beside what OpenAI has, a choice says its stop_reason,
+one without text has its token_ids, and a body has prompt_logprobs where they are asked for.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from nanoinfer.batch.job_files import MAX_LINE_BYTES, Line
+from nanoinfer.errors import RequestError
+from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from nanoinfer.sampling_params import SamplingParams
+
+ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
+IGNORED = {"model", "user", "metadata"}  # of a body
+CHAT_OPTIONS = ("tools", "chat_template_kwargs")
+SAMPLING_FIELDS = [field.name for field in fields(SamplingParams)]
+LOWEST_LOGPROB = -9999.0  # OpenAI's for a token that is all but impossible; JSON has no minus infinity
+
+
+def parse_line(line: Line) -> dict[str, Any]:
+    """Return the object in a line. Raises RequestError."""
+    if line.content is None:
+        raise RequestError(f"the line is longer than {MAX_LINE_BYTES} bytes; shorten it")
+    try:
+        content = json.loads(line.content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the line is not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise RequestError(f"the line holds a {type(content).__name__}, not an object")
+    if not isinstance(content.get("custom_id"), (str, type(None))):
+        raise RequestError(f"custom_id={content['custom_id']!r} is not a string")
+    return content
+
+
+def parse_body(content: dict[str, Any]) -> dict[str, Any]:
+    """Return what a line asks for, in OpenAI's batch format or plainly as a body alone. Raises RequestError.
+
+    It has messages or a prompt, for messages perhaps CHAT_OPTIONS, and fields of SamplingParams.
+    """
+    body, needed = content, ""
+    if "body" in content:
+        body, url, method = content["body"], content.get("url"), content.get("method", "POST")
+        beside = {name for name, value in content.items() if value is not None} - {"body", "url", "method", *IGNORED}
+        if beside:
+            raise RequestError(f"unknown fields beside body: {', '.join(sorted(beside))}; they belong in it")
+        if method != "POST" or not isinstance(url, str) or url not in ENDPOINTS:
+            raise RequestError(f"method={method!r}, url={url!r}; served are POST and {', '.join(ENDPOINTS)}")
+        if not isinstance(body, dict):
+            raise RequestError(f"body is a {type(body).__name__}, not an object")
+        needed = ENDPOINTS[url]
+    # OpenAI's null means a field's default.
+    body = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    given = [name for name in ENDPOINTS.values() if name in body]
+    if len(given) != 1 or needed not in ("", *given):
+        found = " and ".join(given) or "neither messages nor prompt"
+        raise RequestError(f"there is {found}; give {needed or 'one of them'}")
+    if not isinstance(body.get("messages", []), list):
+        raise RequestError(f"messages is a {type(body['messages']).__name__}; give a list of messages")
+    if body.get("stream") is False:
+        del body["stream"]
+    if isinstance(body.get("logprobs"), bool):  # a chat's, which gives their number apart
+        number = body.pop("top_logprobs", 0)
+        body |= {"logprobs": number} if body.pop("logprobs") else {}
+    if "max_completion_tokens" in body:
+        if "max_tokens" in body:
+            raise RequestError("there are max_tokens and max_completion_tokens; give one of them")
+        body["max_tokens"] = body.pop("max_completion_tokens")
+    others = given if given == ["prompt"] else [*given, *CHAT_OPTIONS]
+    if unknown := sorted(set(body) - {*SAMPLING_FIELDS, *others}):
+        raise RequestError(f"unknown fields: {', '.join(unknown)}; known are {', '.join(sorted(SAMPLING_FIELDS))}")
+    return body
+
+
+def response_body(output: RequestOutput, is_chat: bool, num_best: int, **entries: Any) -> dict[str, Any]:
+    """Return the body of an answer.
+
+    num_best: the number of likeliest tokens that were asked for. entries: what else is in it: id, model, created.
+    """
+    num_in, num_out = len(output.prompt_token_ids), sum(len(choice.token_ids) for choice in output.outputs)
+    body = {
+        **entries,
+        "object": "chat.completion" if is_chat else "text_completion",
+        "choices": [_choice(choice, is_chat, num_best) for choice in output.outputs],
+        "usage": {"prompt_tokens": num_in, "completion_tokens": num_out, "total_tokens": num_in + num_out},
+    }
+    if output.prompt_logprobs is not None:
+        body["prompt_logprobs"] = output.prompt_logprobs
+    return body
+
+
+def _choice(choice: CompletionOutput, is_chat: bool, num_best: int) -> dict[str, Any]:
+    text = {"message": {"role": "assistant", "content": choice.text}} if is_chat else {"text": choice.text}
+    token_ids = {} if choice.text else {"token_ids": choice.token_ids}
+    logprobs = None
+    if choice.logprobs is not None and is_chat:
+        logprobs = _chat_logprobs(choice.token_ids, choice.logprobs, num_best)
+    elif choice.logprobs is not None:
+        logprobs = _completion_logprobs(choice.token_ids, choice.logprobs)
+    reasons = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+    return {"index": choice.index, **text, **token_ids, "logprobs": logprobs, **reasons}
+
+
+def _chat_logprobs(token_ids: list[int], logprobs: list[TokenLogprobs], num_best: int) -> dict[str, Any]:
+    """Give each token an entry, with the likeliest ones in it."""
+    content = []
+    for token_id, found in zip(token_ids, logprobs, strict=True):
+        top_logprobs = [_chat_entry(its_id, entry) for its_id, entry in _by_rank(found) if entry.rank <= num_best]
+        content.append({**_chat_entry(token_id, found[token_id]), "top_logprobs": top_logprobs})
+    return {"content": content, "refusal": None}
+
+
+def _chat_entry(token_id: int, entry: Logprob) -> dict[str, Any]:
+    text = entry.decoded_token
+    # A part of a character has no text of its own, and its bytes are not known here.
+    bytes_of = None if text is None or "\ufffd" in text else [*text.encode()]
+    return {"token": _token_text(token_id, entry), "logprob": _number(entry), "bytes": bytes_of}
+
+
+def _completion_logprobs(token_ids: list[int], logprobs: list[TokenLogprobs]) -> dict[str, Any]:
+    """Give lists with an element for each token; text_offset counts the characters of the tokens before it."""
+    entries = [found[token_id] for token_id, found in zip(token_ids, logprobs, strict=True)]
+    tokens = [*map(_token_text, token_ids, entries)]
+    offsets = [0]
+    for entry in entries:
+        offsets.append(offsets[-1] + len(entry.decoded_token or ""))
+    return {
+        "tokens": tokens,
+        "token_logprobs": [*map(_number, entries)],
+        "top_logprobs": [_numbers_by_text(_by_rank(found)) for found in logprobs],
+        "text_offset": offsets[:-1],
+    }
+
+
+def _numbers_by_text(entries: Iterable[tuple[int, Logprob]]) -> dict[str, float]:
+    numbers: dict[str, float] = {}
+    for token_id, entry in entries:
+        numbers.setdefault(_token_text(token_id, entry), _number(entry))  # of equal texts the likeliest
+    return numbers
+
+
+def _by_rank(found: TokenLogprobs) -> list[tuple[int, Logprob]]:
+    return sorted(found.items(), key=lambda pair: pair[1].rank)
+
+
+def _token_text(token_id: int, entry: Logprob) -> str:
+    return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token
+
+
+def _number(entry: Logprob) -> float:
+    return max(entry.logprob, LOWEST_LOGPROB)

@@ -1,0 +1,162 @@
+"""The pre-norm decoder that most open models are: grouped-query attention with RoPE, SwiGLU, RMSNorm.
+
+What differs between architectures is in a `DecoderSpec`; a file beside this one gives that of an architecture. Module
+names are those of the checkpoint, except for the packed projections (see `packed_modules_mapping`).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.distributed.tensor_parallel import TensorParallel, VocabShard
+from nanoinfer.layers.activation import silu_and_mul
+from nanoinfer.layers.attention.backend import AttentionBackend
+from nanoinfer.layers.attention.layer import Attention
+from nanoinfer.layers.attention.metadata import KVCache, LayerCache, Metadata
+from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanoinfer.layers.layernorm import RMSNorm
+from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
+from nanoinfer.layers.rotary_embedding import RotaryEmbedding
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """How an architecture differs from the common decoder.
+
+    qk_norm: whether each head of the queries and keys is normalised before its rotation.
+    """
+
+    qk_norm: bool = False
+
+
+class DecoderAttention(nn.Module):
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: DecoderSpec,
+        rotary_emb: RotaryEmbedding,
+        backend: AttentionBackend,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        num_heads, head_dim = config.num_attention_heads, config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, head_dim, num_heads, config.num_key_value_heads, bias=config.attention_bias, tp=tp
+        )
+        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, bias=config.attention_bias, tp=tp)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
+        self.attn = Attention(rotary_emb, config.rms_norm_eps, backend)
+
+    def forward(self, positions: Tensor, hidden: Tensor, cache: LayerCache, metadata: Metadata) -> PartialSum:
+        qkv = self.qkv_proj(hidden)  # (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
+        norm_weights = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        out = self.attn(qkv, norm_weights, positions, cache, metadata)  # (num_tokens, num_heads, head_dim)
+        return self.o_proj(out.flatten(1))
+
+
+class DecoderMLP(nn.Module):
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, config.intermediate_size, tp)
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, bias=False, tp=tp)
+
+    def forward(self, hidden: Tensor) -> PartialSum:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+
+
+class DecoderLayer(nn.Module):
+    """One layer. Each norm adds to the residual stream what came before it, then normalises."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: DecoderSpec,
+        rotary_emb: RotaryEmbedding,
+        backend: AttentionBackend,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.self_attn = DecoderAttention(config, spec, rotary_emb, backend, tp)
+        self.mlp = DecoderMLP(config, tp)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, positions: Tensor, hidden: PartialSum | None, residual: Tensor, cache: LayerCache, metadata: Metadata
+    ) -> tuple[PartialSum, Tensor]:
+        """Return what this layer's MLP adds to the residual stream, and the stream.
+
+        hidden: what the layer before adds; None in the first. residual: (num_tokens, hidden_size).
+        """
+        normed, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(positions, normed, cache, metadata)
+        normed, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(normed), residual
+
+
+class Decoder(nn.Module):
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: DecoderSpec,
+        max_positions: int,
+        backend: AttentionBackend,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        rotary_emb = RotaryEmbedding(config, max_positions)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, spec, rotary_emb, backend, tp) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
+        residual = self.embed_tokens(token_ids)  # (num_tokens, hidden_size)
+        hidden: PartialSum | None = None
+        for index, layer in enumerate(self.layers):
+            hidden, residual = layer(positions, hidden, residual, kv_cache.layer(index), metadata)
+        normed, _ = self.norm(hidden, residual)
+        return normed
+
+
+class DecoderForCausalLM(nn.Module):
+    """A decoder and its head: the whole model, or one rank's share of it. An architecture is a subclass with a `spec`.
+
+    max_positions: positions that the rotary tables cover. backend: how attention is computed.
+    """
+
+    spec: ClassVar[DecoderSpec]
+    # Name in the checkpoint -> (our packed module, the shard of it that the weight fills).
+    packed_modules_mapping: ClassVar[dict[str, tuple[str, str]]] = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", "gate"),
+        "up_proj": ("gate_up_proj", "up"),
+    }
+
+    def __init__(self, config: ModelConfig, max_positions: int, backend: AttentionBackend, tp: TensorParallel) -> None:
+        super().__init__()
+        self.model = Decoder(config, self.spec, max_positions, backend, tp)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
+        # A tied checkpoint may repeat the embedding under the head's name: there is nothing to load there.
+        self.ignored_weights = ("lm_head.weight",) if config.tie_word_embeddings else ()
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @property
+    def vocab_shard(self) -> VocabShard:
+        """The token ids that this rank computes the logits of."""
+        return self.lm_head.vocab
+
+    def forward(self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
+        """Return hidden states (num_tokens, hidden_size) of the step's tokens; token_ids, positions: (num_tokens,)."""
+        return self.model(token_ids, positions, kv_cache, metadata)
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """(num_rows, hidden_size) -> logits (num_rows, vocab_shard.size) in the model's dtype, in `out` if given."""
+        return self.lm_head(hidden, out)
