@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from nanoinfer import __version__
+from nanoinfer.bench import cli as bench
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import JobError, NanoinferError
 
@@ -64,6 +65,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     parser.add_argument("--version", action="version", version=f"nanoinfer {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     add_run_batch(commands)
+    bench.add_parser(commands)
     args = parser.parse_args(arguments)
     show_log()
     sys.exit(args.run(args))  # each command sets its own function, which returns the exit code

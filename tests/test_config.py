@@ -376,7 +376,7 @@ def test_another_architecture_is_refused_before_its_sizes_are_missed(tmp_path: P
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("model-q4.gguf", "GGUF", "has only GGUF files; give the original checkpoint in safetensors, or make one with"),
+        ("model-q4.gguf", "GGUF", "has only GGUF files; give the original checkpoint in safetensors, or make one by"),
         (
             "adapter_config.json",
             '{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}',

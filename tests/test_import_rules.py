@@ -33,8 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llm": EVERYBODY | {"engine", "executor", "runner", "models", "text"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "executor", "text"},
-    "bench": EVERYBODY | {"llm", "engine", "executor", "runner", "layers", "kernels", "distributed"},
-    "__main__": EVERYBODY | {"llm", "batch", "bench"},
+    "bench": EVERYBODY | {*nanoinfer.__all__, "__version__", "engine", "layers", "kernels", "distributed"},
+    "__main__": EVERYBODY | {"llm", "batch", "bench", "__version__"},
 }
 WITHOUT_TORCH = {"engine", "config", "sampling_params", "outputs", "errors"}
 CUDA_ONLY = ("kernels.", "layers.attention.flash_attn", "layers.attention.triton")

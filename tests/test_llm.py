@@ -442,9 +442,11 @@ def test_prompts_as_vllms_users_write_them(llm: LLM) -> None:
             llm.generate([wrong], SHORT, use_tqdm=False)
 
 
-def test_a_recommendation_out_of_range_names_its_file(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.engine, "generation_config", {"top_k": -7})
-    with pytest.raises(ModelError, match=r"generation_config\.json of .*: top_k=-7 must be at least -1"):
+def test_a_recommendation_out_of_range_names_its_file(random_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    shutil.copytree(random_checkpoint(), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"top_k": -7}')
+    message = r"generation_config\.json of .*: top_k=-7 must be at least -1"
+    with LLM(tmp_path, device="cpu") as llm, pytest.raises(ModelError, match=message):
         _ = llm.default_sampling_params
 
 

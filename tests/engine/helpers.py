@@ -101,14 +101,14 @@ class FakeDevice:
         packet = pack(batch)
         header = read_header(packet)
         sections = split(packet, header)
-        known_tokens = iter(sections.known_tokens.tolist())
+        known_tokens = iter(sections.known_tokens[:, 0].tolist())
         for row, num_tokens, *_ in sections.row_records.tolist():
             self.token_ids[row] = [next(known_tokens) for _ in range(num_tokens)]
             self.block_tables[row] = {}
         for row, column, block_id in sections.new_blocks.tolist():
             self.block_tables[row][column] = block_id
 
-        decode_rows = sections.decode_rows.tolist()
+        decode_rows = sections.decode_rows[:, 0].tolist()
         chunks = sections.chunks.tolist() + [[row, len(self.token_ids[row]) - 1, 1] for row in decode_rows]
         for row, start, length in chunks:  # every layer writes all its keys and values before it reads any
             texts = fingerprints(self.token_ids[row])

@@ -7,10 +7,11 @@ from nanoinfer.engine.batch import (
     NewBlock,
     Packet,
     PrefillChunk,
+    SamplingRecord,
     ScheduledBatch,
-    SpecialRecord,
     pack,
     read_header,
+    read_sampling_records,
     split,
 )
 from nanoinfer.engine.sequence import Sequence
@@ -57,7 +58,7 @@ def test_the_header_counts_what_the_packet_carries() -> None:
         "num_prefill_tokens": 6,
         "num_prefill_samples": 1,
         "num_decode": 2,
-        "num_special": 0,
+        "num_sampling_records": 0,
         "num_stop_ids": 0,
     }
 
@@ -70,10 +71,10 @@ def test_a_packet_is_read_back_as_it_was_written() -> None:
     packet = pack(prefill_and_decode())
     sections = split(packet, read_header(packet))
     assert sections.row_records[:, :2].tolist() == [[2, 3], [5, 6]]
-    assert sections.known_tokens.tolist() == [10, 11, 12, 20, 21, 22, 23, 24, 25]
+    assert sections.known_tokens[:, 0].tolist() == [10, 11, 12, 20, 21, 22, 23, 24, 25]
     assert sections.new_blocks.tolist() == [[2, 0, 40], [2, 1, 41], [5, 0, 42], [7, 3, 43]]
     assert sections.chunks.tolist() == [[2, 0, 3], [5, 2, 3]]
-    assert sections.decode_rows.tolist() == [0, 7]
+    assert sections.decode_rows[:, 0].tolist() == [0, 7]
 
 
 def test_sections_are_views_of_the_packet() -> None:
@@ -89,7 +90,7 @@ def test_a_preempted_sequence_travels_with_its_generated_tokens() -> None:
     packet = pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 4, samples=True)]))
     sections = split(packet, read_header(packet))
     assert sections.row_records[0, :2].tolist() == [0, 4]
-    assert sections.known_tokens.tolist() == [10, 11, 12, 13]
+    assert sections.known_tokens[:, 0].tolist() == [10, 11, 12, 13]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 0.7, 1.0, 100.0])
@@ -106,35 +107,48 @@ def test_a_seed_beyond_32_bits_travels_in_two_halves(seed: int) -> None:
     assert (seed_high << 32) | (seed_low & 0xFFFF_FFFF) == seed
 
 
-def test_what_only_some_rows_ask_for_travels_with_them_alone() -> None:
+def test_only_a_row_that_asks_for_more_has_a_sampling_record() -> None:
     params = SamplingParams(temperature=0.5, top_k=-1, top_p=0.75, min_tokens=3, logprobs=2, frequency_penalty=-0.5)
-    special, plain = Sequence(1, [10, 11], params), sequence_in_row(4, [20])
-    special.row, special.stop_token_ids, special.score_from = 3, {7, 5}, 1
-    special.token_ids.append(12)
-    chunks = [PrefillChunk(seq, 0, len(seq.token_ids), samples=True) for seq in (plain, special)]
-    packet = pack(ScheduledBatch(admitted=[plain, special], prefill=chunks))
+    asking, plain = Sequence(1, [10, 11], params), sequence_in_row(4, [20])
+    asking.row, asking.stop_token_ids, asking.prompt_logprobs_start = 3, {7, 5}, 1
+    asking.token_ids.append(12)
+    chunks = [PrefillChunk(seq, 0, len(seq.token_ids), samples=True) for seq in (plain, asking)]
+    packet = pack(ScheduledBatch(admitted=[plain, asking], prefill=chunks))
     sections = split(packet, read_header(packet))
-    record = SpecialRecord(*sections.special_records[0].tolist())
-    assert sections.special_records.shape == (1, len(SpecialRecord._fields))
-    assert sections.stop_ids.tolist() == [5, 7]
-    assert record[:10] == (3, 1, True, True, 3, 2, 2, -1, 1, 2)
-    floats = sections.special_records[0, 10:].view(np.float32).tolist()
-    assert floats == [0.5, 0.0, 0.75, 0.0, 2.0, 0.0, -0.5, 1.0]
+    assert read_sampling_records(sections.sampling_records) == [
+        SamplingRecord(
+            row=3,
+            num_prompt_tokens=2,
+            num_generated=1,
+            top_k=0,
+            min_tokens=3,
+            num_stop_ids=2,
+            num_logprobs=2,
+            num_prompt_logprobs=-1,
+            prompt_logprobs_start=1,
+            top_p=0.75,
+            min_p=0.0,
+            presence_penalty=0.0,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.0,
+        )
+    ]
+    assert sections.stop_ids[:, 0].tolist() == [5, 7]
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0, "top_k": 5}, {"n": 3, "seed": 1}, {"stop_token_ids": [1]}])
-def test_a_row_that_asks_for_nothing_special_has_no_record(options: dict) -> None:
+def test_a_row_that_asks_for_nothing_more_has_no_sampling_record(options: dict) -> None:
     seq = Sequence(0, [1], SamplingParams(**options))
     seq.row = 0
     header = read_header(pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 1, samples=True)])))
-    assert (header.num_special, header.num_stop_ids) == (0, 0)
+    assert (header.num_sampling_records, header.num_stop_ids) == (0, 0)
 
 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
     assert packet.tolist() == [0, 0, 0, 0, 0, 0, 2, 0, 0, 4, 1]
     sections = split(packet, read_header(packet))
-    assert [section.shape for section in sections] == [(0, 5), (0,), (0, 3), (0, 3), (2,), (0, 18), (0,)]
+    assert [section.shape for section in sections] == [(0, 5), (0, 1), (0, 3), (0, 3), (2, 1), (0, 14), (0, 1)]
 
 
 def test_an_empty_batch_is_false_and_packs_to_a_header_of_zeros() -> None:

@@ -198,7 +198,7 @@ def test_a_prompt_that_fills_the_cache_but_one_token_is_served(random_checkpoint
 def test_the_model_limit_is_lowered_to_what_the_cache_holds_with_a_warning(random_checkpoint: Checkpoint) -> None:
     with pytest.warns(UserWarning, match="lowered from the model's 2048 tokens to 64"):
         llm = LLM(random_checkpoint(), device="cpu", kvcache_block_size=16, num_kvcache_blocks=4)
-    assert llm.engine.max_model_len == 64
+    assert llm.max_model_len == 64
     llm.close()
 
 

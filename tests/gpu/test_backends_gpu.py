@@ -10,7 +10,7 @@ from nanoinfer.layers.attention.layer import store
 from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, PrefillMetadata
 from nanoinfer.layers.attention.selection import select_backend
 from nanoinfer.layers.attention.torch_reference import TorchBackend
-from nanoinfer.runner.step_tables import cumulated
+from nanoinfer.runner.step_tables import cumulative_lens
 
 pytestmark = pytest.mark.gpu
 
@@ -45,8 +45,8 @@ def random_case(
     metadata = PrefillMetadata(
         query_lens=query_lens,
         context_lens=context_lens,
-        cu_query_lens=cumulated(torch.tensor(query_lens, dtype=torch.int32, device="cuda")),
-        cu_context_lens=cumulated(torch.tensor(context_lens, dtype=torch.int32, device="cuda")),
+        cu_query_lens=cumulative_lens(torch.tensor(query_lens, dtype=torch.int32, device="cuda")),
+        cu_context_lens=cumulative_lens(torch.tensor(context_lens, dtype=torch.int32, device="cuda")),
         slot_mapping=torch.cat(slots),
         block_tables=tables,
     )

@@ -1,5 +1,7 @@
 """Each Triton kernel, compiled for the GPU, against its PyTorch twin."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache
 from nanoinfer.layers.attention.torch_reference import TorchBackend
 from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
 from nanoinfer.layers.linear import RowParallelLinear
-from nanoinfer.sampling.gumbel_max import best_candidates, redraw, sample, sample_and_append
+from nanoinfer.sampling.gumbel_max import best_candidates, sample, sample_and_append
 from nanoinfer.sampling.top_k_top_p import thresholds
 
 pytestmark = pytest.mark.gpu
@@ -66,21 +68,21 @@ def test_rms_norm_equals_its_twin_on_the_cpu(size: int, num_rows: int, dtype: to
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "parts", "dtype"),
+    ("num_tokens", "num_splits", "dtype"),
     [*((n, 4, torch.bfloat16) for n in (1, 7, 256)), (257, 1, torch.bfloat16), (7, 1, torch.float16)],
 )
-def test_a_step_of_few_tokens_gets_partial_sums_of_its_row_parallel_products(
-    num_tokens: int, parts: int, dtype: torch.dtype
+def test_a_row_parallel_product_of_few_tokens_is_split_over_k(
+    num_tokens: int, num_splits: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     layer = RowParallelLinear(3072, 1024, bias=False, tp=TensorParallel()).to("cuda", dtype)
     layer.weight.data = randn(1024, 3072, dtype=dtype) * 0.02
     x, residual = randn(num_tokens, 3072, dtype=dtype), randn(num_tokens, 1024, dtype=dtype)
     weight = randn(1024, dtype=dtype)
-    product = layer(x)
-    assert product.shape[:-2] == ((parts,) if parts > 1 else ())
+    terms = layer(x).terms
+    assert len(terms) == num_splits
     whole = x.float() @ layer.weight.float().t() + residual.float()
-    out, total = add_rms_norm(product, residual, weight, 1e-6)
+    out, total = add_rms_norm(terms, residual, weight, 1e-6)
     torch.testing.assert_close(total.float(), whole, rtol=2 * torch.finfo(dtype).eps, atol=0.02)
     assert_nearly_equal(out, rms_norm(total, weight, 1e-6))
 
@@ -206,7 +208,7 @@ def sample_by_kernel(
     rows = torch.arange(len(logits), device="cuda")
     token_ids = torch.zeros(len(rows), int(positions.max()) + 1, dtype=torch.int32, device="cuda")
     context_lens = positions.int().clone()
-    ids = sample_and_append(logits, rows, temperatures, seeds, token_ids, context_lens)
+    ids = sample_and_append(logits, None, rows, temperatures, seeds, token_ids, context_lens)
     assert torch.equal(context_lens, positions.int() + 1)
     assert torch.equal(token_ids[rows, positions.long()], ids.clamp(min=0))
     return ids
@@ -254,7 +256,7 @@ def test_sampling_leaves_the_tables_alone_where_rows_are_padding() -> None:
     context_lens = torch.tensor([1, 2, 3, 0, 0], dtype=torch.int32, device="cuda")
     logits = torch.eye(5, device="cuda")[[3, 1, 4, 2]]
     rows, zeros = torch.tensor([2, -1, 0, -1], device="cuda"), torch.zeros(5, device="cuda")
-    ids = sample_and_append(logits, rows, zeros, zeros.long(), token_ids, context_lens)
+    ids = sample_and_append(logits, None, rows, zeros, zeros.long(), token_ids, context_lens)
     assert ids.tolist() == [3, -1, 4, -1]
     assert token_ids[[0, 2]].tolist() == [[9, 4, 9, 9], [9, 9, 9, 3]]
     assert token_ids[[1, 3, 4]].eq(9).all()
@@ -329,29 +331,30 @@ def test_a_row_that_is_not_finite_has_no_token_under_a_threshold_either(value: f
     logits[:, 151935 if value > 0 or value != value else slice(None)] = value
     limits, rows = torch.tensor(LIMITS, device="cuda"), torch.arange(8, device="cuda")
     token_ids, lens = torch.zeros(8, 3, device="cuda").int(), torch.ones(8, device="cuda").int()
-    ids = redraw(logits, thresholds(logits, limits), rows, limits[:, 0].contiguous(), rows, token_ids, lens)
+    ids = sample_and_append(logits, thresholds(logits, limits), rows, limits[:, 0].contiguous(), rows, token_ids, lens)
     assert ids.tolist() == [-1] * 8
 
 
-def test_a_second_draw_is_that_of_its_twin_and_without_thresholds_the_first_one() -> None:
+def test_a_draw_above_thresholds_is_that_of_its_twin() -> None:
     torch.manual_seed(0)
     logits = (torch.randn(64, 151936, device="cuda") * 3).bfloat16()
     rows, temperatures = torch.arange(64, device="cuda"), torch.rand(64, device="cuda") * 2
     rows[5], temperatures[::4] = -1, 0
     seeds, lens = torch.randint(-(2**62), 2**62, (64,), device="cuda"), torch.arange(64, device="cuda").int()
-    token_ids = torch.zeros(64, 70, device="cuda").int()
-    first = sample_and_append(logits, rows, temperatures, seeds, token_ids, lens)
-    before, lens_before = token_ids.clone(), lens.clone()
-    none = torch.full((64,), -torch.inf, device="cuda")
-    assert torch.equal(redraw(logits, none, rows, temperatures, seeds, token_ids, lens), first)
-    assert torch.equal(token_ids, before)
-    bounds = torch.full((64,), 6.0, device="cuda")
-    ids = redraw(logits, bounds, rows, temperatures, seeds, token_ids, lens)
-    assert torch.equal(lens, lens_before)
+
+    def draw(function: Callable[..., Tensor], bounds: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        token_ids, context_lens = torch.zeros(65, 70, device="cuda").int(), torch.cat((lens, lens[:1]))
+        more = torch.cat((temperatures, temperatures[:1])), torch.cat((seeds, seeds[:1]))
+        return function(logits, bounds, rows, *more, token_ids, context_lens), token_ids, context_lens
+
+    ids, token_ids, context_lens = draw(sample_and_append, None)
+    assert torch.equal(draw(sample_and_append, torch.full((64,), -torch.inf, device="cuda"))[0], ids)
+    ids, token_ids, context_lens = draw(sample_and_append, torch.full((64,), 6.0, device="cuda"))
     drawn = rows >= 0
-    assert torch.equal(token_ids[rows[drawn], (lens[rows[drawn]] - 1).long()], ids[drawn])
+    assert torch.equal(context_lens[:64], lens + drawn)
+    assert torch.equal(token_ids[rows[drawn], lens[rows[drawn]].long()], ids[drawn])
     assert (logits.float()[drawn].gather(1, ids[drawn].long().unsqueeze(1)) >= 6.0).all()
-    expected = redraw.__wrapped__(logits, bounds, rows, temperatures, seeds, token_ids.clone(), lens)
+    expected, _, _ = draw(sample_and_append.__wrapped__, torch.full((64,), 6.0, device="cuda"))
     assert (ids == expected).float().mean() > 0.95  # logarithms differ in the last bit: near ties may flip
 
 
@@ -368,7 +371,7 @@ def test_draws_under_qwens_settings_follow_the_truncated_softmax() -> None:
         torch.zeros(num_draws, 2, device="cuda").int(),
     )
     many = logits.expand(num_draws, -1)
-    ids = redraw(many, bound.expand(num_draws).contiguous(), seeds, temperatures, seeds, token_ids, lens)
+    ids = sample_and_append(many, bound.expand(num_draws).contiguous(), seeds, temperatures, seeds, token_ids, lens)
     observed = ids.bincount(minlength=151936)[allowed].double()
     assert observed.sum() == num_draws
     expected = (logits[0, allowed].double() / 0.6).softmax(dim=0) * num_draws

@@ -211,8 +211,8 @@ def _failing_in_the_second_graph(decode: Callable[..., torch.Tensor]) -> Callabl
     return decode_or_fail
 
 
-def _sum_in_two_ways(rank: int, size: int, folder: str) -> None:
-    """Run by each rank: sums by way of the GPUs' memory, in one shot and in two, some ranks late, against NCCL's."""
+def _all_reduce_in_all_ways(rank: int, size: int, folder: str) -> None:
+    """Run by each rank: one-shot and two-shot all-reduces, with some ranks late, against NCCL's."""
     devices = [torch.device("cuda", index) for index in range(size)]
     torch.cuda.set_device(rank)
     max_tokens, hidden_size, dtype = 512, 1024, torch.bfloat16
@@ -242,9 +242,8 @@ def _sum_in_two_ways(rank: int, size: int, folder: str) -> None:
             assert torch.equal(residual[owned], expected_residual[owned])
     x = torch.randn(3 * SLICE_TOKENS, 256, dtype=dtype, device="cuda")
     matrix = torch.randn(hidden_size, 256, dtype=dtype, device="cuda")
-    parts, whole = tp.sum_of_products(x, matrix, None), tp.all_reduce((x @ matrix.t()).float())
-    in_parts = torch.cat([part.wait() for part in parts])
-    torch.testing.assert_close(in_parts.float(), whole, rtol=0.02, atol=1.0)  # rounded by each addition
+    overlapped, whole = tp.all_reduced_product(x, matrix, None), tp.all_reduce((x @ matrix.t()).float())
+    torch.testing.assert_close(overlapped.float(), whole, rtol=0.02, atol=1.0)  # rounded by each addition
     if rank == 0:  # nobody comes to this sum, of rows that it owns and others
         buffers = replace(tp.memory.next_buffers(4), two_shot=True)
         all_reduce_add_rms_norm(first_residual[:4], buffers, weight, 1e-6)
@@ -257,7 +256,7 @@ def _sum_in_two_ways(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_sums_through_the_gpus_memory_and_in_slices_are_those_of_nccl(size: int, tmp_path: Path) -> None:
+def test_the_custom_all_reduce_and_overlapped_slices_give_the_sums_of_nccl(size: int, tmp_path: Path) -> None:
     needs_gpus(size)
     os.environ.update(NCCL_ENVIRONMENT)
-    torch.multiprocessing.spawn(_sum_in_two_ways, (size, str(tmp_path)), nprocs=size)
+    torch.multiprocessing.spawn(_all_reduce_in_all_ways, (size, str(tmp_path)), nprocs=size)

@@ -26,6 +26,7 @@ from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
+    PartialSum,
     QKVParallelLinear,
     RowParallelLinear,
 )
@@ -54,7 +55,7 @@ def test_rms_norm_equals_that_of_transformers(dtype: torch.dtype, scale: float) 
     ours, theirs = both_norms(dtype)
     x = (scale * randn(5, 3, 96)).to(dtype)
     unchanged = x.clone()
-    out = ours(x)
+    out, _ = ours(None, x)
     assert out.dtype == dtype
     assert torch.equal(x, unchanged)
     assert torch.equal(out, theirs(x)), "to the last bit: the weight is applied after rounding, as there"
@@ -65,7 +66,7 @@ def test_adding_rms_norm_is_the_sum_and_the_norm_of_the_sum(dtype: torch.dtype) 
     ours, theirs = both_norms(dtype)
     x, residual = randn(7, 96).to(dtype), randn(7, 96, seed=2).to(dtype)
     unchanged = x.clone(), residual.clone()
-    out, total = ours.add(x, residual)
+    out, total = ours(PartialSum(x.unsqueeze(0)), residual)
     assert torch.equal(total, x + residual)
     assert torch.equal(out, theirs(x + residual))
     assert torch.equal(x, unchanged[0])
@@ -77,13 +78,13 @@ def test_rms_norm_of_3_and_4_has_a_mean_square_of_1() -> None:
     norm.weight.copy_(torch.tensor([1.0, 10.0]))
     root_mean_square = 12.5**0.5  # of 3 and 4
     expected = torch.tensor([3 / root_mean_square, 40 / root_mean_square])
-    torch.testing.assert_close(norm(torch.tensor([3.0, 4.0])), expected)
+    torch.testing.assert_close(norm(None, torch.tensor([3.0, 4.0]))[0], expected)
 
 
 def test_eps_keeps_a_row_of_zeros_finite() -> None:
     norm = RMSNorm(4, eps=1e-6)
     norm.weight.fill_(1.0)
-    assert norm(torch.zeros(2, 4)).tolist() == [[0.0] * 4] * 2
+    assert norm(None, torch.zeros(2, 4))[0].tolist() == [[0.0] * 4] * 2
 
 
 def test_silu_and_mul_gates_the_second_half_by_the_first() -> None:
@@ -146,16 +147,15 @@ def test_launches_overlap_from_compute_capability_9_on(
     assert launch.overlap_options(torch.device("cpu")) == {"OVERLAP": False}
 
 
-@pytest.mark.parametrize(("dtype", "parts"), [(torch.bfloat16, 4), (torch.float16, 1), (torch.float32, 1)])
-def test_on_a_gpu_few_tokens_get_partial_sums_that_add_up_to_the_product(dtype: torch.dtype, parts: int) -> None:
+@pytest.mark.parametrize(("dtype", "num_splits"), [(torch.bfloat16, 4), (torch.float16, 1), (torch.float32, 1)])
+def test_on_a_gpu_a_product_of_few_tokens_is_split_over_k(dtype: torch.dtype, num_splits: int) -> None:
     layer = RowParallelLinear(64, 5, bias=False, tp=TensorParallel())
     layer.weight.data = randn(5, 64).to(dtype)
     x = randn(3, 64, seed=1).to(dtype)
-    product = layer(x.as_subclass(CudaTensor)).as_subclass(Tensor)
-    assert product.shape == ((parts, 3, 5) if parts > 1 else (3, 5))
-    whole = product.float().sum(0) if parts > 1 else product.float()
-    torch.testing.assert_close(whole, x.float() @ layer.weight.float().t(), rtol=0.05, atol=0.1)
-    assert layer(randn(257, 64).to(dtype).as_subclass(CudaTensor)).shape == (257, 5)
+    terms = layer(x.as_subclass(CudaTensor)).terms.as_subclass(Tensor)
+    assert terms.shape == (num_splits, 3, 5)
+    torch.testing.assert_close(terms.float().sum(0), x.float() @ layer.weight.float().t(), rtol=0.05, atol=0.1)
+    assert layer(randn(257, 64).to(dtype).as_subclass(CudaTensor)).terms.shape == (1, 257, 5)
 
 
 # --- linear layers and the two ends, whole and cut over two ranks ---
@@ -217,7 +217,7 @@ def test_row_parallel_outputs_add_up_to_the_whole_with_the_bias_once(bias: bool)
         layer.weight_loader(layer.weight, weight)
         if bias:
             layer.weight_loader(layer.bias, offset)
-        return layer(tp.shard(x, dim=1))
+        return layer(tp.shard(x, dim=1)).terms.sum(0)
 
     expected = x @ weight.T + (offset if bias else 0)
     torch.testing.assert_close(run(WHOLE), expected)
@@ -225,8 +225,8 @@ def test_row_parallel_outputs_add_up_to_the_whole_with_the_bias_once(bias: bool)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_row_parallel_products_of_few_tokens_go_to_the_ranks_memory_with_or_without_a_bias(bias: bool) -> None:
-    """A bias too: within a pass, sums of one kind only may add to the residual."""
+def test_row_parallel_products_of_few_tokens_go_to_the_symmetric_memory_with_or_without_a_bias(bias: bool) -> None:
+    """With a bias too: all sums of a forward pass must be of the same kind."""
     x, weight, offset = randn(3, 8), randn(5, 8), 100 * randn(5)
     parts = [torch.empty(3, 5) for _ in RANKS]
     for tp, part in zip(RANKS, parts, strict=True):
@@ -236,7 +236,7 @@ def test_row_parallel_products_of_few_tokens_go_to_the_ranks_memory_with_or_with
         layer.weight_loader(layer.weight, weight)
         if bias:
             layer.weight_loader(layer.bias, offset)
-        assert layer(tp.shard(x, dim=1)).input is part
+        assert layer(tp.shard(x, dim=1)).all_ranks is buffers
     torch.testing.assert_close(parts[0] + parts[1], x @ weight.T + (offset if bias else 0))
 
 

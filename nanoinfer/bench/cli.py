@@ -1,0 +1,169 @@
+"""The command line of `nanoinfer bench`. What takes seconds to import is imported by the commands that need it."""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from nanoinfer import SamplingParams
+from nanoinfer.bench.engines import ENGINES, engine_options, make_params
+from nanoinfer.bench.throughput import benchmark, describe_machine
+from nanoinfer.bench.workloads import LOADS, SIZES, Load, choose_loads, choose_model, draw_workload
+from nanoinfer.errors import ConfigError, NanoinferError
+
+NAMES = LOADS["cuda"].keys()
+WHICH_LOADS = """\
+loads, with how many requests and tokens (far fewer on a CPU):
+  default  256 requests of 100 to 1,024 tokens in and out: nano-vllm's benchmark
+  small    1, 4 and 16 requests of 128 to 512 in and 256 out
+  steady   4,096 requests of 100 to 1,024 in and out
+  shared   default, with 2,048 tokens that all prompts begin with
+  long     8 requests of 32,768 in and 512 out"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `bench` and its commands; each sets `run`, a function of the parsed arguments that returns an exit code."""
+    bench = subparsers.add_parser("bench", help="measure how fast this is", description="Measure how fast this is.")
+    commands = bench.add_subparsers(required=True, metavar="command")
+
+    def add(name: str, function: Any, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+        parser: argparse.ArgumentParser = commands.add_parser(
+            name,
+            help=description,
+            description=f"{description[0].upper()}{description[1:]}.",
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.set_defaults(run=run, function=function)
+        return parser
+
+    throughput = add("throughput", run_loads, "time one load, and set it against the hardware's floor", WHICH_LOADS)
+    loads = add("loads", run_loads, "time several loads, each against its floor", WHICH_LOADS)
+    trace = add("trace", run_trace, "trace single steps from the middle of a run, host and GPU", WHICH_LOADS)
+    kernels = add("kernels", run_kernels, "time decode attention and products on a GPU, or all-reduces over several")
+    host = add("host", run_host, "time what a decode step costs the host; needs no GPU, no model and no PyTorch")
+
+    loads.add_argument("names", nargs="*", type=load_name, metavar="LOAD", help="all, if none is named")
+    trace.add_argument("folder", type=Path, metavar="FOLDER", help="where the trace and its picture go")
+    kernels.add_argument("--gpus", type=positive, default=1, metavar="N", help="time all-reduces over N GPUs")
+    for parser in (throughput, trace):
+        add_sizes(parser)
+    for parser in (throughput, loads, trace):
+        add_model_and_engine(parser)
+    for parser in (throughput, loads):
+        parser.add_argument("--engine", choices=ENGINES, default="nanoinfer", help="another, where it is installed")
+        parser.add_argument("--runs", type=positive, default=1, help="timed runs, each with the next seed (1)")
+    for parser in (throughput, loads, trace, host):
+        parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures here")
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--load", choices=NAMES, default="default", help="see below (default)")
+    parser.add_argument("--num-seqs", type=positive, metavar="N", help="as many requests instead")
+    parser.add_argument("--input-len", type=positive, metavar="N", help="the most tokens of a prompt instead")
+    parser.add_argument("--output-len", type=positive, metavar="N", help="the most tokens of a completion instead")
+    parser.add_argument("--shared-prefix", type=positive, metavar="N", help="equal tokens before all prompts")
+    parser.add_argument("--max-num-seqs", type=positive, metavar="N", help="the most requests that run at once (512)")
+
+
+def add_model_and_engine(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--size", choices=SIZES, help="a Qwen3 size, with random weights (0.6B on a GPU)")
+    which.add_argument("--model", metavar="FOLDER_OR_ID", help="a checkpoint: a folder or a hub id")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first workload (0)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="top-k filtering (off); Qwen3 recommends 20")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="top-p filtering (off); Qwen3's is 0.95")
+    parser.add_argument("--tensor-parallel-size", type=positive, default=1, metavar="N", help="number of GPUs (1)")
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--attention-backend", default="auto", help="nanoinfer's: auto, flash_attn, triton or torch")
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def load_name(text: str) -> str:
+    if text not in NAMES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no load; choose from {', '.join(NAMES)}")
+    return text
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a command and return its exit code; 2 for a wrong option, or a model that cannot be used."""
+    options = {name: value for name, value in vars(args).items() if name not in ("run", "function", "json")}
+    try:
+        figures = args.function(args)
+    except NanoinferError as error:
+        print(f"nanoinfer bench: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    if getattr(args, "json", None):
+        text = json.dumps({"command": sys.argv, "options": options, **figures}, indent=2, default=str)
+        args.json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def run_loads(args: argparse.Namespace) -> dict[str, Any]:
+    """Run `throughput` or `loads`."""
+    check_engine(args)
+    started = perf_counter()  # before PyTorch, whose import a user waits for too
+    device = find_device()
+    return benchmark(loads_of(args, device), device, args, started)
+
+
+def run_trace(args: argparse.Namespace) -> dict[str, Any]:
+    from nanoinfer import LLM
+    from nanoinfer.bench.trace import trace
+
+    device = find_device()
+    _, load = loads_of(args, device)[-1]
+    with tempfile.TemporaryDirectory() as scratch:
+        model = choose_model(args.model, args.size, device, Path(scratch))
+        options = engine_options(model, load, args) | {"attention_backend": args.attention_backend}
+        workload = draw_workload(args.seed, load, model.config.vocab_size)
+        params = make_params(SamplingParams, workload, top_k=args.top_k, top_p=args.top_p)
+        with LLM(model.folder, load_format=model.load_format, **options) as llm:
+            return {"trace": trace(llm, workload, params, args.folder), **describe_machine(device)}
+
+
+def run_kernels(args: argparse.Namespace) -> dict[str, Any]:
+    from nanoinfer.bench import kernels
+
+    kernels.run(args.gpus)
+    return {}
+
+
+def run_host(_args: argparse.Namespace) -> dict[str, Any]:
+    from nanoinfer.bench import host
+
+    return {"host": host.measure(), **describe_machine("cpu")}
+
+
+def loads_of(args: argparse.Namespace, device: str) -> list[tuple[str, Load]]:
+    """Return the loads that are asked for, with their names."""
+    if "names" in args:
+        return [(name, load) for name in args.names or NAMES for load in choose_loads(name, device)]
+    sizes = ("num_seqs", "input_len", "output_len", "shared_prefix", "max_num_seqs")
+    loads = choose_loads(args.load, device, **{size: getattr(args, size) for size in sizes})
+    return [(args.load, load) for load in loads]
+
+
+def check_engine(args: argparse.Namespace) -> None:
+    """Raise ConfigError for options that the engine does not have."""
+    if args.engine != "nanoinfer" and args.attention_backend != "auto":
+        raise ConfigError(f"--attention-backend is an option of nanoinfer; leave it out for --engine {args.engine}")
+    if args.engine == "nanovllm" and (args.top_k, args.top_p) != (0, 1):
+        raise ConfigError("--engine nanovllm has no --top-k and --top-p; leave them out")
+    if args.engine == "transformers" and args.tensor_parallel_size > 1:
+        raise ConfigError("--engine transformers runs on one GPU; leave --tensor-parallel-size out")
+
+
+def find_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

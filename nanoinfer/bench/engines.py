@@ -1,0 +1,128 @@
+"""The engines that `nanoinfer bench` can time, behind one small interface. Each is imported when it is asked for."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nanoinfer.bench.workloads import Load, Model, Workload
+from nanoinfer.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What the benchmark asks of an engine; the defaults are for one that has no metrics, or nothing to reset."""
+
+    generate: Callable[[Workload], list[int]]  # returns how many tokens each request was given
+    metrics: Callable[[], dict[str, float]] = dict  # running totals of prefill and decode work
+    reset: Callable[[], object] = lambda: None  # forgets cached prefixes
+    close: Callable[[], object] = lambda: None
+
+
+def load_engine(model: Model, options: dict[str, Any], args: argparse.Namespace) -> Engine:
+    """Start the engine that `args` ask for. Raises ConfigError where it is not installed."""
+    try:
+        return ENGINES[args.engine](model, options, args)
+    except ImportError as error:
+        raise ConfigError(f"--engine {args.engine} cannot be imported here ({error}); install it first") from error
+
+
+def engine_options(model: Model, load: Load, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that all engines are given. Raises ConfigError for requests that the model cannot take."""
+    longest, limit = load.longest, model.config.max_model_len
+    if longest > limit:
+        lengths = "--input-len and --output-len" if load.shared_prefix == 0 else "--shared-prefix and both lengths"
+        raise ConfigError(f"{lengths} add up to {longest}, and {model.name} takes {limit}; ask for fewer tokens")
+    return {
+        "max_model_len": min(max(4096, longest), limit),  # 4096 is what nano-vllm's benchmark sets
+        "max_num_seqs": load.max_num_seqs,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "enforce_eager": args.enforce_eager,
+    }
+
+
+def make_params(kind: Any, workload: Workload, **options: Any) -> list[Any]:
+    """Return one object of an engine's own class of sampling parameters for each request."""
+    return [kind(temperature=0.6, ignore_eos=True, max_tokens=count, **options) for count in workload.max_tokens]
+
+
+def load_nanoinfer(model: Model, options: dict[str, Any], args: argparse.Namespace) -> Engine:
+    from nanoinfer import LLM, SamplingParams
+
+    llm = LLM(model.folder, load_format=model.load_format, attention_backend=args.attention_backend, **options)
+
+    def generate(workload: Workload) -> list[int]:
+        params = make_params(SamplingParams, workload, top_k=args.top_k, top_p=args.top_p)
+        outputs = llm.generate([*workload.prompts], params, use_tqdm=False)
+        return [len(output.token_ids) for output in outputs]
+
+    def metrics() -> dict[str, float]:
+        totals = asdict(llm.get_metrics())
+        del totals["num_used_blocks"], totals["num_blocks"]  # which are no totals
+        return totals
+
+    return Engine(generate, metrics, llm.reset_prefix_cache, llm.close)
+
+
+def load_nanovllm(model: Model, options: dict[str, Any], _args: argparse.Namespace) -> Engine:
+    from nanovllm import LLM, SamplingParams
+
+    llm = LLM(str(model.folder), **options)
+    if model.random_weights:
+        # It leaves weights that it finds no file for as the memory was, and products of zeros run faster.
+        for parameter in llm.model_runner.model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0, model.config.initializer_range)
+
+    def generate(workload: Workload) -> list[int]:
+        outputs = llm.generate(workload.prompts, make_params(SamplingParams, workload), use_tqdm=False)
+        return [len(output["token_ids"]) for output in outputs]
+
+    return Engine(generate)
+
+
+def load_vllm(model: Model, options: dict[str, Any], args: argparse.Namespace) -> Engine:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model=str(model.folder), load_format=model.load_format, skip_tokenizer_init=True, **options)
+
+    def generate(workload: Workload) -> list[int]:
+        inputs = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
+        params = make_params(SamplingParams, workload, detokenize=False, top_k=args.top_k, top_p=args.top_p)
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+        return [len(output.outputs[0].token_ids) for output in outputs]
+
+    return Engine(generate, reset=llm.reset_prefix_cache)
+
+
+def load_transformers(model: Model, _options: dict[str, Any], args: argparse.Namespace) -> Engine:
+    """Use its own `generate` on left-padded batches of requests of like length: a batch runs until its longest ends."""
+    import torch
+    from transformers import AutoConfig, GenerationConfig, Qwen3ForCausalLM
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if model.random_weights:
+        with device:
+            net = Qwen3ForCausalLM(AutoConfig.from_pretrained(model.folder))
+    else:
+        net = Qwen3ForCausalLM.from_pretrained(model.folder)
+    net = net.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
+    net.generation_config.eos_token_id = None  # every row runs to the end
+
+    def generate(workload: Workload) -> list[int]:
+        requests = sorted(zip(workload.max_tokens, workload.prompts, strict=True), key=lambda request: request[0])
+        for start in range(0, len(requests), 64):
+            batch = requests[start : start + 64]
+            steps, width = batch[-1][0], max(len(prompt) for _, prompt in batch)
+            padded = torch.tensor([[0] * (width - len(prompt)) + prompt for _, prompt in batch], device=device)
+            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for _, p in batch], device=device)
+            sampling = {"do_sample": True, "temperature": 0.6, "top_k": args.top_k, "top_p": args.top_p}
+            options = GenerationConfig(**sampling, max_new_tokens=steps, pad_token_id=0)
+            output = net.generate(padded, attention_mask=mask, generation_config=options)
+            assert output.shape[1] == width + steps, f"generate stopped at {output.shape[1] - width} of {steps} tokens"
+        return workload.max_tokens  # what a row got beyond its own max_tokens is not counted
+
+    return Engine(generate)
+
+
+ENGINES = {"nanoinfer": load_nanoinfer, "nanovllm": load_nanovllm, "vllm": load_vllm, "transformers": load_transformers}

@@ -1,0 +1,182 @@
+"""The floor: the least time that the hardware allows for a workload.
+
+It follows from two rates, memory bandwidth and matrix products, that are measured on the spot. `compute_floor` says
+what is counted. A run can come close to its floor and never below it, so its share of the floor says what is left.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from math import comb
+from time import perf_counter
+from typing import Any
+
+from nanoinfer.bench.workloads import Workload
+from nanoinfer.checkpoint.model_config import ModelConfig
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the hardware was seen to do. bandwidth: bytes/s; matrix_rate: FLOP/s; method: how they were measured."""
+
+    bandwidth: float
+    matrix_rate: float
+    bytes_per_value: int  # of the dtype that the matrix rate holds for
+    method: str
+
+    def __str__(self) -> str:
+        return f"{self.bandwidth / 1e12:.3f} TB/s and {self.matrix_rate / 1e12:.4g} TFLOP/s: {self.method}"
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The least seconds that a workload can take, by what takes them; `compute_floor` says how they are counted."""
+
+    prefill_seconds: float
+    decode_matrix_seconds: float
+    decode_kv_seconds: float
+    num_decode_steps: int
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.decode_matrix_seconds + self.decode_kv_seconds
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill_seconds + self.decode_seconds
+
+
+def compute_floor(config: ModelConfig, workload: Workload, rates: Rates, max_num_seqs: int = 512) -> Floor:
+    """Return the least time for the workload at these rates. Only what no engine can avoid is counted.
+
+    Prefill is matrix products at the matrix rate: 2 FLOPs for each layer weight and prompt token; the same for each
+    lm_head weight and request, as only the last position needs logits; and causal attention, 4 FLOPs for each layer,
+    each value of a query (heads x head_dim), and each pair of a token and one at or before it.
+
+    A decode step takes the longer of two: reading layers and lm_head once (the embedding is a lookup, so it counts
+    only where it is the lm_head), or 2 FLOPs for each of these weights and running sequence. Reading key and value of
+    every token that the running sequences attend to comes on top: it alternates with the products, layer by layer.
+
+    A prefix that all prompts share is computed once, and its keys and values are read once a decode step, for all.
+
+    All requests are prefilled first, then decode together (in waves, beyond `max_num_seqs`). Activations, norms,
+    sampling, launches and the host count as nothing, and no cache is large enough to hold weights from step to step.
+    """
+    layers, lm_head = count_weights(config)
+    query_width = config.num_attention_heads * config.head_dim
+    kv_values_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    shared, num_repeats = workload.shared_prefix, len(workload.prompts) - 1
+    num_pairs = sum(comb(len(prompt) + 1, 2) for prompt in workload.prompts) - num_repeats * comb(shared + 1, 2)
+    num_prefill_tokens = workload.num_input_tokens - num_repeats * shared
+    products = 2 * layers * num_prefill_tokens + 2 * lm_head * len(workload.prompts)
+    attention = 4 * config.num_hidden_layers * query_width * num_pairs
+
+    steps = decode_steps(workload, max_num_seqs)
+    num_kv_reads = sum(context - (num_seqs - 1) * shared for num_seqs, context in steps)
+    read_weights = (layers + lm_head) * rates.bytes_per_value / rates.bandwidth
+    multiply_one = 2 * (layers + lm_head) / rates.matrix_rate
+    return Floor(
+        prefill_seconds=(products + attention) / rates.matrix_rate,
+        decode_matrix_seconds=sum(max(read_weights, multiply_one * num_seqs) for num_seqs, _ in steps),
+        decode_kv_seconds=num_kv_reads * kv_values_per_token * rates.bytes_per_value / rates.bandwidth,
+        num_decode_steps=len(steps),
+    )
+
+
+def count_weights(config: ModelConfig) -> tuple[int, int]:
+    """Count the values in the layers' matrices, and in the lm_head (or the embedding, as large) without the norms."""
+    attention_width = config.num_attention_heads * config.head_dim
+    kv_width = config.num_key_value_heads * config.head_dim
+    attention = config.hidden_size * (2 * attention_width + 2 * kv_width)  # q and o, k and v
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    return config.num_hidden_layers * (attention + mlp), config.vocab_size * config.hidden_size
+
+
+def decode_steps(workload: Workload, max_num_seqs: int) -> list[tuple[int, int]]:
+    """Return for each decode step how many sequences run, and how many tokens these attend to together.
+
+    At most `max_num_seqs` run at once, in order of arrival, and one that ends makes room for the next. A request's
+    first token comes out of its prefill, so max_tokens - 1 steps are left to it; the first of them attends to the
+    prompt and that token.
+    """
+    requests = zip(workload.prompts, workload.max_tokens, strict=True)
+    waiting = [(len(prompt) + 1, count - 1) for prompt, count in requests if count > 1]
+    running: list[tuple[int, int]] = []  # (tokens to attend to, steps left)
+    steps = []
+    while waiting or running:
+        num_free = max_num_seqs - len(running)
+        running, waiting = running + waiting[:num_free], waiting[num_free:]
+        steps.append((len(running), sum(context for context, _ in running)))
+        running = [(context + 1, left - 1) for context, left in running if left > 1]
+    return steps
+
+
+def measure_rates(device: str, config: ModelConfig, num_gpus: int = 1) -> Rates:
+    """Measure the first GPU, or the CPU, in plain PyTorch, and multiply by `num_gpus`.
+
+    Call it before an engine is loaded: memory taken after a far larger piece was freed has been seen to read a tenth
+    slower.
+    """
+    import torch
+
+    dtype = getattr(torch, config.dtype) if device == "cuda" else torch.float32
+    read, copy, num_bytes = _measure_bandwidth(device)
+    matrix_rate, size = _measure_products(device, dtype)
+    if device == "cuda":
+        torch.cuda.empty_cache()  # engines in other processes would find the memory taken
+    method = (
+        f"best of a sum ({read / 1e12:.3f} TB/s) and a copy ({copy / 1e12:.3f} TB/s) over {num_bytes / GIB:.2f} GiB; "
+        f"product of random {size} x {size} matrices of {dtype}"
+    )
+    if num_gpus > 1:
+        method += f"; one GPU, times {num_gpus}"
+    return Rates(max(read, copy) * num_gpus, matrix_rate * num_gpus, dtype.itemsize, method)
+
+
+def _measure_bandwidth(device: str) -> tuple[float, float, int]:
+    """Return bytes/s of summing a buffer and of copying one half over the other, and the buffer's bytes.
+
+    The sum only reads; the copy reads or writes every byte once. The buffer is far larger than any cache.
+    """
+    import torch
+
+    num_bytes = min(4 * GIB, torch.cuda.mem_get_info()[0] // 4) if device == "cuda" else GIB // 4
+    data = torch.ones(num_bytes // 16 * 4, dtype=torch.float32, device=device)
+    first, second = data.chunk(2)
+    read = data.nbytes / _median_seconds(data.sum, device)
+    copy = data.nbytes / _median_seconds(lambda: first.copy_(second), device)
+    return read, copy, data.nbytes
+
+
+def _measure_products(device: str, dtype: Any) -> tuple[float, int]:
+    """Return FLOP/s of a large square product, and its size.
+
+    The numbers are random: zeros would be faster, since fewer bits flip and the clock stays up.
+    """
+    import torch
+
+    size = 8192 if device == "cuda" else 1024
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    return 2 * size**3 / _median_seconds(lambda: a @ b, device), size
+
+
+def _median_seconds(work: Callable[[], object], device: str) -> float:
+    """Return the median time of `work`; on a GPU by the clock of the GPU, which the host does not hold up."""
+    import torch
+
+    if device != "cuda":
+        marks = []
+        for _ in range(8):
+            work()
+            marks.append(perf_counter())
+        return statistics.median(later - earlier for earlier, later in pairwise(marks))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(24)]
+    for event in events:
+        work()
+        event.record()
+    torch.cuda.synchronize()
+    warm = events[3:]
+    return statistics.median(earlier.elapsed_time(later) / 1e3 for earlier, later in pairwise(warm))

@@ -1,0 +1,193 @@
+"""`nanoinfer bench kernels`: decode attention and matrix products on a GPU, or all-reduces over several.
+
+It prints the tables of docs/performance.md. Each figure is the median over replays of a CUDA graph whose calls all read
+other weights or another layer's cache, as in a decode step, so that nothing is found in the L2 cache.
+"""
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed._symmetric_memory
+from torch import Tensor
+
+from nanoinfer.bench.floor import Rates
+from nanoinfer.errors import ConfigError
+
+dist: Any = torch.distributed  # hardly typed, like the next
+multiprocessing: Any = torch.multiprocessing
+DTYPE = torch.bfloat16
+RATES = Rates(4.39e12, 790e12, 2, "an H200")  # what the floors are at
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = (16, 32), 8, 128, 256
+VOCAB_SIZE = 151936
+MODELS = {  # hidden size, intermediate size, query heads, splits of o's and down's sums
+    "0.6B": (1024, 3072, 16, 4),
+    "4B": (2560, 9728, 32, 4),
+    "8B": (4096, 12288, 32, 2),
+}
+ALL_REDUCE_SHAPE = (512, 4096)  # most tokens, hidden size of 8B
+
+
+def run(num_gpus: int) -> None:
+    """Print the tables of one GPU, or that of all-reduces over several. Raises ConfigError where there are too few."""
+    if torch.cuda.device_count() < num_gpus:
+        raise ConfigError(
+            f"--gpus {num_gpus}: PyTorch sees {torch.cuda.device_count()} CUDA GPUs; run it where there are more"
+        )
+    print(torch.cuda.get_device_name(), torch.__version__)
+    if num_gpus == 1:
+        with torch.inference_mode():
+            attention()
+            products()
+        return
+    from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT
+
+    os.environ.update(NCCL_ENVIRONMENT)
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(all_reduces, (num_gpus, folder), nprocs=num_gpus)
+
+
+def microseconds(calls: list[Callable[[], object]], repeats: int = 7) -> float:
+    """Return the time of one of these calls, inside a CUDA graph of them all."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=DTYPE, device="cuda")
+
+
+def print_row(*cells: object) -> None:
+    """Print a line of a Markdown table."""
+    print("|", " | ".join(map(str, cells)), "|", flush=True)
+
+
+def attention() -> None:
+    """Print TB/s of keys and values, for contexts of 100 to 2,048 tokens, or one of 32,768."""
+    from nanoinfer.kernels.paged_decode_attention import paged_decode_attention, plan_decode
+
+    loads = [(rows, 100, 2048) for rows in (256, 128, 64, 32, 16, 8, 1)] + [(1, 32768, 32768)]
+    num_layers, num_blocks = 8, 2200
+    keys, values = (randn(num_layers, num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM) for _ in range(2))
+    print_row("decode attention, TB/s; batch", *(rows for rows, _, _ in loads[:-1]), "1, with 32k")
+    for heads in HEADS:
+        figures = []
+        for rows, shortest, longest in loads:
+            order = torch.randperm(rows, device="cuda")
+            lens = torch.linspace(shortest, longest, rows + 2, device="cuda")[1:-1][order].int()
+            width = -(-longest // BLOCK_SIZE)
+            tables = torch.randperm(num_blocks, device="cuda")[: rows * width].view(rows, width).int()
+            plan, q = plan_decode(lens, tables, BLOCK_SIZE, HEAD_DIM), randn(rows, heads, HEAD_DIM)
+            layers = zip(keys, values, strict=True)
+            time = microseconds([partial(paged_decode_attention, q, k, v, *plan) for k, v in layers])
+            num_bytes = int(lens.sum()) * KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
+            figures.append(f"{num_bytes / time / 1e6:.2f}")
+        print_row(f"{heads} query heads", *figures)
+
+
+def products() -> None:
+    """Print microseconds of each product by one call of cuBLAS, of o and down (with split-K) as well, and the floor."""
+    print_row("products, us / floor", "rows", "qkv", "o (split-K)", "gate, up", "down (split-K)", "lm_head")
+    for name, (hidden, intermediate, heads, num_splits) in MODELS.items():
+        shapes = {
+            "qkv": (hidden, (heads + 2 * KV_HEADS) * HEAD_DIM),
+            "o": (heads * HEAD_DIM, hidden),
+            "gate, up": (hidden, 2 * intermediate),
+            "down": (intermediate, hidden),
+            "lm_head": (hidden, VOCAB_SIZE),
+        }
+        table: dict[int, list[str]] = {rows: [] for rows in (1, 8, 16, 64, 128, 192, 256, 512)}
+        for product, (inputs, outputs) in shapes.items():
+            num_weights = max(2, min(28, 600 * 2**20 // (2 * inputs * outputs)))  # more than the L2 cache holds
+            weights = [randn(outputs, inputs) * 0.02 for _ in range(num_weights)]
+            for rows, figures in table.items():
+                x = randn(rows, inputs)
+                figure = f"{microseconds([partial(torch.mm, x, w.t()) for w in weights]):.1f}"
+                if product in ("o", "down") and rows <= 256:
+                    xs = x.view(rows, num_splits, -1).transpose(0, 1)
+                    ws = [w.view(outputs, num_splits, -1).permute(1, 2, 0) for w in weights]
+                    figure += f" ({microseconds([partial(torch.bmm, xs, w) for w in ws]):.1f})"
+                figures.append(f"{figure} / {floor_microseconds(rows, inputs, outputs):.1f}")
+            del weights
+        for rows, figures in table.items():
+            print_row(name, rows, *figures)
+
+
+def floor_microseconds(rows: int, inputs: int, outputs: int) -> float:
+    """Return the least time of a product: that of its bytes, or that of its FLOPs."""
+    num_bytes = DTYPE.itemsize * (inputs * outputs + rows * (inputs + outputs))
+    return max(num_bytes / RATES.bandwidth, 2 * rows * inputs * outputs / RATES.matrix_rate) * 1e6
+
+
+@torch.inference_mode()
+def all_reduces(rank: int, size: int, folder: str) -> None:
+    """Print microseconds of an all-reduce and the norm of it and the residual, in five ways; runs on each rank."""
+    from nanoinfer.distributed import tensor_parallel
+    from nanoinfer.layers.layernorm import add_rms_norm, all_reduce_add_rms_norm
+
+    devices = [torch.device("cuda", index) for index in range(size)]
+    torch.cuda.set_device(rank)
+    tensor_parallel.MAX_BYTES_IN_MEMORY = {size: 2**30}
+    tp = tensor_parallel.connect(rank, size, devices[rank], Path(folder) / "store")
+    tp = tp.with_symmetric_memory(*ALL_REDUCE_SHAPE, DTYPE, devices)
+    assert tp.memory is not None, "the GPUs do not reach each other's memory"
+    memory = tp.memory
+    shared = pytorch_symmetric_memory(rank, size, folder)
+    x, residual, weight = randn(*ALL_REDUCE_SHAPE), randn(*ALL_REDUCE_SHAPE), randn(ALL_REDUCE_SHAPE[1])
+
+    def nccl(num_tokens: int) -> None:
+        add_rms_norm(tp.all_reduce(x[:num_tokens]), residual[:num_tokens], weight, 1e-6)
+
+    def pytorch(name: str, num_tokens: int) -> None:
+        total = getattr(torch.ops.symm_mem, name)(shared[:num_tokens], "sum", "bench")
+        add_rms_norm(total, residual[:num_tokens], weight, 1e-6)
+
+    def ours(two_shot: bool, num_tokens: int) -> None:
+        buffers = replace(memory.next_buffers(num_tokens), two_shot=two_shot)
+        all_reduce_add_rms_norm(residual[:num_tokens], buffers, weight, 1e-6)
+
+    ways: dict[str, Callable[[int], None]] = {
+        "NCCL": nccl,
+        "PyTorch's one-shot": partial(pytorch, "one_shot_all_reduce"),
+        "PyTorch's two-shot": partial(pytorch, "two_shot_all_reduce_"),
+        "our one-shot": partial(ours, False),
+        "our two-shot": partial(ours, True),
+    }
+    if rank == 0:
+        print_row("all-reduce + norm, us; tokens", *ways)
+    for num_tokens in (1, 8, 16, 32, 64, 128, 192, 256, 512):
+        times = [microseconds([partial(way, num_tokens)] * 40) for way in ways.values()]
+        if rank == 0:
+            print_row(num_tokens, *(f"{time:.1f}" for time in times))
+    torch.cuda.synchronize()
+    tp.all_gather(x[0, 0])  # all are done with each other's memory
+    os._exit(0)  # not by way of destructors that communicate
+
+
+def pytorch_symmetric_memory(rank: int, size: int, folder: str) -> Tensor:
+    """Return memory of this rank that PyTorch's own all-reduces of the group "bench" can read from the others."""
+    group = dist.ProcessGroup(dist.FileStore(f"{folder}/other", size), rank, size)
+    dist.distributed_c10d._register_process_group("bench", group)
+    shared: Tensor = dist._symmetric_memory.empty(*ALL_REDUCE_SHAPE, dtype=DTYPE, device=torch.device("cuda", rank))
+    dist._symmetric_memory.rendezvous(shared, "bench")
+    return shared

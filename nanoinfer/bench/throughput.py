@@ -1,0 +1,127 @@
+"""`nanoinfer bench throughput` and `loads`: times whole runs and sets each against its floor."""
+
+import argparse
+import os
+import platform
+import statistics
+import tempfile
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from nanoinfer import __version__ as nanoinfer_version
+from nanoinfer.bench.engines import Engine, engine_options, load_engine
+from nanoinfer.bench.floor import GIB, Floor, Rates, compute_floor, measure_rates
+from nanoinfer.bench.workloads import Load, Model, Workload, choose_model, draw_workload
+
+
+def benchmark(loads: list[tuple[str, Load]], device: str, args: argparse.Namespace, started: float) -> dict[str, Any]:
+    """Measure the hardware, then time every load; print along the way and return all figures.
+
+    loads: by name; an engine serves all in a row that need the same options. started: when the program began, by
+    `perf_counter`, so that loading counts the imports.
+    """
+    engine: Engine | None = None
+    figures: list[dict[str, Any]] = []
+    options: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as open_engine:
+        model = choose_model(args.model, args.size, device, Path(scratch))
+        needed = [engine_options(model, load, args) for _, load in loads]
+        before = perf_counter()
+        rates = measure_rates(device, model.config, args.tensor_parallel_size)
+        machine = describe_machine(device)
+        where = machine["hardware"].get("gpu", f"{os.cpu_count()} CPU cores")
+        started += perf_counter() - before
+        print(f"Floor: the least time that the hardware allows, at {rates}")
+        for (name, load), its_options in zip(loads, needed, strict=True):
+            if engine is None or options != its_options:
+                open_engine.close()
+                engine = None  # or two would be in memory
+                engine, options = open_engine.enter_context(closing(load_engine(model, its_options, args))), its_options
+                load_seconds = perf_counter() - started
+                print(f"{model}, {args.engine} on {where}: loaded in {load_seconds:.1f} s")
+                engine.generate(Workload(seed=0, prompts=[list(range(8))], max_tokens=[16]))  # warms up
+            runs = [time_run(engine, model, name, load, rates, args.seed + number) for number in range(args.runs)]
+            median = statistics.median(run["output_tokens_per_second"] for run in runs)
+            if len(runs) > 1:
+                print(f"{name}, {load.num_seqs} requests, median of {len(runs)} runs: {median:,.0f} output tokens/s")
+            its_figures = {"load_seconds": load_seconds, "median_output_tokens_per_second": median, "runs": runs}
+            figures.append({"name": name, "load": asdict(load), **its_figures})
+            started = perf_counter()
+    return {"model": model.name, **machine, "rates": asdict(rates), "loads": figures}
+
+
+def time_run(engine: Engine, model: Model, name: str, load: Load, rates: Rates, seed: int) -> dict[str, Any]:
+    """Time and print one run, and return its figures; `metrics` are the engine's own, empty where it has none.
+
+    Raises RuntimeError if a request got another number of tokens than it asked for.
+    """
+    workload = draw_workload(seed, load, model.config.vocab_size)
+    floor = compute_floor(model.config, workload, rates, load.max_num_seqs)
+    engine.reset()
+    before = engine.metrics()
+    started = perf_counter()
+    counts = engine.generate(workload)
+    seconds = perf_counter() - started
+    metrics = {metric: after - before[metric] for metric, after in engine.metrics().items()}
+    if counts != workload.max_tokens:
+        raise RuntimeError(f"{sum(counts)} tokens came out where {workload.num_output_tokens} were asked for")
+    print_run(name, workload, floor, seconds, metrics)
+    return {
+        "seed": seed,
+        "input_tokens": workload.num_input_tokens,
+        "output_tokens": workload.num_output_tokens,
+        "seconds": seconds,
+        "output_tokens_per_second": workload.num_output_tokens / seconds,
+        "metrics": metrics,
+        "floor": asdict(floor),
+        "floor_seconds": floor.seconds,
+        "share_of_floor": floor.seconds / seconds,
+    }
+
+
+def print_run(name: str, work: Workload, floor: Floor, seconds: float, metrics: dict[str, float]) -> None:
+    """Print the speed of a run, what the engine says of its phases, and the floor."""
+    print(
+        f"{name}, seed {work.seed}: {len(work.prompts)} requests, {work.num_input_tokens:,} tokens in, "
+        f"{work.num_output_tokens:,} out, {seconds:.2f} s, {work.num_output_tokens / seconds:,.0f} output tokens/s, "
+        f"{floor.seconds / seconds:.1%} of what the floor allows"
+    )
+    for phase in ("prefill", "decode") if metrics else ():
+        tokens, spent, steps = metrics[f"{phase}_tokens"], metrics[f"{phase}_seconds"], metrics[f"num_{phase}_steps"]
+        print(
+            f"  {phase}: {spent:.2f} s, {tokens:,} tokens in {steps:,} steps, {tokens / max(spent, 1e-9):,.0f} "
+            f"tokens/s, {1e3 * spent / max(steps, 1):.2f} ms a step"
+        )
+    if work.shared_prefix and metrics:
+        cached = metrics["cached_tokens"]
+        print(
+            f"  prefix cache: {cached:,} of {work.num_input_tokens:,} prompt tokens found "
+            f"({cached / work.num_input_tokens:.1%}), {metrics['prefill_tokens']:,} computed"
+        )
+    parts = (floor.prefill_seconds, floor.decode_matrix_seconds, floor.decode_kv_seconds)
+    prefill, matrices, kv = (part / floor.seconds for part in parts)
+    print(
+        f"  floor: {floor.seconds:.3g} s, {work.num_output_tokens / floor.seconds:,.0f} output tokens/s "
+        f"(prefill {prefill:.0%}; decode: weights and products {matrices:.0%}, KV reads {kv:.0%}), "
+        f"{1e3 * floor.decode_seconds / max(floor.num_decode_steps, 1):.3g} ms a decode step"
+    )
+
+
+def describe_machine(device: str) -> dict[str, Any]:
+    """Return the hardware and the versions that a figure belongs to: of the host, and on "cuda" of the first GPU."""
+    hardware: dict[str, Any] = {"cpu": platform.processor() or platform.machine(), "cpu_cores": os.cpu_count()}
+    if device == "cuda":
+        import torch
+
+        gpu = torch.cuda.get_device_properties(0)
+        hardware |= {"gpu": gpu.name, "gpu_gib": round(gpu.total_memory / GIB, 1), "cuda": torch.version.cuda}
+        hardware["gpus_seen"] = torch.cuda.device_count()
+    versions = {"python": platform.python_version(), "nanoinfer": nanoinfer_version}
+    for package in ("torch", "triton", "transformers", "flash-attn", "nano-vllm", "vllm"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {"hardware": hardware, "versions": versions}

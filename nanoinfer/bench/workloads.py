@@ -1,0 +1,167 @@
+"""What a benchmark runs: a model, and requests of chosen sizes made of random tokens."""
+
+import json
+import random
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nanoinfer import tiny_model_path
+from nanoinfer.checkpoint.hub import resolve_model_folder
+from nanoinfer.checkpoint.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Says how many requests a run has, and how many tokens; lengths are uniform from the least to the most.
+
+    max_num_seqs: the most that run at once. nano-vllm's is 512; every engine that takes this option is given it.
+    shared_prefix: how many tokens all prompts of a run have in common, before those that `input_len` counts.
+    """
+
+    num_seqs: int
+    input_len: tuple[int, int]
+    output_len: tuple[int, int]
+    max_num_seqs: int = 512
+    shared_prefix: int = 0
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a request can have at its end."""
+        return self.shared_prefix + self.input_len[1] + self.output_len[1]
+
+
+# By device and name; each load of a name is a run of its own. The loads of a CPU are the same kinds of work, and take
+# seconds with the tiny checkpoint.
+LOADS: dict[str, dict[str, list[Load]]] = {
+    "cuda": {
+        "default": [Load(256, (100, 1024), (100, 1024))],  # nano-vllm's
+        "small": [Load(num_seqs, (128, 512), (256, 256)) for num_seqs in (1, 4, 16)],
+        "steady": [Load(4096, (100, 1024), (100, 1024))],
+        "shared": [Load(256, (100, 1024), (100, 1024), shared_prefix=2048)],
+        "long": [Load(8, (32768, 32768), (512, 512))],
+    },
+    "cpu": {
+        "default": [Load(16, (64, 64), (64, 64))],
+        "small": [Load(num_seqs, (32, 128), (32, 32)) for num_seqs in (1, 4, 16)],
+        "steady": [Load(64, (8, 64), (8, 64), max_num_seqs=8)],
+        "shared": [Load(16, (64, 64), (32, 32), shared_prefix=256)],
+        "long": [Load(2, (2048, 2048), (32, 32))],
+    },
+}
+
+
+def choose_loads(name: str, device: str, **sizes: int | None) -> list[Load]:
+    """Return the loads of this name; `sizes` that are given replace the fields of Load that they are named after.
+
+    input_len and output_len are then the most tokens, and the least are those of a GPU's load, or as many if fewer.
+    """
+    loads, on_gpu = LOADS[device][name], LOADS["cuda"][name][0]
+    changes: dict[str, Any] = {field: size for field, size in sizes.items() if size is not None}
+    for field in ("input_len", "output_len"):
+        if most := changes.get(field):
+            changes[field] = (min(getattr(on_gpu, field)[0], most), most)
+    return [replace(load, **changes) for load in (loads[:1] if "num_seqs" in changes else loads)]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Holds the requests of one run: the token ids of each prompt, and how many tokens each is continued by."""
+
+    seed: int
+    prompts: list[list[int]]
+    max_tokens: list[int]
+    shared_prefix: int = 0  # how many tokens all prompts begin with
+
+    @property
+    def num_input_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.max_tokens)
+
+
+def draw_workload(seed: int, load: Load, vocab_size: int) -> Workload:
+    """Draw the requests of a load as nano-vllm's benchmark draws its own, so that figures can be compared.
+
+    The shared prefix is drawn last, so that the rest is the same without it. Ids stay inside the vocabulary.
+    """
+    randint = random.Random(seed).randint
+    max_id = min(10000, vocab_size - 1)
+    prompts = [[randint(0, max_id) for _ in range(randint(*load.input_len))] for _ in range(load.num_seqs)]
+    max_tokens = [randint(*load.output_len) for _ in range(load.num_seqs)]
+    prefix = [randint(0, max_id) for _ in range(load.shared_prefix)]
+    return Workload(seed, [prefix + prompt for prompt in prompts], max_tokens, load.shared_prefix)
+
+
+# hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, tie_word_embeddings
+SIZES = {
+    "0.6B": (1024, 3072, 28, 16, True),
+    "1.7B": (2048, 6144, 28, 16, True),
+    "4B": (2560, 9728, 36, 32, True),
+    "8B": (4096, 12288, 36, 32, False),
+    "14B": (5120, 17408, 40, 40, False),
+    "32B": (5120, 25600, 64, 64, False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Names a model; `folder` holds its config.json and, unless `random_weights`, its checkpoint."""
+
+    name: str
+    folder: Path
+    config: ModelConfig
+    random_weights: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} ({'random' if self.random_weights else 'its own'} weights)"
+
+    @property
+    def load_format(self) -> str:
+        """The option of nanoinfer and vLLM that says where weights come from."""
+        return "dummy" if self.random_weights else "auto"
+
+
+def choose_model(model: str | None, size: str | None, device: str, scratch: Path) -> Model:
+    """Return the model asked for; if none is, Qwen3-0.6B on a GPU and the bundled tiny checkpoint on a CPU.
+
+    A size gets random weights, and its config.json is written to the folder `scratch`: a forward pass is as fast with
+    random weights as with trained ones.
+    """
+    if model is None and (size or device == "cuda"):
+        size = size or "0.6B"
+        write_config(size, scratch)
+        return Model(f"Qwen3-{size}", scratch, ModelConfig.from_folder(scratch), random_weights=True)
+    folder = resolve_model_folder(model or str(tiny_model_path()))
+    return Model(model or "tiny-qwen3", folder, ModelConfig.from_folder(folder), random_weights=False)
+
+
+def write_config(size: str, folder: Path) -> None:
+    """Write the config.json of a Qwen3 size, with the tokenizer of the tiny checkpoint beside it.
+
+    With a tokenizer every engine turns its output into text, as nano-vllm does in its own benchmark.
+    """
+    hidden_size, intermediate_size, num_layers, num_heads, is_tied = SIZES[size]
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": is_tied,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model_path() / name, folder / name)

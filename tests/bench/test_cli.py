@@ -1,0 +1,129 @@
+"""The commands run on the tiny checkpoint, report what they did, and refuse what contradicts itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bench
+from nanoinfer.__main__ import main
+from nanoinfer.bench import host
+from nanoinfer.bench.workloads import LOADS, Load
+
+SMALL = ["--num-seqs", "3", "--input-len", "8", "--output-len", "5"]
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("nanoinfer.bench.floor.GIB", 2**24)  # rates in milliseconds
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["bench", *map(str, arguments)])
+    assert isinstance(exit_info.value.code, int)
+    return exit_info.value.code
+
+
+def run_json(tmp_path: Path, *arguments: object) -> dict[str, Any]:
+    assert run(*arguments, "--json", tmp_path / "figures.json") == 0
+    figures: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
+    return figures
+
+
+def test_a_run_reports_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = run_json(tmp_path, "throughput", *SMALL, "--runs", 2, "--shared-prefix", 256, "--max-num-seqs", 2)
+    printed = capsys.readouterr().out
+    assert "loaded in" in printed
+    assert "default, seed 0: 3 requests, 792 tokens in, 15 out" in printed
+    assert "seed 1" in printed
+    assert "prefix cache: 512 of 792 prompt tokens found (64.6%), 280 computed" in printed
+    assert figures["options"]["num_seqs"] == 3
+    assert figures["hardware"]["cpu_cores"] >= 1
+    assert {"python", "torch"} <= figures["versions"].keys()
+    [load] = figures["loads"]
+    assert load["load_seconds"] > 0
+    assert [run["seed"] for run in load["runs"]] == [0, 1]
+    for run in load["runs"]:
+        metrics = run["metrics"]
+        assert (run["output_tokens"], metrics["cached_tokens"], metrics["prefill_tokens"]) == (15, 512, 280)
+        assert metrics["decode_tokens"] == 15 - 3  # a request's first token comes out of its prefill
+        assert metrics["num_decode_steps"] == run["floor"]["num_decode_steps"] == 2 * 4  # 2 of 3 requests at once
+        assert run["output_tokens_per_second"] == pytest.approx(15 / run["seconds"])
+        assert run["share_of_floor"] == pytest.approx(run["floor_seconds"] / run["seconds"])
+
+
+def test_all_loads_run_in_one_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert LOADS["cpu"].keys() == LOADS["cuda"].keys()
+    tiny = {name: [Load(2, (2, 6), (2, 3), max_num_seqs=len(name))] for name in LOADS["cuda"]}
+    monkeypatch.setitem(LOADS, "cpu", tiny)
+    figures = run_json(tmp_path, "loads")
+    assert [load["name"] for load in figures["loads"]] == ["default", "small", "steady", "shared", "long"]
+    assert capsys.readouterr().out.count("loaded in") == 4  # steady and shared need the same options
+
+
+def test_trace_writes_a_trace_and_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    figures = run_json(tmp_path, "trace", tmp_path / "new" / "folder", *SMALL)
+    printed = capsys.readouterr().out
+    assert "no GPU was at work, so only the host's part is shown" in printed
+    assert "matplotlib is not installed" in printed
+    assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == ["trace.json"]
+    assert figures["trace"]["gpu"] is None
+
+
+def test_host_times_each_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    [small, queued] = host.measure(cases=((2, 0), (2, 1000)), num_steps=4)
+    assert (queued["num_running"], queued["num_waiting"], queued["num_steps"]) == (2, 1000, 4)
+    assert all(0 < small["median"][part] <= small["median"]["total"] for part in ("schedule", "pack", "update"))
+    assert "2 running, 1,000 waiting" in capsys.readouterr().out
+
+
+def test_the_host_is_timed_without_pytorch() -> None:
+    source = (
+        "import sys; from nanoinfer.bench import host; host.measure(((2, 0),), 4); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["throughput", "--engine", "nanovllm", "--top-k", 20], "--engine nanovllm has no --top-k and --top-p"),
+        (["throughput", "--engine", "vllm", "--attention-backend", "torch"], "--attention-backend is an option of"),
+        (["loads", "--engine", "transformers", "--tensor-parallel-size", 2], "transformers runs on one GPU"),
+        (["throughput", "--input-len", 4000, "--output-len", 97], "add up to 4097, and tiny-qwen3 takes 4096"),
+        (["loads", "tiny"], "'tiny' is no load; choose from default, small, steady, shared, long"),
+        (["throughput", "--runs", 0], "0 is less than 1"),
+        (["kernels", "--gpus", 99], "--gpus 99: PyTorch sees"),
+        (["throughput", "--engine", "nanovllm"], "--engine nanovllm cannot be imported here"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(
+    options: list[object], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "nanovllm", None)
+    assert run(*options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bench_py_prints_tokens_a_second_the_floor_and_the_share(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(LOADS["cpu"], "default", [Load(3, (8, 8), (5, 5))])
+    bench.main(["--runs", "2"])
+    printed = capsys.readouterr().out
+    assert "tiny-qwen3 (its own weights), seed 0: 3 requests, 24 tokens in, 15 out" in printed
+    assert "seed 1" in printed
+    assert "tokens/s; floor" in printed
+    assert "reached" in printed
+    assert len(Path(bench.__file__).read_text(encoding="utf-8").splitlines()) <= 80

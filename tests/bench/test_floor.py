@@ -1,0 +1,70 @@
+"""The floor adds up: on a model that can be counted by hand, and on the standard workload."""
+
+from pathlib import Path
+
+import pytest
+
+from nanoinfer.bench.floor import Rates, compute_floor, count_weights, decode_steps
+from nanoinfer.bench.workloads import LOADS, Workload, draw_workload, write_config
+from nanoinfer.checkpoint.model_config import ModelConfig
+
+UNIT_RATES = Rates(bandwidth=1, matrix_rate=1, bytes_per_value=2, method="given")
+# q, o: 4 x 4 each; k, v: 4 x 2 each; three MLP matrices of 4 x 8; lm_head 10 x 4
+TINY = ModelConfig.from_dict(
+    {
+        "vocab_size": 10,
+        "hidden_size": 4,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 2,
+    }
+)
+LAYERS, LM_HEAD = 16 + 16 + 8 + 8 + 96, 40
+
+
+def test_the_floor_of_a_model_that_can_be_counted_by_hand() -> None:
+    assert count_weights(TINY) == (LAYERS, LM_HEAD)
+    floor = compute_floor(TINY, Workload(seed=0, prompts=[[1, 2]], max_tokens=[2]), UNIT_RATES)
+    # products of 2 tokens and one row of logits; 3 pairs of positions, 4 values of a query, 4 FLOPs
+    assert floor.prefill_seconds == 2 * LAYERS * 2 + 2 * LM_HEAD + 4 * 4 * 3
+    assert floor.decode_matrix_seconds == 2 * (LAYERS + LM_HEAD)
+    assert floor.decode_kv_seconds == 3 * (2 + 2) * 2  # 3 tokens of 2 keys and 2 values, 2 bytes each
+    assert floor.num_decode_steps == 1
+    assert floor.seconds == floor.prefill_seconds + floor.decode_matrix_seconds + floor.decode_kv_seconds
+
+
+def test_a_shared_prefix_is_computed_once_and_read_once_a_step() -> None:
+    prefix_alone = compute_floor(TINY, Workload(0, [[1, 2, 3]], [2]), UNIT_RATES)
+    shared = compute_floor(TINY, Workload(0, [[1, 2, 3, 4], [1, 2, 3, 5]], [2, 2], shared_prefix=3), UNIT_RATES)
+    apart = compute_floor(TINY, Workload(0, [[1, 2, 3, 4], [1, 2, 3, 5]], [2, 2]), UNIT_RATES)
+    # the prefix with one row of logits, a row more, and two tokens that attend to 4 tokens each
+    assert shared.prefill_seconds == prefix_alone.prefill_seconds + 2 * LM_HEAD + 2 * (2 * LAYERS + 4 * 4 * 4)
+    # one step: 2 sequences that attend to 5 tokens, 3 of them the same; 8 bytes for each
+    assert apart.decode_kv_seconds == (5 + 5) * 8
+    assert shared.decode_kv_seconds == (5 + 2) * 8
+    assert shared.decode_matrix_seconds == apart.decode_matrix_seconds
+
+
+def test_decode_steps_run_each_request_to_its_end() -> None:
+    workload = Workload(seed=0, prompts=[[7, 7], [7, 7, 7], [7]], max_tokens=[3, 2, 1])
+    # The third is done with its prefill; the first attends to 3, then 4 tokens, the second to 4.
+    assert decode_steps(workload, max_num_seqs=512) == [(2, 3 + 4), (1, 4)]
+
+
+def test_beyond_max_num_seqs_requests_wait_for_room() -> None:
+    workload = Workload(seed=0, prompts=[[7], [7], [7]], max_tokens=[2, 3, 3])
+    assert decode_steps(workload, max_num_seqs=2) == [(2, 2 + 2), (2, 3 + 2), (1, 3)]
+
+
+@pytest.mark.parametrize(("size", "seconds", "kv_share"), [("0.6B", 3.73, 0.86), ("8B", 10.64, 0.39)])
+def test_the_floor_of_the_standard_workload_on_an_h200(
+    size: str, seconds: float, kv_share: float, tmp_path: Path
+) -> None:
+    write_config(size, tmp_path)
+    workload = draw_workload(0, LOADS["cuda"]["default"][0], vocab_size=151936)
+    h200 = Rates(bandwidth=4.3e12, matrix_rate=790e12, bytes_per_value=2, method="given")
+    floor = compute_floor(ModelConfig.from_folder(tmp_path), workload, h200)
+    assert floor.seconds == pytest.approx(seconds, rel=0.01)
+    assert floor.decode_kv_seconds / floor.seconds == pytest.approx(kv_share, abs=0.015)

@@ -1,0 +1,56 @@
+"""The default workload is nano-vllm's, and loads and models have the sizes that are asked for."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nanoinfer.bench.floor import count_weights
+from nanoinfer.bench.workloads import LOADS, Load, choose_loads, choose_model, draw_workload
+
+
+def test_seed_0_is_the_workload_of_nano_vllms_benchmark() -> None:
+    workload = draw_workload(0, LOADS["cuda"]["default"][0], vocab_size=151936)
+    random.seed(0)
+    prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
+    assert workload.prompts == prompts
+    assert workload.max_tokens == [random.randint(100, 1024) for _ in range(256)]
+    assert (workload.num_input_tokens, workload.num_output_tokens) == (142_827, 133_966)
+
+
+def test_a_shared_prefix_comes_before_prompts_that_are_otherwise_the_same() -> None:
+    load = Load(3, input_len=(1, 9), output_len=(1, 9))
+    plain = draw_workload(3, load, vocab_size=50)
+    shared = draw_workload(3, replace(load, shared_prefix=5), vocab_size=50)
+    assert [prompt[5:] for prompt in shared.prompts] == plain.prompts
+    assert len({tuple(prompt[:5]) for prompt in shared.prompts}) == 1
+    assert shared.max_tokens == plain.max_tokens
+    assert max(map(max, shared.prompts)) < 50
+    assert replace(load, shared_prefix=5).longest == 5 + 9 + 9
+
+
+def test_sizes_given_take_the_place_of_a_loads_own() -> None:
+    assert [load.num_seqs for load in choose_loads("small", "cuda")] == [1, 4, 16]
+    assert [load.num_seqs for load in choose_loads("small", "cuda", num_seqs=2)] == [2]
+    [load] = choose_loads("default", "cuda", input_len=200, output_len=50, shared_prefix=9, max_num_seqs=None)
+    assert load == Load(256, input_len=(100, 200), output_len=(50, 50), shared_prefix=9)
+    full_size = choose_loads("default", "cpu", num_seqs=256, input_len=1024, output_len=1024, max_num_seqs=512)
+    assert full_size == LOADS["cuda"]["default"]
+
+
+@pytest.mark.parametrize(
+    ("size", "billions"), [("0.6B", 0.596), ("1.7B", 1.72), ("4B", 4.02), ("8B", 8.19), ("14B", 14.77), ("32B", 32.76)]
+)
+def test_every_size_has_the_parameters_of_its_name(size: str, billions: float, tmp_path: Path) -> None:
+    model = choose_model(None, size, "cpu", tmp_path)
+    layers, lm_head = count_weights(model.config)
+    assert (layers + lm_head * (1 if model.config.tie_word_embeddings else 2)) / 1e9 == pytest.approx(
+        billions, rel=5e-3
+    )
+    assert str(model) == f"Qwen3-{size} (random weights)"
+
+
+def test_without_a_size_a_gpu_runs_the_smallest_model_and_a_cpu_the_tiny_one(tmp_path: Path) -> None:
+    assert choose_model(None, None, "cuda", tmp_path).name == "Qwen3-0.6B"
+    assert choose_model(None, None, "cpu", tmp_path).name == "tiny-qwen3"
