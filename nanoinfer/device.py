@@ -1,4 +1,4 @@
-"""Which device and dtype an engine runs on, and scopes in which they apply."""
+"""Chooses the device and dtype of an engine, and asks the device and its libraries a few questions."""
 
 import importlib
 import time
@@ -11,13 +11,13 @@ from nanoinfer.errors import ConfigError
 
 
 def select_device(requested: str) -> torch.device:
-    """The device that `requested` names; "auto" is CUDA where there is one. Raises ConfigError."""
+    """Return the device that `requested` names; "auto" means CUDA if there is a GPU. Raises ConfigError."""
     if requested == "auto":
         requested = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(requested)
     except RuntimeError:
-        device = torch.device("meta")  # no more supported than a name that is not known
+        device = torch.device("meta")  # a name that PyTorch does not know is refused below, like all but CPU and CUDA
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={requested!r} is not supported; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if device.type == "cuda":
@@ -29,7 +29,10 @@ def select_device(requested: str) -> torch.device:
 
 
 def select_devices(requested: str, count: int) -> list[torch.device]:
-    """`count` GPUs, one a rank, from the one that `requested` names on; or as often the CPU. Raises ConfigError."""
+    """Return one device for each rank: `count` GPUs, starting with the requested one, or the CPU every time.
+
+    Raises ConfigError if there are not enough GPUs.
+    """
     first = select_device(requested)
     if first.type == "cpu":
         return [first] * count
@@ -43,7 +46,7 @@ def select_devices(requested: str, count: int) -> list[torch.device]:
 
 
 def becomes_idle(device: torch.device, seconds: float) -> bool:
-    """Whether a device has nothing left to do within so many seconds."""
+    """Wait at most so many seconds until a device has nothing left to do; return whether that is so."""
     if device.type == "cpu":
         return True
     deadline = time.monotonic() + seconds
@@ -54,7 +57,7 @@ def becomes_idle(device: torch.device, seconds: float) -> bool:
 
 
 def select_dtype(requested: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The dtype that `requested` names; "auto" is the checkpoint's on CUDA, and float32 on a CPU."""
+    """Return the dtype that `requested` names; "auto" is the checkpoint's on CUDA, and float32 on a CPU."""
     if requested == "auto":
         requested = checkpoint if device.type == "cuda" else "float32"
     dtype: torch.dtype = getattr(torch, requested)
@@ -62,19 +65,19 @@ def select_dtype(requested: str, checkpoint: str, device: torch.device) -> torch
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; on a CPU, PyTorch says so in words alone."""
-    said = ("can't allocate memory", "overflow")  # the last: a size beyond any address
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in str(error) for words in said)
+    """Return whether memory ran out. On a CPU, PyTorch raises a RuntimeError that only its message tells apart."""
+    messages = ("can't allocate memory", "overflow")  # "overflow" is raised for a size beyond any address
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in messages)
 
 
 def current_device(device: torch.device) -> AbstractContextManager[None]:
-    """Makes a GPU the current one: which that is belongs to the thread, and other engines may use another."""
+    """Make a GPU the current one of this thread for a scope. Other engines in the same thread may use other GPUs."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters made in this scope have `dtype`."""
+    """Make `dtype` the dtype of the parameters that are created in a scope."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -84,10 +87,10 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def import_error(package: str) -> ImportError | None:
-    """Why `package` cannot be imported: it is not installed, say, or was built for another PyTorch."""
+    """Return the reason why `package` cannot be imported (it may be built for another PyTorch), or None if it can."""
     try:
         module = importlib.import_module(package)
     except ImportError as error:
         return error
-    # Python takes any folder of that name for a package, one that an incomplete removal left behind too.
+    # Python takes any folder of that name for a package, even an empty one that an incomplete removal has left behind.
     return None if module.__spec__ and module.__spec__.origin else ImportError(f"{package} is an empty folder")

@@ -1,12 +1,14 @@
-"""Paged KV cache, the host's side: which block belongs to whom, and which prefixes are in the cache.
+"""Gives the blocks of the paged KV cache to sequences, and finds cached prefixes in them. It never touches the device.
 
-The cache is a pool of blocks of `block_size` tokens (after PagedAttention, Kwon et al. 2023). A full block whose keys
-and values are computed is entered under the hash of its tokens chained to the hash of the block before it, so equal
-prefixes have equal hashes. A hash only finds a candidate: a hit also needs the same tokens and the same parent entry,
-named by a serial number that is never used again, so a colliding hash can never serve another text's cache.
+The cache is a pool of blocks of `block_size` tokens (PagedAttention, Kwon et al. 2023). A full block whose keys and
+values are computed gets an entry in the prefix cache, under the hash of its tokens chained to the hash of the block
+before it. So equal prefixes have equal hashes. A hash only finds a candidate: it is a hit if the tokens are equal too,
+and if the entry's parent is the entry just hit. Entries are told apart by serial numbers that are never used again, so
+a hash collision can never give a sequence the keys and values of another text.
 
-A freed block keeps its entry and its contents until it is handed out again. Blocks without an entry go first, then
-the least recently used; of a sequence the tail goes before the head, since a shared prefix is the part worth keeping.
+A freed block keeps its contents and its entry until it is handed out again, which evicts the entry. Blocks without an
+entry are handed out first, then the least recently used. Within a sequence the tail is evicted before the head, because
+a shared prefix is the part worth keeping.
 """
 
 from array import array
@@ -23,29 +25,32 @@ ROOT_SERIAL = 0  # the parent of every first block
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """What a cached block holds, enough to verify a hit."""
+    """An entry of the prefix cache: which block it is, and what verifies a hit."""
 
     block_id: int
     hash: int
     serial: int
-    parent_serial: int
+    parent_serial: int  # of the entry of the block before it
     tokens: bytes  # block_size ids as int32
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A page of the KV cache. `ref_count` is the number of sequences that use it; `entry` is None when not cached."""
+    """A block of the KV cache."""
 
     block_id: int
-    ref_count: int = 0
-    entry: CacheEntry | None = None
+    ref_count: int = 0  # sequences that use it
+    entry: CacheEntry | None = None  # None if it is not in the prefix cache
 
 
 class BlockManager:
     """Gives blocks to sequences, takes them back, and finds prefixes that are already computed.
 
-    num_blocks: blocks in the pool. block_size: tokens in a block.
-    hash_function: bytes to an integer of 64 bits.
+    Three fields of a Sequence are written by nobody else: `block_table`, `prefix_serials`, and `prefix_hashes`, which
+    outlives `free` so that no block is hashed twice. `allocate` also sets `num_computed_tokens` to the length of the
+    cached prefix, and `free` sets it to 0; in between, the scheduler advances it.
+
+    num_blocks: blocks in the pool. block_size: tokens in a block. hash_function: bytes to an unsigned 64-bit integer.
     """
 
     def __init__(
@@ -57,11 +62,11 @@ class BlockManager:
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.num_frees = 0  # grows whenever blocks come back: a prompt that did not fit is worth another look
+        self.num_frees = 0  # changes whenever blocks come back: a prompt that did not fit may fit now
         self._hash = hash_function
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # the next to hand out first
-        self._cached: dict[int, CacheEntry] = {}  # by hash
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # in the order of reuse
+        self._entries: dict[int, CacheEntry] = {}  # the prefix cache, by hash
         self._next_serial = ROOT_SERIAL + 1
 
     @property
@@ -70,7 +75,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out, cached ones included."""
+        """Blocks that can be handed out, including those with an entry in the prefix cache."""
         return len(self._free)
 
     @property
@@ -79,13 +84,14 @@ class BlockManager:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks with an entry in the cache, whether in use or free."""
-        return len(self._cached)
+        """Blocks with an entry in the prefix cache, whether in use or free."""
+        return len(self._entries)
 
     def find_cached_prefix(self, seq: Sequence) -> list[int]:
-        """Ids of the blocks that hold the longest cached prefix of `seq`; at least one token is left to compute.
+        """Return the ids of the blocks that hold the longest cached prefix of `seq`, which may be empty.
 
-        What comes before a token whose log-probability is wanted is computed too.
+        The last token is always left to compute, since its logits are needed. If log-probabilities of prompt tokens are
+        wanted, so is all from the token before the first of them.
         """
         if not self.enable_prefix_caching:
             return []
@@ -100,19 +106,19 @@ class BlockManager:
         return found
 
     def num_blocks_to_allocate(self, seq: Sequence, cached_block_ids: list[int]) -> int:
-        """Free blocks that `allocate` would take: the new ones, and cached ones that nobody uses now."""
+        """Return how many free blocks `allocate` would take: new ones, and cached ones that no sequence uses now."""
         num_idle = sum(self._blocks[block_id].ref_count == 0 for block_id in cached_block_ids)
         return self._num_blocks_for(seq.num_tokens) - len(cached_block_ids) + num_idle
 
     def allocate(self, seq: Sequence, cached_block_ids: list[int]) -> None:
-        """Give `seq` blocks for all its tokens, the first of them shared from the cache."""
+        """Give `seq` blocks for all its tokens. The first ones are those that `find_cached_prefix` has found."""
         assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"
         for block_id in cached_block_ids:
             block = self._blocks[block_id]
             if block.ref_count == 0:
                 del self._free[block_id]
             block.ref_count += 1
-            assert block.entry is not None, f"block {block_id} was found in the cache and has no entry"
+            assert block.entry is not None, f"block {block_id} was found in the prefix cache and has no entry"
             seq.prefix_serials.append(block.entry.serial)
         seq.block_table.extend(cached_block_ids)
         seq.num_computed_tokens = len(cached_block_ids) * self.block_size
@@ -120,7 +126,7 @@ class BlockManager:
             self.append_block(seq)
 
     def needs_block(self, seq: Sequence) -> bool:
-        """Whether the next token to compute, number `num_computed_tokens`, lies past the blocks of `seq`."""
+        """Return whether the next token to compute lies past the blocks of `seq`."""
         return seq.num_computed_tokens >= len(seq.block_table) * self.block_size
 
     def append_block(self, seq: Sequence) -> int:
@@ -128,15 +134,15 @@ class BlockManager:
         block_id, _ = self._free.popitem(last=False)
         block = self._blocks[block_id]
         assert block.ref_count == 0, f"block {block_id} is handed out while a sequence still uses it"
-        self.forget_blocks([block_id])
+        self.evict_blocks([block_id])
         block.ref_count = 1
         seq.block_table.append(block_id)
         return block_id
 
     def cache_blocks(self, seq: Sequence, num_computed_tokens: int) -> None:
-        """Enter the full blocks among the first `num_computed_tokens` of `seq` in the cache.
+        """Make entries for the full blocks among the first `num_computed_tokens` of `seq`.
 
-        These tokens are computed, or will be by a step already scheduled, which every later step can rely on.
+        These tokens are computed, or will be by a step that is already scheduled: every later step runs after it.
         """
         if not self.enable_prefix_caching:
             return
@@ -145,26 +151,26 @@ class BlockManager:
             entry = self._find(seq, index, parent_serial)
             if entry is None:
                 key, tokens = seq.prefix_hashes[index]
-                if key in self._cached:  # a collision, or an entry whose parent is gone: the newest wins
-                    self.forget_blocks([self._cached[key].block_id])
+                if key in self._entries:  # a collision, or an entry whose parent was evicted: the newest one stays
+                    self.evict_blocks([self._entries[key].block_id])
                 block_id = seq.block_table[index]
                 entry = CacheEntry(block_id, key, self._next_serial, parent_serial, tokens)
-                self._blocks[block_id].entry = self._cached[key] = entry
+                self._blocks[block_id].entry = self._entries[key] = entry
                 self._next_serial += 1
             seq.prefix_serials.append(entry.serial)
 
-    def forget_blocks(self, block_ids: Iterable[int]) -> None:
-        """Take the entries of blocks back, as of those whose step failed: their contents are unknown."""
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Remove these blocks from the prefix cache, for example because the step that was to fill them failed."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.entry is not None:
-                del self._cached[block.entry.hash]
+                del self._entries[block.entry.hash]
                 block.entry = None
                 if block_id in self._free:
                     self._free.move_to_end(block_id, last=False)
 
     def free(self, seq: Sequence) -> None:
-        """Take all blocks of `seq` back; what is cached in them can be found until they are handed out again."""
+        """Take all blocks of `seq` back. Their entries can be hit until the blocks are handed out again."""
         # Free the tail first: a shared prefix is the part worth keeping.
         for block_id in reversed(seq.block_table):
             block = self._blocks[block_id]
@@ -180,14 +186,14 @@ class BlockManager:
         self.num_frees += 1
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix; sequences that run keep their blocks."""
-        self.forget_blocks([entry.block_id for entry in self._cached.values()])
+        """Evict every entry of the prefix cache. Running sequences keep their blocks."""
+        self.evict_blocks([entry.block_id for entry in self._entries.values()])
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def _find(self, seq: Sequence, index: int, parent_serial: int) -> CacheEntry | None:
-        """The entry with the tokens of block `index` of `seq` after this parent, each block hashed once."""
+        """Return the entry that block `index` of `seq` hits, if the block before it has hit `parent_serial`."""
         hashes = seq.prefix_hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
@@ -195,5 +201,5 @@ class BlockManager:
             parent = hashes[-1][0].to_bytes(8, "little") if hashes else b""
             hashes.append((self._hash(parent + tokens), tokens))
         key, tokens = hashes[index]
-        entry = self._cached.get(key)
+        entry = self._entries.get(key)
         return entry if entry and (entry.parent_serial, entry.tokens) == (parent_serial, tokens) else None

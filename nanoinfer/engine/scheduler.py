@@ -94,7 +94,7 @@ class Scheduler:
             seq.num_pending_tokens -= 1
             if token_id == NO_TOKEN:
                 # What it wrote to the cache may be NaN as well, so nobody may find it there.
-                self.block_manager.forget_blocks(seq.block_table)
+                self.block_manager.evict_blocks(seq.block_table)
             else:
                 seq.token_ids.append(token_id)
                 num_computed = len(seq.token_ids) - 1  # by this step and those before it
@@ -119,7 +119,7 @@ class Scheduler:
         chunks = [chunk for batch in batches for chunk in batch.prefill]
         for chunk in chunks:
             first, end = chunk.start // block_size, (chunk.start + chunk.length) // block_size
-            self.block_manager.forget_blocks(chunk.seq.block_table[first:end])
+            self.block_manager.evict_blocks(chunk.seq.block_table[first:end])
         for seq in [chunk.seq for chunk in chunks] + [seq for batch in batches for seq in batch.decode]:
             if seq.status is SequenceStatus.RUNNING:
                 self._send_back(seq)

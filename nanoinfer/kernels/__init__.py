@@ -1,1 +1,1 @@
-"""Triton kernels, one file each. Their plain PyTorch twins stand in `layers`, which works without Triton."""
+"""Triton kernels, one file each. Their PyTorch twins are in `layers` and `sampling`, which work without Triton."""

@@ -1,4 +1,4 @@
-"""How a function in plain PyTorch gets a Triton kernel for CUDA, and stays its specification."""
+"""Connects a Triton kernel to its twin, a function in plain PyTorch that specifies the kernel and runs on a CPU."""
 
 import importlib
 from collections.abc import Callable
@@ -14,14 +14,14 @@ R = TypeVar("R")
 
 
 def triton_on_cuda(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For CUDA tensors, call the function of the same name in `module` instead, where Triton is installed.
+    """Decorate a twin so that for CUDA tensors the function of the same name in `module` runs, if Triton is installed.
 
-    The first argument decides: it must be a tensor. `__wrapped__` is the plain version.
+    The first argument decides, so it must be a tensor. The twin itself stays available as `__wrapped__`.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @cache
-        def on_cuda() -> Callable[..., Any]:  # later than the import of the layers, which work without Triton
+        def on_cuda() -> Callable[..., Any]:  # imports the kernel at its first use: layers work without Triton
             if import_error("triton"):
                 return function
             return getattr(importlib.import_module(module), function.__name__)

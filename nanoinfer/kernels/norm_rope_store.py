@@ -1,8 +1,9 @@
-"""From the packed qkv product to attention in one pass. Twin: in `layers/rotary_embedding.py`.
+"""Fuses what happens between the packed QKV projection and attention: q/k norm, RoPE, and the KV-cache write.
 
-Each head of the queries and keys is normalised and rotated where it lies; keys and values go to their slots of the
-paged cache. A program holds a few heads of one token as two tiles (heads, head_dim / 2), the halves that the rotation
-mixes, so that no data moves between threads but for the sum of squares.
+The twin is `norm_rope_store` in `layers/attention/layer.py`. Heads of queries and keys are normalised and rotated in
+place. Keys and values are copied to their slots of the paged cache. A program holds a few heads of one token as two
+tiles (heads, head_dim / 2), one for each of the halves that RoPE mixes. So only the sum of squares moves data between
+threads.
 """
 
 import triton
@@ -12,15 +13,15 @@ from torch import Tensor
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 NUM_WARPS = 4
-# Four elements for each thread: 16 bytes of a float32, 8 of a 16-bit type. So all tiles are laid out alike over the
-# threads, and all loads can be in flight together; with more, tiles of 16 bits would have to be rearranged.
+# Four elements for each thread: 16 bytes in float32, 8 in a 16-bit dtype. With these, Triton gives all tiles the same
+# layout, and all loads can be in flight together. With more it would have to convert the layout of 16-bit tiles.
 TILE = NUM_WARPS * 32 * 4
 
 
 @triton.jit
 def _norm_rope_store_kernel(
     qkv_ptr,
-    q_weight_ptr,  # None, and k_weight_ptr with it: no norms
+    q_weight_ptr,  # None, like k_weight_ptr, for a model without q/k norms
     k_weight_ptr,
     positions_ptr,
     cos_sin_ptr,  # (max_positions, head_dim) float32: cosines, then sines
@@ -97,10 +98,10 @@ def norm_rope_store(
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise and rotate queries and keys in place, and copy keys and values to their slots; slot -1 is skipped.
+    """Normalise and rotate queries and keys in place, and write keys and values to their slots. Slot -1 is skipped.
 
     qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), rows contiguous; head_dim even.
-    norm_weights: (head_dim,) each, of queries and of keys, in the dtype of qkv; None for a model without norms.
+    norm_weights: of queries and keys, (head_dim,) each, in the dtype of qkv; None for a model without q/k norms.
     positions: (num_tokens,) int. cos_sin_cache: (max_positions, head_dim) float32, contiguous.
     k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous.
     slot_mapping: (num_tokens,) int64, block_id * block_size + offset.

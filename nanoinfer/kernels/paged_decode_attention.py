@@ -1,13 +1,17 @@
-"""Decode attention over the paged cache: one query token for each row. Twin: `TorchBackend.decode`.
+"""Paged decode attention: one query token per sequence, work split as in stream-K. Twin: `TorchBackend.decode`.
 
-Decode is bound by reading keys and values once, so every program must read as much as every other, from its start to
-its end. `plan_decode` lists the tiles of all contexts, once a step, and each layer's programs take equal shares of that
-list, whatever rows they belong to (as stream-K does for matrix products, Osama et al. 2023). A program goes through its
-share in one loop, so the next tiles are on their way while it computes, across rows too. The query heads that share a
-KV head are packed into a tile of 16 rows, and the softmax is computed online (Milakov and Gimelshein 2018; Dao et al.
-2022). The parts of a row that lies in more than one share are combined by a second kernel (flash-decoding, Dao et al.
-2023), in the order of the context. Equal steps give equal bits; where a row is cut, and so how its sums are rounded,
-depends on the lengths of the rows beside it.
+Decode is bound by the memory bandwidth for reading keys and values, so all programs should read the same amount.
+
+- Stream-K (Osama et al. 2023, for matrix products): once per step, `plan_decode` lists the tiles of all contexts end to
+  end. In each layer, every program takes an equal share of this list, wherever rows begin and end. It runs through its
+  share in one loop, so that the next tiles are loaded while it computes, also across rows.
+- Grouped-query attention: the query heads that share a KV head form one tile of 16 rows.
+- Online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022).
+- Flash-decoding (Dao et al. 2023): a row that several programs share leaves partial results with their log-sum-exp,
+  which a second kernel combines in the order of the context.
+
+Equal steps give equal bits. But where a row is split, and so how its sums are rounded, depends on the lengths of the
+other rows.
 """
 
 import math
@@ -22,10 +26,10 @@ from nanoinfer.kernels.programmatic_launch import overlap_options
 
 TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions
 QUERY_TILE = 16  # the fewest rows that tl.dot takes; the group of query heads is padded to it
-PROGRAMS_PER_SM = 2  # what fits, each with three tiles on their way or in use
-STAGES = 5  # a tile's place is read two stages before the tile, and the tile two before its use
-MAX_QUERIES = 32  # beyond, the queries take the room of the stages
-MASKED = tl.constexpr(-3e38)  # the score of what lies past the context; finite, so that an empty context gives no NaN
+PROGRAMS_PER_SM = 2  # what fits, each with three tiles in flight or in use
+STAGES = 5  # a tile's slot is read two stages before the tile, and the tile two stages before its use
+MAX_QUERIES = 32  # more queries take so much shared memory that fewer stages fit
+MASKED = tl.constexpr(-3e38)  # the score of tokens past the context; finite, so that an empty context gives no NaN
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -41,7 +45,7 @@ def _plan_kernel(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program lists the tiles of one row, after those of the rows before it."""
+    """List the tiles of one row per program, after the tiles of the rows before it."""
     row = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     lens = tl.load(context_lens_ptr + rows, mask=rows < row, other=0)
@@ -71,9 +75,10 @@ def _paged_decode_kernel(
     tiles_ptr,
     row_starts_ptr,
     out_ptr,
-    parts_ptr,  # (num_kv_heads, num_shares, 2, group_size, head_dim) float32: of the row that a share goes on with, and
-    # of the one that it begins and does not end
-    log_sums_ptr,  # (num_kv_heads, num_shares, 2, group_size) float32: log2 of each part's softmax denominator
+    # (num_kv_heads, num_shares, 2, group_size, head_dim) float32: the partial results of a share, first for a row that
+    # began in an earlier share, then for a row that begins in this share and goes on in the next one.
+    partials_ptr,
+    lse_ptr,  # (num_kv_heads, num_shares, 2, group_size) float32: the log-sum-exp of each, to base 2
     scale_log2,  # head_dim ** -0.5 * log2(e): the softmax is computed in powers of two
     q_row_stride,
     num_rows,
@@ -116,7 +121,7 @@ def _paged_decode_kernel(
         q = tl.load(group_ptr + query_offsets, mask=is_query, other=0.0)
         block = (slot // block_size).to(tl.int64)
         start = ((block * num_kv_heads + kv_head) * block_size + slot % block_size) * head_dim
-        # Masked loads: what lies past the context may be NaN, and 0 x NaN is NaN.
+        # Masked loads, because what lies past the context may be NaN, and 0 x NaN is NaN.
         visible = token < num_visible
         k = tl.load(k_cache_ptr + start + tile_offsets, mask=visible[:, None], other=0.0)
         v = tl.load(v_cache_ptr + start + tile_offsets, mask=visible[:, None], other=0.0)
@@ -136,11 +141,11 @@ def _paged_decode_kernel(
                 row_out_ptr = out_ptr + (row.to(tl.int64) * num_kv_heads + kv_head) * group_size * head_dim
                 tl.store(row_out_ptr + query_offsets, result.to(out_ptr.dtype.element_ty), mask=is_query)
             else:
-                part = (kv_head * num_shares + share) * 2 + (row_start >= first).to(tl.int32)
-                tl.store(parts_ptr + part * group_size * head_dim + query_offsets, result, mask=is_query)
-                log_sum = maximum + tl.log2(total)
-                tl.store(log_sums_ptr + part * group_size + query, log_sum, mask=query < group_size)
-        # Start anew, and not by a factor of 0: a row whose values are NaN must not spoil the next one.
+                partial = (kv_head * num_shares + share) * 2 + (row_start >= first).to(tl.int32)
+                tl.store(partials_ptr + partial * group_size * head_dim + query_offsets, result, mask=is_query)
+                lse = maximum + tl.log2(total)
+                tl.store(lse_ptr + partial * group_size + query, lse, mask=query < group_size)
+        # Reset for the next row. Multiplying by 0 would carry over the NaN of a row whose values are NaN.
         maximum = tl.where(ends_row, float("-inf"), maximum)
         total = tl.where(ends_row, 0.0, total)
         acc = tl.where(ends_row, 0.0, acc)
@@ -150,18 +155,18 @@ def _paged_decode_kernel(
 def _combine_kernel(
     tiles_ptr,
     row_starts_ptr,
-    parts_ptr,
-    log_sums_ptr,
+    partials_ptr,
+    lse_ptr,
     out_ptr,
     num_rows,
     num_shares,
     num_kv_heads: tl.constexpr,
     group_size: tl.constexpr,
     head_dim: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,  # partial results to combine at a time
     OVERLAP: tl.constexpr,
 ):
-    """One program for each share but the first, and each head: combines the row whose second part begins there."""
+    """Combine the partial results of a row. A program has one head, and the row whose second split opens its share."""
     head = tl.program_id(0)
     share = tl.program_id(1) + 1
     num_tiles = tl.load(row_starts_ptr + num_rows)
@@ -170,9 +175,9 @@ def _combine_kernel(
     row = tl.load(tiles_ptr + first * 4 + 2)
     row_start = tl.load(row_starts_ptr + row)
     row_end = tl.load(row_starts_ptr + row + 1)
-    # The share of a tile is the last that begins at or before it.
+    # A tile belongs to the last share that begins at or before it.
     first_share = ((row_start + 1) * num_used - 1) // num_tiles
-    num_parts = (row_end * num_used - 1) // num_tiles - first_share + 1
+    num_splits = (row_end * num_used - 1) // num_tiles - first_share + 1
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     if (share < num_used) & (share == first_share + 1):
@@ -180,17 +185,17 @@ def _combine_kernel(
         maximum = float("-inf")
         total = 0.0
         acc = tl.zeros((head_dim,), tl.float32)
-        for start in range(0, num_parts, PARTS):
-            index = start + tl.arange(0, PARTS)
-            is_part = index < num_parts
-            part = ((head // group_size) * num_shares + first_share + index) * 2 + (index == 0).to(tl.int32)
-            line = part * group_size + head % group_size
-            log_sums = tl.load(log_sums_ptr + line, mask=is_part, other=float("-inf"))
-            parts = tl.load(parts_ptr + line[:, None] * head_dim + dim[None, :], mask=is_part[:, None], other=0.0)
-            new_maximum = tl.maximum(maximum, tl.max(log_sums, axis=0))
+        for start in range(0, num_splits, SPLITS):
+            split = start + tl.arange(0, SPLITS)
+            exists = split < num_splits
+            partial = ((head // group_size) * num_shares + first_share + split) * 2 + (split == 0).to(tl.int32)
+            line = partial * group_size + head % group_size
+            lse = tl.load(lse_ptr + line, mask=exists, other=float("-inf"))
+            partials = tl.load(partials_ptr + line[:, None] * head_dim + dim[None, :], mask=exists[:, None], other=0.0)
+            new_maximum = tl.maximum(maximum, tl.max(lse, axis=0))
             decay = tl.exp2(maximum - new_maximum)
-            weights = tl.exp2(log_sums - new_maximum)
-            acc = acc * decay + tl.sum(parts * weights[:, None], axis=0)
+            weights = tl.exp2(lse - new_maximum)
+            acc = acc * decay + tl.sum(partials * weights[:, None], axis=0)
             total = total * decay + tl.sum(weights, axis=0)
             maximum = new_maximum
         row_out_ptr = out_ptr + (row.to(tl.int64) * num_kv_heads * group_size + head) * head_dim
@@ -198,13 +203,15 @@ def _combine_kernel(
 
 
 def plan_decode(context_lens: Tensor, block_tables: Tensor, block_size: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """List the tiles of all rows for `paged_decode_attention`; a context of 0 tokens has one, in which none is visible.
+    """List the tiles of all rows for `paged_decode_attention`. A row without context gets one tile without tokens.
 
     context_lens: (num_rows,) int32, 0 for padding. block_tables: (num_rows, max_blocks) int32. block_size, head_dim:
-    those of the cache. Nothing waits for the device, so a CUDA graph can capture it.
+    those of the cache. The host does not wait for the device, so a CUDA graph can capture this.
 
-    Returns tiles, (max_tiles, 4) int32: the slot of its first token, how many tokens are visible, the row, and whether
-    it is the row's last; and row_starts, (num_rows + 1,) int32: where each row's tiles begin, and how many there are.
+    Returns
+    - tiles, (max_tiles, 4) int32: the slot of the tile's first token, how many of its tokens are visible, its row, and
+      whether it is the last tile of that row.
+    - row_starts, (num_rows + 1,) int32: the index of each row's first tile, then the number of all tiles.
     """
     num_rows, max_blocks = block_tables.shape
     tile = _tile_size(block_size, head_dim)
@@ -226,7 +233,7 @@ def plan_decode(context_lens: Tensor, block_tables: Tensor, block_size: int, hea
 
 
 def paged_decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: Tensor, row_starts: Tensor) -> Tensor:
-    """Attend from one token for each row to its cached tokens; the result has the shape of q.
+    """Attend from one token of each row to the row's cached tokens; the result has the shape of q.
 
     q: (num_rows, num_heads, head_dim), heads contiguous; head_dim a power of two, num_heads a multiple of the KV heads.
     k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous; block_size a multiple of 16.
@@ -237,8 +244,8 @@ def paged_decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: T
     group_size = num_heads // num_kv_heads
     num_shares = max(1, _num_programs(q.device) // num_kv_heads)
     out = q.new_empty(q.shape)
-    parts = q.new_empty((num_kv_heads, num_shares, 2, group_size, head_dim), dtype=torch.float32)
-    log_sums = q.new_empty((num_kv_heads, num_shares, 2, group_size), dtype=torch.float32)
+    partials = q.new_empty((num_kv_heads, num_shares, 2, group_size, head_dim), dtype=torch.float32)
+    lse = q.new_empty((num_kv_heads, num_shares, 2, group_size), dtype=torch.float32)
     queries = max(QUERY_TILE, triton.next_power_of_2(group_size))
     _paged_decode_kernel[(num_kv_heads, num_shares)](
         q,
@@ -247,8 +254,8 @@ def paged_decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: T
         tiles,
         row_starts,
         out,
-        parts,
-        log_sums,
+        partials,
+        lse,
         head_dim**-0.5 * math.log2(math.e),
         q.stride(0),
         num_rows,
@@ -267,15 +274,15 @@ def paged_decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: T
         _combine_kernel[(num_heads, num_shares - 1)](
             tiles,
             row_starts,
-            parts,
-            log_sums,
+            partials,
+            lse,
             out,
             num_rows,
             num_shares,
             num_kv_heads=num_kv_heads,
             group_size=group_size,
             head_dim=head_dim,
-            PARTS=16,  # small programs: all have a place beside those that they wait for
+            SPLITS=16,  # small programs, which fit on the GPU beside those that they wait for
             num_warps=2,
             **overlap_options(q.device),
         )
@@ -288,7 +295,7 @@ def _tile_size(block_size: int, head_dim: int) -> int:
 
 @cache
 def _num_programs(device: torch.device) -> int:
-    """How many programs fill the device; in the interpreter, a few."""
+    """Return how many programs fill the device; for Triton's interpreter, a few."""
     if device.type != "cuda":
         return 16
     return torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_SM

@@ -1,6 +1,6 @@
-"""RMSNorm of rows, alone or after the residual's addition. The twins are in `layers/layernorm.py`.
+"""RMSNorm, alone or fused with the residual addition and a split-K reduction. Twins: `layers/layernorm.py`.
 
-One program holds a whole row in registers, so that it is read once and written once.
+One program holds a whole row in registers, so that each row is read once and written once.
 """
 
 import triton
@@ -13,13 +13,13 @@ MAX_WARPS = 16
 
 
 def num_warps(padded_size: int) -> int:
-    """Of a program that holds a row of so many elements: 16 for each thread."""
+    """Return the warps for a program that holds a row of this size: 16 elements per thread."""
     return min(MAX_WARPS, max(1, padded_size // 512))
 
 
 @triton.jit
 def normalised(x, weight, size: tl.constexpr, eps):
-    """A row in float32, zero beyond `size`, to the weight's dtype."""
+    """Normalise a row in float32, zero beyond `size`; return it in the weight's dtype."""
     x *= tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
     # Rounded after the division and after the weight, as PyTorch does it.
     return (x.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
@@ -28,29 +28,29 @@ def normalised(x, weight, size: tl.constexpr, eps):
 @triton.jit
 def _rms_norm_kernel(
     x_ptr,
-    residual_ptr,  # None: nothing is added
+    residual_ptr,  # None for a norm without addition
     weight_ptr,
     out_ptr,
     total_ptr,
-    x_part_stride,
+    x_split_stride,
     x_row_stride,
     residual_row_stride,
     eps,
-    num_parts: tl.constexpr,  # of x, to be added up
+    num_splits: tl.constexpr,  # of split-K: partial sums of x to add up
     size: tl.constexpr,
-    SIZE: tl.constexpr,  # rounded up to a power of two
+    SIZE: tl.constexpr,  # size, rounded up to a power of two
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE)
     mask = column < size
-    weight = tl.load(weight_ptr + column, mask=mask)  # first: it is no other kernel's result
+    weight = tl.load(weight_ptr + column, mask=mask)  # before the wait: no kernel writes it
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     x_ptrs = x_ptr + row * x_row_stride + column
     wide = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, num_parts):
-        wide += tl.load(x_ptrs + part * x_part_stride, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, num_splits):
+        wide += tl.load(x_ptrs + split * x_split_stride, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
         total = (wide + residual.to(tl.float32)).to(residual.dtype)
@@ -60,7 +60,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in float32 inside; shape and dtype of `x`, which stays as it is.
+    """Return x / rms(x) * weight over the last dimension, computed in float32, in the shape and dtype of x.
 
     x: (..., size), the last dimension contiguous. weight: (size,) in the dtype of x.
     """
@@ -70,21 +70,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and x + residual itself, rounded to its dtype before it is normalised.
+    """Return the norm of x + residual, and x + residual, which is rounded to its dtype before it is normalised.
 
-    x: (..., size) as residual, or (parts, ..., size), partial sums of any dtype. The last dimension is contiguous.
+    x: (..., size) like residual, or (num_splits, ..., size), the partial sums of a split-K product, in any dtype. The
+    last dimension is contiguous.
     residual: (..., size). weight: (size,) in the dtype of residual, as are the results.
     """
     size = x.shape[-1]
     out, total = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
-    parts = x.reshape(len(x) if x.dim() > residual.dim() else 1, -1, size)
-    _launch(parts, residual.reshape(-1, size), weight, out, total, eps)
+    splits = x.reshape(len(x) if x.dim() > residual.dim() else 1, -1, size)
+    _launch(splits, residual.reshape(-1, size), weight, out, total, eps)
     return out, total
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float) -> None:
-    """x: (parts, rows, size). residual: (rows, size)."""
-    num_parts, num_rows, size = x.shape
+    """Launch the kernel. x: (num_splits, num_rows, size). residual: (num_rows, size)."""
+    num_splits, num_rows, size = x.shape
     for name, tensor in (("x", x), ("residual", residual)):
         assert tensor is None or tensor.stride(-1) == 1, f"{name} must be contiguous in its last dimension"
     if num_rows == 0:
@@ -100,7 +101,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
         x.stride(1),
         0 if residual is None else residual.stride(0),
         eps,
-        num_parts=num_parts,
+        num_splits=num_splits,
         size=size,
         SIZE=padded_size,
         num_warps=num_warps(padded_size),

@@ -1,4 +1,4 @@
-"""The gated activation of the MLP in one pass. Twin: in `layers/activation.py`."""
+"""SwiGLU, the gated activation of the MLP, in one pass over memory. Twin: `layers/activation.py`."""
 
 import triton
 import triton.language as tl
@@ -25,10 +25,7 @@ def _silu_and_mul_kernel(gate_up_ptr, out_ptr, row_stride, size, TILE: tl.conste
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, for gate and up side by side: (num_tokens, 2 * size) -> (num_tokens, size).
-
-    gate_up: rows contiguous.
-    """
+    """Return silu(gate) * up, (num_tokens, size). gate_up: (num_tokens, 2 * size), gate first, rows contiguous."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, f"the rows of gate_up must be contiguous, strides {gate_up.stride()}"
     out = gate_up.new_empty(num_tokens, size)

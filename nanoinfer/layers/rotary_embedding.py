@@ -1,6 +1,6 @@
-"""Rotary position embedding (Su et al. 2021) and the ways in which checkpoints stretch it to longer contexts.
+"""Rotary position embedding (RoPE, Su et al. 2021), and the scaling methods by which checkpoints reach longer contexts.
 
-The rotation itself is computed together with the norms and the cache write beside it: see `layers/attention/layer.py`.
+The rotation is fused with the q/k norms and the KV-cache write: see `norm_rope_store` in `layers/attention/layer.py`.
 """
 
 import math
@@ -26,7 +26,7 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
 
 
 class RotaryEmbedding(nn.Module):
-    """The cosines and sines of `max_positions` positions, computed once: (max_positions, head_dim) float32."""
+    """Holds the cosines and sines of all positions, computed once: (max_positions, head_dim) float32."""
 
     cos_sin_cache: Tensor
 
@@ -39,9 +39,9 @@ class RotaryEmbedding(nn.Module):
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Angle per position of each pair of dimensions, (head_dim / 2,) float32, and a factor on cosines and sines.
+    """Return the frequency of each pair of dimensions, (head_dim / 2,) float32, and a factor for cosines and sines.
 
-    Raises ModelError for a type that is not known, or one that lacks a parameter.
+    A frequency is the angle in radians per position. Raises ModelError for an unknown rope_type or a missing parameter.
     """
     rope = config.rope
     if rope.rope_type not in ROPE_TYPES:
@@ -61,7 +61,7 @@ def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:
-    """Llama 3.1: slow frequencies are divided by `factor`, fast ones kept, those between are blended."""
+    """Scale as Llama 3.1 does: divide low frequencies by `factor`, keep high ones, and blend those in between."""
     p = config.rope.parameters
     original, low, high = p["original_max_position_embeddings"], p["low_freq_factor"], p["high_freq_factor"]
     turns = original * inv_freq / (2 * math.pi)  # rotations within the original context
@@ -70,13 +70,13 @@ def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _yarn(inv_freq: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023): as above with a ramp over dimensions, and a temperature on the attention."""
+    """Scale by YaRN (Peng et al. 2023): blend along a ramp over the dimensions, and adjust attention's temperature."""
     p, dim, base = config.rope.parameters, config.head_dim, config.rope.theta
     factor = p["factor"]
     original = p.get("original_max_position_embeddings") or config.max_position_embeddings
 
     def dimension_of(turns: float) -> float:
-        """The (fractional) dimension pair that turns so often within the original context."""
+        """Return the (fractional) index of the pair of dimensions that turns so often within the original context."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = dimension_of(p.get("beta_fast") or 32.0), dimension_of(p.get("beta_slow") or 1.0)

@@ -315,7 +315,7 @@ def test_a_forgotten_block_is_not_found_and_stays_with_its_user() -> None:
     manager = BlockManager(num_blocks=4, block_size=2)
     seq = make_sequence(0, [1, 2, 3, 4, 5])
     prefill(manager, seq)
-    manager.forget_blocks([1, 2])
+    manager.evict_blocks([1, 2])
     assert manager.find_cached_prefix(make_sequence(1, [1, 2, 3, 4, 5])) == [0]
     assert (manager.num_cached_blocks, manager.num_used_blocks) == (1, 3)
 

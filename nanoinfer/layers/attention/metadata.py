@@ -1,6 +1,6 @@
-"""What a forward pass is given besides its tokens: the KV cache, and where its keys and values lie.
+"""The KV cache, and the metadata by which a forward pass finds its keys and values in it.
 
-These travel as arguments from the runner down to attention; nothing is read from a global.
+Both travel as arguments from the runner down to attention. Nothing is read from a global.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values, head-major: (num_blocks, num_kv_heads, block_size, head_dim) each."""
+    """Holds one layer's keys and values, each (num_blocks, num_kv_heads, block_size, head_dim)."""
 
     k: Tensor
     v: Tensor
@@ -19,7 +19,7 @@ class LayerCache(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """All layers' keys and values: (num_layers, num_blocks, num_kv_heads, block_size, head_dim) each."""
+    """Holds all layers' keys and values, each (num_layers, num_blocks, num_kv_heads, block_size, head_dim)."""
 
     k: Tensor
     v: Tensor
@@ -38,10 +38,10 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class PrefillMetadata:
-    """A step that computes chunks of prompts, laid end to end.
+    """Describes a prefill step: chunks of prompts, laid end to end.
 
-    Chunk i computes `query_lens[i]` tokens, which attend to `context_lens[i]` tokens: those before them in the cache
-    and their own. The host's tuples and the device's tensors say the same; a backend reads what suits it.
+    Chunk i computes `query_lens[i]` tokens, which attend to `context_lens[i]` tokens: the chunk's own, and those before
+    it in the cache. Tuples on the host and tensors on the device say the same; a backend reads what suits it.
     """
 
     query_lens: tuple[int, ...]
@@ -53,12 +53,12 @@ class PrefillMetadata:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether a chunk attends to tokens computed before it; if not, the step's own keys and values suffice."""
+        """Whether a chunk attends to tokens of earlier steps. If none does, the step's own keys and values suffice."""
         return self.query_lens != self.context_lens
 
 
 class DecodePlan(NamedTuple):
-    """The contexts of a decode step, cut into tiles laid end to end: see `kernels/paged_attention.py`."""
+    """Lists the tiles of all contexts of a decode step: see `plan_decode` in `kernels/paged_decode_attention.py`."""
 
     tiles: Tensor  # (max_tiles, 4) int32
     row_starts: Tensor  # (num_rows + 1,) int32
@@ -66,22 +66,22 @@ class DecodePlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeMetadata:
-    """A step that computes one token for each row. Padding rows have a context of 0 tokens."""
+    """Describes a decode step, which computes one token of each row. Padding rows have a context of 0 tokens."""
 
     slot_mapping: Tensor  # (num_rows,) int64: where this step's key and value go; -1 skips the write
     context_lens: Tensor  # (num_rows,) int32: tokens each query attends to, its own included
     block_tables: Tensor  # (num_rows, max_blocks) int32
-    plan: DecodePlan | None = None  # what a backend works out once for all layers
+    plan: DecodePlan | None = None  # set by backends whose kernels need one, once for all layers
 
 
 Metadata = PrefillMetadata | DecodeMetadata
 
 
 def ragged_indices(cu_lens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """For segments laid end to end, each element's segment and its offset within it: (total,) int64 each.
+    """Return the segment of each element, and the element's offset within it, for segments laid end to end.
 
-    cu_lens: (num_segments + 1,) where each begins and ends. total: its last element, known to the host, so that a
-    GPU is not waited for.
+    Both are (total,) int64. cu_lens: (num_segments + 1,), cumulated lengths from 0 on. total: its last element, passed
+    from the host so that it need not wait for the device.
     """
     segments = torch.arange(len(cu_lens) - 1, device=cu_lens.device)
     segments = segments.repeat_interleave(cu_lens.diff(), output_size=total)

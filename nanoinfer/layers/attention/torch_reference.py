@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch: the specification of the other backends, and the one for CPUs."""
+"""Attention in plain PyTorch: the backend for CPUs, and the reference that the other backends are tested against."""
 
 import torch
 import torch.nn.functional as F
@@ -7,11 +7,11 @@ from torch import Tensor
 from nanoinfer.layers.attention.backend import AttentionBackend
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata, ragged_indices
 
-MAX_GATHER_ELEMENTS = 2**24  # of keys that the plain decode gathers at a time: 64 MiB in float32
+MAX_GATHER_ELEMENTS = 2**24  # of keys that decode gathers at a time: 64 MiB in float32
 
 
 class TorchBackend(AttentionBackend):
-    """Plain PyTorch: for a CPU, and the twin that the other backends are tested against."""
+    """Runs attention in plain PyTorch on any device."""
 
     name = "torch"
     needs_host = True
@@ -49,7 +49,7 @@ class TorchBackend(AttentionBackend):
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One sequence: the last len(q) of len(k) tokens attend to themselves and all before them."""
+    """Compute causal attention for one sequence, whose last len(q) tokens attend to all len(k) tokens."""
     query_len, context_len = len(q), len(k)
     mask = None
     if query_len != context_len:
@@ -60,7 +60,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def gather_context(cache: LayerCache, metadata: PrefillMetadata, chunks: slice) -> tuple[Tensor, Tensor]:
-    """Copy the whole contexts of some chunks out of the cache: (sum of context_lens, num_kv_heads, head_dim) each."""
+    """Gather keys and values of the chunks' contexts from the cache: (sum of context_lens, num_kv_heads, head_dim)."""
     block_size = cache.k.shape[2]
     cu_lens = metadata.cu_context_lens[chunks.start : chunks.stop + 1]
     segments, positions = ragged_indices(cu_lens - cu_lens[0], sum(metadata.context_lens[chunks]))

@@ -1,4 +1,4 @@
-"""The default on CUDA: our Triton kernels for decode, and for prefill flash-attn or else PyTorch's own attention."""
+"""The default backend on CUDA: a Triton kernel for decode, and flash-attn or PyTorch's attention for prefill."""
 
 from dataclasses import replace
 
@@ -10,9 +10,9 @@ from nanoinfer.layers.attention.metadata import DecodeMetadata, DecodePlan, KVCa
 
 
 class TritonBackend(AttentionBackend):
-    """Decode by `kernels/paged_attention.py`, which reads the cache faster than flash-attn 2 does.
+    """Decodes with `kernels/paged_decode_attention.py`, which reads the cache faster than flash-attn 2.
 
-    for_prefill: what computes prefill.
+    for_prefill: computes prefill steps.
     """
 
     needs_host = False
@@ -33,5 +33,5 @@ class TritonBackend(AttentionBackend):
         return replace(metadata, plan=DecodePlan(*plan))
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> Tensor:
-        assert metadata.plan is not None, "decode takes metadata that went through `plan`"
+        assert metadata.plan is not None, "`decode` needs metadata that `plan` has returned"
         return paged_decode_attention(q, cache.k, cache.v, *metadata.plan)
