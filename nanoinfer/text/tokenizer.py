@@ -117,9 +117,10 @@ def _tokenizer_class(folder: Path) -> Any:
 
 
 def load_tokenizer(folder: Path, vocab_size: int | None = None) -> Tokenizer | None:
-    """The tokenizer in `folder`, or None where there is none: prompts must then be token ids.
+    """Load the tokenizer in `folder`; None where there is none, and prompts must be token ids.
 
-    Raises ModelError where it cannot be loaded, or has more tokens than `vocab_size`, the model's.
+    It is slow, because it imports transformers, and safe to call in a thread while another loads the weights. Raises
+    ModelError where the tokenizer cannot be loaded, or has more tokens than `vocab_size`, the model's.
     """
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None

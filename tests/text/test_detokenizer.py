@@ -177,6 +177,16 @@ def test_only_the_first_space_of_a_text_is_stripped(llama: Tokenizer) -> None:
     assert llama.decode([WORDS + 1, WORDS]) == " the"
 
 
+def test_a_tokenizer_without_a_backend_in_rust_gives_its_own_text(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    byt5 = Tokenizer(tmp_path)
+    token_ids = byt5.encode(["é 🙂"], add_special_tokens=False)[0]
+    assert stream(byt5.detokenizer(), token_ids) == byt5.hf.decode(token_ids) == "é 🙂"
+    assert stream(byt5.detokenizer(), token_ids[:-1]) == byt5.hf.decode(token_ids[:-1]) == "é "
+
+
 # --- characters in pieces ---
 
 
