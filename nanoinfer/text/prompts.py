@@ -6,9 +6,63 @@ from typing import Any, cast
 
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import SamplingParams, is_whole_number
+from nanoinfer.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
 GivenPrompt = Prompt | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_ids": ...}, as vLLM's users write it
+
+
+class PromptProcessor:
+    """Turns prompts into token ids, and checks that the model can serve them.
+
+    tokenizer: None where the model has none; prompts must then be token ids. model: its name, for messages. One thread
+    at a time may encode, because tokenizers do not serve two.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, model: str, vocab_size: int, max_model_len: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self._model = model
+
+    def require_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises RequestError where the model has none."""
+        if self.tokenizer is None:
+            raise RequestError(f"{self._model} has no tokenizer; give the prompt as a list of token ids")
+        return self.tokenizer
+
+    def encode(self, prompts: list[Prompt], add_special_tokens: bool = True, what: str = "prompt") -> list[list[int]]:
+        """Return the token ids of each prompt, checked. Raises RequestError for one that cannot be served.
+
+        what: the word for a prompt in error messages.
+        """
+        all_ids = self.tokenize(prompts, add_special_tokens)
+        limits = self.vocab_size, self.max_model_len
+        return [check_token_ids(ids, f"{what} {index}", *limits) for index, ids in enumerate(all_ids)]
+
+    def tokenize(self, prompts: list[Prompt], add_special_tokens: bool = True) -> list[list[int]]:
+        """Encode the prompts that are texts, in one batch; return the others as they are."""
+        texts = {index: prompt for index, prompt in enumerate(prompts) if isinstance(prompt, str)}
+        encoded: dict[int, list[int]] = {}
+        if texts:
+            tokenizer = self.require_tokenizer()
+            check_texts(texts, self.max_model_len * tokenizer.longest_token)
+            encoded = dict(zip(texts, tokenizer.encode([*texts.values()], add_special_tokens), strict=True))
+        return [encoded[index] if isinstance(prompt, str) else prompt for index, prompt in enumerate(prompts)]
+
+    def check_params(self, sampling_params: SamplingParams) -> None:
+        """Raise RequestError for sampling options that this model cannot serve."""
+        if sampling_params.stop and self.tokenizer is None:
+            raise RequestError(
+                f"stop={sampling_params.stop!r} is found in text, and {self._model} has no tokenizer; "
+                "use stop_token_ids"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(sampling_params, name) or 0
+            if value > self.vocab_size:
+                raise RequestError(
+                    f"{name}={value} is more than the vocabulary of {self.vocab_size} tokens; use 20, say"
+                )
 
 
 def as_list_of_prompts(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[Prompt]:

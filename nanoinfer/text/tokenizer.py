@@ -1,5 +1,6 @@
 """Text to token ids and back, by the model's own tokenizer from transformers, and the ids that end a completion."""
 
+import json
 import logging
 import sys
 from functools import cached_property
@@ -8,7 +9,7 @@ from typing import Any
 
 from nanoinfer.checkpoint.hub import read_json
 from nanoinfer.errors import ModelError, RequestError
-from nanoinfer.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
+from nanoinfer.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer, find_byte_format
 
 logger = logging.getLogger("nanoinfer")
 
@@ -29,16 +30,22 @@ class Tokenizer:
             raise ModelError(f"the tokenizer in {folder} cannot be loaded ({error}); check its files") from error
         self._texts: dict[int, str] = {}  # of single tokens
         self._token_bytes: dict[bool, TokenBytes] = {}  # by whether special tokens are skipped
-        backend: Any = getattr(self.hf, "backend_tokenizer", None)
-        if backend is not None and type(backend.decoder).__name__ == "ByteLevel":
-            special = [index for index, token in backend.get_added_tokens_decoder().items() if token.special]
-            skipped = {False: (), True: special}
-            self._token_bytes = {skips: TokenBytes(backend.id_to_token, ids) for skips, ids in skipped.items()}
+        self._is_byte_level = False
+        backend: Any = getattr(self.hf, "backend_tokenizer", None)  # None for tokenizers written in Python
+        if backend is not None and backend.decoder is not None:
+            decoder = json.loads(backend.decoder.__getstate__())
+            self._is_byte_level = decoder["type"] == "ByteLevel"
+            if byte_format := find_byte_format(decoder):
+                special = [index for index, token in backend.get_added_tokens_decoder().items() if token.special]
+                self._token_bytes = {
+                    False: TokenBytes(byte_format, backend.id_to_token),
+                    True: TokenBytes(byte_format, backend.id_to_token, skipped=special),
+                }
 
     @cached_property
     def longest_token(self) -> int:
-        """The most characters that one token may stand for."""
-        return max(map(len, self.hf.get_vocab())) if self._token_bytes else sys.maxsize
+        """The most characters that one token may stand for; other tokenizers may drop any number of characters."""
+        return max(map(len, self.hf.get_vocab())) if self._is_byte_level else sys.maxsize
 
     def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Encode plain texts in one batch, with the special tokens that the tokenizer adds, or as they are.
@@ -60,8 +67,10 @@ class Tokenizer:
         return [ids[1:] if adds_bos and text.startswith(bos) else ids for text, ids in zip(texts, batch, strict=True)]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Decode a completion, as it is: spaces before punctuation stay. Raises RequestError where that fails."""
-        try:
+        """Decode a whole completion as `detokenizer` does bit by bit. Raises RequestError where that fails."""
+        if self._token_bytes:
+            return self.detokenizer(skip_special_tokens).decode(token_ids, final=True)
+        try:  # spaces before punctuation stay
             return str(self.hf.decode(token_ids, skip_special_tokens, clean_up_tokenization_spaces=False))
         except PASSED_ON:
             raise
@@ -69,7 +78,7 @@ class Tokenizer:
             raise RequestError(f"the tokenizer cannot decode {token_ids} ({error}); check its files") from error
 
     def text_of_token(self, token_id: int) -> str:
-        """One token alone, special or not; "" where the tokenizer fails, which must not stop a step."""
+        """Decode one token alone, special or not; "" where the tokenizer fails, which must not stop a step."""
         if token_id not in self._texts:
             try:
                 self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
@@ -79,7 +88,7 @@ class Tokenizer:
         return self._texts[token_id]
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """What decodes one completion bit by bit to the text that `decode` makes of it at once."""
+        """Return what decodes one completion bit by bit."""
         if self._token_bytes:
             return ByteDetokenizer(self._token_bytes[skip_special_tokens])
 
@@ -108,9 +117,10 @@ def _tokenizer_class(folder: Path) -> Any:
 
 
 def load_tokenizer(folder: Path, vocab_size: int | None = None) -> Tokenizer | None:
-    """The tokenizer in `folder`, or None where there is none: prompts must then be token ids.
+    """Load the tokenizer in `folder`; None where there is none, and prompts must be token ids.
 
-    Raises ModelError where it cannot be loaded, or has more tokens than `vocab_size`, the model's.
+    It is slow, because it imports transformers, and safe to call in a thread while another loads the weights. Raises
+    ModelError where the tokenizer cannot be loaded, or has more tokens than `vocab_size`, the model's.
     """
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None

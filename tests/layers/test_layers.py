@@ -505,7 +505,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def pretend_installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    monkeypatch.setattr(selection, "import_error", lambda name: None if name in packages else ImportError("not there"))
+    def import_error(module: str) -> ImportError | None:
+        return None if module.rpartition(".")[2] in packages else ImportError("not there")
+
+    monkeypatch.setattr(selection, "import_error", import_error)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,5 +1,7 @@
-"""Text from tokens as they come: equal in the end to decoding at once, and never more than is certain."""
+"""Text from tokens as they come: in the end the tokenizer's own, however the tokens come, and nothing is taken back."""
 
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from random import Random
 
@@ -7,21 +9,22 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from nanoinfer import tiny_model_path
 from nanoinfer.text.detokenizer import (
+    BYTE_OF_CHARACTER,
     WINDOW,
-    ByteDetokenizer,
     CompletionText,
-    TokenBytes,
+    Detokenizer,
     WindowDetokenizer,
-    bytes_of_token,
+    byte_fallback_bytes,
+    byte_level_bytes,
 )
 from nanoinfer.text.tokenizer import Tokenizer
-from tests.text.test_tokenizer import save_tokenizer
 
 TINY = Tokenizer(tiny_model_path())
-NUM_TOKENS = 1024  # more ids than the tokenizer knows, as a padded vocabulary has
+BYTE_IDS = {byte: TINY.hf.convert_tokens_to_ids(token) for token, byte in BYTE_OF_CHARACTER.items()}
 texts = st.text(alphabet=st.characters(codec="utf-8"), max_size=40)
 
 
@@ -32,32 +35,159 @@ def split(items: list, seed: int) -> list[list]:  # type: ignore[type-arg]
     return [items[start:end] for start, end in zip([0, *cuts], [*cuts, len(items)], strict=True)]
 
 
-def token_of_bytes(data: bytes) -> int:
-    """The tiny tokenizer has a token for each single byte; its merges are not wanted here."""
-    return next(token_id for token_id in range(NUM_TOKENS) if TINY.detokenizer()._bytes[token_id] == data)  # type: ignore[attr-defined]
-
-
 def ids_of_bytes(data: bytes) -> list[int]:
     return [BYTE_IDS[byte] for byte in data]
 
 
-BYTE_IDS = [token_of_bytes(bytes([byte])) for byte in range(256)]
+def stream(detokenizer: Detokenizer, token_ids: list[int], seed: int | None = None) -> str:
+    """The joined text of the tokens, given one by one, or as `seed` cuts them."""
+    pieces = [[token_id] for token_id in token_ids] if seed is None else split(token_ids, seed)
+    return "".join([detokenizer.decode(piece) for piece in pieces]) + detokenizer.decode([], final=True)
+
+
+# --- all kinds of tokenizers ---
+
+SPECIAL, BYTES, WORDS = 0, 1, 257  # ids of "<s>", of the byte 0, and of the first word
+NUM_TOKENS = WORDS + 9  # two more than there are
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+REPLACE, FALLBACK, FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+KINDS = {
+    "byte fallback, as Llama 2": decoders.Sequence([REPLACE, FALLBACK, FUSE, decoders.Strip(" ", 1, 0)]),
+    "byte fallback, as Gemma": decoders.Sequence([REPLACE, FALLBACK, FUSE]),
+    "byte fallback, of a kind not known": decoders.Sequence([FALLBACK, REPLACE, FUSE]),
+    "metaspace": decoders.Metaspace(),
+    "word pieces": decoders.WordPiece(),
+    "suffixes": decoders.BPEDecoder(suffix="</w>"),
+    "words": None,
+}
+
+
+def with_decoder(decoder: decoders.Decoder | None, folder: Path) -> Tokenizer:
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["▁the", "▁", "##s", ",", "n't", "é", "end</w>"]
+    vocab = {token: token_id for token_id, token in enumerate(["<s>", *BYTE_TOKENS, *words])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    if decoder is not None:
+        backend.decoder = decoder
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>").save_pretrained(folder)
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return with_decoder(KINDS[request.param], tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return with_decoder(KINDS["byte fallback, as Llama 2"], tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def unknown_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Detokenizer]:
+    tokenizer = with_decoder(KINDS["byte fallback, of a kind not known"], tmp_path_factory.mktemp("unknown"))
+    assert isinstance(tokenizer.detokenizer(), WindowDetokenizer)
+    return tokenizer.detokenizer
+
+
+def fallback_ids(data: bytes) -> list[int]:
+    return [BYTES + byte for byte in data]
+
+
+word_ids = st.sampled_from([SPECIAL, *range(WORDS, NUM_TOKENS)]).map(lambda token_id: [token_id])
+characters = st.sampled_from(["\n", " ", "é", "中", "🙂"]).map(lambda text: fallback_ids(text.encode()))
+# Half a character between words; where it stands beside a whole one, decoders replace both (see the next test).
+half_characters = st.sampled_from([b"\xf0\x9f", b"\xe4", b"\xff", b"\x80\x80"]).map(
+    lambda data: [WORDS, *fallback_ids(data), WORDS]
+)
+completions = st.lists(word_ids | characters | half_characters, max_size=20).map(
+    lambda parts: [*chain.from_iterable(parts)]
+)
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(token_ids=completions, ends_in_half=st.booleans(), seed=st.integers(0, 2**32))
+def test_the_joined_text_is_the_tokenizers_own_however_the_tokens_come(
+    tokenizer: Tokenizer, skip_special_tokens: bool, token_ids: list[int], ends_in_half: bool, seed: int
+) -> None:
+    token_ids = [*token_ids, WORDS, *fallback_ids(b"\xf0\x9f")] if ends_in_half else token_ids
+    expected = tokenizer.hf.decode(token_ids, skip_special_tokens, clean_up_tokenization_spaces=False)
+    assert stream(tokenizer.detokenizer(skip_special_tokens), token_ids) == expected
+    assert stream(tokenizer.detokenizer(skip_special_tokens), token_ids, seed) == expected
+    assert tokenizer.decode(token_ids, skip_special_tokens) == expected
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    token_ids=st.lists(st.integers(0, NUM_TOKENS - 1), max_size=60),
+    stop=st.sampled_from(["x", "▁the"]),
+    seed=st.integers(0, 2**32),
+)
+def test_neither_the_cuts_nor_a_stop_string_that_never_comes_change_the_text(
+    tokenizer: Tokenizer, token_ids: list[int], stop: str, seed: int
+) -> None:
+    """Even where bytes are no characters at all."""
+    texts = []
+    for stops, pieces in [
+        ((), [token_ids]),
+        ((), split(token_ids, seed)),
+        ((f"never {stop}",), split(token_ids, seed)),
+    ]:
+        text = CompletionText(tokenizer.detokenizer(), stops)
+        for piece in pieces:
+            text.extend(piece)
+        text.extend([], final=True)
+        texts.append(str(text))
+    assert len(set(texts)) == 1
 
 
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(token_ids=st.lists(st.integers(0, NUM_TOKENS - 1), max_size=120), seed=st.integers(0, 2**32))
-def test_random_tokens_in_random_pieces_give_the_text_of_all_at_once(
+@given(token_ids=st.lists(st.integers(0, 1023), max_size=120), seed=st.integers(0, 2**32))
+def test_byte_level_text_is_the_tokenizers_own_for_any_tokens(
     skip_special_tokens: bool, token_ids: list[int], seed: int
 ) -> None:
-    """Random tokens hold broken characters as well as whole ones."""
-    expected = TINY.decode(token_ids, skip_special_tokens)
-    for detokenizer in (
-        TINY.detokenizer(skip_special_tokens),
-        WindowDetokenizer(lambda ids: TINY.decode(ids, skip_special_tokens)),
-    ):
-        pieces = [detokenizer.decode(piece) for piece in split(token_ids, seed)]
-        assert "".join(pieces) + detokenizer.decode([], final=True) == expected
+    """Random tokens hold broken characters as well as whole ones; some ids have no token, as in a padded vocabulary."""
+    expected = TINY.hf.decode(token_ids, skip_special_tokens, clean_up_tokenization_spaces=False)
+    assert stream(TINY.detokenizer(skip_special_tokens), token_ids, seed) == expected
+    window = WindowDetokenizer(lambda ids: TINY.hf.decode(ids, skip_special_tokens))
+    assert stream(window, token_ids, seed) == expected
+
+
+def test_a_newline_before_half_a_character_stays(llama: Tokenizer) -> None:
+    """The tokenizer itself replaces all bytes of such a run, also those that a stream has shown."""
+    token_ids = [WORDS, *fallback_ids(b"\n\xf0\x9f")]
+    assert llama.hf.decode(token_ids) == "the\ufffd\ufffd\ufffd"
+    assert stream(llama.detokenizer(), token_ids) == llama.decode(token_ids) == "the\n\ufffd\ufffd"
+
+
+def test_a_newline_token_is_shown_and_stops_at_once(llama: Tokenizer) -> None:
+    detokenizer = llama.detokenizer()
+    assert [detokenizer.decode([token_id]) for token_id in [WORDS, *fallback_ids(b"\n")]] == ["the", "\n"]
+    text = CompletionText(llama.detokenizer(), ["\n"])
+    text.extend([WORDS, *fallback_ids(b"\n")])
+    assert (str(text), text.stop_string) == ("the", "\n")
+
+
+def test_only_the_first_space_of_a_text_is_stripped(llama: Tokenizer) -> None:
+    detokenizer = llama.detokenizer()
+    assert [detokenizer.decode([WORDS]) for _ in range(3)] == ["the", " the", " the"]
+    assert llama.decode([WORDS + 1, WORDS]) == " the"
+
+
+def test_a_tokenizer_without_a_backend_in_rust_gives_its_own_text(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    byt5 = Tokenizer(tmp_path)
+    token_ids = byt5.encode(["é 🙂"], add_special_tokens=False)[0]
+    assert stream(byt5.detokenizer(), token_ids) == byt5.hf.decode(token_ids) == "é 🙂"
+    assert stream(byt5.detokenizer(), token_ids[:-1]) == byt5.hf.decode(token_ids[:-1]) == "é "
+
+
+# --- characters in pieces ---
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -82,34 +212,55 @@ def test_what_is_no_character_is_replaced_as_soon_as_that_is_certain() -> None:
     assert detokenizer.decode([], final=True) == "\ufffd"
 
 
-def test_an_id_that_the_tokenizer_does_not_know_has_no_text() -> None:
-    token_bytes = TokenBytes({0: "a"}.get)
-    assert ByteDetokenizer(token_bytes).decode([0, 1, 0]) == "aa"
-
-
 def test_a_token_is_bytes_or_else_plain_text() -> None:
-    assert bytes_of_token("Ġa") == b" a"
-    assert bytes_of_token("Ċ") == b"\n"
-    assert bytes_of_token("ÿĀ") == b"\xff\x00"
-    assert bytes_of_token("<終>") == "<終>".encode()
+    assert byte_level_bytes("Ġa") == b" a"
+    assert byte_level_bytes("Ċ") == b"\n"
+    assert byte_level_bytes("ÿĀ") == b"\xff\x00"
+    assert byte_level_bytes("<終>") == "<終>".encode()
+    assert byte_fallback_bytes("<0x0A>") == b"\n"
+    assert byte_fallback_bytes("▁a<0x0A>") == b" a<0x0A>"
 
 
-def test_a_text_without_one_whole_character_costs_no_more_than_others() -> None:
-    detokenizer = WindowDetokenizer(TINY.decode)
-    token_ids = ids_of_bytes(bytes([0x9F]) * 5 * WINDOW)
-    shown = "".join([detokenizer.decode([token_id]) for token_id in token_ids])
-    assert shown + detokenizer.decode([], final=True) == "\ufffd" * 5 * WINDOW
-    assert len(detokenizer._window) <= WINDOW
+@pytest.mark.parametrize("text", ["héllo 中文 🙂 x", "中文" * 100, "🙂é中a" * 40, "a" * 200, "é"])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_tokenizer_of_a_kind_not_known_gives_whole_characters_and_loses_none(
+    unknown_kind: Callable[[], Detokenizer], text: str, seed: int | None
+) -> None:
+    shown = stream(unknown_kind(), [WORDS, *fallback_ids(text.encode()), WORDS], seed)
+    assert shown == f" the{text} the"
 
 
-def test_a_tokenizer_of_words_gets_its_spaces_right_however_long_the_text(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path)
-    words = Tokenizer(tmp_path)
-    token_ids = Random(0).choices(range(7), k=5 * WINDOW)
-    detokenizer = words.detokenizer()
-    assert isinstance(detokenizer, WindowDetokenizer)
-    assert "".join([detokenizer.decode([token_id]) for token_id in token_ids]) == words.decode(token_ids)
-    assert len(detokenizer._window) <= WINDOW, "the cost of a token does not grow"
+def test_bytes_that_are_no_character_are_not_held_back_for_ever(unknown_kind: Callable[[], Detokenizer]) -> None:
+    detokenizer = unknown_kind()
+    text = "".join([detokenizer.decode(fallback_ids(b"\xff")) for _ in range(5 * WINDOW)])
+    assert len(text) >= 4 * WINDOW
+    assert text + detokenizer.decode([], final=True) == "\ufffd" * 5 * WINDOW
+
+
+@pytest.mark.parametrize("count", range(8, 20))
+def test_what_follows_bytes_that_are_no_character_is_not_lost(
+    unknown_kind: Callable[[], Detokenizer], count: int
+) -> None:
+    token_ids = [WORDS, *fallback_ids(b"\xff" + "中".encode() * count), *[WORDS] * 4]
+    assert stream(unknown_kind(), token_ids).endswith(" the" * 4)
+
+
+@pytest.mark.parametrize("token_id", [WORDS, SPECIAL, BYTES + 0xFF])
+def test_a_token_costs_no_more_the_longer_the_text(token_id: int) -> None:
+    sizes = []
+
+    def decode(token_ids: list[int]) -> str:
+        sizes.append(len(token_ids))
+        return "".join({WORDS: " the", SPECIAL: "", BYTES + 0xFF: "\ufffd"}[token_id] for token_id in token_ids)
+
+    stream(WindowDetokenizer(decode), [token_id] * 10 * WINDOW)
+    assert max(sizes) <= 2 * WINDOW
+
+
+def test_text_that_is_not_wanted_is_not_made() -> None:
+    text = CompletionText(None)
+    text.extend([1, 2, 3], final=True)
+    assert str(text) == ""
 
 
 # --- stop strings ---
@@ -176,7 +327,7 @@ def test_a_stop_string_counts_from_the_token_on_that_may_complete_it(early: str,
     assert str(completion) == (text[: ends[0] - len(met)] if met else text)
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     text=st.text(alphabet="abé", max_size=30),
     stop=st.lists(st.text(alphabet="abé", min_size=1, max_size=4), max_size=3),
@@ -191,40 +342,3 @@ def test_stop_strings_are_found_whatever_the_token_boundaries(
         shown, met = show(text, *stop, include_stop=include_stop, seed=pieces)
         assert (shown[-1], met) == expected
         assert expected[0].startswith("".join(shown[:-1])), "nothing shown is taken back"
-
-
-@pytest.fixture(scope="module")
-def byte_fallback() -> tokenizers.Tokenizer:
-    """As Llama 2's and Gemma's: a token for each byte where there is none for the text."""
-    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "▁end": 257}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True))
-    parts = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
-    tokenizer.decoder = tokenizers.decoders.Sequence(parts)
-    return tokenizer
-
-
-@pytest.mark.parametrize("text", ["héllo 中文 🙂 x", "中文" * 100, "🙂é中a" * 40, "a" * 200, "é"])
-@pytest.mark.parametrize("piece", [1, 3, 50])
-def test_characters_of_byte_tokens_come_whole_and_none_is_lost(
-    byte_fallback: tokenizers.Tokenizer, text: str, piece: int
-) -> None:
-    ids = [257, *(byte + 1 for byte in text.encode()), 257]
-    detokenizer = WindowDetokenizer(byte_fallback.decode)
-    parts = [detokenizer.decode(ids[start : start + piece]) for start in range(0, len(ids), piece)]
-    assert "".join(parts) + detokenizer.decode([], final=True) == f" end{text} end" == byte_fallback.decode(ids)
-    assert not any("\ufffd" in part for part in parts)
-
-
-def test_bytes_that_are_no_character_are_not_held_back_for_ever(byte_fallback: tokenizers.Tokenizer) -> None:
-    detokenizer = WindowDetokenizer(byte_fallback.decode)
-    text = "".join(detokenizer.decode([0xFF + 1]) for _ in range(100))
-    assert len(text) > 50
-    assert set(text + detokenizer.decode([], final=True)) == {"\ufffd"}
-
-
-@pytest.mark.parametrize("count", range(8, 20))
-def test_what_follows_bytes_that_are_no_character_is_not_lost(byte_fallback: tokenizers.Tokenizer, count: int) -> None:
-    ids = [257, *(byte + 1 for byte in b"\xff" + "中".encode() * count), *[257] * 4]
-    detokenizer = WindowDetokenizer(byte_fallback.decode)
-    text = "".join([detokenizer.decode([token_id]) for token_id in ids]) + detokenizer.decode([], final=True)
-    assert text.endswith(" end" * 4)

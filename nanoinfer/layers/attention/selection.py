@@ -7,6 +7,8 @@ from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionBackend
 from nanoinfer.layers.attention.torch_reference import TorchBackend
 
+FLASH_ATTN = "nanoinfer.layers.attention.flash_attn"  # imports flash-attn's extension, and checks its version
+
 
 def select_backend(
     requested: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
@@ -42,9 +44,10 @@ def _obstacle(backend: str, device: torch.device, dtype: torch.dtype, head_dim: 
         return None
     if device.type != "cuda":
         return f"runs on CUDA, and device is {device.type!r}; use a GPU"
-    for package in ("triton", backend):
-        if error := import_error(package):
-            return f"needs the package {package.replace('_', '-')}, which cannot be imported ({error}); install it"
+    modules = {"triton": "triton", "flash-attn": FLASH_ATTN} if backend == "flash_attn" else {"triton": "triton"}
+    for package, module in modules.items():
+        if error := import_error(module):
+            return f"needs the package {package}, which cannot be imported ({error}); install it"
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return f"needs a GPU of compute capability 8.0 or more, and {torch.cuda.get_device_name(device)} has less"
     if dtype == torch.float32:

@@ -1,0 +1,98 @@
+"""A prompt's way to token ids, and what is refused on it, with a tokenizer of seven words."""
+
+from pathlib import Path
+
+import pytest
+
+from nanoinfer import RequestError, SamplingParams
+from nanoinfer.text.prompts import PromptProcessor, split_whole
+from nanoinfer.text.tokenizer import Tokenizer
+from tests.text.test_tokenizer import save_tokenizer
+
+ONE, TWO, BOS = 4, 5, 1
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> PromptProcessor:
+    save_tokenizer(tmp_path)
+    return PromptProcessor(Tokenizer(tmp_path), "a model", vocab_size=10, max_model_len=4)
+
+
+@pytest.fixture
+def without_tokenizer() -> PromptProcessor:
+    return PromptProcessor(None, "a model", vocab_size=10, max_model_len=4)
+
+
+def test_texts_and_token_ids_may_be_mixed(prompts: PromptProcessor) -> None:
+    assert prompts.encode(["one", [9, 8], "two one"]) == [[BOS, ONE], [9, 8], [BOS, TWO, ONE]]
+    assert prompts.encode(["one"], add_special_tokens=False) == [[ONE]]
+    assert prompts.encode([]) == []
+
+
+def test_token_ids_are_copied_so_that_the_users_list_may_change(prompts: PromptProcessor) -> None:
+    given = [1, 2]
+    [encoded] = prompts.encode([given])
+    given.append(3)
+    assert encoded == [1, 2]
+
+
+def test_an_empty_text_can_be_tokenized_but_not_served(prompts: PromptProcessor) -> None:
+    assert prompts.tokenize([""], add_special_tokens=False) == [[]]
+    with pytest.raises(RequestError, match="prompt 0 is empty; give at least one token"):
+        prompts.encode([""], add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "is empty; give at least one token"),
+        (None, "is a NoneType; give a string or a list of token ids"),
+        ([1, "a"], "has 'a' among its token ids; give ints"),
+        ([1, 10], r"has token id 10, outside the vocabulary; ids are 0 to 9"),
+        ([1, 2, 3, 4], "has 4 tokens, and with one more exceeds max_model_len=4; shorten it to 3"),
+        ("one two one two", "has 5 tokens, and with one more exceeds max_model_len=4"),
+        ("a\ud800", "has a lone surrogate"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_refused_by_its_place(
+    prompts: PromptProcessor, prompt: object, message: str
+) -> None:
+    with pytest.raises(RequestError, match=rf"^prompt 1 {message}"):
+        prompts.encode([[1], prompt])  # type: ignore[list-item]
+
+
+def test_an_error_names_what_it_is_about(prompts: PromptProcessor) -> None:
+    with pytest.raises(RequestError, match="completion 0 is empty"):
+        prompts.encode([[]], what="completion")
+
+
+def test_without_a_tokenizer_token_ids_are_served_and_texts_are_not(without_tokenizer: PromptProcessor) -> None:
+    assert without_tokenizer.encode([[1, 2]]) == [[1, 2]]
+    with pytest.raises(RequestError, match="a model has no tokenizer; give the prompt as a list of token ids"):
+        without_tokenizer.encode(["one"])
+    with pytest.raises(
+        RequestError, match=r"stop=\('a',\) is found in text, and a model has no tokenizer; use stop_tok"
+    ):
+        without_tokenizer.check_params(SamplingParams(stop="a"))
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_no_more_logprobs_than_the_vocabulary_has_tokens(prompts: PromptProcessor, name: str) -> None:
+    prompts.check_params(SamplingParams(**{name: 10}))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=f"{name}=11 is more than the vocabulary of 10 tokens"):
+        prompts.check_params(SamplingParams(**{name: 11}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("whole", "expected"),
+    [
+        ([1, 2, 3], ([1, 2], [3])),  # the prompt's tokens, and one more
+        ([1, 9], ([1], [9])),  # a token across the border is the completion's
+        ([9, 9], ([1, 2], [3])),  # nothing of the prompt is left: both by themselves
+        ([], ([1, 2], [3])),  # they were not two texts
+    ],
+)
+def test_a_whole_is_split_where_it_differs_from_the_prompt(
+    whole: list[int], expected: tuple[list[int], list[int]]
+) -> None:
+    assert split_whole([1, 2], [3], whole) == expected
