@@ -6,6 +6,7 @@ Importing the package costs little: PyTorch is imported with `LLM`, when it is f
 """
 
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.errors import (
@@ -61,7 +62,9 @@ def tiny_model_path() -> Path:
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from nanoinfer.llm import LLM
+        started = perf_counter()
+        from nanoinfer import llm
 
-        return LLM
+        llm.import_seconds = llm.import_seconds or perf_counter() - started
+        return llm.LLM
     raise AttributeError(f"module 'nanoinfer' has no attribute {name!r}")

@@ -1,10 +1,14 @@
 """The facade: prompts in, completions out."""
 
+import inspect
+import logging
 import math
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ from tqdm.auto import tqdm
 
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, describe_options
 from nanoinfer.engine.llm_engine import LLMEngine, PreparedRequest
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
@@ -25,16 +29,19 @@ from nanoinfer.text.chat import Conversation, render_chats
 from nanoinfer.text.prompts import (
     GivenPrompt,
     Prompt,
+    PromptProcessor,
     as_list_of_prompts,
     as_priorities,
     as_prompt,
     as_request_ids,
-    check_texts,
-    check_token_ids,
     one_for_each,
     split_whole,
 )
-from nanoinfer.text.tokenizer import Tokenizer, load_tokenizer, read_stop_token_ids
+from nanoinfer.text.tokenizer import load_tokenizer, read_stop_token_ids
+
+logger = logging.getLogger("nanoinfer")
+
+import_seconds = 0.0  # how long `from nanoinfer import LLM` took, PyTorch included; set by the package
 
 Prompts = GivenPrompt | Sequence[GivenPrompt]
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
@@ -49,10 +56,7 @@ class LLM:
         with LLM("Qwen/Qwen3-0.6B") as llm:
             outputs = llm.generate(["Hello", [1, 2, 3]], SamplingParams(temperature=0.6, max_tokens=256))
 
-    model: a local folder, or the id of a model on the Hugging Face hub. options, each by name (see `EngineConfig`):
-    dtype="auto", device="auto", tensor_parallel_size=1, max_model_len=None, max_num_seqs=512,
-    max_num_batched_tokens=16384, gpu_memory_utilization=0.9, kvcache_block_size=256, num_kvcache_blocks=None,
-    enable_prefix_caching=True, enforce_eager=False, attention_backend="auto", overlap=True, load_format="auto", seed=0.
+    model: a local folder, or the id of a model on the Hugging Face hub. options: each by name, see below.
 
     Calls from several threads are served together; their steps take turns.
     Raises TypeError for an unknown option, ConfigError for a value out of range, ModelError for a model that cannot
@@ -60,20 +64,40 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
+        started = time.perf_counter()
         self.config = EngineConfig.from_options(model, options)
-        folder = resolve_model_folder(self.config.model, with_weights=self.config.load_format != "dummy")
-        self._model_config = ModelConfig.from_folder(folder, supported=REGISTRY)
+        is_random = self.config.load_format == "dummy"
+        folder = resolve_model_folder(self.config.model, with_weights=not is_random)
+        model_config = ModelConfig.from_folder(folder, supported=REGISTRY)
         self._generation_config = read_json(folder / "generation_config.json")
-        # Random weights fit any tokenizer as well as another.
-        vocab_size = None if self.config.load_format == "dummy" else self._model_config.vocab_size
-        self._tokenizer = load_tokenizer(folder, vocab_size)
-        runner = _make_runner(self.config, self._model_config, folder)
-        self.engine = LLMEngine(self.config, runner, self._tokenizer, read_stop_token_ids(folder, self._tokenizer))
+        vocab_size = None if is_random else model_config.vocab_size  # random weights fit any tokenizer
+        with ThreadPoolExecutor(1) as beside:  # what the tokenizer imports takes as long as the weights
+            loading = beside.submit(load_tokenizer, folder, vocab_size)
+            runner = _make_runner(self.config, model_config, folder)
+        try:
+            tokenizer = loading.result()
+            self.engine = LLMEngine(self.config, runner, tokenizer, read_stop_token_ids(folder, tokenizer))
+        except BaseException:
+            runner.close()
+            raise
         if isinstance(runner, ParallelRunner):
             weakref.finalize(self.engine, runner.close)  # when the engine is forgotten, and when the script ends
         self.max_model_len = runner.max_model_len
+        self._device, self._dtype = runner.device, str(runner.dtype).removeprefix("torch.")
+        self._prompts = PromptProcessor(tokenizer, self.config.model, model_config.vocab_size, self.max_model_len)
         self._unclaimed: list[RequestOutput] = []  # of requests of `add_request`, until `step` returns them
         self._lock = threading.RLock()  # held while a call prepares, queues or drops requests, and for each step
+        parts = {"imports": import_seconds} | runner.start_seconds
+        logger.info(
+            "%s: %s; ready in %.1f s (%s)",
+            self,
+            runner.description,
+            time.perf_counter() - started + import_seconds,
+            ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items()),
+        )
+
+    def __repr__(self) -> str:
+        return f"LLM({self.config.model!r}, {self._device}, {self._dtype}, max_model_len={self.max_model_len})"
 
     def generate(
         self,
@@ -120,7 +144,7 @@ class LLM:
         message without role or content, and where there is no tokenizer or no template.
         """
         texts = render_chats(
-            self._require_tokenizer(),
+            self._prompts.require_tokenizer(),
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -163,10 +187,11 @@ class LLM:
             one + two if isinstance(one, str) and isinstance(two, str) else []
             for one, two in zip(prompts, completions, strict=True)
         ]
+        self.engine.check_open()
         with self._lock:
-            apart = self._encode(prompts), self._encode(completions, False, "completion")
-            pairs = [split_whole(*ids) for ids in zip(*apart, self._tokenize(wholes), strict=True)]
-            whole_ids = self._encode([before + after for before, after in pairs])
+            apart = self._prompts.encode(prompts), self._prompts.encode(completions, False, "completion")
+            pairs = [split_whole(*ids) for ids in zip(*apart, self._prompts.tokenize(wholes), strict=True)]
+            whole_ids = self._prompts.encode([before + after for before, after in pairs])
         requests = [
             PreparedRequest(prompt=None, token_ids=ids, sampling_params=SCORING, prompt_logprobs_start=len(before))
             for ids, (before, _) in zip(whole_ids, pairs, strict=True)
@@ -200,7 +225,7 @@ class LLM:
     ) -> int:
         """Queue a conversation, as `chat` reads it, for `step` to answer, and return its id."""
         texts = render_chats(
-            self._require_tokenizer(), [messages], tools=tools, chat_template_kwargs=chat_template_kwargs
+            self._prompts.require_tokenizer(), [messages], tools=tools, chat_template_kwargs=chat_template_kwargs
         )
         [request] = self._prepare([*texts], sampling_params, [priority], add_special_tokens=False)
         with self._lock:
@@ -221,7 +246,7 @@ class LLM:
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, from transformers; None where the model's folder has none."""
-        return self._tokenizer.hf if self._tokenizer else None
+        return self._prompts.tokenizer.hf if self._prompts.tokenizer else None
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -244,15 +269,15 @@ class LLM:
         if not isinstance(text, str):
             raise RequestError(f"{text!r} is a {type(text).__name__}; give a string")
         with self._lock:
-            return self._tokenize([text])[0]
+            return self._prompts.tokenize([text])[0]
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of one token id or several. Raises RequestError for what is none, or where there is no tokenizer."""
         ids: list[Any] = list(token_ids) if isinstance(token_ids, Iterable) else [token_ids]
-        vocab_size = self._model_config.vocab_size
+        vocab_size = self._prompts.vocab_size
         if wrong := [item for item in ids if not is_whole_number(item) or not 0 <= item < vocab_size]:
             raise RequestError(f"{wrong[0]!r} is no token id; ids are 0 to {vocab_size - 1}")
-        return self._require_tokenizer().decode([int(item) for item in ids], skip_special_tokens)
+        return self._prompts.require_tokenizer().decode([int(item) for item in ids], skip_special_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -282,10 +307,11 @@ class LLM:
         """Check everything that a user can get wrong, before anything is queued."""
         params = one_for_each(sampling_params, len(prompts))
         for item in params:
-            self._check_params(item)
+            self._prompts.check_params(item)
         priorities = as_priorities(priority, len(prompts))
+        self.engine.check_open()
         with self._lock:  # tokenizers do not serve two threads at once
-            encoded = self._encode(prompts, add_special_tokens)
+            encoded = self._prompts.encode(prompts, add_special_tokens)
         return [
             PreparedRequest(
                 prompt=prompt if isinstance(prompt, str) else None,
@@ -295,40 +321,6 @@ class LLM:
             )
             for prompt, ids, its_params, its_priority in zip(prompts, encoded, params, priorities, strict=True)
         ]
-
-    def _encode(self, prompts: list[Prompt], add_special_tokens: bool = True, what: str = "prompt") -> list[list[int]]:
-        """Token ids of each prompt, texts in one batch. Raises RequestError for one that cannot be served."""
-        self.engine.check_open()
-        limits = self._model_config.vocab_size, self.max_model_len
-        all_ids = self._tokenize(prompts, add_special_tokens)
-        return [check_token_ids(ids, f"{what} {index}", *limits) for index, ids in enumerate(all_ids)]
-
-    def _tokenize(self, prompts: list[Prompt], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of the prompts that are texts; the others as they are."""
-        texts = {index: prompt for index, prompt in enumerate(prompts) if isinstance(prompt, str)}
-        if texts:
-            check_texts(texts, self.max_model_len * self._require_tokenizer().longest_token)
-        encoded = iter(self._require_tokenizer().encode([*texts.values()], add_special_tokens) if texts else [])
-        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
-
-    def _require_tokenizer(self) -> Tokenizer:
-        """The tokenizer; RequestError where the model has none."""
-        if self._tokenizer is None:
-            raise RequestError(f"{self.config.model} has no tokenizer; give the prompt as a list of token ids")
-        return self._tokenizer
-
-    def _check_params(self, sampling_params: SamplingParams) -> None:
-        """Raise RequestError for what this model cannot serve."""
-        if sampling_params.stop and self._tokenizer is None:
-            raise RequestError(
-                f"stop={sampling_params.stop!r} is found in text, and {self.config.model} has no tokenizer; "
-                "use stop_token_ids"
-            )
-        vocab_size = self._model_config.vocab_size
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(sampling_params, name) or 0
-            if value > vocab_size:
-                raise RequestError(f"{name}={value} is more than the vocabulary of {vocab_size} tokens; use 20, say")
 
     def _complete(
         self, requests: list[PreparedRequest], use_tqdm: bool, on_finish: OnFinish | None
@@ -379,6 +371,9 @@ class LLM:
                     self.engine.step()
             finally:
                 self._lock.release()
+
+
+LLM.__doc__ = f"{inspect.cleandoc(LLM.__doc__ or '')}\n\n{describe_options()}\n"
 
 
 def _make_runner(config: EngineConfig, model_config: ModelConfig, folder: Path) -> ModelRunner | ParallelRunner:

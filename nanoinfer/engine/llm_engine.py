@@ -19,7 +19,7 @@ from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import EngineClosedError
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.detokenizer import CompletionText, Detokenizer, WindowDetokenizer
+from nanoinfer.text.detokenizer import CompletionText
 from nanoinfer.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nanoinfer")
@@ -298,9 +298,8 @@ class LLMEngine:
         return xxhash.xxh64_intdigest(struct.pack(f"<{len(source) + 1}q", *source, sample)) >> 1
 
     def _completion_text(self, params: SamplingParams) -> CompletionText:
-        detokenizer: Detokenizer = WindowDetokenizer(lambda _: "")
-        if self.tokenizer and params.detokenize:
-            detokenizer = self.tokenizer.detokenizer(params.skip_special_tokens)
+        tokenizer = self.tokenizer if params.detokenize else None
+        detokenizer = tokenizer.detokenizer(params.skip_special_tokens) if tokenizer else None
         return CompletionText(detokenizer, params.stop or (), params.include_stop_str_in_output)
 
     def _discard(self, *batches: ScheduledBatch) -> None:

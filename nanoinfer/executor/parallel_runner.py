@@ -68,6 +68,8 @@ class ParallelRunner:
         except BaseException as error:
             self._fail(error)
         self.num_blocks, self.max_model_len = self._runner.num_blocks, self._runner.max_model_len
+        self.device, self.dtype = self._device, self._runner.dtype
+        self.description, self.start_seconds = self._runner.description, self._runner.start_seconds
 
     @property
     def worker_pids(self) -> list[int]:

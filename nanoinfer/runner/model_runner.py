@@ -6,7 +6,6 @@ the device; `wait` does, usually while the next step runs.
 """
 
 import gc
-import logging
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -28,8 +27,6 @@ from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, measure_graph_bytes
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables, cumulative_lens
 from nanoinfer.sampling.sampler import PromptLogprobs, SampleLogprobs, Sampler
-
-logger = logging.getLogger("nanoinfer")
 
 
 class PendingStep(NamedTuple):
@@ -189,20 +186,11 @@ class ModelRunner:
         sized = time.perf_counter()
         if self._uses_graphs:
             self.graphs = DecodeGraphs(self._decode, graph_sizes(config.max_num_seqs), self.device)
-        logger.info(
-            "%s on %s in %s with attention by %s: weights %.1f s, warm-up %.1f s, graphs %.1f s; KV cache of %d blocks "
-            "of %d tokens, %.2f GiB; sequences up to %d tokens",
-            self.model_config.architecture,
-            self.device,
-            str(self.dtype).removeprefix("torch."),
-            self.backend.name,
-            loaded - started,
-            sized - loaded,
-            time.perf_counter() - sized,
-            num_blocks,
-            block_size,
-            self.kv_cache.num_bytes / memory.GIB,
-            self.max_model_len,
+        captured = time.perf_counter()
+        self.start_seconds = {"weights": loaded - started, "warm-up": sized - loaded, "graphs": captured - sized}
+        self.description = (
+            f"{self.model_config.architecture} with attention by {self.backend.name}, KV cache of {num_blocks} blocks "
+            f"of {block_size} tokens, {self.kv_cache.num_bytes / memory.GIB:.2f} GiB"
         )
 
     @property
