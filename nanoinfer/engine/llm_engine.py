@@ -24,7 +24,7 @@ from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import REGISTRY
 from nanoinfer.outputs import EngineMetrics, Logprob, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.runner.model_runner import ModelRunner, StepHandle
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams, check_against_model
 from nanoinfer.text.detokenizer import CompletionText, Detokenizer, WindowDetokenizer
 from nanoinfer.text.prompts import Prompt, check_texts, check_token_ids
 from nanoinfer.text.tokenizer import Tokenizer, load_tokenizer, read_stop_token_ids
@@ -114,11 +114,7 @@ class LLMEngine:
                 f"stop={sampling_params.stop!r} is found in text, and {self.config.model} has no tokenizer; "
                 "use stop_token_ids"
             )
-        vocab_size = self.model_config.vocab_size
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(sampling_params, name) or 0
-            if value > vocab_size:
-                raise RequestError(f"{name}={value} is more than the vocabulary of {vocab_size} tokens; use 20, say")
+        check_against_model(sampling_params, self.model_config.vocab_size, self.scheduler.stop_token_ids)
 
     def add_request(
         self,

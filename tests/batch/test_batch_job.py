@@ -375,9 +375,11 @@ def test_ctrl_c_writes_what_is_finished_and_the_job_goes_on(
         returned.append(original())
         return returned[-1]
 
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job has not
     with monkeypatch.context() as patch:
         patch.setattr(llm, "step", step)
         summary = job(llm, path)
+    signal.signal(signal.SIGINT, handler)
     num_finished = sum(map(len, returned))
     assert (summary.end, summary.num_done) == ("interrupted", num_finished)
     assert 0 < num_finished < 20
