@@ -64,6 +64,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     parser.add_argument("--version", action="version", version=f"nanoinfer {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     add_run_batch(commands)
+    # Further commands go here, such as nanoinfer.bench's add_parser(commands).
     args = parser.parse_args(arguments)
     show_log()
     sys.exit(args.run(args))  # each command sets its own function, which returns the exit code
