@@ -76,7 +76,8 @@ class LLM:
             runner = _make_runner(self.config, model_config, folder)
         try:
             tokenizer = loading.result()
-            self.engine = LLMEngine(self.config, runner, tokenizer, read_stop_token_ids(folder, tokenizer))
+            stop_token_ids = read_stop_token_ids(folder, tokenizer)
+            self.engine = LLMEngine(self.config, runner, tokenizer, stop_token_ids)
         except BaseException:
             runner.close()
             raise
@@ -84,7 +85,9 @@ class LLM:
             weakref.finalize(self.engine, runner.close)  # when the engine is forgotten, and when the script ends
         self.max_model_len = runner.max_model_len
         self._device, self._dtype = runner.device, str(runner.dtype).removeprefix("torch.")
-        self._prompts = PromptProcessor(tokenizer, self.config.model, model_config.vocab_size, self.max_model_len)
+        self._prompts = PromptProcessor(
+            tokenizer, self.config.model, model_config.vocab_size, self.max_model_len, stop_token_ids
+        )
         self._unclaimed: list[RequestOutput] = []  # of requests of `add_request`, until `step` returns them
         self._lock = threading.RLock()  # held while a call prepares, queues or drops requests, and for each step
         parts = {"imports": import_seconds} | runner.start_seconds

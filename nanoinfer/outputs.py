@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """What the model made of one token at one place, by its own distribution (temperature 1, no penalties).
+    """Says how likely the model found one token at one place, by its own distribution (temperature 1, no penalties).
 
     logprob: natural logarithm of its probability. rank: 1 is the likeliest of all; of equal ones the lower id comes
     first, as in greedy decoding. decoded_token: the text of this token alone; None where there is no text.
@@ -22,7 +22,7 @@ TokenLogprobs = dict[int, Logprob]  # at one place, by token id: the token that 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One completion of a prompt.
+    """Holds one completion of a prompt.
 
     index: which of the request's completions this is, from 0.
     text: the decoded completion without what stopped it and without special tokens, unless its SamplingParams ask for
@@ -48,7 +48,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """What is new of one prompt's completion.
+    """Holds what is new of one prompt's completion.
 
     index: which of the prompts of the `stream`, from 0. text: what is certain now and was not before; "" while it may
     still become a stop string or is half a character. token_ids: ids that came; the joined ids of a stream's chunks
@@ -67,7 +67,7 @@ class StreamChunk:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """How long a request took, in seconds; None for what it did not come to.
+    """Says how long a request took, in seconds; None for what it did not come to.
 
     queue_time: from its arrival to the launch of its first step. time_to_first_token: from its arrival to when the
     host had its first token. time_per_token: mean, of the tokens after the first of the longest completion.
@@ -80,7 +80,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """The work of an LLM since it was made, and the blocks of KV cache that it uses now.
+    """Counts the work of an LLM since it was made, and the blocks of KV cache that it uses now.
 
     num_prompt_tokens: tokens of the prompts that were begun, once for each sample. cached_tokens: those whose keys and
     values came from the prefix cache; prefix_hit_rate: their share. num_generated_tokens: tokens out. prefill_tokens:
@@ -110,7 +110,7 @@ class EngineMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished request: its prompt and its completions.
+    """Holds a finished request: its prompt and its completions.
 
     request_id: the number that `add_request` returned.
     prompt: the prompt as given, or None when it was given as token ids.
@@ -132,7 +132,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """True: vLLM's users ask for it."""
+        """Return True: programs written for vLLM ask."""
         return True
 
     @property
@@ -148,7 +148,7 @@ class RequestOutput:
         return self.outputs[0].finish_reason
 
     def __getitem__(self, name: str) -> Any:
-        """`output["text"]` and `output["token_ids"]`, as nano-vllm's users write it."""
+        """Serve `output["text"]` and `output["token_ids"]`, as nano-vllm's users write them."""
         if name not in ("text", "token_ids", "finish_reason"):
             raise KeyError(f"{name!r} is no key of a RequestOutput; use 'text', 'token_ids' or 'finish_reason'")
         return getattr(self, name)
@@ -156,7 +156,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How likely a model finds a completion of a prompt.
+    """Says how likely a model finds a completion of a prompt.
 
     token_ids: the completion's. logprobs: of each of them, given all before it. total: their sum, the log-likelihood
     of the whole. is_greedy: whether greedy decoding of the prompt would have said just this. What was aborted, or where

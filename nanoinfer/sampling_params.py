@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
@@ -182,6 +182,20 @@ class SamplingParams:
             raise RequestError(f"stop={self.stop!r} is found in text, and detokenize=False makes none; leave one out")
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(int(item) for item in ids))
+
+
+def check_against_model(params: SamplingParams, vocab_size: int, stop_token_ids: Collection[int]) -> None:
+    """Raise RequestError for what no model with this vocabulary and these stop tokens can serve."""
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name) or 0
+        if value > vocab_size:
+            raise RequestError(f"{name}={value} is more than the vocabulary of {vocab_size} tokens; use 20, say")
+    stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else stop_token_ids)}
+    if params.min_tokens > 0 and len(stops) >= vocab_size and stops.issuperset(range(vocab_size)):
+        raise RequestError(
+            f"min_tokens={params.min_tokens} forbids all stop tokens at first, and stop_token_ids has all {vocab_size} "
+            "tokens of the vocabulary; leave one of the two out"
+        )
 
 
 def is_whole_number(item: object) -> bool:

@@ -166,10 +166,10 @@ def test_lines_of_a_batch(num_cases: int, tmp_path: Path) -> None:
 
         def check(line: bytes, cut: int) -> None:
             before = output.num_records
-            job._ask(Line(1, line[: cut or None], 1))
-            assert output.num_records + len(job._asked) == before + 1, "queued, or an error was written"
-            llm.engine.abort(list(job._asked))
-            job._asked.clear()
+            job.ask(Line(1, line[: cut or None], 1))
+            assert output.num_records + len(job.asked) == before + 1, "queued, or an error was written"
+            llm.engine.abort(list(job.asked))
+            job.asked.clear()
 
         fuzz(num_cases, check, lines, st.just(0) | st.integers(1, 90))
         output.close()

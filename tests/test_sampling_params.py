@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanoinfer import RequestError, SamplingParams
-from nanoinfer.sampling_params import FOREIGN_NAMES
+from nanoinfer.sampling_params import FOREIGN_NAMES, check_against_model
 
 
 def test_the_defaults_sample_up_to_64_tokens_from_the_models_own_distribution() -> None:
@@ -117,6 +117,20 @@ def test_the_signature_that_help_shows_has_every_option() -> None:
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     assert list(inspect.signature(SamplingParams).parameters) == names
     assert not set(names) & set(FOREIGN_NAMES), "what nanoinfer has is no other library's"
+
+
+def test_min_tokens_must_leave_a_token_to_generate() -> None:
+    message = (
+        "min_tokens=3 forbids all stop tokens at first, and stop_token_ids has all 4 tokens of the vocabulary; leave"
+    )
+    with pytest.raises(RequestError, match=message):
+        check_against_model(SamplingParams(stop_token_ids=[0, 1, 2], min_tokens=3), vocab_size=4, stop_token_ids={3})
+    for params in (
+        SamplingParams(stop_token_ids=[0, 1, 2, 3]),  # without min_tokens the first token ends it
+        SamplingParams(stop_token_ids=[0, 1, 2], min_tokens=3, ignore_eos=True),
+        SamplingParams(stop_token_ids=[0, 1, 7], min_tokens=3),  # 7 is no token
+    ):
+        check_against_model(params, vocab_size=4, stop_token_ids={3})
 
 
 def test_max_tokens_of_none_is_no_limit_of_its_own() -> None:

@@ -111,7 +111,7 @@ class Job:
 
     def __init__(self, llm: LLM, output: BatchOutput, base: SamplingParams, max_errors: float) -> None:
         self._llm, self._output, self._base, self._max_errors = llm, output, base, max_errors
-        self._asked: dict[int, Asked] = {}  # by request id
+        self.asked: dict[int, Asked] = {}  # by request id
         # A full running set, and as many that wait: rows are refilled from them in one step.
         self._window = 2 * llm.config.max_num_seqs
 
@@ -123,17 +123,17 @@ class Job:
                 is_left = True
                 while is_left and self._output.num_errors <= self._max_errors:
                     with postponed_interrupt():  # what has finished is written first
-                        is_left = bool(self._asked)
-                        for line in islice(pending, self._window - len(self._asked)):
-                            self._ask(line)
+                        is_left = bool(self.asked)
+                        for line in islice(pending, self._window - len(self.asked)):
+                            self.ask(line)
                             is_left = True
-                        for output in self._llm.step() if self._asked else []:
+                        for output in self._llm.step() if self.asked else []:
                             self._answer(output, summary)
                     progress.show(self._output.num_records)
             except KeyboardInterrupt:
                 summary.end = "interrupted"
 
-    def _ask(self, line: Line) -> None:
+    def ask(self, line: Line) -> None:
         """Queue the request of a line, or write what is wrong with it."""
         custom_id = f"line-{line.number}"
         try:
@@ -150,13 +150,13 @@ class Job:
                 request_id = self._llm.add_chat_request(body["messages"], params, **options)
             else:
                 request_id = self._llm.add_request(body["prompt"], params)
-            self._asked[request_id] = Asked(line, custom_id, is_chat, params.logprobs or 0)
+            self.asked[request_id] = Asked(line, custom_id, is_chat, params.logprobs or 0)
         except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
             self._fail(line, custom_id, "invalid_request", str(error))
 
     def _answer(self, output: RequestOutput, summary: Summary) -> None:
         """Write what became of a request."""
-        line, custom_id, is_chat, num_best = self._asked.pop(output.request_id)
+        line, custom_id, is_chat, num_best = self.asked.pop(output.request_id)
         if reasons := [choice.error for choice in output.outputs if choice.error is not None]:
             return self._fail(line, custom_id, "model_error", reasons[0])
         entries = {"id": line.id, "model": self._llm.config.model, "created": int(time.time())}

@@ -5,7 +5,7 @@ from numbers import Integral
 from typing import Any, cast
 
 from nanoinfer.errors import RequestError
-from nanoinfer.sampling_params import SamplingParams, is_whole_number
+from nanoinfer.sampling_params import SamplingParams, check_against_model, is_whole_number
 from nanoinfer.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
@@ -15,15 +15,23 @@ GivenPrompt = Prompt | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_id
 class PromptProcessor:
     """Turns prompts into token ids, and checks that the model can serve them.
 
-    tokenizer: None where the model has none; prompts must then be token ids. model: its name, for messages. One thread
-    at a time may encode, because tokenizers do not serve two.
+    tokenizer: None where the model has none; prompts must then be token ids. model: its name, for messages.
+    stop_token_ids: the model's own. One thread at a time may encode, because tokenizers do not serve two.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, model: str, vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        model: str,
+        vocab_size: int,
+        max_model_len: int,
+        stop_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self._model = model
+        self._stop_token_ids = stop_token_ids
 
     def require_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises RequestError where the model has none."""
@@ -57,12 +65,7 @@ class PromptProcessor:
                 f"stop={sampling_params.stop!r} is found in text, and {self._model} has no tokenizer; "
                 "use stop_token_ids"
             )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(sampling_params, name) or 0
-            if value > self.vocab_size:
-                raise RequestError(
-                    f"{name}={value} is more than the vocabulary of {self.vocab_size} tokens; use 20, say"
-                )
+        check_against_model(sampling_params, self.vocab_size, self._stop_token_ids)
 
 
 def as_list_of_prompts(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[Prompt]:

@@ -63,6 +63,13 @@ def records(path: Path) -> dict[str, dict[str, Any]]:
     return by_id
 
 
+def drop_all_requests(llm: LLM) -> None:
+    newest = llm.add_request([1])
+    llm.abort([*range(newest + 1)])
+    while not llm.is_finished():
+        llm.step()
+
+
 def errors(path: Path) -> dict[str, str]:
     return {name: record["error"]["message"] for name, record in records(path).items() if record["error"]}
 
@@ -216,13 +223,19 @@ def test_only_as_many_lines_are_in_the_engine_as_keep_it_busy(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "in.jsonl", *[{"prompt": [index], **GREEDY} for index in range(50)])
-    original, held = llm.step, []
+    add, step = llm.add_request, llm.step
+    asked: list[int] = []
+    answered: list[RequestOutput] = []
+    held: list[int] = []
+    monkeypatch.setattr(llm, "add_request", lambda *given: asked.append(add(*given)) or asked[-1])
 
-    def step() -> list:
-        held.append(len(llm.engine._requests))
-        return original()
+    def counting_step() -> list[RequestOutput]:
+        held.append(len(asked) - len(answered))
+        outputs = step()
+        answered.extend(outputs)
+        return outputs
 
-    monkeypatch.setattr(llm, "step", step)
+    monkeypatch.setattr(llm, "step", counting_step)
     assert job(llm, path).num_done == 50
     assert max(held) == 8, "twice the rows"
 
@@ -375,14 +388,16 @@ def test_ctrl_c_writes_what_is_finished_and_the_job_goes_on(
         returned.append(original())
         return returned[-1]
 
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job has not
     with monkeypatch.context() as patch:
         patch.setattr(llm, "step", step)
         summary = job(llm, path)
+    signal.signal(signal.SIGINT, handler)
     num_finished = sum(map(len, returned))
     assert (summary.end, summary.num_done) == ("interrupted", num_finished)
     assert 0 < num_finished < 20
     assert len(records(path)) == num_finished
-    llm.engine.abort(list(llm.engine._requests))  # which closing the engine would have done
+    drop_all_requests(llm)  # which closing the engine would have done
     assert job(llm, path).num_before == num_finished
     assert len(records(path)) == 20
 
@@ -468,9 +483,7 @@ def test_a_full_disk_says_how_many_lines_are_done_and_the_same_job_goes_on(llm: 
             job(llm, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    llm.abort(list(range(1_000_000)))
-    while not llm.is_finished():
-        llm.step()
+    drop_all_requests(llm)
     assert job(llm, path).num_before == 3
     assert len(records(path)) == 9
 

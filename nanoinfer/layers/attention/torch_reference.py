@@ -16,6 +16,9 @@ class TorchBackend(AttentionBackend):
     name = "torch"
     needs_host = True
 
+    def __init__(self) -> None:
+        self._scratch: list[Tensor] = []  # for gathered keys and values: new memory costs a CPU as much as the rest
+
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
         out = torch.empty_like(q)
         start = 0
@@ -40,12 +43,26 @@ class TorchBackend(AttentionBackend):
         group = max(1, MAX_GATHER_ELEMENTS // (num_blocks * block_size * num_kv_heads * head_dim))
         for start in range(0, num_rows, group):
             rows = slice(start, start + group)
-            tables = metadata.block_tables[rows, :num_blocks]
-            k, v = (side[tables].transpose(1, 2).flatten(2, 3) for side in cache)  # (rows, kv_heads, max_context, dim)
+            k, v = self._gather(cache, metadata.block_tables[rows, :num_blocks])  # (rows, kv_heads, max_context, dim)
             for side in (k, v):  # what lies past a context may be NaN, and 0 x NaN is NaN
                 side.masked_fill_(~visible[rows].transpose(2, 3), 0)
             out[rows] = F.scaled_dot_product_attention(q[rows], k, v, attn_mask=visible[rows])
         return out.view(num_rows, num_heads, head_dim)
+
+    def _gather(self, cache: LayerCache, tables: Tensor) -> list[Tensor]:
+        """Copy blocks, (num_rows, num_blocks), into the scratch memory as (num_rows, kv_heads, tokens, head_dim)."""
+        _, num_kv_heads, block_size, head_dim = cache.k.shape
+        heads = torch.arange(num_kv_heads, device=tables.device)
+        # A block's heads lie one after the other. What pads a table is never seen, whatever it is.
+        places = tables.long().clamp(min=0).unsqueeze(1) * num_kv_heads + heads[:, None]  # (num_rows, kv_heads, blocks)
+        if not self._scratch or self._scratch[0].numel() < places.numel() * block_size * head_dim:
+            self._scratch = [cache.k.new_empty(places.numel() * block_size * head_dim) for _ in range(2)]
+        gathered = []
+        for side, scratch in zip((cache.k, cache.v), self._scratch, strict=True):
+            out = scratch[: places.numel() * block_size * head_dim].view(-1, block_size * head_dim)
+            torch.index_select(side.view(-1, block_size * head_dim), 0, places.flatten(), out=out)
+            gathered.append(out.view(len(tables), num_kv_heads, -1, head_dim))
+        return gathered
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
