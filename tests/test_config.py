@@ -73,19 +73,10 @@ def test_an_option_out_of_range_is_refused_with_value_rule_and_remedy(options: d
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_model_len": None, "num_kvcache_blocks": None},
-        {
-            "max_model_len": 2,
-            "num_kvcache_blocks": 1,
-            "gpu_memory_utilization": np.float32(0.5),
-            "max_num_seqs": 1,
-            "max_num_batched_tokens": 1,
-        },
-        {"gpu_memory_utilization": 1},
-        {"kvcache_block_size": 16},
-        {"kvcache_block_size": 48},
-        {"seed": -(2**63)},
-        {"seed": 2**63 - 1},
+        {"max_model_len": None, "num_kvcache_blocks": None, "seed": -(2**63), "kvcache_block_size": 16},
+        {"max_model_len": 2, "num_kvcache_blocks": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1},
+        {"gpu_memory_utilization": 1, "kvcache_block_size": 48, "seed": 2**63 - 1},
+        {"gpu_memory_utilization": np.float32(0.5)},
     ],
 )
 def test_values_at_the_edge_of_their_range_are_accepted(options: dict[str, Any]) -> None:
@@ -93,41 +84,26 @@ def test_values_at_the_edge_of_their_range_are_accepted(options: dict[str, Any])
     assert {name: getattr(config, name) for name in options} == options
 
 
-def test_a_refused_option_is_a_value_error_too() -> None:
-    with pytest.raises(ValueError, match="max_num_seqs=0"):
-        EngineConfig(model="m", max_num_seqs=0)
-
-
 @pytest.mark.parametrize(
-    ("written", "nearest"),
+    ("written", "hint"),
     [
-        ("gpu_memory_utilisation", "gpu_memory_utilization"),
-        ("tensor_parallel", "tensor_parallel_size"),
-        ("max_seqs", "max_num_seqs"),
-        ("eager", "enforce_eager"),
-        ("block_size", "kvcache_block_size"),
-        ("num_gpu_blocks_override", "num_kvcache_blocks"),
+        ("gpu_memory_utilisation", "did you mean 'gpu_memory_utilization'? "),
+        ("tensor_parallel", "did you mean 'tensor_parallel_size'? "),
+        ("max_seqs", "did you mean 'max_num_seqs'? "),
+        ("eager", "did you mean 'enforce_eager'? "),
+        ("block_size", "did you mean 'kvcache_block_size'? "),
+        ("num_gpu_blocks_override", "did you mean 'num_kvcache_blocks'? "),
+        ("enable_lora", "nanoinfer does not support it. "),
+        ("quantization", "nanoinfer does not support it. "),
+        ("wishes", ""),
     ],
 )
-def test_an_unknown_option_is_a_type_error_that_names_a_similar_one_and_lists_all(written: str, nearest: str) -> None:
+def test_an_unknown_option_is_a_type_error_that_names_a_similar_one_and_lists_all(written: str, hint: str) -> None:
     with pytest.raises(TypeError) as error:
-        EngineConfig.from_options("m", {written: 1})
-    assert str(error.value).startswith(f"LLM has no option {written!r}; did you mean {nearest!r}? Options: dtype, ")
+        EngineConfig.from_options("m", {written: True})
+    assert str(error.value).startswith(f"LLM has no option {written!r}; {hint}Options: dtype, ")
     assert str(error.value).endswith(", seed")
-
-
-@pytest.mark.parametrize("name", ["enable_lora", "trust_remote_code", "quantization"])
-def test_an_option_that_vllm_has_and_nanoinfer_does_not_is_said_to_be_missing(name: str) -> None:
-    with pytest.raises(
-        TypeError, match=f"^LLM has no option {name!r}; nanoinfer does not support it. Options: dtype, "
-    ):
-        EngineConfig.from_options("m", {name: True})
     assert not {field.name for field in dataclasses.fields(EngineConfig)} & set(VLLM_NAMES)
-
-
-def test_an_option_like_no_other_gets_the_list_alone() -> None:
-    with pytest.raises(TypeError, match=r"^LLM has no option 'wishes'; Options: dtype, "):
-        EngineConfig.from_options("m", {"wishes": True})
 
 
 def test_every_option_is_explained_once_with_its_default() -> None:
@@ -138,27 +114,17 @@ def test_every_option_is_explained_once_with_its_default() -> None:
     assert described in (EngineConfig.__doc__ or "")
 
 
-def test_known_options_arrive() -> None:
-    config = EngineConfig.from_options("some/model", {"seed": 7, "max_num_seqs": 3})
-    assert (config.model, config.seed, config.max_num_seqs) == ("some/model", 7, 3)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "meant"),
     [
         ("dtype", torch.bfloat16, "bfloat16"),
-        ("dtype", torch.float32, "float32"),
-        ("device", torch.device("cpu"), "cpu"),
         ("device", torch.device("cuda", 1), "cuda:1"),
         ("model", Path("some") / "model", str(Path("some") / "model")),
+        ("model", "torch.models/qwen3", "torch.models/qwen3"),
     ],
 )
 def test_a_path_a_dtype_and_a_device_mean_what_they_say_as_strings(name: str, value: Any, meant: str) -> None:
     assert getattr(EngineConfig(**{"model": "m", name: value}), name) == meant
-
-
-def test_a_model_path_is_kept_as_it_is() -> None:
-    assert EngineConfig(model="torch.models/qwen3").model == "torch.models/qwen3"
 
 
 def test_options_never_change() -> None:
@@ -194,114 +160,68 @@ def test_a_model_is_split_over_sizes_that_divide_it_and_others_are_refused_with_
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("scaling", "parameters", "dtype"),
     [
-        (
-            {"rope_theta": 1000000, "rope_scaling": None, "torch_dtype": "bfloat16"},
-            {"rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "dtype": "bfloat16"},
-        ),
-        (
-            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "float16"},
-            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}, "dtype": "float16"},
-        ),
-        (
-            {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "torch_dtype": "float32"},
-            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0}, "dtype": "float32"},
-        ),
+        (None, {"rope_type": "default"}, "bfloat16"),
+        ({"type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 2.0}, "float16"),
+        ({"rope_type": "yarn", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}, "float32"),
+        ({"type": "linear", "rope_type": "yarn", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}, "float32"),
     ],
 )
-def test_the_spellings_of_transformers_4_and_5_mean_the_same(old: dict[str, Any], new: dict[str, Any]) -> None:
+def test_the_spellings_of_transformers_4_and_5_mean_the_same(
+    scaling: dict[str, Any] | None, parameters: dict[str, Any], dtype: str
+) -> None:
+    old = {"rope_theta": 5e5, "rope_scaling": scaling, "torch_dtype": dtype}
+    new = {"rope_parameters": {"rope_theta": 5e5, **parameters}, "dtype": dtype}
     assert ModelConfig.from_dict({**QWEN3, **old}) == ModelConfig.from_dict({**QWEN3, **new})
 
 
-def test_rope_type_comes_before_its_old_name_type() -> None:
-    rope = {"type": "linear", "rope_type": "yarn", "factor": 4.0}
-    assert ModelConfig.from_dict({**QWEN3, "rope_scaling": rope}).rope == RopeConfig("yarn", 10000.0, {"factor": 4.0})
-
-
 def test_a_config_of_qwen3_0_6b_is_read_field_by_field() -> None:
-    raw = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 1024,
-        "initializer_range": 0.02,
-        "intermediate_size": 3072,
-        "max_position_embeddings": 40960,
-        "max_window_layers": 28,
-        "model_type": "qwen3",
-        "num_attention_heads": 16,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "sliding_window": None,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "use_sliding_window": False,
+    sizes = {
         "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
     }
-    assert ModelConfig.from_dict(raw) == ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        initializer_range=0.02,
-        tie_word_embeddings=True,
-        attention_bias=False,
-        dtype="bfloat16",
-        rope=RopeConfig("default", 1000000.0, {}),
+    others = {"hidden_act": "silu", "max_window_layers": 28, "model_type": "qwen3", "rope_scaling": None}
+    others |= {"rope_theta": 1000000, "sliding_window": None, "torch_dtype": "bfloat16", "use_sliding_window": False}
+    rope = RopeConfig("default", 1000000.0, {})
+    assert ModelConfig.from_dict({"architectures": ["Qwen3ForCausalLM"], **sizes, **others}) == ModelConfig(
+        architecture="Qwen3ForCausalLM", dtype="bfloat16", rope=rope, **sizes
     )
 
 
 @pytest.mark.parametrize(
-    ("rope_theta", "rope_scaling", "expected"),
+    ("rope_theta", "rope_scaling", "dtype"),
     [
-        (10000.0, None, RopeConfig("default", 10000.0, {})),
-        (1000000.0, None, RopeConfig("default", 1000000.0, {})),
-        (500000.0, {"rope_type": "linear", "factor": 2.0}, RopeConfig("linear", 500000.0, {"factor": 2.0})),
+        (10000.0, None, torch.float32),
+        (1000000.0, None, torch.float16),
+        (500000.0, {"rope_type": "linear", "factor": 2.0}, torch.bfloat16),
     ],
 )
 def test_what_transformers_itself_writes_is_read(
-    rope_theta: float, rope_scaling: dict[str, Any] | None, expected: RopeConfig, tmp_path: Path
+    rope_theta: float, rope_scaling: dict[str, Any] | None, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     from transformers import Qwen3Config
 
-    theirs = Qwen3Config(
-        **SIZES,
-        architectures=["Qwen3ForCausalLM"],
-        tie_word_embeddings=True,
-        attention_bias=True,
-        rms_norm_eps=1e-5,
-        initializer_range=0.1,
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-    )
+    flags = {"tie_word_embeddings": True, "attention_bias": True, "rms_norm_eps": 1e-5, "initializer_range": 0.1}
+    rope = {"rope_theta": rope_theta, "rope_scaling": rope_scaling}
+    theirs = Qwen3Config(**SIZES, **flags, **rope, architectures=["Qwen3ForCausalLM"], torch_dtype=dtype)
     theirs.save_pretrained(tmp_path)
     ours = ModelConfig.from_folder(tmp_path)
-    assert ours.architecture == "Qwen3ForCausalLM"
-    for name, size in SIZES.items():
-        assert getattr(ours, name) == size, name
-    assert (ours.tie_word_embeddings, ours.attention_bias) == (True, True)
-    assert (ours.rms_norm_eps, ours.initializer_range) == (1e-5, 0.1)
-    assert ours.rope == expected
+    assert (ours.architecture, ours.dtype) == ("Qwen3ForCausalLM", str(dtype).removeprefix("torch."))
+    assert {name: getattr(ours, name) for name in SIZES | flags} == SIZES | flags
+    factor = {"factor": 2.0} if rope_scaling else {}
+    assert ours.rope == RopeConfig("linear" if rope_scaling else "default", rope_theta, factor)
     assert ModelConfig.from_dict(theirs.to_dict()) == ours
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_dtype_that_transformers_writes_is_read(dtype: torch.dtype, tmp_path: Path) -> None:
-    from transformers import Qwen3Config
-
-    Qwen3Config(**SIZES, torch_dtype=dtype).save_pretrained(tmp_path)
-    assert ModelConfig.from_folder(tmp_path).dtype == str(dtype).removeprefix("torch.")
 
 
 def test_defaults_stand_in_for_what_config_json_leaves_out() -> None:
@@ -326,33 +246,6 @@ def test_a_missing_size_is_refused_by_name(name: str) -> None:
     raw = {key: value for key, value in QWEN3.items() if key != name}
     with pytest.raises(ModelError, match=f"config.json has {name}=None; it must be a whole number of at least 1"):
         ModelConfig.from_dict(raw)
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, "32", True])
-def test_a_size_that_is_no_positive_whole_number_is_refused(value: Any) -> None:
-    with pytest.raises(ModelError) as error:
-        ModelConfig.from_dict({**QWEN3, "hidden_size": value})
-    assert str(error.value) == f"config.json has hidden_size={value!r}; it must be a whole number of at least 1"
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"use_sliding_window": True}, "use_sliding_window=True, which is not supported; use a model without it"),
-        (
-            {"quantization_config": {"quant_method": "gptq"}},
-            "quantization_config={'quant_method': 'gptq'}, which",
-        ),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu', which is not supported"),
-        ({"torch_dtype": "float64"}, "config.json has dtype='float64'; supported are float32, bfloat16, float16"),
-        ({"dtype": "float8_e4m3fn"}, "config.json has dtype='float8_e4m3fn'; supported are float32, bfloat16, float16"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
-    ],
-)
-def test_what_the_engine_would_have_to_ignore_is_refused(entry: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError) as error:
-        ModelConfig.from_dict({**QWEN3, **entry})
-    assert message in str(error.value)
 
 
 def test_a_sliding_window_that_is_switched_off_is_accepted() -> None:
@@ -391,15 +284,7 @@ def test_a_folder_of_another_kind_is_named_as_such(tmp_path: Path, name: str, co
     assert str(error.value).startswith(f"{tmp_path} {message}")
 
 
-def test_a_config_json_that_is_cut_short_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3)[:-1])
-    with pytest.raises(ModelError) as error:
-        ModelConfig.from_folder(tmp_path)
-    assert "config.json is not valid JSON (" in str(error.value)
-    assert str(error.value).endswith("download the file again")
-
-
-@pytest.mark.parametrize("content", [b"[]", b"null", b"\xff\xfe{}"])
+@pytest.mark.parametrize("content", [b"[]", b"null"])
 def test_a_config_json_that_is_no_json_object_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config\.json"):
@@ -416,26 +301,20 @@ def test_a_config_json_that_is_no_json_object_is_refused(content: bytes, tmp_pat
         ({"rope_type": "linear", "factor": 2.5}, 2560),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
         ({"rope_type": "yarn", "factor": 4.0}, 1024),
-        (
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 128,
-            },
-            1024,
-        ),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "original_max_position_embeddings": 128}, 1024),
     ],
 )
 def test_the_longest_sequence_follows_from_the_rotary_type(rope_scaling: dict[str, Any] | None, limit: int) -> None:
-    config = ModelConfig.from_dict({**QWEN3, "max_position_embeddings": 1024, "rope_scaling": rope_scaling})
-    assert config.max_model_len == limit
+    assert ModelConfig.from_dict({**QWEN3, "rope_scaling": rope_scaling}).max_model_len == limit
 
 
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
+        *(
+            ({"hidden_size": value}, f"config.json has hidden_size={value!r}; it must be a whole number of at least 1")
+            for value in (0, -1, 1.5, "32", True)
+        ),
         ({"num_key_value_heads": "2"}, "num_key_value_heads='2'; it must be a whole number of at least 1"),
         ({"head_dim": -64}, "head_dim=-64; it must be a whole number of at least 1"),
         ({"head_dim": 63}, "head_dim=63 is odd"),
@@ -449,22 +328,27 @@ def test_the_longest_sequence_follows_from_the_rotary_type(rope_scaling: dict[st
         ({"rope_scaling": {"factor": 4}}, "and no rope_type"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "one set of numbers for all layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, which is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window=True, which is not supported; use a model without it"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config={'quant_method': 'gptq'}, which"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu', which is not supported"),
+        ({"torch_dtype": "float64"}, "config.json has dtype='float64'; supported are float32, bfloat16, float16"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
     ],
     ids=str,
 )
-def test_a_value_that_makes_no_sense_is_named(entry: dict[str, Any], message: str) -> None:
-    raw = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2}
+def test_a_value_that_makes_no_sense_or_is_not_supported_is_named(entry: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError) as error:
-        ModelConfig.from_dict({**raw, **entry})
+        ModelConfig.from_dict({**QWEN3, **entry})
     assert message in str(error.value)
 
 
 def test_null_stands_for_the_default() -> None:
-    raw = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2}
-    names = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling")
+    raw = {name: value for name, value in QWEN3.items() if name not in ("head_dim", "num_key_value_heads")}
+    names = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling")
     assert ModelConfig.from_dict({**raw, **dict.fromkeys(names)}) == ModelConfig.from_dict(raw)
 
 
-def test_integers_of_numpy_are_integers() -> None:
-    config = EngineConfig.from_options("model", {"max_num_seqs": np.int64(3)})
+def test_known_options_arrive_and_integers_of_numpy_are_integers() -> None:
+    config = EngineConfig.from_options("some/model", {"seed": 7, "max_num_seqs": np.int64(3)})
+    assert (config.model, config.seed, config.max_num_seqs) == ("some/model", 7, 3)
     assert type(config.max_num_seqs) is int

@@ -104,11 +104,7 @@ def test_the_rules_find_what_breaks_them(name: str, source: str, forbidden: list
 
 def run_python(source: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", source],
-        cwd=PACKAGE.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, "-W", "error", "-c", source], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

@@ -125,10 +125,7 @@ def test_two_ranks_give_the_tokens_of_one(one_rank: LLM, two_ranks: LLM) -> None
 
 @pytest.mark.parametrize(
     ("overrides", "size"),
-    [
-        (FOR_THREE_RANKS, 3),
-        pytest.param({"vocab_size": 500, "tie_word_embeddings": True}, 4, marks=pytest.mark.slow),
-    ],
+    [(FOR_THREE_RANKS, 3), pytest.param({"vocab_size": 500, "tie_word_embeddings": True}, 4, marks=pytest.mark.slow)],
     ids=["3 ranks", "4 ranks"],
 )
 @pytest.mark.usefixtures("nothing_remains")

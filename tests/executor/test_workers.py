@@ -116,10 +116,7 @@ with closing(Workers(2, print, ())) as workers:
 
 @pytest.mark.parametrize(
     "source",
-    [
-        WORKERS_ALONE,
-        pytest.param(f"from nanoinfer import LLM, tiny_model_path\n{ENGINE}", marks=pytest.mark.slow),
-    ],
+    [WORKERS_ALONE, pytest.param(f"from nanoinfer import LLM, tiny_model_path\n{ENGINE}", marks=pytest.mark.slow)],
     ids=["workers alone", "an engine"],
 )
 def test_a_script_without_a_main_guard_is_told_to_have_one(tmp_path: Path, source: str) -> None:

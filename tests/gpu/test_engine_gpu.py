@@ -80,13 +80,7 @@ def on_cpu(random_checkpoint: Callable[..., Path]) -> OnCpu:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"enforce_eager": True},
-        {"max_num_batched_tokens": 100},
-        {"max_num_seqs": 13},
-        {"overlap": False},
-    ],
+    [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 100}, {"max_num_seqs": 13}, {"overlap": False}],
     ids=str,
 )
 def test_greedy_tokens_differ_from_the_cpu_only_at_near_ties(on_cpu: OnCpu, backend: str, options: dict) -> None:

@@ -88,25 +88,17 @@ def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(
 
 # --- rms_norm ---
 
-DTYPES = [torch.float32, torch.float16]
+
+SIZES_AND_DTYPES = [(1, torch.float32), (96, torch.float16), (1000, torch.float32), (1025, torch.float16)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 96, 128, 1000, 8192])
+@pytest.mark.parametrize(("size", "dtype"), [*SIZES_AND_DTYPES, (8192, torch.float16)])
 def test_rms_norm_of_rows_of_any_size_equals_its_twin(size: int, dtype: torch.dtype) -> None:
-    x, weight = 3 * randn(3, size, dtype=dtype), 1 + 0.3 * randn(size, seed=1, dtype=dtype)
-    unchanged = x.clone()
-    assert_nearly_equal(rms_norm_kernels.rms_norm(x, weight, 1e-5), layernorm.rms_norm(x, weight, 1e-5))
-    assert torch.equal(x, unchanged)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 96, 1024, 5120])
-def test_add_rms_norm_equals_its_twin(size: int, dtype: torch.dtype) -> None:
-    x, residual, weight = randn(3, size, dtype=dtype), randn(3, size, seed=1, dtype=dtype), randn(size, dtype=dtype)
+    x, residual, weight = (randn(3, size, seed=seed, dtype=dtype) for seed in range(3))
     unchanged = x.clone(), residual.clone()
-    out, total = rms_norm_kernels.add_rms_norm(x, residual, weight, 1e-5)
-    expected, expected_total = layernorm.add_rms_norm(x, residual, weight, 1e-5)
+    assert_nearly_equal(rms_norm_kernels.rms_norm(x, weight[0], 1e-5), layernorm.rms_norm(x, weight[0], 1e-5))
+    out, total = rms_norm_kernels.add_rms_norm(x, residual, weight[0], 1e-5)
+    expected, expected_total = layernorm.add_rms_norm(x, residual, weight[0], 1e-5)
     assert torch.equal(total, expected_total), "the sum is rounded before it is normalised"
     assert_nearly_equal(out, expected)
     assert torch.equal(x, unchanged[0])
@@ -134,14 +126,10 @@ def test_rms_norm_reads_rows_out_of_wider_ones() -> None:
         rms_norm_kernels.add_rms_norm(x, wider[:, 0:120:2], weight, 1e-5)
 
 
-def test_rms_norm_takes_any_number_of_dimensions_and_no_rows() -> None:
-    weight = randn(64)
+def test_rms_norm_takes_any_shape_keeps_zeros_finite_and_nan_in_its_row() -> None:
     for shape in ((64,), (2, 3, 64), (0, 64)):
-        x = randn(*shape)
+        x, weight = randn(*shape), randn(64)
         assert_nearly_equal(rms_norm_kernels.rms_norm(x, weight, 1e-5), layernorm.rms_norm(x, weight, 1e-5))
-
-
-def test_rms_norm_keeps_a_row_of_zeros_finite_and_nan_in_its_row() -> None:
     x = torch.tensor([[0.0, 0.0], [NAN, 1.0], [3.0, 3.0]])
     out = rms_norm_kernels.rms_norm(x, torch.ones(2), 1e-6)
     assert out[0].tolist() == [0.0, 0.0]
@@ -182,8 +170,8 @@ def buffers_of_all_ranks(size: int, two_shot: bool) -> list[SymmetricBuffers]:
 
 
 @loops_are_interpreted
-@pytest.mark.parametrize("size", [96, 1024])
-def test_in_one_shot_a_rank_reduces_all_rows_for_itself(size: int) -> None:
+def test_in_one_shot_a_rank_reduces_all_rows_for_itself() -> None:
+    size = 96
     all_buffers = buffers_of_all_ranks(size, two_shot=False)
     buffers, others = all_buffers[1], all_buffers[:1] + all_buffers[2:]
     residual, weight = randn(NUM_TOKENS, size, seed=9, dtype=torch.bfloat16), randn(size, dtype=torch.bfloat16)
@@ -199,7 +187,7 @@ def test_in_one_shot_a_rank_reduces_all_rows_for_itself(size: int) -> None:
 
 
 @loops_are_interpreted
-@pytest.mark.parametrize("size", [96, 1024])
+@pytest.mark.parametrize("size", [1024])
 def test_in_two_shot_a_rank_reduces_its_rows_for_all(size: int) -> None:
     all_buffers = buffers_of_all_ranks(size, two_shot=True)
     residual, weight = randn(NUM_TOKENS, size, seed=9, dtype=torch.bfloat16), randn(size, dtype=torch.bfloat16)
@@ -223,8 +211,8 @@ def test_in_two_shot_a_rank_reduces_its_rows_for_all(size: int) -> None:
 @loops_are_interpreted
 @pytest.mark.parametrize(
     ("two_shot", "late_flag"),
-    [(False, 3), (True, 3), (True, NUM_RANKS), (True, NUM_RANKS + 5)],
-    ids=["an input, one-shot", "an input", "the first row", "the last row"],
+    [(False, 3), (True, 3), (True, NUM_RANKS + 5)],
+    ids=["an input, one-shot", "an input", "the last row"],
 )
 def test_a_rank_waits_for_what_others_have_not_announced(two_shot: bool, late_flag: int) -> None:
     buffers = buffers_of_all_ranks(96, two_shot)[2]
@@ -246,22 +234,12 @@ def test_a_rank_waits_for_what_others_have_not_announced(two_shot: bool, late_fl
 # --- silu_and_mul ---
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 7, 160, 1024, 1025, 3072])
+@pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
 def test_silu_and_mul_of_any_size_equals_its_twin(size: int, dtype: torch.dtype) -> None:
-    gate_up = 4 * randn(3, 2 * size, dtype=dtype)
-    unchanged = gate_up.clone()
-    assert_nearly_equal(silu_kernels.silu_and_mul(gate_up), activation.silu_and_mul(gate_up))
-    assert torch.equal(gate_up, unchanged)
-
-
-def test_silu_and_mul_reads_rows_out_of_wider_ones() -> None:
-    gate_up = randn(4, 100)[:, 20:80]
-    assert_nearly_equal(silu_kernels.silu_and_mul(gate_up), activation.silu_and_mul(gate_up))
-
-
-def test_silu_and_mul_of_no_tokens_is_empty() -> None:
-    assert silu_kernels.silu_and_mul(randn(0, 10)).shape == (0, 5)
+    for gate_up in (4 * randn(3, 2 * size, dtype=dtype), randn(4, 2 * size + 10)[:, 5:-5], randn(0, 2 * size)):
+        unchanged = gate_up.clone()
+        assert_nearly_equal(silu_kernels.silu_and_mul(gate_up), activation.silu_and_mul(gate_up))
+        assert torch.equal(gate_up, unchanged)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # by the interpreter
@@ -312,9 +290,16 @@ def assert_step_equals_its_twin(step: HeadsStep) -> dict[str, Tensor]:
     return actual
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_norms", [True, False])
-@pytest.mark.parametrize("head_dim", [2, 64, 80, 100, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "has_norms", "dtype"),
+    [
+        (2, True, torch.float32),
+        (64, False, torch.float16),
+        (80, True, torch.float16),
+        (100, False, torch.float32),
+        (256, True, torch.float32),
+    ],
+)
 def test_heads_of_any_size_are_normalised_rotated_and_stored_as_by_the_twin(
     head_dim: int, has_norms: bool, dtype: torch.dtype
 ) -> None:
@@ -326,24 +311,18 @@ def test_heads_of_any_size_are_normalised_rotated_and_stored_as_by_the_twin(
         assert torch.equal(out[f"{side}_cache"][2, :, 1], out[side][0]), "slot 33 of blocks of 16"
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 3), (5, 5), (6, 3), (10, 5), (7, 1), (16, 8)])
-def test_any_number_of_heads_equals_its_twin(num_heads: int, num_kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "block_size"), [(1, 1, 1), (3, 3, 3), (10, 5, 16), (7, 1, 48), (16, 8, 16)]
+)
+def test_any_number_of_heads_equals_its_twin(num_heads: int, num_kv_heads: int, block_size: int) -> None:
     """Programs that hold queries, keys and values together, and heads past the last, included."""
-    assert_step_equals_its_twin(HeadsStep(num_heads, num_kv_heads))
+    assert_step_equals_its_twin(HeadsStep(num_heads, num_kv_heads, block_size=block_size, slots=(33, -1, 0)))
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16, 48])
-def test_slots_in_blocks_of_any_size_are_found(block_size: int) -> None:
-    assert_step_equals_its_twin(HeadsStep(block_size=block_size))
-
-
-def test_tokens_without_a_slot_are_normalised_and_rotated_all_the_same() -> None:
-    out = assert_step_equals_its_twin(HeadsStep(slots=(-1, -1)))
+@pytest.mark.parametrize("slots", [(-1, -1), ()])
+def test_a_step_without_slots_writes_nothing(slots: tuple[int, ...]) -> None:
+    out = assert_step_equals_its_twin(HeadsStep(slots=slots))
     assert (out["k_cache"] == -7.0).all()
-
-
-def test_a_step_of_no_tokens_writes_nothing() -> None:
-    out = assert_step_equals_its_twin(HeadsStep(slots=()))
     assert (out["v_cache"] == -7.0).all()
 
 
@@ -360,15 +339,14 @@ def test_a_slot_past_two_to_the_31_elements_is_reached() -> None:
 
 def test_norm_rope_store_refuses_what_it_would_misread() -> None:
     qkv, table, zero = randn(1, 3 * 64), randn(1, 64), torch.tensor([0])
-    cache = torch.zeros(1, 1, 16, 64)
-    strided = torch.zeros(1, 1, 32, 64)[:, :, ::2]
-    run = norm_rope_store_kernels.norm_rope_store
-    with pytest.raises(AssertionError, match="rows of qkv must be contiguous"):
-        run(randn(1, 6 * 64)[:, ::2], None, 1e-5, zero, table, cache, cache, zero)
-    with pytest.raises(AssertionError, match="keys of the cache must be contiguous"):
-        run(qkv, None, 1e-5, zero, table, strided, cache, zero)
-    with pytest.raises(AssertionError, match="values of the cache must be contiguous"):
-        run(qkv, None, 1e-5, zero, table, cache, strided, zero)
+    cache, strided = torch.zeros(1, 1, 16, 64), torch.zeros(1, 1, 32, 64)[:, :, ::2]
+    for given, k_cache, v_cache, message in (
+        (randn(1, 6 * 64)[:, ::2], cache, cache, "rows of qkv must be contiguous"),
+        (qkv, strided, cache, "keys of the cache must be contiguous"),
+        (qkv, cache, strided, "values of the cache must be contiguous"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            norm_rope_store_kernels.norm_rope_store(given, None, 1e-5, zero, table, k_cache, v_cache, zero)
 
 
 # --- paged_decode_attention ---
@@ -422,28 +400,20 @@ def assert_decode_equals_its_twin(
     ("group", "head_dim", "dtype"),
     [
         (1, 64, torch.float32),
-        (2, 128, torch.float16),
-        (3, 64, torch.float16),
-        (4, 128, torch.float32),
-        (5, 64, torch.float32),
-        (7, 128, torch.float16),
+        (3, 128, torch.float16),
         (8, 64, torch.float16),
         (16, 128, torch.float32),
+        (20, 64, torch.float32),  # more than a tile holds
     ],
 )
 def test_decode_packs_any_group_of_query_heads(group: int, head_dim: int, dtype: torch.dtype) -> None:
-    assert_decode_equals_its_twin([1, 40], 16, num_kv_heads=2, group=group, head_dim=head_dim, dtype=dtype)
-
-
-@loops_are_interpreted
-def test_decode_packs_a_group_larger_than_one_tile() -> None:
-    assert_decode_equals_its_twin([20], 16, num_kv_heads=1, group=20, head_dim=64, dtype=torch.float32)
+    assert_decode_equals_its_twin([1, 20], 16, num_kv_heads=2, group=group, head_dim=head_dim, dtype=dtype)
 
 
 @loops_are_interpreted
 @pytest.mark.parametrize("block_size", [16, 48, 256])
 def test_decode_at_the_edges_of_blocks_and_tiles(block_size: int) -> None:
-    edges = [0, 1, 15, 16, 17, 127, 128, 129, block_size - 1, block_size, block_size + 1, 2 * block_size]
+    edges = [0, 1, 15, 16, 17, block_size - 1, block_size, block_size + 1]
     assert_decode_equals_its_twin(edges, block_size, num_kv_heads=1, group=2, head_dim=64, dtype=torch.float16)
 
 
@@ -472,9 +442,9 @@ def test_decode_survives_scores_that_overflow_a_naive_softmax() -> None:
 
 
 @loops_are_interpreted
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8, 16])
+@pytest.mark.parametrize("num_kv_heads", [1, 5, 16])
 def test_decode_does_not_depend_on_how_the_contexts_are_shared_out(num_kv_heads: int) -> None:
-    """7 tiles of 32 tokens, and 16 programs to share those of all heads: 16, 8, 3, 2 programs or one for each head."""
+    """7 tiles of 32 tokens, and 16 programs to share those of all heads: 16, 3 programs or one for each head."""
     cache = LayerCache(randn(8, num_kv_heads, 32, 64, seed=1), randn(8, num_kv_heads, 32, 64, seed=2))
     tables = torch.tensor([[3, 1, 7], [0, 5, 2], [4, 4, 4], [6, 0, 1]], dtype=torch.int32)
     lens = torch.tensor([96, 33, 0, 1], dtype=torch.int32)
@@ -550,20 +520,15 @@ def test_sample_has_groups_as_large_as_its_twin() -> None:
 
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"),
-    [
-        (1, torch.float32),
-        (1001, torch.float16),
-        (TILE - 1, torch.float16),
-        (TILE, torch.float32),
-        (TILE + 1, torch.float16),
-        (2 * TILE + 6, torch.float32),
-    ],
+    [(1, torch.float32), (1001, torch.float16), (TILE, torch.float32), (2 * TILE + 6, torch.float16)],
 )
 def test_sample_draws_what_its_twin_draws(vocab_size: int, dtype: torch.dtype) -> None:
     logits = 3 * randn(len(SEEDS), vocab_size, dtype=dtype)
+    unchanged = logits.clone()
     ids = sample_triton(logits, *sampling_arguments())
     assert ids.dtype == torch.int32
     assert ids.tolist() == sample(logits.clone(), *sampling_arguments()).tolist()
+    assert torch.equal(logits, unchanged)
 
 
 def test_sample_draws_what_its_twin_draws_from_flat_logits_with_many_seeds() -> None:
@@ -576,15 +541,16 @@ def test_sample_draws_what_its_twin_draws_from_flat_logits_with_many_seeds() -> 
     assert len(set(ids)) > 18
 
 
-def test_sample_reads_rows_of_a_padded_matrix() -> None:
+def test_sample_reads_rows_of_a_padded_matrix_and_no_rows() -> None:
     padded = randn(len(SEEDS), 600)
     padded[:, 500:] = 1e9
     logits = padded[:, :500]
     expected = sample(logits.clone(), *sampling_arguments())
     assert torch.equal(sample_triton(logits, *sampling_arguments()), expected)
+    assert sample_triton(logits[:0], *(argument[:0] for argument in sampling_arguments())).tolist() == []
 
 
-@pytest.mark.parametrize("best", [[2, 3], [TILE - 1, TILE], [5, 2 * TILE + 5], [0, TILE, 2 * TILE]])
+@pytest.mark.parametrize("best", [[2, 3], [TILE - 1, TILE], [0, TILE, 2 * TILE]])
 def test_sample_gives_ties_to_the_lowest_id_within_and_across_tiles(best: list[int]) -> None:
     logits = torch.zeros(1, 3 * TILE)
     logits[0, best] = 1.0
@@ -598,29 +564,13 @@ def test_sample_never_draws_a_logit_of_minus_infinity() -> None:
     assert sample_triton(logits, *sampling_arguments()).tolist() == [TILE + 7] * len(SEEDS)
 
 
-def test_sample_leaves_the_logits_as_they_were() -> None:
-    logits = randn(len(SEEDS), 100)
-    unchanged = logits.clone()
-    sample_triton(logits, *sampling_arguments())
-    assert torch.equal(logits, unchanged)
-
-
-def test_sample_of_no_rows_is_empty() -> None:
-    nothing = torch.zeros(0)
-    ids = sample_triton(torch.zeros(0, 10), nothing, nothing.long(), nothing.int())
-    assert ids.tolist() == []
-    assert ids.dtype == torch.int32
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_sampling_kernel_gives_no_token_for_a_row_without_a_finite_best(value: float, temperature: float) -> None:
-    logits = torch.zeros(3, 5000)
-    logits[1, 4500] = value
-    if value < 0:
-        logits[1] = value
-    ids = sample_triton(logits, torch.full((3,), temperature), torch.arange(3), torch.arange(3, dtype=torch.int32))
-    assert (ids >= 0).tolist() == [True, False, True]
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
+def test_the_sampling_kernel_gives_no_token_for_a_row_without_a_finite_best(value: float) -> None:
+    logits = torch.zeros(4, TILE + 10)
+    logits[1:3, TILE + 5 if value != -math.inf else slice(None)] = value
+    numbers = torch.arange(4)
+    ids = sample_triton(logits, torch.tensor([0.0, 0.0, 1.0, 1.0]), numbers, numbers.int())
+    assert (ids >= 0).tolist() == [True, False, False, True]
 
 
 def test_sample_leaves_the_tables_alone_where_rows_are_padding() -> None:
@@ -634,7 +584,7 @@ def test_sample_leaves_the_tables_alone_where_rows_are_padding() -> None:
     assert context_lens.tolist() == [2, 2, 4, 0, 0]
 
 
-@pytest.mark.parametrize("first_id", [0, 64, 3 * TILE])
+@pytest.mark.parametrize("first_id", [0, 3 * TILE])
 def test_the_best_candidates_of_a_shard_are_those_of_the_twin(first_id: int) -> None:
     logits = 3 * randn(len(SEEDS), TILE + 70)
     logits[3] = -math.inf
@@ -685,13 +635,7 @@ LIMITS = torch.tensor(
 @loops_are_interpreted
 @pytest.mark.parametrize(
     ("vocab_size", "spread", "dtype"),
-    [
-        (1, 1.0, torch.float16),
-        (64, 0.1, torch.bfloat16),
-        (65, 5.0, torch.float16),
-        (1000, 0.1, torch.bfloat16),
-        (3000, 5.0, torch.float32),
-    ],
+    [(1, 1.0, torch.float16), (65, 5.0, torch.float16), (1000, 0.1, torch.bfloat16), (2100, 5.0, torch.float32)],
 )
 def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float, dtype: torch.dtype) -> None:
     scores = (spread * randn(len(LIMITS), vocab_size)).to(dtype)
@@ -704,6 +648,7 @@ def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float,
     assert allowed.any(dim=1).all()
     assert same[[1, 4, 5, 8, 9, 10]].all(), "top_k and min_p alone are exact"
     assert actual[8:].tolist() == [-math.inf] * 3
+    assert threshold_kernels.thresholds(scores[:0], LIMITS[:0]).shape == (0,)
 
 
 @loops_are_interpreted
@@ -735,8 +680,3 @@ def test_thresholds_leave_out_logits_of_minus_infinity() -> None:
     found, expected = threshold_kernels.thresholds(scores, limits), top_k_top_p.thresholds.__wrapped__(scores, limits)
     allowed, wanted = (scores.isfinite() & (scores >= bounds.unsqueeze(1)) for bounds in (found, expected))
     assert torch.equal(allowed, wanted)
-
-
-@loops_are_interpreted
-def test_thresholds_of_no_rows_are_none() -> None:
-    assert threshold_kernels.thresholds(torch.zeros(0, 10), torch.zeros(0, 4)).shape == (0,)

@@ -159,14 +159,6 @@ def test_sixteen_bits_are_rotated_in_float32_and_rounded_once(dtype: torch.dtype
     assert torch.equal(rotate(x, positions, cos_sin_cache), exact.to(dtype))
 
 
-def test_the_tables_are_float32_and_not_part_of_the_checkpoint() -> None:
-    _, config = both_configs(DEFAULT, head_dim=64, theta=10000.0)
-    rotary = RotaryEmbedding(config, max_positions=5)
-    assert rotary.cos_sin_cache.shape == (5, 64)
-    assert rotary.cos_sin_cache.dtype == torch.float32
-    assert rotary.state_dict() == {}
-
-
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "mrope"])
 def test_an_unknown_type_is_refused_with_the_list(rope_type: str) -> None:
     config = ModelConfig.from_dict({**SIZES, "rope_scaling": {"rope_type": rope_type, "factor": 2.0}})

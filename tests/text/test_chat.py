@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,9 +47,11 @@ def test_tools_and_the_generation_prompt_are_the_templates_business(llm: LLM) ->
     assert output.prompt.endswith("<|im_end|>\n")
 
 
-def test_a_template_of_ones_own_replaces_the_tokenizers(llm: LLM) -> None:
-    [output] = chat(llm, SUM, chat_template="{{ messages[0].content }}{{ mark }}", chat_template_kwargs={"mark": "!"})
-    assert output.prompt == "What is 312 + 48?!"
+def test_a_template_of_ones_own_replaces_the_tokenizers_and_may_know_other_roles(llm: LLM) -> None:
+    messages = [{"role": "developer", "content": "What is 312 + 48?"}]
+    template = "{{ messages[0].role }}: {{ messages[0].content }}{{ mark }}"
+    [output] = chat(llm, messages, chat_template=template, chat_template_kwargs={"mark": "!"})
+    assert output.prompt == "developer: What is 312 + 48?!"
 
 
 @pytest.mark.parametrize(
@@ -87,11 +89,6 @@ def test_a_content_in_text_parts_is_one_text_to_any_template(llm: LLM) -> None:
     assert output.prompt == "What is 312 + 48?"
 
 
-def test_a_template_of_ones_own_may_know_other_roles(llm: LLM) -> None:
-    messages = [{"role": "developer", "content": "What is 312 + 48?"}]
-    assert chat(llm, messages, chat_template="{{ messages[0].role }}")[0].prompt == "developer"
-
-
 def test_what_the_template_refuses_is_a_request_error(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"cannot render conversation 0 \(no cats\); mend the messages"):
         chat(llm, SUM, chat_template="{{ raise_exception('no cats') }}")
@@ -107,11 +104,3 @@ def test_without_a_template_chat_says_what_to_do(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="no chat template; give one as chat_template, or use generate"):
             chat(llm, SUM)
         assert chat(llm, SUM, chat_template="{{ messages[0].content }}")[0].prompt == "What is 312 + 48?"
-
-
-def test_without_a_tokenizer_chat_says_what_to_do(random_checkpoint: Callable[..., Path]) -> None:
-    with (
-        LLM(random_checkpoint(), device="cpu") as llm,
-        pytest.raises(RequestError, match="has no tokenizer; give the prompt as a list of token ids"),
-    ):
-        chat(llm, SUM)
