@@ -6,6 +6,7 @@ PyTorch does not import Triton by itself, so that there is time here to choose t
 import faulthandler
 import gc
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,6 +58,15 @@ def no_traceback_of_slow_tests(request: pytest.FixtureRequest) -> None:
     """After `faulthandler_timeout` all frames would be read while they run, which now and then kills the process."""
     if request.node.get_closest_marker("slow"):
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def log_level_of_before() -> Iterator[None]:
+    """The commands set the level of the package's logger; the next test is not to see it."""
+    logger = logging.getLogger("nanoinfer")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

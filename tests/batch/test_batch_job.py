@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import logging
 import math
 import os
 import re
@@ -304,12 +303,6 @@ def test_each_bad_line_gets_an_error_with_its_number_and_the_rest_goes_on(llm: L
     assert llm.is_finished()
 
 
-def test_a_bad_line_keeps_its_custom_id(llm: LLM, tmp_path: Path) -> None:
-    path = write(tmp_path / "in.jsonl", {"custom_id": "mine \ud800", "prompt": "a", "max_tokens": -1})
-    job(llm, path)
-    assert "max_tokens=-1" in errors(path)["mine \ud800"]
-
-
 def test_a_line_too_long_is_an_error_without_being_held(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -521,14 +514,6 @@ def test_two_jobs_cannot_write_one_output(tmp_path: Path) -> None:
 # --- the command line ---
 
 
-@pytest.fixture(autouse=True)
-def log_level_of_before() -> Iterator[None]:
-    logger = logging.getLogger("nanoinfer")
-    level = logger.level
-    yield
-    logger.setLevel(level)
-
-
 def run_main(*arguments: object) -> int:
     with pytest.raises(SystemExit) as ended:
         main(["run-batch", *map(str, arguments)])
@@ -626,15 +611,6 @@ def test_a_wrong_command_is_refused_in_one_line(
     assert code == 2
     assert message in shown
     assert shown.count("\n") == 1
-
-
-def test_a_job_shows_the_line_about_the_loaded_model(tmp_path: Path) -> None:
-    path = write(tmp_path / "in.jsonl", {"prompt": [1], **GREEDY})
-    command = [sys.executable, "-m", "nanoinfer", "run-batch", "-i", str(path), "-o", str(tmp_path / "out")]
-    command += ["--model", str(tiny_model_path()), "--device", "cpu", "--max-tokens", "none"]
-    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    assert "Qwen3ForCausalLM on cpu in float32 with attention by torch" in ended.stderr
 
 
 def test_wrong_sampling_parameters_of_the_job_are_refused_before_the_model_is_loaded(tmp_path: Path) -> None:

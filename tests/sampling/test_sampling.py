@@ -1,4 +1,4 @@
-"""How a request is sampled, through the whole engine: masks, penalties, seeds, several samples, log-probabilities."""
+"""How a request is sampled, through the whole engine: filters, penalties, seeds, several samples, log-probabilities."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -45,12 +45,18 @@ def said(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
-def run(folder: Path, params: list[SamplingParams] = KINDS, **options: object) -> list[RequestOutput]:
-    with LLM(folder, device="cpu", **({"kvcache_block_size": 16} | options)) as llm:
-        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-        assert llm.engine.block_manager.num_used_blocks == 0
-        assert llm.is_finished()
-        return outputs
+def run(llm: LLM, params: list[SamplingParams] = KINDS) -> list[RequestOutput]:
+    llm.reset_prefix_cache()
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert llm.engine.block_manager.num_used_blocks == 0
+    assert llm.is_finished()
+    return outputs
+
+
+def assert_same(actual: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    assert said(actual) == said(expected)
+    for one, two in zip(actual, expected, strict=True):
+        assert_same_logprobs(one, two)
 
 
 def assert_same_logprobs(one: RequestOutput, two: RequestOutput) -> None:
@@ -72,44 +78,52 @@ def tiny() -> Iterator[LLM]:
         yield llm
 
 
+@pytest.fixture(scope="module")
+def llm(random_checkpoint: Checkpoint) -> Iterator[LLM]:
+    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(random_checkpoint: Checkpoint) -> list[RequestOutput]:
+    """What a new engine says to the prompts; without seeds of their own, requests draw by their numbers."""
+    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16) as llm:
+        return run(llm)
+
+
 # --- the same whatever happens around it ---
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"overlap": False},
+        {"overlap": False, "enable_prefix_caching": False},
         {"max_num_seqs": 1},
         {"max_num_batched_tokens": 17},
-        {"enable_prefix_caching": False},
-        {"num_kvcache_blocks": 20, "max_model_len": 128},
         {"tensor_parallel_size": 2},
     ],
     ids=str,
 )
-def test_a_mixed_batch_says_the_same_under_all_options(random_checkpoint: Checkpoint, options: dict) -> None:
-    folder = random_checkpoint()
-    expected, actual = run(folder), run(folder, **options)
-    assert said(actual) == said(expected)
-    for one, two in zip(actual, expected, strict=True):
-        assert_same_logprobs(one, two)
+def test_a_mixed_batch_says_the_same_under_all_options(
+    random_checkpoint: Checkpoint, expected: list[RequestOutput], options: dict
+) -> None:
+    with LLM(random_checkpoint(), device="cpu", **({"kvcache_block_size": 16} | options)) as llm:
+        assert_same(run(llm), expected)
 
 
-def test_preemption_changes_nothing(random_checkpoint: Checkpoint) -> None:
-    params = [replace(item, max_tokens=40) for item in KINDS]
-    expected = run(random_checkpoint(), params)
-    options = {"kvcache_block_size": 16, "num_kvcache_blocks": 20, "max_model_len": 128}
-    with LLM(random_checkpoint(), device="cpu", **options) as llm:
-        llm.engine.scheduler.reserved_tokens = 0
-        actual = llm.generate(PROMPTS, params, use_tqdm=False)
-        assert llm.get_metrics().num_preemptions > 3
-    assert said(actual) == said(expected)
-    for one, two in zip(actual, expected, strict=True):
-        assert_same_logprobs(one, two)
+def test_preemption_changes_nothing(random_checkpoint: Checkpoint, llm: LLM) -> None:
+    params = [replace(item, max_tokens=24, seed=i) for i, item in enumerate(KINDS)]
+    expected = run(llm, params)
+    options = {"kvcache_block_size": 16, "num_kvcache_blocks": 16, "max_model_len": 128}
+    with LLM(random_checkpoint(), device="cpu", **options) as tight:
+        tight.engine.scheduler.reserved_tokens = 0
+        assert_same(run(tight, params), expected)
+        assert tight.get_metrics().num_preemptions > 3
 
 
-def test_a_step_that_fails_changes_nothing(random_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run(random_checkpoint())
+def test_a_step_that_fails_changes_nothing(
+    random_checkpoint: Checkpoint, expected: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16, max_num_batched_tokens=50) as llm:
         ids = [llm.add_request(*request) for request in zip(PROMPTS, KINDS, strict=True)]
         assert llm.engine.runner is not None
@@ -128,57 +142,44 @@ def test_a_step_that_fails_changes_nothing(random_checkpoint: Checkpoint, monkey
             except ZeroDivisionError:
                 continue
         assert count > 9
-    actual = [outputs[request_id] for request_id in ids]
-    assert said(actual) == said(expected)
-    for one, two in zip(actual, expected, strict=True):
-        assert_same_logprobs(one, two)
+    assert_same([outputs[request_id] for request_id in ids], expected)
 
 
-def test_each_kind_says_alone_what_it_says_beside_others(random_checkpoint: Checkpoint) -> None:
+def test_each_kind_says_alone_what_it_says_beside_others(llm: LLM) -> None:
     params = [replace(item, seed=100 + i) for i, item in enumerate(KINDS)]
-    together = said(run(random_checkpoint(), params))
-    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16) as llm:
-        for prompt, item, expected in reversed(list(zip(PROMPTS, params, together, strict=True))):
-            assert said(llm.generate([prompt], item, use_tqdm=False)) == [expected]
+    together = said(run(llm, params))
+    for prompt, item, expected in reversed(list(zip(PROMPTS, params, together, strict=True))):
+        assert said(llm.generate([prompt], item, use_tqdm=False)) == [expected]
 
 
-def test_the_options_of_a_request_do_not_pass_to_the_next_one_in_its_row(random_checkpoint: Checkpoint) -> None:
-    with LLM(random_checkpoint(), device="cpu", max_num_seqs=1) as llm:
-        params = [GREEDY, replace(GREEDY, repetition_penalty=2.0, logprobs=1), GREEDY]
-        one, other, again = llm.generate([PROMPTS[0]] * 3, params, use_tqdm=False)
-    assert one.token_ids == again.token_ids != other.token_ids
-    assert again.outputs[0].logprobs is None
-
-
-def test_a_filter_does_not_pass_to_the_next_request_in_its_row_while_a_neighbour_is_filtered(
-    random_checkpoint: Checkpoint,
-) -> None:
+def test_neither_penalties_nor_filters_pass_to_the_next_request_in_the_row(random_checkpoint: Checkpoint) -> None:
     narrow, free = replace(FREE, top_k=1), replace(FREE, seed=5)
     with LLM(random_checkpoint(), device="cpu", max_num_seqs=2) as llm:
         [alone] = llm.generate([PROMPTS[0]], free, use_tqdm=False)
         *_, beside = llm.generate([PROMPTS[0]] * 3, [narrow, replace(narrow, max_tokens=2), free], use_tqdm=False)
+        params = [GREEDY, GREEDY, *[replace(GREEDY, repetition_penalty=2.0, logprobs=1)] * 2, GREEDY, GREEDY]
+        one, _, other, _, again, _ = llm.generate([PROMPTS[0]] * 6, params, use_tqdm=False)
     assert beside.token_ids == alone.token_ids
+    assert one.token_ids == again.token_ids != other.token_ids
+    assert again.outputs[0].logprobs is None
 
 
 # --- seeds and samples ---
 
 
-def test_a_seed_decides_and_other_requests_do_not_matter(random_checkpoint: Checkpoint) -> None:
+def test_a_seed_decides_and_other_requests_do_not_matter(random_checkpoint: Checkpoint, llm: LLM) -> None:
     seeded = replace(FREE, seed=42)
-    with LLM(random_checkpoint(), device="cpu", seed=1) as llm:
-        first, plain, second = llm.generate([PROMPTS[0]] * 3, [seeded, FREE, seeded], use_tqdm=False)
-    with LLM(random_checkpoint(), device="cpu", seed=2) as llm:
-        [third] = llm.generate([PROMPTS[0]], seeded, use_tqdm=False)
-        [other] = llm.generate([PROMPTS[0]], replace(FREE, seed=43), use_tqdm=False)
+    first, plain, second = llm.generate([PROMPTS[0]] * 3, [seeded, FREE, seeded], use_tqdm=False)
+    with LLM(random_checkpoint(), device="cpu", seed=2) as another:
+        third, other = another.generate([PROMPTS[0]] * 2, [seeded, replace(FREE, seed=43)], use_tqdm=False)
     assert first.token_ids == second.token_ids == third.token_ids
     assert len({tuple(output.token_ids) for output in (first, plain, other)}) == 3
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-def test_the_samples_of_a_prompt_differ(random_checkpoint: Checkpoint, seed: int | None) -> None:
-    with LLM(random_checkpoint(), device="cpu") as llm:
-        [output] = llm.generate([PROMPTS[0]], replace(FREE, n=5, seed=seed), use_tqdm=False)
-        [single] = llm.generate([PROMPTS[0]], replace(FREE, seed=seed), use_tqdm=False)
+def test_the_samples_of_a_prompt_differ(llm: LLM, seed: int | None) -> None:
+    [output] = llm.generate([PROMPTS[0]], replace(FREE, n=5, seed=seed), use_tqdm=False)
+    [single] = llm.generate([PROMPTS[0]], replace(FREE, seed=seed), use_tqdm=False)
     assert [completion.index for completion in output.outputs] == list(range(5))
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 5
     assert (output.token_ids, output.text) == (output.outputs[0].token_ids, output.outputs[0].text)
@@ -240,23 +241,7 @@ def test_a_stream_says_whose_each_chunk_is(tiny: LLM) -> None:
     assert tiny.get_metrics().num_used_blocks == 0
 
 
-# --- masks, penalties, min_tokens ---
-
-
-@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
-def test_the_narrowest_masks_are_greedy(random_checkpoint: Checkpoint, options: dict) -> None:
-    with LLM(random_checkpoint(), device="cpu") as llm:
-        greedy, masked = (
-            llm.generate(PROMPTS, params, use_tqdm=False) for params in (GREEDY, replace(FREE, **options))
-        )
-    assert said(masked) == said(greedy)
-
-
-def test_every_token_drawn_is_among_those_allowed(random_checkpoint: Checkpoint) -> None:
-    params = replace(FREE, top_k=4, logprobs=4, max_tokens=30)
-    with LLM(random_checkpoint(), device="cpu") as llm:
-        for output in llm.generate(PROMPTS, params, use_tqdm=False):
-            assert all(len(entry) == 4 for entry in output.outputs[0].logprobs or [])
+# --- filters, penalties, min_tokens ---
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
@@ -283,23 +268,24 @@ def test_greedy_decoding_with_a_repetition_penalty_is_that_of_transformers(
         assert output.token_ids == expected[0, ids.shape[1] :].tolist()
 
 
-def test_a_strong_presence_penalty_repeats_nothing_and_a_negative_one_does(random_checkpoint: Checkpoint) -> None:
-    prompt = [PROMPTS[0]]
-    with LLM(random_checkpoint(), device="cpu") as llm:
-        repeated = []
-        for options in ({"presence_penalty": 2.0, "frequency_penalty": 2.0}, {"frequency_penalty": -2.0}):
-            params = replace(FREE, max_tokens=100, temperature=0.3, seed=1, **options)  # type: ignore[arg-type]
-            [output] = llm.generate(prompt, params, use_tqdm=False)
-            repeated.append(100 - len(set(output.token_ids)))
-    assert repeated[0] < 20 < 70 < repeated[1]
+def test_a_strong_presence_penalty_repeats_nothing_and_a_negative_one_does(llm: LLM) -> None:
+    options = [{"presence_penalty": 2.0, "frequency_penalty": 2.0}, {"frequency_penalty": -2.0}]
+    params = [replace(FREE, max_tokens=60, temperature=0.3, seed=1, **option) for option in options]  # type: ignore[arg-type]
+    outputs = llm.generate([PROMPTS[0]] * 2, params, use_tqdm=False)
+    rarely, often = (60 - len(set(output.token_ids)) for output in outputs)
+    assert rarely < 12 < 40 < often
 
 
-def test_a_stop_token_that_the_model_does_not_know_does_no_harm(random_checkpoint: Checkpoint) -> None:
-    with LLM(random_checkpoint(), device="cpu") as llm:
-        params = replace(GREEDY, stop_token_ids=[512, 99999], min_tokens=5)
-        assert said(llm.generate(PROMPTS, params, use_tqdm=False)) == said(
-            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        )
+@pytest.mark.parametrize(
+    "greedy",
+    [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 0, "stop_token_ids": [512], "min_tokens": 5}],
+    ids=str,
+)
+def test_the_narrowest_filters_are_greedy_and_a_stop_token_out_of_the_vocabulary_does_no_harm(
+    llm: LLM, greedy: dict
+) -> None:
+    one, two = (llm.generate(PROMPTS, params, use_tqdm=False) for params in (GREEDY, replace(FREE, **greedy)))
+    assert said(one) == said(two)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -310,18 +296,18 @@ def test_before_min_tokens_no_stop_token_is_drawn_and_no_stop_string_counts(over
         [short] = llm.generate(QUESTION, greedy, use_tqdm=False)
         num_tokens = len(short.token_ids)
         assert short.token_ids[-1] in stops
-        for min_tokens in (num_tokens - 1, num_tokens, 20):
-            [output] = llm.generate(QUESTION, replace(greedy, min_tokens=min_tokens), use_tqdm=False)
+        limits = (num_tokens - 1, num_tokens, 20)
+        params = [replace(greedy, min_tokens=min_tokens) for min_tokens in limits]
+        for min_tokens, output in zip(limits, llm.generate([QUESTION] * 3, params, use_tqdm=False), strict=True):
             assert not stops.intersection(output.token_ids[:min_tokens])
             assert (output.token_ids == short.token_ids) == (min_tokens < num_tokens)
             assert len(output.token_ids) > min_tokens or output.finish_reason == "length"
         primes = "<|im_start|>user\nlist all prime numbers within 100<|im_end|>\n<|im_start|>assistant\n"
         [free] = llm.generate(primes, replace(greedy, stop=", 1"), use_tqdm=False)
         assert free.text == "2, 3, 5, 7"
-        longer = replace(greedy, stop=", 1", min_tokens=len(free.token_ids), max_tokens=99)
+        longer = replace(greedy, stop=", 1", min_tokens=len(free.token_ids))
         [output] = llm.generate(primes, longer, use_tqdm=False)
-        assert output.text == "2, 3, 5, 7, 11"
-        assert output.outputs[0].stop_reason == ", 1"
+        assert (output.text, output.outputs[0].stop_reason) == ("2, 3, 5, 7, 11", ", 1")
 
 
 # --- log-probabilities ---
@@ -341,22 +327,21 @@ def check_logprobs(found: dict[int, Logprob], token_id: int, expected: torch.Ten
         assert entry.rank == 1 + int((expected > expected[its_id]).sum())
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 40}, {"tensor_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 40}], ids=str)
 def test_logprobs_are_the_models_own(
     random_checkpoint: Checkpoint, reference_model: Callable[[Path], torch.nn.Module], options: dict
 ) -> None:
     folder = random_checkpoint()
-    model = reference_model(folder)
     params = replace(FREE, temperature=0.7, top_k=10, presence_penalty=1.0, logprobs=3, prompt_logprobs=2)
     some = [*prompts(100, 1, 70), PROMPTS[0]]
     with LLM(folder, device="cpu", kvcache_block_size=16, **options) as llm:
-        llm.generate(some, GREEDY, use_tqdm=False)  # the cache is warm, and is not to be used
+        llm.generate(some, replace(GREEDY, max_tokens=1), use_tqdm=False)  # the cache is warm, and is not to be used
         outputs = llm.generate(some, params, use_tqdm=False)
         assert [output.num_cached_tokens for output in outputs] == [0] * 4
-        again = llm.generate(some, replace(params, prompt_logprobs=None), use_tqdm=False)
+        again = llm.generate(some, replace(params, prompt_logprobs=None, max_tokens=1), use_tqdm=False)
         assert [output.num_cached_tokens for output in again] == [96, 0, 64, 16]
     for output in outputs:
-        expected = reference_logprobs(model, output.prompt_token_ids + output.token_ids)
+        expected = reference_logprobs(reference_model(folder), output.prompt_token_ids + output.token_ids)
         completion, num_prompt = output.outputs[0], len(output.prompt_token_ids)
         assert output.prompt_logprobs is not None
         assert completion.logprobs is not None
@@ -365,11 +350,10 @@ def test_logprobs_are_the_models_own(
             entry = output.prompt_logprobs[position]
             assert entry is not None
             check_logprobs(entry, output.prompt_token_ids[position], expected[position - 1], 2)
-        for place, token_id in enumerate(output.token_ids):
-            check_logprobs(completion.logprobs[place], token_id, expected[num_prompt - 1 + place], 3)
-        total = sum(
-            entry[token_id].logprob for entry, token_id in zip(completion.logprobs, output.token_ids, strict=True)
-        )
+        pairs = list(zip(completion.logprobs, output.token_ids, strict=True))
+        for place, (entry, token_id) in enumerate(pairs):
+            check_logprobs(entry, token_id, expected[num_prompt - 1 + place], 3)
+        total = sum(entry[token_id].logprob for entry, token_id in pairs)
         assert completion.cumulative_logprob == pytest.approx(total)
 
 
@@ -379,58 +363,45 @@ def test_of_several_samples_one_looks_at_the_prompt_and_all_at_themselves(tiny: 
     assert output.prompt_logprobs is not None
     assert [entry is None for entry in output.prompt_logprobs] == [True] + [False] * (len(output.prompt_token_ids) - 1)
     for completion in output.outputs:
-        assert completion.logprobs is not None
-        assert [next(iter(entry)) for entry in completion.logprobs] == completion.token_ids
-        decoded = [
-            entry[token_id].decoded_token
-            for entry, token_id in zip(completion.logprobs, completion.token_ids, strict=True)
-        ]
-        assert decoded == [tiny.decode([token_id], skip_special_tokens=False) for token_id in completion.token_ids]
+        assert [next(iter(entry)) for entry in completion.logprobs or []] == completion.token_ids
+        for entry, token_id in zip(completion.logprobs or [], completion.token_ids, strict=True):
+            assert entry[token_id].decoded_token == tiny.decode([token_id], skip_special_tokens=False)
 
 
-def test_logits_are_computed_a_few_prompt_tokens_at_a_time(
-    random_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with LLM(random_checkpoint(), device="cpu") as llm:
-        model = llm.engine.runner.model  # type: ignore[union-attr]
-        compute_logits, most = model.compute_logits, 0
+def test_logits_are_computed_a_few_prompt_tokens_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llm.engine.runner.model  # type: ignore[union-attr]
+    compute_logits, counts = model.compute_logits, []
 
-        def note(hidden, out=None):  # type: ignore[no-untyped-def]
-            nonlocal most
-            most = max(most, len(hidden))
-            return compute_logits(hidden, out)
+    def note(hidden, out=None):  # type: ignore[no-untyped-def]
+        counts.append(len(hidden))
+        return compute_logits(hidden, out)
 
-        monkeypatch.setattr(model, "compute_logits", note)
-        [output] = llm.generate(prompts(1500), replace(GREEDY, prompt_logprobs=0), use_tqdm=False)
-    assert most == 64
+    monkeypatch.setattr(model, "compute_logits", note)
+    [output] = llm.generate(prompts(300), replace(GREEDY, max_tokens=2, prompt_logprobs=0), use_tqdm=False)
+    assert max(counts) == 64
     assert all(entry is not None for entry in (output.prompt_logprobs or [])[1:])
 
 
-@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-def test_more_logprobs_than_tokens_are_refused(random_checkpoint: Checkpoint, name: str) -> None:
-    with LLM(random_checkpoint(), device="cpu") as llm:
-        with pytest.raises(RequestError, match=f"{name}=513 is more than the vocabulary of 512 tokens; use 20"):
-            llm.generate([[1]], SamplingParams(**{name: 513}), use_tqdm=False)
-        [output] = llm.generate([[1]], SamplingParams(max_tokens=2, ignore_eos=True, logprobs=512), use_tqdm=False)
-        assert [len(entry) for entry in output.outputs[0].logprobs or []] == [512] * 2
+def test_as_many_logprobs_as_tokens_and_no_more_can_be_had(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="logprobs=513 is more than the vocabulary of 512 tokens; use 20"):
+        llm.generate([[1]], SamplingParams(logprobs=513), use_tqdm=False)
+    [output] = llm.generate([[1]], SamplingParams(max_tokens=2, ignore_eos=True, logprobs=512), use_tqdm=False)
+    assert [len(entry) for entry in output.outputs[0].logprobs or []] == [512] * 2
 
 
 # --- scores ---
 
 
 def test_a_score_is_the_sum_of_a_completions_logprobs(
-    random_checkpoint: Checkpoint, reference_model: Callable[[Path], torch.nn.Module]
+    random_checkpoint: Checkpoint, llm: LLM, reference_model: Callable[[Path], torch.nn.Module]
 ) -> None:
-    folder = random_checkpoint()
     before, after = prompts(40, 1, 20), prompts(5, 30, 1, seed=1)
-    with LLM(folder, device="cpu", kvcache_block_size=16) as llm:
-        scores = llm.score(before, after, use_tqdm=False)
-        for _ in range(2):
-            [greedy] = llm.generate(before[:1], GREEDY, use_tqdm=False)
-            [said] = llm.score([before[0]], [greedy.token_ids], use_tqdm=False)
-            assert said.is_greedy
+    scores = llm.score(before, after, use_tqdm=False)
+    for _ in range(2):
+        [greedy] = llm.generate(before[:1], GREEDY, use_tqdm=False)
+        assert llm.score([before[0]], [greedy.token_ids], use_tqdm=False)[0].is_greedy
     for one, two, score in zip(before, after, scores, strict=True):
-        expected = reference_logprobs(reference_model(folder), one + two)[len(one) - 1 :]
+        expected = reference_logprobs(reference_model(random_checkpoint()), one + two)[len(one) - 1 :]
         assert score.token_ids == two
         assert score.logprobs == pytest.approx(expected[range(len(two)), two].tolist(), abs=1e-3)
         assert score.total == pytest.approx(sum(score.logprobs))
@@ -464,12 +435,13 @@ def test_what_could_not_be_scored_is_not_a_number_and_not_greedy(random_checkpoi
         assert not score.is_greedy
 
 
-def test_answers_to_one_question_share_its_computation(random_checkpoint: Checkpoint) -> None:
+def test_answers_to_one_question_share_its_computation(llm: LLM) -> None:
     [question], answers = prompts(100), prompts(4, 6, 9, 2, seed=1)
-    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16) as llm:
-        together = llm.score([question] * 4, answers, use_tqdm=False)
-        assert llm.engine.stats.prefill_tokens == 4 * 100 + 21 - 3 * 96
-        alone = [llm.score([question], [answer], use_tqdm=False)[0] for answer in answers]
+    llm.reset_prefix_cache()
+    computed_before = llm.engine.stats.prefill_tokens
+    together = llm.score([question] * 4, answers, use_tqdm=False)
+    assert llm.engine.stats.prefill_tokens - computed_before == 4 * 100 + 21 - 3 * 96
+    alone = [llm.score([question], [answer], use_tqdm=False)[0] for answer in answers]
     assert [score.token_ids for score in together] == [score.token_ids for score in alone] == answers
     for one, two in zip(together, alone, strict=True):
         assert one.logprobs == pytest.approx(two.logprobs, abs=1e-3)

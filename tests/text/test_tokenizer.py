@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,19 +81,6 @@ def test_whatever_class_the_checkpoint_names_the_ids_are_those_of_auto_tokenizer
     assert ours(text)["input_ids"] == theirs(text)["input_ids"]
     assert ours.decode(range(400)) == theirs.decode(range(400))
     assert ours.eos_token_id == theirs.eos_token_id
-
-
-def test_a_tokenizer_can_be_loaded_by_a_thread_beside_the_weights() -> None:
-    code = (
-        "import nanoinfer, torch, sys; from concurrent.futures import ThreadPoolExecutor;"
-        "from nanoinfer.text.tokenizer import load_tokenizer; before = {*sys.modules};"
-        "pool = ThreadPoolExecutor(1); loading = pool.submit(load_tokenizer, nanoinfer.tiny_model_path());"
-        "[torch.ones(500, 500) @ torch.ones(500, 500) for _ in range(50)];"
-        "print(loading.result().decode(loading.result().encode(['two'])[0]));"
-        "print([name for name in {*sys.modules} - before if name.startswith('torch')])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert result.stdout.splitlines() == ["two", "[]"], "it imports nothing of PyTorch, which would be imported twice"
 
 
 def test_a_damaged_tokenizer_is_refused_by_folder(tmp_path: Path) -> None:
