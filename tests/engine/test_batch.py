@@ -5,7 +5,6 @@ import pytest
 
 from nanoinfer.engine.batch import (
     NewBlock,
-    Packet,
     PrefillChunk,
     SamplingRecord,
     ScheduledBatch,
@@ -36,20 +35,13 @@ def prefill_and_decode() -> ScheduledBatch:
     )
 
 
-def one_admission(temperature: float = 1.0, seed: int = 0) -> Packet:
-    seq = sequence_in_row(3, [10, 11], temperature, seed)
-    return pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 2, samples=True)]))
-
-
-def test_a_packet_is_one_flat_array_of_int32() -> None:
-    packet = pack(prefill_and_decode())
+def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries() -> None:
+    batch = prefill_and_decode()
+    packet = pack(batch)
     assert packet.dtype == np.int32
     # header + 2 row records of 5 + 9 known tokens + 4 new blocks of 3 + 2 chunks of 3 + 2 decode rows
     assert packet.shape == (9 + 2 * 5 + 9 + 4 * 3 + 2 * 3 + 2,)
-
-
-def test_the_header_counts_what_the_packet_carries() -> None:
-    header = read_header(pack(prefill_and_decode()))
+    header = read_header(packet)
     assert header._asdict() == {
         "num_admitted": 2,
         "num_known_tokens": 9,
@@ -61,10 +53,10 @@ def test_the_header_counts_what_the_packet_carries() -> None:
         "num_sampling_records": 0,
         "num_stop_ids": 0,
     }
-
-
-def test_the_header_is_of_plain_ints() -> None:
-    assert all(type(number) is int for number in read_header(pack(prefill_and_decode())))
+    assert all(type(number) is int for number in header)
+    assert [seq.row for seq in batch.sampled] == [2, 0, 7], "whole chunks, then decode rows"
+    assert pack(ScheduledBatch()).tolist() == [0] * 9
+    assert not ScheduledBatch()
 
 
 def test_a_packet_is_read_back_as_it_was_written() -> None:
@@ -84,27 +76,18 @@ def test_sections_are_views_of_the_packet() -> None:
     assert all(np.shares_memory(section, packet) for section in sections)
 
 
-def test_a_preempted_sequence_travels_with_its_generated_tokens() -> None:
-    seq = sequence_in_row(0, [10, 11])
-    seq.token_ids += [12, 13]
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 0.7, 100.0])
+@pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1, 2**32, 2**63 - 1])
+def test_the_bits_of_temperature_and_seed_and_generated_tokens_travel(temperature: float, seed: int) -> None:
+    seq = sequence_in_row(3, [10, 11], temperature, seed)
+    seq.token_ids += [12, 13]  # as after a preemption
     packet = pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 4, samples=True)]))
     sections = split(packet, read_header(packet))
-    assert sections.row_records[0, :2].tolist() == [0, 4]
+    row, num_tokens, bits, seed_low, seed_high = sections.row_records[0]
+    assert (row, num_tokens) == (3, 4)
     assert sections.known_tokens[:, 0].tolist() == [10, 11, 12, 13]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1e-6, 0.7, 1.0, 100.0])
-def test_a_temperature_travels_as_the_bits_of_its_float32(temperature: float) -> None:
-    packet = one_admission(temperature=temperature)
-    bits = split(packet, read_header(packet)).row_records[0, 2]
     assert bits.view(np.float32) == np.float32(temperature)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**32, 0x0123_4567_89AB_CDEF, 2**63 - 1])
-def test_a_seed_beyond_32_bits_travels_in_two_halves(seed: int) -> None:
-    packet = one_admission(seed=seed)
-    seed_low, seed_high = split(packet, read_header(packet)).row_records[0, 3:].tolist()
-    assert (seed_high << 32) | (seed_low & 0xFFFF_FFFF) == seed
+    assert (int(seed_high) << 32) | (int(seed_low) & 0xFFFF_FFFF) == seed
 
 
 def test_only_a_row_that_asks_for_more_has_a_sampling_record() -> None:
@@ -151,29 +134,13 @@ def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     assert [section.shape for section in sections] == [(0, 5), (0, 1), (0, 3), (0, 3), (2, 1), (0, 14), (0, 1)]
 
 
-def test_an_empty_batch_is_false_and_packs_to_a_header_of_zeros() -> None:
-    batch = ScheduledBatch()
-    assert not batch
-    assert pack(batch).tolist() == [0] * 9
-    assert pack(batch).dtype == np.int32
-
-
-def test_the_sampled_sequences_are_whole_chunks_then_decode_rows() -> None:
-    batch = prefill_and_decode()
-    assert [seq.row for seq in batch.sampled] == [2, 0, 7]
-
-
-def test_only_the_last_chunk_may_be_cut() -> None:
+def test_a_batch_that_cannot_be_is_noticed() -> None:
     cut, whole = sequence_in_row(0, [1, 2, 3]), sequence_in_row(1, [1, 2])
-    batch = ScheduledBatch(prefill=[PrefillChunk(cut, 0, 2, samples=False), PrefillChunk(whole, 0, 2, samples=True)])
+    chunks = [PrefillChunk(cut, 0, 2, samples=False), PrefillChunk(whole, 0, 2, samples=True)]
     with pytest.raises(AssertionError, match="only the last chunk"):
-        pack(batch)
-
-
-def test_a_sequence_in_a_step_has_a_row() -> None:
-    batch = ScheduledBatch(prefill=[PrefillChunk(make_sequence(6, [1]), 0, 1, samples=True)])
+        pack(ScheduledBatch(prefill=chunks))
     with pytest.raises(AssertionError, match="sequence 6 is in a step and has no row"):
-        pack(batch)
+        pack(ScheduledBatch(prefill=[PrefillChunk(make_sequence(6, [1]), 0, 1, samples=True)]))
 
 
 def test_a_packet_cut_short_is_noticed() -> None:

@@ -50,26 +50,21 @@ def test_a_sequence_takes_one_more_block_when_its_last_is_full() -> None:
     assert not manager.needs_block(seq)
 
 
-def test_equal_prefixes_share_their_blocks() -> None:
-    manager = BlockManager(num_blocks=5, block_size=2)
-    first, second = make_sequence(0, [1, 2, 3, 4, 5]), make_sequence(1, [1, 2, 3, 4, 6])
-    prefill(manager, first)
-    prefill(manager, second)
-    assert first.block_table == [0, 1, 2]
-    assert second.block_table == [0, 1, 3]
-    assert manager.num_used_blocks == 4
-
-
 def test_a_shared_block_is_freed_only_after_its_last_user() -> None:
     manager = BlockManager(num_blocks=3, block_size=4)
     first, second = make_sequence(0, [1, 2, 3, 4, 5]), make_sequence(1, [1, 2, 3, 4, 6])
     prefill(manager, first)
+    assert manager.num_blocks_to_allocate(second, [0]) == 1, "block 0 costs nothing while it is in use"
     prefill(manager, second)
+    assert (first.block_table, second.block_table) == ([0, 1], [0, 2])
     assert manager.num_free_blocks == 0
     manager.free(first)
     assert manager.num_free_blocks == 1, "block 0 is still the second's"
+    before = manager.num_frees
     manager.free(second)
     assert manager.num_free_blocks == 3
+    assert manager.num_frees > before, "who waits for blocks notices"
+    assert manager.num_blocks_to_allocate(make_sequence(2, [1, 2, 3, 4, 5]), [0]) == 2, "an idle block is a free one"
 
 
 def test_a_freed_sequence_holds_nothing_and_can_be_allocated_again() -> None:
@@ -80,15 +75,6 @@ def test_a_freed_sequence_holds_nothing_and_can_be_allocated_again() -> None:
     assert (seq.block_table, seq.num_computed_tokens, seq.prefix_serials) == ([], 0, [])
     assert prefill(manager, seq) == [0]
     assert seq.block_table == [0, 1]
-
-
-def test_a_shared_block_costs_nothing_in_use_and_one_free_block_when_idle() -> None:
-    manager = BlockManager(num_blocks=5, block_size=2)
-    first, second = make_sequence(0, [1, 2, 3, 4, 5]), make_sequence(1, [1, 2, 3, 4, 6])
-    prefill(manager, first)
-    assert manager.num_blocks_to_allocate(second, [0, 1]) == 1
-    manager.free(first)
-    assert manager.num_blocks_to_allocate(second, [0, 1]) == 3
 
 
 def test_the_blocks_that_were_found_are_those_that_are_given_though_all_others_are_taken() -> None:
@@ -103,15 +89,6 @@ def test_the_blocks_that_were_found_are_those_that_are_given_though_all_others_a
     assert follower.block_table == [*found, 2], "the last block did not take the place of one that was found"
     assert follower.num_computed_tokens == 4
     assert manager.find_cached_prefix(make_sequence(2, [1, 2, 3, 4, 9])) == found
-
-
-def test_blocks_that_come_back_are_noticed() -> None:
-    manager = BlockManager(num_blocks=2, block_size=2)
-    seq = make_sequence(0, [1, 2, 3])
-    prefill(manager, seq)
-    before = manager.num_frees
-    manager.free(seq)
-    assert manager.num_frees > before
 
 
 # The order in which free blocks are used again.
@@ -203,25 +180,16 @@ def test_a_prompt_seen_before_still_computes_its_last_token(num_tokens: int, num
 
 def test_a_block_is_cached_once_it_is_computed_and_not_before() -> None:
     manager = BlockManager(num_blocks=8, block_size=2)
-    seq, equal = make_sequence(0, [1, 2, 3, 4, 5]), make_sequence(1, [1, 2, 3, 4, 5])
+    seq, equal = make_sequence(0, [1, 2, 3]), make_sequence(1, [1, 2, 3, 4, 5])
     manager.allocate(seq, [])
     assert manager.find_cached_prefix(equal) == []
     seq.num_computed_tokens = 3
     manager.cache_blocks(seq, seq.num_computed_tokens)
     assert manager.find_cached_prefix(equal) == [0]
-    seq.num_computed_tokens = 5
+    seq.token_ids.append(4)  # a generated token is cached as a prompt's
+    seq.num_computed_tokens = 4
     manager.cache_blocks(seq, seq.num_computed_tokens)
     assert manager.find_cached_prefix(equal) == [0, 1]
-
-
-def test_generated_blocks_are_cached_like_prompt_blocks() -> None:
-    manager = BlockManager(num_blocks=8, block_size=2)
-    seq = make_sequence(0, [1, 2, 3])
-    prefill(manager, seq)
-    seq.token_ids.append(4)
-    seq.num_computed_tokens += 1
-    manager.cache_blocks(seq, seq.num_computed_tokens)
-    assert manager.find_cached_prefix(make_sequence(1, [1, 2, 3, 4, 5])) == [0, 1]
 
 
 def test_of_two_blocks_with_the_same_text_the_first_is_found() -> None:

@@ -40,17 +40,13 @@ class LookupCounter(BlockManager):
 # Order and bounds.
 
 
-def test_nothing_to_do_is_a_false_batch() -> None:
-    scheduler = make_scheduler()
-    assert scheduler.is_finished()
-    assert not scheduler.schedule()
-
-
 def test_requests_are_admitted_in_the_order_they_came() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
+    assert scheduler.is_finished()
+    assert not scheduler.schedule()
     add_prompts(scheduler, [1], [2], [3], [4], [5], max_tokens=1)
-    admitted = [ids(batch.admitted) for batch in run_to_the_end(scheduler)]
-    assert admitted == [[0, 1], [2, 3], [4]]
+    batches = run_to_the_end(scheduler)
+    assert [ids(batch.admitted) for batch in batches] == [[0, 1], [2, 3], [4]]
 
 
 def test_prefill_comes_before_decode() -> None:
@@ -84,39 +80,18 @@ def test_no_more_sequences_run_than_max_num_seqs() -> None:
         check_invariants(scheduler, seqs)
 
 
-def test_a_row_is_used_again_after_its_sequence_finished() -> None:
-    scheduler = make_scheduler(max_num_seqs=1)
-    add_prompts(scheduler, [1], [2], max_tokens=1)
-    rows = []
-    while not scheduler.is_finished():
-        batch = scheduler.schedule()
-        rows += [seq.row for seq in batch.admitted]
-        scheduler.update(batch, [0] * len(batch.sampled))
-    assert rows == [0, 0]
-
-
-def test_a_prefill_step_has_no_more_tokens_than_its_budget() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=8)
-    add_prompts(scheduler, [1] * 3, [2] * 4, [3] * 5, max_tokens=1)
-    batches = run_to_the_end(scheduler)
-    assert [batch.num_prefill_tokens for batch in batches] == [8, 4]
-
-
 def test_the_prompt_that_meets_the_end_of_the_budget_is_cut_and_continued_first() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=6)
-    add_prompts(scheduler, [1] * 2, [2] * 9, [3] * 3, max_tokens=1)
+    _, seq, _ = add_prompts(scheduler, [1] * 2, [2] * 15, [3] * 3, max_tokens=1)
     assert chunks(step(scheduler)) == [(0, 0, 2, True), (1, 0, 4, False)]
-    assert chunks(step(scheduler)) == [(1, 4, 5, True), (2, 0, 1, False)]
+    assert chunks(step(scheduler)) == [(1, 4, 6, False)]
+    batch = scheduler.schedule()
+    assert chunks(batch) == [(1, 10, 5, True), (2, 0, 1, False)]
+    assert (seq.num_tokens, seq.completion_token_ids) == (16, []), "the token that the step will sample counts"
+    scheduler.update(batch, [5])
+    assert (seq.num_tokens, seq.completion_token_ids) == (16, [5])
     assert chunks(step(scheduler)) == [(2, 1, 2, True)]
     assert scheduler.is_finished()
-
-
-def test_a_prompt_longer_than_several_budgets_yields_one_token_at_its_end() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=4)
-    (seq,) = add_prompts(scheduler, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], max_tokens=1)
-    batches = run_to_the_end(scheduler)
-    assert [chunks(batch) for batch in batches] == [[(0, 0, 4, False)], [(0, 4, 4, False)], [(0, 8, 2, True)]]
-    assert seq.completion_token_ids == [0]
 
 
 def test_the_last_token_of_a_cut_prompt_may_run_with_the_decode_step() -> None:
@@ -127,53 +102,7 @@ def test_the_last_token_of_a_cut_prompt_may_run_with_the_decode_step() -> None:
     assert seq.completion_token_ids == [0]
 
 
-def test_a_scheduled_sequence_counts_the_token_that_its_step_will_sample() -> None:
-    scheduler = make_scheduler()
-    (seq,) = add_prompts(scheduler, [1, 2])
-    batch = scheduler.schedule()
-    assert (seq.num_tokens, seq.completion_token_ids) == (3, [])
-    scheduler.update(batch, [5])
-    assert (seq.num_tokens, seq.completion_token_ids) == (3, [5])
-
-
 # Endings.
-
-
-def test_a_stop_token_ends_a_completion() -> None:
-    scheduler = make_scheduler(stop_token_ids=frozenset({7, 8}))
-    (seq,) = add_prompts(scheduler, [1, 2, 7])  # in a prompt it means nothing
-    step(scheduler, token_id=5)
-    assert not scheduler.is_finished()
-    step(scheduler, token_id=8)
-    assert scheduler.is_finished()
-    assert (seq.finish_reason, seq.completion_token_ids) == ("stop", [5, 8])
-    assert seq.status is SequenceStatus.FINISHED
-
-
-def test_ignore_eos_goes_on_past_a_stop_token() -> None:
-    scheduler = make_scheduler(stop_token_ids=frozenset({7}))
-    seq = make_sequence(0, [1], max_tokens=3, ignore_eos=True)
-    scheduler.add(seq)
-    while not scheduler.is_finished():
-        step(scheduler, token_id=7)
-    assert (seq.finish_reason, seq.completion_token_ids) == ("length", [7, 7, 7])
-
-
-def test_max_tokens_ends_a_completion() -> None:
-    scheduler = make_scheduler()
-    one, three = make_sequence(0, [1], max_tokens=1), make_sequence(1, [1], max_tokens=3)
-    scheduler.add(one)
-    scheduler.add(three)
-    run_to_the_end(scheduler)
-    assert (one.finish_reason, len(one.completion_token_ids)) == ("length", 1)
-    assert (three.finish_reason, len(three.completion_token_ids)) == ("length", 3)
-
-
-def test_a_stop_token_as_the_last_allowed_one_is_still_a_stop() -> None:
-    scheduler = make_scheduler(stop_token_ids=frozenset({7}))
-    (seq,) = add_prompts(scheduler, [1], max_tokens=1)
-    step(scheduler, token_id=7)
-    assert seq.finish_reason == "stop"
 
 
 def test_max_model_len_ends_a_sequence() -> None:
@@ -204,14 +133,6 @@ def test_each_sampled_token_goes_to_its_own_sequence() -> None:
     assert [seq.completion_token_ids for seq in (first, second, cut)] == [[10, 11], [20, 21], [30, 31]]
 
 
-def test_a_step_needs_a_token_for_each_sampled_sequence() -> None:
-    scheduler = make_scheduler()
-    add_prompts(scheduler, [1], [2])
-    batch = scheduler.schedule()
-    with pytest.raises(ValueError, match="zip"):
-        scheduler.update(batch, [5])
-
-
 def test_a_prompt_that_fills_the_whole_cache_but_one_token_finishes() -> None:
     scheduler = make_scheduler(num_blocks=3, block_size=2)
     full, after = add_prompts(scheduler, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
@@ -230,17 +151,6 @@ def test_equal_prompts_share_blocks_within_their_first_step() -> None:
     assert first.block_table == [0, 1, 2]
     assert second.block_table == [0, 1, 3]
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 4)
-
-
-def test_a_follow_up_finds_prompt_and_completion_of_the_turn_before() -> None:
-    scheduler = make_scheduler(block_size=2)
-    (first,) = add_prompts(scheduler, [1, 2, 3], max_tokens=6)
-    run_to_the_end(scheduler)
-    follow_up = make_sequence(1, [*first.token_ids, 9])
-    scheduler.add(follow_up)
-    step(scheduler)
-    # 3 + 6 tokens, of which the last one was never computed: 4 full blocks
-    assert follow_up.num_cached_tokens == 8
 
 
 def test_a_blocked_queue_head_is_not_looked_up_again_until_blocks_come_back() -> None:
@@ -407,26 +317,19 @@ def test_every_request_finishes_though_a_step_failed(failing_step: int) -> None:
     assert scheduler.block_manager.num_used_blocks == 0
 
 
-def test_a_running_sequence_can_be_aborted() -> None:
-    scheduler = make_scheduler()
-    first, second = add_prompts(scheduler, [1, 2], [3, 4])
+def test_a_running_sequence_can_be_aborted_also_between_two_chunks() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    cut, first, second = seqs = add_prompts(scheduler, [1] * 10, [2], [3])
     step(scheduler)
     scheduler.abort({0})
-    assert (first.status, first.row, first.block_table) == (SequenceStatus.FINISHED, None, [])
-    assert scheduler.running == [second]
-    assert scheduler.block_manager.num_used_blocks == 1
-    check_invariants(scheduler, [first, second])
+    assert (cut.status, cut.row, cut.block_table) == (SequenceStatus.FINISHED, None, [])
+    check_invariants(scheduler, seqs)
+    assert chunks(step(scheduler)) == [(1, 0, 1, True), (2, 0, 1, True)]
+    scheduler.abort({1})
+    assert (first.row, scheduler.running, scheduler.block_manager.num_used_blocks) == (None, [second], 1)
+    check_invariants(scheduler, seqs)
     run_to_the_end(scheduler)
     assert len(second.completion_token_ids) == 4
-
-
-def test_a_sequence_can_be_aborted_between_two_chunks() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=4)
-    seqs = add_prompts(scheduler, [1] * 10, [2])
-    step(scheduler)
-    scheduler.abort({0})
-    check_invariants(scheduler, seqs)
-    assert chunks(step(scheduler)) == [(1, 0, 1, True)]
 
 
 def test_a_waiting_sequence_can_be_aborted() -> None:
@@ -535,12 +438,27 @@ def test_a_sequence_stopped_from_outside_gives_row_and_blocks_back_and_its_next_
     assert (seq.completion_token_ids, other.completion_token_ids) == ([0], [0, 8])
 
 
-def test_a_requests_own_stop_tokens_end_it_beside_the_models() -> None:
+@pytest.mark.parametrize(
+    ("options", "completion", "reason"),
+    [
+        ({}, [9, 7], "stop"),
+        ({"max_tokens": 1}, [9], "length"),
+        ({"max_tokens": 2}, [9, 7], "stop"),
+        ({"stop_token_ids": [8]}, [9, 7], "stop"),
+        ({"stop_token_ids": [8], "ignore_eos": True}, [9, 7, 8], "stop"),
+        ({"ignore_eos": True}, [9, 7, 8, 9], "length"),
+    ],
+    ids=str,
+)
+def test_a_stop_token_of_the_model_or_the_request_or_max_tokens_ends_a_completion(
+    options: dict, completion: list[int], reason: str
+) -> None:
     scheduler = make_scheduler(stop_token_ids=frozenset({7}))
-    options = [{}, {"stop_token_ids": [8]}, {"stop_token_ids": [8], "ignore_eos": True}, {"ignore_eos": True}]
-    seqs = [Sequence(i, [i], SamplingParams(max_tokens=3, **option)) for i, option in enumerate(options)]
-    for seq in seqs:
-        scheduler.add(seq)
-    for token_id in (7, 8, 9):
+    seq = Sequence(0, [1, 7, 8], SamplingParams(**{"max_tokens": 4} | options))  # in a prompt they mean nothing
+    scheduler.add(seq)
+    for token_id in (9, 7, 8, 9)[: len(completion)]:
+        assert not scheduler.is_finished()
         step(scheduler, token_id)
-    assert [seq.completion_token_ids for seq in seqs] == [[7], [7], [7, 8], [7, 8, 9]]
+    assert scheduler.is_finished()
+    assert (seq.finish_reason, seq.completion_token_ids) == (reason, completion)
+    assert seq.status is SequenceStatus.FINISHED

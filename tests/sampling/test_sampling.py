@@ -408,20 +408,21 @@ def test_a_score_is_the_sum_of_a_completions_logprobs(
         assert score.is_greedy == (expected.argmax(dim=1).tolist() == two)
 
 
-def test_what_could_not_be_scored_is_not_a_number_and_not_greedy(random_checkpoint: Checkpoint) -> None:
+def test_what_could_not_be_scored_is_not_a_number_and_not_greedy(
+    random_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pairs = [[1, 2], [3]], [[4, 5], [6, 7]]
     with LLM(random_checkpoint(), device="cpu", max_num_seqs=1) as llm:
         wanted = llm.score(*pairs, use_tqdm=False)
-        step, ids = llm._step, []
+        step = llm.engine.step
 
-        def abort_first() -> None:
-            if not ids:
-                ids.append(min(llm.engine._requests))
-                llm.abort(ids)
-            step()
+        def abort_first() -> list[RequestOutput]:
+            llm.abort(2)  # the third request of this engine
+            return step()
 
-        llm._step = abort_first  # type: ignore[method-assign]
-        aborted, scored = llm.score(*pairs, use_tqdm=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine, "step", abort_first)
+            aborted, scored = llm.score(*pairs, use_tqdm=False)
         assert scored == wanted[1], "the other one"
         assert isinstance(llm.engine.runner, ModelRunner)
         with torch.inference_mode():
