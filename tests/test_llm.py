@@ -33,50 +33,45 @@ Checkpoint = Callable[..., Path]
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
-@pytest.fixture
-def llm(random_checkpoint: Checkpoint) -> Iterator[LLM]:
-    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16, num_kvcache_blocks=64, max_model_len=256) as llm:
+@pytest.fixture(scope="module")
+def shared(random_checkpoint: Checkpoint) -> Iterator[LLM]:
+    options = {"kvcache_block_size": 16, "num_kvcache_blocks": 64, "max_model_len": 256}
+    with LLM(random_checkpoint(), device="cpu", **options) as llm:
         yield llm
 
 
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    """An engine with an empty prefix cache; every test leaves it without requests."""
+    shared.reset_prefix_cache()
+    yield shared
+    assert shared.is_finished()
+    assert shared.engine.block_manager.num_used_blocks == 0
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[LLM]:
+    with LLM(tiny_model_path(), device="cpu") as llm:
+        yield llm
+
+
+def finish(llm: LLM) -> list[RequestOutput]:
+    outputs: list[RequestOutput] = []
+    while not llm.is_finished():
+        outputs += llm.step()
+    return outputs
+
+
 def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
-    prompts = [[1, 2, 3], [4], [5, 6]]
+    prompts = [[1, 2, 3], [4], list(np.array([5, 6]))]
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (9, 1, 4)]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == prompts
+    assert {type(token_id) for output in outputs for token_id in output.prompt_token_ids} == {int}
     assert [len(output.token_ids) for output in outputs] == [9, 1, 4]
     assert [output.finish_reason for output in outputs] == ["length"] * 3
-
-
-def test_one_prompt_may_stand_alone(llm: LLM) -> None:
-    assert len(llm.generate([1, 2, 3], SHORT, use_tqdm=False)) == 1
-    assert len(llm.generate([[1, 2, 3]], SHORT, use_tqdm=False)) == 1
+    assert 1 <= len(llm.generate(prompts[2], use_tqdm=False)[0].token_ids) <= 64, "by default"
     assert llm.generate([], SHORT, use_tqdm=False) == []
-
-
-def test_without_sampling_params_the_defaults_apply(llm: LLM) -> None:
-    [output] = llm.generate([1, 2, 3], use_tqdm=False)
-    assert 1 <= len(output.token_ids) <= 64
-
-
-def test_as_many_sampling_params_as_prompts(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="2 sampling_params for 3 prompts"):
-        llm.generate([[1], [2], [3]], [SHORT, SHORT], use_tqdm=False)
-
-
-@pytest.mark.parametrize("params", [[SHORT, None], {"max_tokens": 3}, 3, "greedy"])
-def test_sampling_params_of_another_kind_are_refused_before_anything_is_queued(llm: LLM, params: object) -> None:
-    with pytest.raises(RequestError, match="give a SamplingParams for all prompts, or a list with one for each"):
-        llm.generate([[1], [2]], params, use_tqdm=False)  # type: ignore[arg-type]
-    assert llm.is_finished()
-
-
-def test_numpy_integers_are_token_ids(llm: LLM) -> None:
-    prompt = list(np.array([1, 2, 3]))
-    for prompts in (prompt, [prompt]):
-        [output] = llm.generate(prompts, SHORT, use_tqdm=False)
-        assert output.prompt_token_ids == [1, 2, 3]
-        assert {type(token_id) for token_id in output.prompt_token_ids} == {int}
 
 
 @pytest.mark.parametrize(
@@ -95,39 +90,37 @@ def test_a_bad_prompt_is_refused_before_anything_is_queued(llm: LLM, prompt: lis
     with pytest.raises(RequestError, match=message):
         llm.generate([[1, 2], prompt], SHORT, use_tqdm=False)
     assert llm.is_finished()
-    assert len(llm.generate([[1, 2]], SHORT, use_tqdm=False)) == 1
 
 
-def test_an_unknown_option_names_the_nearest() -> None:
-    with pytest.raises(TypeError, match="no option 'max_num_seq'; did you mean 'max_num_seqs'"):
-        LLM(tiny_model_path(), max_num_seq=3)
-
-
-def test_an_on_finish_that_cannot_be_called_is_refused_before_anything_is_queued(llm: LLM) -> None:
-    on_finish: Any = 3
-    with pytest.raises(RequestError, match="on_finish=3 cannot be called; give a function"):
-        llm.generate([1, 2, 3], on_finish=on_finish)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampling_params": [SHORT]}, "1 sampling_params for 2 prompts"),
+        ({"sampling_params": [SHORT, None]}, "give a SamplingParams for all prompts, or a list with one for each"),
+        ({"sampling_params": {"max_tokens": 3}}, "give a SamplingParams for all prompts, or a list with one for each"),
+        ({"sampling_params": "greedy"}, "give a SamplingParams for all prompts, or a list with one for each"),
+        ({"on_finish": 3}, "on_finish=3 cannot be called; give a function"),
+        ({"priority": [1]}, "1 priorities for 2 prompts; give one for each"),
+        ({"priority": 3}, "priority=3 must be a list of whole numbers"),
+        ({"priority": [1, 0.5]}, r"priority=\[1, 0.5\] must be a list of whole numbers"),
+    ],
+    ids=str,
+)
+def test_lists_of_other_lengths_or_kinds_are_refused_before_anything_is_queued(
+    llm: LLM, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate([[1], [2]], use_tqdm=False, **options)
     assert llm.is_finished()
 
 
-def test_add_request_and_step_are_the_loop_of_generate(llm: LLM) -> None:
-    ids = [llm.add_request([1, 2, 3], SHORT), llm.add_request([4, 5], SHORT)]
-    finished: list[RequestOutput] = []
-    while not llm.is_finished():
-        finished += llm.step()
-    assert [output.request_id for output in finished] == ids
-    assert llm.step() == []
-
-
 def test_requests_added_before_a_generate_are_not_lost_in_it(llm: LLM) -> None:
-    added = llm.add_request([1, 2, 3], SHORT)
+    added = [llm.add_request([1, 2, 3], SHORT), llm.add_request([4, 5], SHORT)]
     [output] = llm.generate([[4, 5, 6]], SHORT, use_tqdm=False)
-    assert output.request_id != added
+    assert output.request_id not in added
     assert not llm.is_finished()
-    finished: list[RequestOutput] = []
-    while not llm.is_finished():
-        finished += llm.step()
-    assert [output.request_id for output in finished] == [added]
+    assert [output.request_id for output in finish(llm)] == added
+    assert llm.step() == []
 
 
 @pytest.mark.parametrize("method", ["launch", "wait"])
@@ -164,8 +157,6 @@ def test_a_request_that_finished_while_another_was_aborted_is_not_lost(llm: LLM)
     llm.engine.abort([dropped])
     assert not llm.is_finished()
     assert [output.request_id for output in llm.step()] == [kept]
-    assert llm.is_finished()
-    assert llm.engine.block_manager.num_used_blocks == 0
 
 
 def test_outputs_of_a_step_are_kept_when_the_text_of_one_cannot_be_made(
@@ -184,10 +175,7 @@ def test_outputs_of_a_step_are_kept_when_the_text_of_one_cannot_be_made(
         llm.step()
     with pytest.raises(KeyboardInterrupt):
         llm.step()
-    finished: list[RequestOutput] = []
-    while not llm.is_finished():
-        finished += llm.step()
-    assert [output.request_id for output in finished] == ids
+    assert [output.request_id for output in finish(llm)] == ids
 
 
 def test_a_request_whose_logits_are_nan_ends_in_an_error_and_harms_no_other(
@@ -279,39 +267,6 @@ def num_modules() -> int:
     return sum(issubclass(type(item), torch.nn.Module) for item in gc.get_objects())
 
 
-def test_two_engines_live_side_by_side(random_checkpoint: Checkpoint) -> None:
-    with LLM(random_checkpoint(), device="cpu") as first, LLM(random_checkpoint(), device="cpu") as second:
-        one = first.generate([1, 2, 3], SHORT, use_tqdm=False)[0].token_ids
-        two = second.generate([1, 2, 3], SHORT, use_tqdm=False)[0].token_ids
-    assert one == two
-
-
-def test_the_progress_bar_shows_requests_and_rates(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    llm.generate([[1, 2], [3]], SHORT, use_tqdm=True)
-    shown = capsys.readouterr().err
-    assert "2/2" in shown
-    assert "prefill" in shown
-    assert "decode" in shown
-
-
-@pytest.mark.parametrize("model", ["/no/such/folder", "no-such-folder"])
-def test_a_missing_folder_is_named(model: str) -> None:
-    with pytest.raises(ValueError, match="there is no such folder"):
-        LLM(model)
-
-
-def test_an_unknown_architecture_is_refused_with_the_list(tmp_path: Path, random_checkpoint: Checkpoint) -> None:
-    config = (random_checkpoint() / "config.json").read_text().replace("Qwen3ForCausalLM", "LlamaForCausalLM")
-    (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ValueError, match="'LlamaForCausalLM' is not supported; supported are Qwen3ForCausalLM"):
-        LLM(tmp_path, device="cpu", load_format="dummy")
-
-
-def test_a_cpu_that_cannot_use_a_backend_says_why(random_checkpoint: Checkpoint) -> None:
-    with pytest.raises(ValueError, match="attention_backend='flash_attn' runs on CUDA"):
-        LLM(random_checkpoint(), device="cpu", attention_backend="flash_attn")
-
-
 # --- callbacks, priorities, text and ids, metrics ---
 
 
@@ -355,70 +310,55 @@ def test_on_finish_may_call_generate_and_abort(llm: LLM) -> None:
     assert llm.is_finished()
 
 
-def test_higher_priorities_finish_first(random_checkpoint: Checkpoint) -> None:
+def test_one_after_another_by_priority_and_each_says_how_long_it_waited(random_checkpoint: Checkpoint) -> None:
+    params, seen = [SHORT, SHORT, SHORT, SamplingParams(max_tokens=1, ignore_eos=True)], []
     with LLM(random_checkpoint(), device="cpu", max_num_seqs=1) as llm:
-        order: list[list[int]] = []
-        llm.generate(
-            [[1], [2], [3], [4]],
-            SHORT,
-            use_tqdm=False,
-            priority=[0, 5, -1, 5],
-            on_finish=lambda output: order.append(output.prompt_token_ids),
-        )
-    assert order == [[2], [4], [1], [3]]
+        llm.generate([[1], [2], [3], [4]], params, False, priority=[0, 5, -1, 5], on_finish=seen.append)
+    assert [output.prompt_token_ids for output in seen] == [[2], [4], [1], [3]]
+    first, second, *_ = [output.metrics for output in seen]
+    assert first.time_per_token > 0
+    assert 0 <= first.queue_time < first.time_to_first_token < second.queue_time
+    assert second.time_per_token is None, "one token has no pace"
 
 
-@pytest.mark.parametrize(
-    ("priority", "message"),
-    [
-        ([1], "1 priorities for 2 prompts; give one for each"),
-        (3, "priority=3 must be a list of whole numbers"),
-        ([1, 0.5], r"priority=\[1, 0.5\] must be a list of whole numbers"),
-    ],
-)
-def test_a_bad_priority_is_refused_before_anything_is_queued(llm: LLM, priority: object, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        llm.generate([[1], [2]], SHORT, use_tqdm=False, priority=priority)  # type: ignore[arg-type]
-    assert llm.is_finished()
-
-
-def test_encode_and_decode_are_the_tokenizers(llm: LLM) -> None:
+def test_encode_and_decode_are_the_tokenizers(llm: LLM, tiny: LLM) -> None:
     for call in (lambda: llm.encode("a"), lambda: llm.decode([1])):
         with pytest.raises(RequestError, match="has no tokenizer"):
             call()
-    with LLM(tiny_model_path(), device="cpu") as tiny:
-        ids = tiny.encode("12 + 3<|im_end|>")
-        assert ids == tiny.tokenizer("12 + 3<|im_end|>")["input_ids"]
-        assert tiny.decode(ids) == tiny.decode(iter(ids)) == "12 + 3"
-        assert tiny.decode(ids[0]) == tiny.decode(ids[:1])
-        assert tiny.decode(ids, skip_special_tokens=False) == "12 + 3<|im_end|>"
-        assert tiny.default_sampling_params.temperature == 0.6, "as its generation_config.json has it"
+    ids = tiny.encode("12 + 3<|im_end|>")
+    assert ids == tiny.tokenizer("12 + 3<|im_end|>")["input_ids"]
+    assert tiny.decode(ids) == tiny.decode(iter(ids)) == "12 + 3"
+    assert tiny.decode(ids[0]) == tiny.decode(ids[:1])
+    assert tiny.decode(ids, skip_special_tokens=False) == "12 + 3<|im_end|>"
+    assert tiny.default_sampling_params.temperature == 0.6, "as its generation_config.json has it"
 
 
-def test_the_metrics_of_an_engine_add_up(llm: LLM) -> None:
-    llm.generate([[1] * 40, [2] * 20], SHORT, use_tqdm=False)
-    llm.generate([[1] * 40], SHORT, use_tqdm=False)
-    metrics = llm.get_metrics()
+@pytest.mark.parametrize(
+    ("method", "wrong", "message"),
+    [
+        *(("decode", ids, "is no token id") for ids in ([-1], [2**40], [5000], ["a"], [True], None, "12")),
+        ("encode", "\ud800", "a lone surrogate"),
+        ("encode", 3, "3 is a int; give a string"),
+    ],
+)
+def test_encode_and_decode_name_what_they_cannot_take(tiny: LLM, method: str, wrong: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        getattr(tiny, method)(wrong)
+
+
+def test_the_metrics_of_an_engine_add_up(random_checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16, num_kvcache_blocks=128) as llm:
+        llm.generate([[1] * 40, [2] * 20], SHORT, use_tqdm=True)
+        llm.generate([[1] * 40], SHORT, use_tqdm=False)
+        metrics = llm.get_metrics()
     assert (metrics.num_prompt_tokens, metrics.num_generated_tokens) == (100, 12)
     assert metrics.prefix_hit_rate == 0.32, "two blocks of 16 tokens"
-    assert (metrics.num_preemptions, metrics.num_used_blocks, metrics.num_blocks) == (0, 0, 64)
+    assert (metrics.num_preemptions, metrics.num_used_blocks, metrics.num_blocks) == (0, 0, 128)
     assert (metrics.num_prefill_steps, metrics.num_decode_steps) == (2, 6)
     assert metrics.prefill_seconds > 0
     assert metrics.decode_seconds > 0
-
-
-def test_a_request_says_how_long_it_waited_and_took(random_checkpoint: Checkpoint) -> None:
-    with LLM(random_checkpoint(), device="cpu", max_num_seqs=1) as llm:
-        one_token = SamplingParams(max_tokens=1, ignore_eos=True)
-        outputs = llm.generate([[1], [2], [3]], [SHORT, SHORT, one_token], use_tqdm=False)
-        first, second, third = [output.metrics for output in outputs]
-    assert first.time_per_token is not None
-    assert first.time_per_token > 0
-    assert first.queue_time is not None
-    assert first.time_to_first_token is not None
-    assert second.queue_time is not None
-    assert 0 <= first.queue_time < first.time_to_first_token < second.queue_time, "one after the other"
-    assert third.time_per_token is None, "one token has no pace"
+    shown = capsys.readouterr().err
+    assert all(part in shown for part in ("2/2", "prefill", "decode")), "the progress bar"
 
 
 def test_prompts_as_vllms_users_write_them(llm: LLM) -> None:
@@ -443,18 +383,6 @@ def test_a_recommendation_out_of_range_names_its_file(random_checkpoint: Checkpo
     message = r"generation_config\.json of .*: top_k=-7 must be at least -1"
     with LLM(tmp_path, device="cpu") as llm, pytest.raises(ModelError, match=message):
         _ = llm.default_sampling_params
-
-
-@pytest.mark.parametrize("ids", [[-1], [2**40], [5000], ["a"], [True], None, "12"])
-def test_decode_names_what_is_no_token_id(ids: Any) -> None:
-    with LLM(tiny_model_path(), device="cpu") as llm, pytest.raises(RequestError, match="is no token id"):
-        llm.decode(ids)
-
-
-@pytest.mark.parametrize(("text", "message"), [("\ud800", "a lone surrogate"), (3, "3 is a int; give a string")])
-def test_encode_explains_what_is_no_text(text: Any, message: str) -> None:
-    with LLM(tiny_model_path(), device="cpu") as llm, pytest.raises(RequestError, match=message):
-        llm.encode(text)
 
 
 def test_ctrl_c_anywhere_in_the_bookkeeping_leaves_the_engine_as_good_as_new(llm: LLM) -> None:

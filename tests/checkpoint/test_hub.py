@@ -15,35 +15,28 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NOBODY = "http://127.0.0.1:9"  # where no hub answers
 
 
-def test_a_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
-    assert resolve_model_folder(str(tmp_path)) == tmp_path
-
-
 def test_a_local_folder_comes_before_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert resolve_model_folder("org/name") == Path("org/name")
-
-
-def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve_model_folder("~/model") == tmp_path / "model"
+    assert resolve_model_folder("org/name") == Path("org/name")
+    assert resolve_model_folder(str(tmp_path)) == tmp_path
+    assert resolve_model_folder("~/org") == tmp_path / "org"
 
 
-def test_a_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text("{}")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("config.json", "is a file; give the folder that holds config.json"),
+        ("model.gguf", "is a GGUF file; give the original checkpoint in safetensors"),
+    ],
+)
+def test_a_file_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.touch()
     with pytest.raises(ModelError) as error:
         resolve_model_folder(str(path))
-    assert str(error.value) == f"model={str(path)!r} is a file; give the folder that holds config.json"
-
-
-def test_a_gguf_file_is_named_as_such(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.touch()
-    with pytest.raises(ModelError, match="is a GGUF file; give the original checkpoint in safetensors"):
-        resolve_model_folder(str(path))
+    assert str(error.value).startswith(f"model={str(path)!r} {message}")
 
 
 @pytest.mark.parametrize(
@@ -94,16 +87,12 @@ def cached_model(cache: Path) -> Path:
     return snapshot
 
 
-def test_a_cached_hub_id_is_found_offline(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": NOBODY}])
+def test_a_cached_hub_id_is_found_offline_and_when_the_hub_cannot_be_reached(
+    settings: dict[str, str], tmp_path: Path
+) -> None:
     snapshot = cached_model(tmp_path / "hub")
-    found = resolve_elsewhere("org/name", tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
-    assert found == str(snapshot)
-
-
-def test_a_cached_hub_id_is_found_when_the_hub_cannot_be_reached(tmp_path: Path) -> None:
-    snapshot = cached_model(tmp_path / "hub")
-    found = resolve_elsewhere("org/name", tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"), HF_ENDPOINT=NOBODY)
-    assert found == str(snapshot)
+    assert resolve_elsewhere("org/name", tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"), **settings) == str(snapshot)
 
 
 @pytest.mark.parametrize("settings", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": NOBODY}])

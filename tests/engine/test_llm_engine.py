@@ -90,28 +90,23 @@ def test_greedy_tokens_equal_those_of_transformers(
     assert generate(folder, prompts, kvcache_block_size=16) == expected
 
 
-@pytest.mark.parametrize("length", [255, 256, 257])
 def test_lengths_around_the_edge_of_a_default_block_equal_transformers(
-    random_checkpoint: Checkpoint, reference_model: ReferenceModel, length: int
+    random_checkpoint: Checkpoint, reference_model: ReferenceModel
 ) -> None:
-    folder = random_checkpoint()
-    [prompt] = random_prompts((length,))
-    assert generate(folder, [prompt]) == [reference_tokens(reference_model(folder), prompt, GREEDY.max_tokens)]
+    folder, prompts = random_checkpoint(), random_prompts((255, 256, 257))
+    expected = [reference_tokens(reference_model(folder), prompt, GREEDY.max_tokens) for prompt in prompts]
+    assert generate(folder, prompts) == expected
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"kvcache_block_size": 16},
         {"kvcache_block_size": 48},
         {"kvcache_block_size": 16, "max_num_batched_tokens": 16},
-        {"max_num_batched_tokens": 17},
-        {"max_num_batched_tokens": 1},
-        {"max_num_seqs": 3},
-        {"enable_prefix_caching": False},
+        {"max_num_batched_tokens": 17, "enable_prefix_caching": False},
+        {"max_num_seqs": 3, "max_num_batched_tokens": 7},
         {"overlap": False},
         {"overlap": False, "kvcache_block_size": 16, "max_num_batched_tokens": 50, "max_num_seqs": 4},
-        {"kvcache_block_size": 16, "max_num_batched_tokens": 50, "max_num_seqs": 4},
     ],
     ids=str,
 )
@@ -180,29 +175,17 @@ def test_a_stop_token_ends_a_sequence_and_nothing_after_it_is_shown(
         assert (output.token_ids, output.finish_reason) == (tokens[:end], "stop")
 
 
-def test_a_sequence_ends_at_max_model_len(random_checkpoint: Checkpoint) -> None:
-    [prompt] = random_prompts((20,))
-    with LLM(random_checkpoint(), device="cpu", max_model_len=32, kvcache_block_size=16) as llm:
-        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-        [output] = llm.generate(prompt, params, use_tqdm=False)
-    assert len(output.token_ids) == 12
-    assert output.finish_reason == "length"
-
-
 def test_a_prompt_that_fills_the_cache_but_one_token_is_served(random_checkpoint: Checkpoint) -> None:
-    [prompt] = random_prompts((63,))
-    with LLM(random_checkpoint(), device="cpu", max_model_len=64, kvcache_block_size=16, num_kvcache_blocks=4) as llm:
-        [output] = llm.generate(prompt, GREEDY, use_tqdm=False)
-        assert len(output.token_ids) == 1
-        with pytest.raises(RequestError, match="64 tokens, and with one more exceeds max_model_len=64"):
-            llm.generate([[*prompt, 1]], GREEDY, use_tqdm=False)
-
-
-def test_the_model_limit_is_lowered_to_what_the_cache_holds_with_a_warning(random_checkpoint: Checkpoint) -> None:
+    short, prompt = random_prompts((52, 63))
     with pytest.warns(UserWarning, match="lowered from the model's 2048 tokens to 64"):
         llm = LLM(random_checkpoint(), device="cpu", kvcache_block_size=16, num_kvcache_blocks=4)
-    assert llm.max_model_len == 64
-    llm.close()
+    with llm:
+        assert llm.max_model_len == 64
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        outputs = llm.generate([short, prompt], params, use_tqdm=False)
+        assert [(len(output.token_ids), output.finish_reason) for output in outputs] == [(12, "length"), (1, "length")]
+        with pytest.raises(RequestError, match="64 tokens, and with one more exceeds max_model_len=64"):
+            llm.generate([[*prompt, 1]], GREEDY, use_tqdm=False)
 
 
 def test_an_explicit_max_model_len_beyond_cache_or_model_is_an_error(random_checkpoint: Checkpoint) -> None:
@@ -214,28 +197,19 @@ def test_an_explicit_max_model_len_beyond_cache_or_model_is_an_error(random_chec
         LLM(random_checkpoint(), device="cpu", max_model_len=2049)
 
 
-def test_dummy_weights_need_only_a_config(random_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((random_checkpoint() / "config.json").read_text())
-    with LLM(tmp_path, device="cpu", load_format="dummy") as llm:
-        [output] = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-        assert len(output.token_ids) == 12
-        assert output.text == ""
-        with pytest.raises(RequestError, match="has no tokenizer; give the prompt as a list of token ids"):
-            llm.generate("Hello", GREEDY, use_tqdm=False)
-
-
-def test_sampled_tokens_do_not_depend_on_the_batch(random_checkpoint: Checkpoint) -> None:
+def test_sampled_tokens_do_not_depend_on_the_batch(random_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Nor do they with random weights, for which config.json is enough."""
+    shutil.copy(random_checkpoint() / "config.json", tmp_path)
     prompts = random_prompts((9, 20, 33, 5))
     params = SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True)
-    together = generate(random_checkpoint(), prompts, params)
-    one_by_one = generate(random_checkpoint(), prompts, params, max_num_seqs=1)
-    assert together == one_by_one
+    for options in ({}, {"load_format": "dummy"}):
+        together = generate(tmp_path if options else random_checkpoint(), prompts, params, **options)
+        one_by_one = generate(tmp_path if options else random_checkpoint(), prompts, params, max_num_seqs=1, **options)
+        assert together == one_by_one
 
 
 def test_equal_prompts_draw_different_samples_and_the_seed_decides(random_checkpoint: Checkpoint) -> None:
-    prompts = random_prompts((9,)) * 2
-    params = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
-    first = generate(random_checkpoint(), prompts, params, seed=1)
+    prompts, params = random_prompts((9,)) * 2, SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
+    first, again, other = (generate(random_checkpoint(), prompts, params, seed=seed) for seed in (1, 1, 2))
     assert first[0] != first[1]
-    assert generate(random_checkpoint(), prompts, params, seed=1) == first
-    assert generate(random_checkpoint(), prompts, params, seed=2) != first
+    assert first == again != other

@@ -129,6 +129,7 @@ def test_a_script_without_a_main_guard_is_told_to_have_one(tmp_path: Path, sourc
     assert list(tmp_path.glob("nanoinfer-*")) == []
 
 
+@pytest.mark.slow
 def test_a_script_from_stdin_is_told_to_be_a_file() -> None:
     ended = subprocess.run([sys.executable, "-"], input=WORKERS_ALONE, capture_output=True, text=True, timeout=60)
     assert ended.stderr.count("Traceback") == 1

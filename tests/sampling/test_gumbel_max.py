@@ -236,15 +236,6 @@ def test_a_sampled_token_is_entered_in_its_row_and_padding_changes_nothing() -> 
     assert context_lens.tolist() == [2, 2, 4, 0, 0]
 
 
-def test_a_row_without_a_finite_best_gets_a_valid_id_in_the_table() -> None:
-    token_ids, context_lens = torch.full((2, 3), 9, dtype=torch.int32), torch.tensor([1, 0]).int()
-    logits = torch.full((1, 4), math.nan)
-    ids = sample_and_append(logits, None, tensor(0), torch.ones(2), torch.zeros(2).long(), token_ids, context_lens)
-    assert ids.tolist() == [-1]
-    assert token_ids[0].tolist() == [9, 0, 9]
-    assert context_lens.tolist() == [2, 0]
-
-
 def test_a_draw_takes_temperature_seed_and_position_from_its_row() -> None:
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
     temperatures, seeds = torch.tensor([1.0, 0.0, 5.0, 0.0]), tensor(11, 22, 33, 0)
