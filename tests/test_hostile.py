@@ -55,13 +55,13 @@ def test_every_error_of_the_tree_is_a_value_error_or_a_runtime_error() -> None:
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "max_position_embeddings")
 
 
-@pytest.mark.parametrize("value", [2**24 + 2, 10**12, 10**400])
 @pytest.mark.parametrize("name", [*SIZES, "num_hidden_layers", "rms_norm_eps"])
-def test_a_size_beyond_any_model_is_refused_by_name(folder: Path, name: str, value: int) -> None:
-    if name == "rms_norm_eps":
-        value **= 5
-    change_json(folder / "config.json", **{name: value})
-    assert f"config.json has {name}={value}, beyond any model" in refusal(folder)
+def test_a_size_beyond_any_model_is_refused_by_name(folder: Path, name: str) -> None:
+    for value in (2**24 + 2, 10**12, 10**400):
+        if name == "rms_norm_eps":
+            value **= 5
+        change_json(folder / "config.json", **{name: value})
+        assert f"config.json has {name}={value}, beyond any model" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -191,11 +191,8 @@ def test_code_in_the_folder_is_never_run(folder: Path) -> None:
     marker = folder.parent / "ran"
     for name in ("evil.py", "tokenization_evil.py", "modeling_evil.py", "setup.py", "conftest.py", "__init__.py"):
         (folder / name).write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
-    auto_map = {
-        "AutoTokenizer": ["evil.Evil", "evil.Evil"],
-        "AutoConfig": "evil.Evil",
-        "AutoModelForCausalLM": "evil.Evil",
-    }
+    auto_map = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil")
+    auto_map["AutoTokenizer"] = ["evil.Evil", "evil.Evil"]
     change_json(folder / "tokenizer_config.json", auto_map=auto_map, tokenizer_class="Evil")
     change_json(folder / "config.json", auto_map=auto_map, custom_pipelines={"text-generation": {"impl": "evil.Evil"}})
     try:

@@ -15,11 +15,20 @@ SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 QUESTIONS = ["introduce yourself", "What is 312 + 48?", "list all prime numbers within 100"]
 
 
-@pytest.fixture(params=[True, False], ids=["overlap", "no overlap"])
-def llm(random_checkpoint: Checkpoint, request: pytest.FixtureRequest) -> Iterator[LLM]:
+@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "no overlap"])
+def shared(random_checkpoint: Checkpoint, request: pytest.FixtureRequest) -> Iterator[LLM]:
     options = {"kvcache_block_size": 16, "num_kvcache_blocks": 64, "max_model_len": 256, "overlap": request.param}
     with LLM(random_checkpoint(), device="cpu", **options) as llm:
         yield llm
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    """An engine with an empty prefix cache; every test leaves it without requests."""
+    shared.reset_prefix_cache()
+    yield shared
+    assert shared.is_finished()
+    assert num_used_blocks(shared) == 0
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +48,7 @@ def joined_ids(chunks: list[StreamChunk]) -> list[int]:
 def test_the_joined_chunks_are_what_generate_gives(tiny: LLM) -> None:
     prompts = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS] * 3
     stops = [None] * 3 + ["0"] * 3 + [[", 31", "am "]] * 3
-    params = [SamplingParams(temperature=0, max_tokens=80, stop=stop) for stop in stops]
+    params = [SamplingParams(temperature=0, max_tokens=40, stop=stop) for stop in stops]
     chunks = list(tiny.stream(prompts, params))
     for index, output in enumerate(tiny.generate(prompts, params, use_tqdm=False)):
         mine = [chunk for chunk in chunks if chunk.index == index]
@@ -59,7 +68,7 @@ def test_chunks_have_the_logprobs_of_their_tokens(llm: LLM, tiny: LLM) -> None:
         assert [entry for chunk in mine for entry in chunk.logprobs or []] == completion.logprobs
     assert all(chunk.logprobs is None for chunk in chunks if chunk.index == 1)
     # A stop string is held back, but not the log-probabilities of the ids that come with it.
-    params = SamplingParams(temperature=0, max_tokens=40, stop="31, ", logprobs=0)
+    params = SamplingParams(temperature=0, max_tokens=40, stop="11, ", logprobs=0)
     prompt = f"<|im_start|>user\n{QUESTIONS[2]}<|im_end|>\n<|im_start|>assistant\n"
     chunks, [output] = list(tiny.stream(prompt, params)), tiny.generate(prompt, params, use_tqdm=False)
     assert [entry for chunk in chunks for entry in chunk.logprobs or []] == output.outputs[0].logprobs
@@ -67,30 +76,15 @@ def test_chunks_have_the_logprobs_of_their_tokens(llm: LLM, tiny: LLM) -> None:
     assert output.finish_reason == "stop"
 
 
-def test_prompt_logprobs_are_refused(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="prompt_logprobs=1 cannot be streamed; use generate"):
-        llm.stream([[1, 2, 3], [4]], [SHORT, replace(SHORT, prompt_logprobs=1)])
-    assert llm.is_finished()
-
-
-def test_one_prompt_may_stand_alone_and_no_prompt_is_no_chunk(llm: LLM) -> None:
-    chunks = list(llm.stream([1, 2, 3], SHORT))
-    assert [(chunk.index, len(chunk.token_ids), chunk.finish_reason) for chunk in chunks] == [
-        (0, 1, None),
-        (0, 1, None),
-        (0, 1, "length"),
-    ]
-    assert list(llm.stream([], SHORT)) == []
-
-
-def test_a_bad_prompt_is_refused_by_the_call_itself(llm: LLM) -> None:
+def test_what_cannot_be_streamed_is_refused_by_the_call_itself_which_queues_nothing(llm: LLM) -> None:
     with pytest.raises(RequestError, match="prompt 1 is empty"):
         llm.stream([[1], []], SHORT)
-
-
-def test_a_stream_that_nobody_asks_for_a_chunk_queues_nothing(llm: LLM) -> None:
-    llm.stream([1, 2, 3], LONG)
+    with pytest.raises(RequestError, match="prompt_logprobs=1 cannot be streamed; use generate"):
+        llm.stream([[1, 2, 3], [4]], [SHORT, replace(SHORT, prompt_logprobs=1)])
+    unread = llm.stream([1, 2, 3], SHORT)
     assert llm.is_finished()
+    assert [(len(chunk.token_ids), chunk.finish_reason) for chunk in unread] == [(1, None), (1, None), (1, "length")]
+    assert list(llm.stream([], SHORT)) == []
 
 
 def test_breaking_out_of_the_loop_frees_everything_with_the_next_step(llm: LLM) -> None:
@@ -141,14 +135,6 @@ def test_streams_and_generate_interleave(llm: LLM) -> None:
     assert llm.is_finished()
 
 
-def test_generate_waits_for_its_own_requests_only(llm: LLM) -> None:
-    stream = llm.stream([1] * 9, LONG)
-    next(stream)
-    llm.generate([3, 3], SHORT, use_tqdm=False)
-    assert not llm.is_finished(), "the stream goes on"
-    assert sum(len(chunk.token_ids) for chunk in stream) == 39
-
-
 def test_an_aborted_request_is_returned_as_it_is(llm: LLM) -> None:
     kept, aborted = llm.add_request([1, 2], SHORT), llm.add_request([3, 4], LONG)
     for _ in range(2):
@@ -191,35 +177,31 @@ def test_an_aborted_request_whose_step_fails_leaves_nothing_in_the_prefix_cache(
     assert output.num_cached_tokens == 0
 
 
-def test_a_pause_after_a_stop_is_not_counted_as_work(llm: LLM) -> None:
+def test_a_pause_after_a_stop_is_not_counted_as_work(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     [output] = llm.generate([[1, 2]], SHORT, use_tqdm=False)
     llm.generate([[1, 2]], replace(SHORT, max_tokens=50, stop_token_ids=[output.token_ids[-1]]), use_tqdm=False)
     waits = []
-    llm.engine.runner.wait = waits.append
+    monkeypatch.setattr(llm.engine.runner, "wait", waits.append)
     llm.step()
     assert waits == [], "the step after the stop was collected at once"
 
 
-def test_ids_that_are_not_given_out_yet_are_passed_over(llm: LLM) -> None:
-    llm.abort([0, 1, 2, 1000])
+def test_ids_that_are_not_given_out_yet_are_passed_over_and_waiting_requests_aborted(llm: LLM) -> None:
+    request_id = llm.add_request([1, 2], LONG)
+    llm.abort([request_id, request_id + 1, request_id + 2, request_id + 1000])
     outputs = llm.generate([[1], [2]], SHORT, use_tqdm=False)
     assert [output.finish_reason for output in outputs] == ["length", "length"]
-
-
-def test_a_waiting_request_can_be_aborted(llm: LLM) -> None:
-    request_id = llm.add_request([1, 2], LONG)
-    llm.abort(request_id)
     [output] = llm.step()
     assert (output.request_id, output.token_ids, output.finish_reason) == (request_id, [], "abort")
-    assert llm.is_finished()
 
 
 def test_a_request_of_a_stream_can_be_aborted_alone(llm: LLM) -> None:
+    before = llm.generate([1], SHORT, use_tqdm=False)[0].request_id
     reasons, lengths = {}, [0, 0]
     for chunk in llm.stream([[1] * 5, [2] * 5], LONG):
         lengths[chunk.index] += len(chunk.token_ids)
         if lengths == [4, 3]:
-            llm.abort(0)
+            llm.abort(before + 1)
         reasons[chunk.index] = chunk.finish_reason
     assert reasons == {0: "abort", 1: "length"}
     assert lengths[0] < 8

@@ -573,17 +573,6 @@ def test_the_sampling_kernel_gives_no_token_for_a_row_without_a_finite_best(valu
     assert (ids >= 0).tolist() == [True, False, False, True]
 
 
-def test_sample_leaves_the_tables_alone_where_rows_are_padding() -> None:
-    token_ids, context_lens = torch.full((5, 4), 9, dtype=torch.int32), torch.tensor([1, 2, 3, 0, 0]).int()
-    logits = torch.eye(5)[[3, 1, 4, 2]]
-    rows = torch.tensor([2, -1, 0, -1])
-    ids = sample_and_append(logits, None, rows, torch.zeros(5), torch.zeros(5).long(), token_ids, context_lens)
-    assert ids.tolist() == [3, -1, 4, -1]
-    assert token_ids[[0, 2]].tolist() == [[9, 4, 9, 9], [9, 9, 9, 3]]
-    assert token_ids[[1, 3, 4]].eq(9).all()
-    assert context_lens.tolist() == [2, 2, 4, 0, 0]
-
-
 @pytest.mark.parametrize("first_id", [0, 3 * TILE])
 def test_the_best_candidates_of_a_shard_are_those_of_the_twin(first_id: int) -> None:
     logits = 3 * randn(len(SEEDS), TILE + 70)

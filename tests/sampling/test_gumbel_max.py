@@ -226,10 +226,13 @@ def test_a_row_without_a_finite_best_gives_no_token_and_a_valid_id_in_the_table(
 # --- tables ---
 
 
-def test_a_sampled_token_is_entered_in_its_row_and_padding_changes_nothing() -> None:
-    token_ids, context_lens = torch.full((5, 4), 9, dtype=torch.int32), torch.tensor([1, 2, 3, 0, 0]).int()
-    logits, zeros = torch.eye(5)[[3, 1, 4, 2]], torch.zeros(5)
-    ids = sample_and_append(logits, None, tensor(2, -1, 0, -1), zeros, zeros.long(), token_ids, context_lens)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_sampled_token_is_entered_in_its_row_and_padding_changes_nothing(device: str) -> None:
+    token_ids = torch.full((5, 4), 9, dtype=torch.int32, device=device)
+    context_lens = torch.tensor([1, 2, 3, 0, 0], dtype=torch.int32, device=device)
+    logits, zeros = torch.eye(5, device=device)[[3, 1, 4, 2]], torch.zeros(5, device=device)
+    rows = torch.tensor([2, -1, 0, -1], device=device)
+    ids = sample_and_append(logits, None, rows, zeros, zeros.long(), token_ids, context_lens)
     assert ids.tolist() == [3, -1, 4, -1]
     assert token_ids[[0, 2]].tolist() == [[9, 4, 9, 9], [9, 9, 9, 3]]
     assert token_ids[[1, 3]].eq(9).all()

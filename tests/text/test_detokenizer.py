@@ -163,17 +163,12 @@ def test_a_newline_before_half_a_character_stays(llama: Tokenizer) -> None:
     assert stream(llama.detokenizer(), token_ids) == llama.decode(token_ids) == "the\n\ufffd\ufffd"
 
 
-def test_a_newline_token_is_shown_and_stops_at_once(llama: Tokenizer) -> None:
+def test_a_newline_token_is_shown_and_stops_at_once_and_only_the_first_space_is_stripped(llama: Tokenizer) -> None:
     detokenizer = llama.detokenizer()
-    assert [detokenizer.decode([token_id]) for token_id in [WORDS, *fallback_ids(b"\n")]] == ["the", "\n"]
+    assert [detokenizer.decode([token_id]) for token_id in [WORDS, BYTES + 10, WORDS]] == ["the", "\n", " the"]
     text = CompletionText(llama.detokenizer(), ["\n"])
-    text.extend([WORDS, *fallback_ids(b"\n")])
+    text.extend([WORDS, BYTES + 10])
     assert (str(text), text.stop_string) == ("the", "\n")
-
-
-def test_only_the_first_space_of_a_text_is_stripped(llama: Tokenizer) -> None:
-    detokenizer = llama.detokenizer()
-    assert [detokenizer.decode([WORDS]) for _ in range(3)] == ["the", " the", " the"]
     assert llama.decode([WORDS + 1, WORDS]) == " the"
 
 
@@ -257,12 +252,6 @@ def test_a_token_costs_no_more_the_longer_the_text(token_id: int) -> None:
     assert max(sizes) <= 2 * WINDOW
 
 
-def test_text_that_is_not_wanted_is_not_made() -> None:
-    text = CompletionText(None)
-    text.extend([1, 2, 3], final=True)
-    assert str(text) == ""
-
-
 # --- stop strings ---
 
 
@@ -295,10 +284,6 @@ def test_text_is_held_back_while_it_may_become_a_stop_string() -> None:
 
 def test_a_stop_string_across_tokens_is_cut_exactly_and_nothing_after_it_is_shown() -> None:
     assert show("one END two", "END") == (["o", "n", "e", " ", *[""] * 7, "one "], "END")
-
-
-def test_a_stop_string_can_be_kept() -> None:
-    assert show("one END two", "END", include_stop=True)[0][-1] == "one END"
 
 
 def test_the_stop_string_that_is_complete_first_counts_and_of_equals_the_longest() -> None:
