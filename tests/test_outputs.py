@@ -13,14 +13,9 @@ OUTPUT = RequestOutput(
 )
 
 
-def test_the_attributes_are_those_of_the_first_completion() -> None:
+def test_attributes_and_keys_are_those_of_the_first_completion() -> None:
     assert (OUTPUT.text, OUTPUT.token_ids, OUTPUT.finish_reason) == (" four", [19, 2], "stop")
-
-
-def test_the_keys_say_the_same_as_the_attributes() -> None:
-    assert OUTPUT["text"] == " four"
-    assert OUTPUT["token_ids"] == [19, 2]
-    assert OUTPUT["finish_reason"] == "stop"
+    assert (OUTPUT["text"], OUTPUT["token_ids"], OUTPUT["finish_reason"]) == (" four", [19, 2], "stop")
 
 
 @pytest.mark.parametrize("name", ["tokens", "prompt", "__class__", "outputs"])

@@ -201,15 +201,12 @@ def test_the_summary_counts_the_answers_that_a_length_limit_cut(llm: LLM, tmp_pa
     text = {"prompt": '{"finish_reason": "length"}', "max_tokens": 250, "temperature": 0, "stop": [" ", ",", "1", "8"]}
     path = write(tmp_path / "in.jsonl", cut, {"messages": QUESTION, "max_tokens": 30, "temperature": 0}, cut, text)
     summary = job(llm, path)
-    reasons = [choice["finish_reason"] for record in records(path).values() for choice in choices_of(record)]
+    bodies = [record["response"]["body"] for record in records(path).values()]
+    reasons = [choice["finish_reason"] for body in bodies for choice in body["choices"]]
     assert summary.num_cut == reasons.count("length") >= 2
     assert "stop" in reasons
     assert f"0 with errors, {summary.num_cut} cut by max_tokens or max_model_len; " in str(summary)
     assert job(llm, path).num_cut == summary.num_cut, "those of all runs"
-
-
-def choices_of(record: dict[str, Any]) -> list[dict[str, Any]]:
-    return record["response"]["body"]["choices"]
 
 
 def test_without_max_tokens_an_answer_goes_on_to_the_models_limit(llm: LLM, tmp_path: Path) -> None:
@@ -342,15 +339,6 @@ def test_more_errors_than_allowed_stop_the_job_and_stop_it_again(llm: LLM, tmp_p
 # --- started again ---
 
 
-def test_a_finished_job_is_finished_without_a_model(llm: LLM, tmp_path: Path) -> None:
-    path = write(tmp_path / "in.jsonl", {"prompt": [1], **GREEDY})
-    job(llm, path)
-    before = (tmp_path / "in.out").read_bytes()
-    summary = run_batch(lambda: 1 / 0, path, tmp_path / "in.out")  # type: ignore[arg-type,return-value]
-    assert (summary.num_before, summary.num_done) == (1, 1)
-    assert (tmp_path / "in.out").read_bytes() == before
-
-
 def test_a_job_cut_at_any_byte_goes_on_and_repeats_nothing(llm: LLM, tmp_path: Path) -> None:
     path = write(
         tmp_path / "in.jsonl", *[{"custom_id": f"{index} ü", "prompt": [index], **GREEDY} for index in range(9)]
@@ -395,9 +383,13 @@ def test_ctrl_c_writes_what_is_finished_and_the_job_goes_on(
     assert len(records(path)) == 20
 
 
-def test_more_lines_may_be_added_at_the_end(llm: LLM, tmp_path: Path) -> None:
+def test_a_finished_job_needs_no_model_and_more_lines_may_be_added_at_its_end(llm: LLM, tmp_path: Path) -> None:
     lines = [{"prompt": [index], **GREEDY} for index in range(4)]
     job(llm, write(tmp_path / "in.jsonl", *lines[:2]))
+    before = (tmp_path / "in.out").read_bytes()
+    summary = run_batch(lambda: 1 / 0, tmp_path / "in.jsonl", tmp_path / "in.out")  # type: ignore[arg-type,return-value]
+    assert (summary.num_before, summary.num_done) == (2, 2)
+    assert (tmp_path / "in.out").read_bytes() == before
     assert job(llm, write(tmp_path / "in.jsonl", *lines)).num_before == 2
 
 

@@ -75,12 +75,13 @@ def test_idling_between_steps_is_told_from_gaps_inside_them(steps: list[StepTrac
     assert gpu.waiting == 190 - 170 > LONGEST_LAUNCH_LATENCY
 
 
-def test_work_that_overlaps_leaves_no_gap() -> None:
+def test_work_that_overlaps_leaves_no_gap_and_short_gaps_are_drawn_as_busy() -> None:
     gpu_work = [Span("long", 2, 30), Span("short", 3, 5), Span("next", 31, 40)]
     gpu = measure_gaps([StepTrace(0, Span("step 0", 0, 1), [], gpu_work)])
     assert gpu is not None
     assert (gpu.total, gpu.between_steps, gpu.waiting, gpu.latency) == (38, 0, 0, 1)
     assert measure_gaps([StepTrace(0, Span("step 0", 0, 1), [], [])]) is None
+    assert busy_intervals([*gpu_work, Span("late", 60, 70)]) == [(2, 40), (60, 70)]
 
 
 def test_kernels_are_summed_by_name(steps: list[StepTrace]) -> None:
@@ -88,11 +89,6 @@ def test_kernels_are_summed_by_name(steps: list[StepTrace]) -> None:
     assert [kernel.name for kernel in kernels] == ["multiply", "unknown", "copy", "add"]
     assert (kernels[0].microseconds, kernels[0].num_runs) == ((20 + 16) / 2, 1)
     assert sum(kernel.share for kernel in kernels) == pytest.approx(1)
-
-
-def test_short_gaps_are_drawn_as_busy() -> None:
-    work = [Span("a", 0, 10), Span("b", 2, 4), Span("c", 12, 20), Span("d", 40, 50)]
-    assert busy_intervals(work) == [(0, 20), (40, 50)]
 
 
 def test_the_report_tells_work_from_waiting(steps: list[StepTrace], capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,13 +105,6 @@ def test_the_last_token_of_a_cut_prompt_may_run_with_the_decode_step() -> None:
 # Endings.
 
 
-def test_max_model_len_ends_a_sequence() -> None:
-    scheduler = make_scheduler(max_model_len=5)
-    (seq,) = add_prompts(scheduler, [1, 2, 3], max_tokens=100)
-    run_to_the_end(scheduler)
-    assert (seq.finish_reason, seq.num_tokens) == ("length", 5)
-
-
 def test_update_returns_the_sequences_that_finished_and_frees_what_they_held() -> None:
     scheduler = make_scheduler()
     short, long = make_sequence(0, [1], max_tokens=1), make_sequence(1, [2], max_tokens=2)
@@ -121,16 +114,6 @@ def test_update_returns_the_sequences_that_finished_and_frees_what_they_held() -
     assert (short.row, short.block_table, scheduler.running) == (None, [], [long])
     assert scheduler.update(scheduler.schedule(), [5]) == [long]
     assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
-
-
-def test_each_sampled_token_goes_to_its_own_sequence() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=5)
-    first, second, cut = add_prompts(scheduler, [1], [2], [3] * 8)
-    scheduler.update(scheduler.schedule(), [10, 20])
-    assert [seq.completion_token_ids for seq in (first, second, cut)] == [[10], [20], []]
-    scheduler.update(scheduler.schedule(), [30])
-    scheduler.update(scheduler.schedule(), [11, 21, 31])
-    assert [seq.completion_token_ids for seq in (first, second, cut)] == [[10, 11], [20, 21], [30, 31]]
 
 
 def test_a_prompt_that_fills_the_whole_cache_but_one_token_finishes() -> None:
@@ -300,21 +283,6 @@ def test_a_failed_decode_leaves_all_requests_queued_with_their_tokens() -> None:
     assert [seq.token_ids for seq in (first, second)] == [[1, 2, 3, 9], [4, 5, 9]]
     assert scheduler.block_manager.num_cached_blocks == 2  # the prompts' own; not [3, 9], which was being computed
     assert chunks(scheduler.schedule()) == [(0, 2, 2, True), (1, 2, 1, True)]
-
-
-@pytest.mark.parametrize("failing_step", range(6))
-def test_every_request_finishes_though_a_step_failed(failing_step: int) -> None:
-    scheduler = make_scheduler(num_blocks=8, block_size=2, max_num_batched_tokens=6)
-    seqs = add_prompts(scheduler, [1, 2, 3, 4], [1, 2, 3], [5, 6, 7, 8, 9], max_tokens=3)
-    for _ in range(failing_step):
-        step(scheduler)
-    batch = scheduler.schedule()
-    assert batch
-    scheduler.discard([batch])
-    check_invariants(scheduler, seqs)
-    run_to_the_end(scheduler)
-    assert [len(seq.completion_token_ids) for seq in seqs] == [3, 3, 3]
-    assert scheduler.block_manager.num_used_blocks == 0
 
 
 def test_a_running_sequence_can_be_aborted_also_between_two_chunks() -> None:

@@ -32,23 +32,37 @@ def skip_without(backend: str) -> None:
 
 
 def chat_prompts(llm: LLM, questions: list[str]) -> list[str]:
+    conversations = [[{"role": "user", "content": question}] for question in questions]
     return [
-        llm.tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-        )
-        for question in questions
+        llm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        for messages in conversations
     ]
+
+
+def tokens(folder: Path, prompts: list, params: object, **options: object) -> list[list[int]]:
+    with LLM(folder, **options) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.engine.block_manager.num_used_blocks == 0
+    return [output.token_ids for output in outputs]
+
+
+def num_equal(one: list[list[int]], two: list[list[int]]) -> int:
+    return sum(mine == theirs for mine, theirs in zip(one, two, strict=True))
+
+
+def assert_answers_right(llm: LLM) -> None:
+    examples = [example for task in TASKS for example in held_out_examples(task, 20, seed=5)]
+    outputs = llm.generate(chat_prompts(llm, [example.question for example in examples]), GREEDY, use_tqdm=False)
+    right = sum(output.text == example.answer for output, example in zip(outputs, examples, strict=True))
+    assert right >= 0.97 * len(examples)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_the_tiny_checkpoint_answers_right(backend: str, enforce_eager: bool) -> None:
     skip_without(backend)
-    examples = [example for task in TASKS for example in held_out_examples(task, 20, seed=5)]
     with LLM(tiny_model_path(), attention_backend=backend, enforce_eager=enforce_eager) as llm:
-        outputs = llm.generate(chat_prompts(llm, [example.question for example in examples]), GREEDY, use_tqdm=False)
-    right = sum(output.text == example.answer for output, example in zip(outputs, examples, strict=True))
-    assert right >= 0.97 * len(examples)
+        assert_answers_right(llm)
 
 
 def reference_model(folder: Path) -> torch.nn.Module:
@@ -111,11 +125,8 @@ def test_other_dtypes_and_shapes_say_the_same_as_the_cpu(
     folder = random_checkpoint(head_dim=128, **sizes)
     prompts = [[i, i + 1, i + 2] * (1 + 11 * i) for i in range(12)]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    results = []
-    for options in ({"device": "cpu"}, {"dtype": dtype}):
-        with LLM(folder, **options) as llm:
-            results.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
-    assert sum(one == two for one, two in zip(*results, strict=True)) >= 9, "16 bits turn a near tie now and then"
+    on_cpu, on_gpu = (tokens(folder, prompts, params, **options) for options in ({"device": "cpu"}, {"dtype": dtype}))
+    assert num_equal(on_cpu, on_gpu) >= 9, "16 bits turn a near tie now and then"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -140,13 +151,10 @@ def test_the_engine_runs_without_flash_attn_where_it_is_installed(monkeypatch: p
         return ImportError("it is hidden by this test") if name == "flash_attn" else import_error(name)
 
     monkeypatch.setattr(selection, "import_error", hide_flash_attn)
-    examples = [example for task in TASKS for example in held_out_examples(task, 20, seed=6)]
     with LLM(tiny_model_path()) as llm:
         assert llm.engine.runner is not None
         assert llm.engine.runner.backend.name == "triton, varlen_attn in prefill"
-        outputs = llm.generate(chat_prompts(llm, [example.question for example in examples]), GREEDY, use_tqdm=False)
-    right = sum(output.text == example.answer for output, example in zip(outputs, examples, strict=True))
-    assert right >= 0.97 * len(examples)
+        assert_answers_right(llm)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -174,13 +182,10 @@ def test_graphs_and_eager_give_the_same_sampled_tokens(random_checkpoint: Callab
     skip_without(backend)
     folder = random_checkpoint(num_attention_heads=8, num_key_value_heads=2, head_dim=128)
     params = SamplingParams(temperature=0.8, max_tokens=30, ignore_eos=True)
-    results = []
-    for enforce_eager in (False, True):
-        with LLM(folder, dtype="bfloat16", attention_backend=backend, enforce_eager=enforce_eager) as llm:
-            # As many rows as a graph has, so that both see products of the same shape.
-            outputs = llm.generate([[i, i + 1, i + 2] for i in range(16)], params, use_tqdm=False)
-            results.append([output.token_ids for output in outputs])
-    agreement = sum(one == two for one, two in zip(*results, strict=True))
+    prompts = [[i, i + 1, i + 2] for i in range(16)]  # as many as a graph has rows: products of the same shape
+    options = {"dtype": "bfloat16", "attention_backend": backend}
+    with_graphs, eager = (tokens(folder, prompts, params, enforce_eager=eager, **options) for eager in (False, True))
+    agreement = num_equal(with_graphs, eager)
     assert agreement >= 14, f"{agreement} of 16 requests agree"
 
 
@@ -200,12 +205,9 @@ def test_twenty_repetitions_of_a_greedy_workload_give_the_same_tokens(random_che
 def test_a_seeded_request_gets_the_same_tokens_with_and_without_overlap(random_checkpoint: Callable[..., Path]) -> None:
     folder = random_checkpoint(num_attention_heads=8, num_key_value_heads=2, head_dim=128)
     params = SamplingParams(temperature=0.8, max_tokens=60, ignore_eos=True)
-    results = []
-    for overlap in (True, False):
-        with LLM(folder, dtype="bfloat16", overlap=overlap, seed=3, max_model_len=1024) as llm:
-            outputs = llm.generate([[i, i + 1, i + 2] for i in range(40)], params, use_tqdm=False)
-            results.append([output.token_ids for output in outputs])
-    assert results[0] == results[1]
+    prompts, options = [[i, i + 1, i + 2] for i in range(40)], {"dtype": "bfloat16", "seed": 3, "max_model_len": 1024}
+    one, two = (tokens(folder, prompts, params, overlap=overlap, **options) for overlap in (True, False))
+    assert one == two
 
 
 FREE = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True)
@@ -227,32 +229,31 @@ def test_mixed_sampling_settings_give_the_same_with_graphs_and_without(
 ) -> None:
     skip_without(backend)
     folder = random_checkpoint(num_attention_heads=8, num_key_value_heads=2, head_dim=128)
-    results = []
-    for options in ({}, {"enforce_eager": True}, {"overlap": False}):
-        with LLM(folder, dtype="bfloat16", attention_backend=backend, **options) as llm:
-            # As many rows as a graph has, so that all see products of the same shape.
-            outputs = llm.generate([[i, i + 1, i + 2] for i in range(16)], KINDS * 2, use_tqdm=False)
-            assert llm.engine.block_manager.num_used_blocks == 0
-        results.append([output.token_ids for output in outputs])
-    assert results[0] == results[2], "overlap changes nothing"
-    agreement = sum(one == two for one, two in zip(*results[:2], strict=True))
+    prompts = [[i, i + 1, i + 2] for i in range(16)]  # as many as a graph has rows: products of the same shape
+    with_graphs, eager, one_by_one = (
+        tokens(folder, prompts, KINDS * 2, dtype="bfloat16", attention_backend=backend, **options)
+        for options in ({}, {"enforce_eager": True}, {"overlap": False})
+    )
+    assert with_graphs == one_by_one, "overlap changes nothing"
+    agreement = num_equal(with_graphs, eager)
     assert agreement >= 14, f"{agreement} of 16 requests agree"
-    for output in outputs[7::8]:
-        assert all(token_id % 2 for token_id in output.token_ids[:6])
+    for token_ids in one_by_one[7::8]:
+        assert all(token_id % 2 for token_id in token_ids[:6])
 
 
-def test_masks_alone_and_beside_plain_rows_are_the_same(random_checkpoint: Callable[..., Path]) -> None:
+def test_filters_alone_and_beside_plain_rows_are_the_same(random_checkpoint: Callable[..., Path]) -> None:
     """Rows whose logits need no copy: all of a batch, or some of it, in float16 logits of a large vocabulary."""
     folder = random_checkpoint(num_attention_heads=8, num_key_value_heads=2, head_dim=128, vocab_size=151936)
-    masked, prompts = replace(FREE, top_k=20, top_p=0.95, seed=1), [[i, i + 1, i + 2] for i in range(32)]
+    filtered, free = replace(FREE, top_k=20, top_p=0.95, seed=1), replace(FREE, seed=1)
+    prompts = [[i, i + 1, i + 2] for i in range(32)]
     with LLM(folder, dtype="float16", max_model_len=1024) as llm:
-        alone = llm.generate(prompts, masked, use_tqdm=False)
-        mixed = llm.generate(prompts, [masked, replace(FREE, seed=1)] * 16, use_tqdm=False)
-        plain = llm.generate(prompts, replace(FREE, seed=1), use_tqdm=False)
-    same = sum(one.token_ids == two.token_ids for one, two in zip(mixed[::2], alone[::2], strict=True))
-    same += sum(one.token_ids == two.token_ids for one, two in zip(mixed[1::2], plain[1::2], strict=True))
+        alone, mixed, plain = (
+            [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+            for params in (filtered, [filtered, free] * 16, free)
+        )
+    same = num_equal(mixed[::2], alone[::2]) + num_equal(mixed[1::2], plain[1::2])
     assert same >= 30, f"{same} of 32 agree"
-    assert sum(one.token_ids == two.token_ids for one, two in zip(alone, plain, strict=True)) < 16
+    assert num_equal(alone, plain) < 16
 
 
 def test_logprobs_are_those_of_the_cpu(random_checkpoint: Callable[..., Path]) -> None:

@@ -77,7 +77,7 @@ def test_several_gpus_draw_the_samples_of_one() -> None:
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_several_gpus_mask_penalise_and_score_as_one(enforce_eager: bool) -> None:
+def test_several_gpus_filter_penalise_and_score_as_one(enforce_eager: bool) -> None:
     kinds = [
         SamplingParams(temperature=0.5, max_tokens=24, top_k=20, top_p=0.95),
         SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.1, min_tokens=5),

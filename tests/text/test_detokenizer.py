@@ -18,8 +18,6 @@ from nanoinfer.text.detokenizer import (
     CompletionText,
     Detokenizer,
     WindowDetokenizer,
-    byte_fallback_bytes,
-    byte_level_bytes,
 )
 from nanoinfer.text.tokenizer import Tokenizer
 
@@ -195,25 +193,13 @@ def test_any_unicode_text_cut_at_any_byte_comes_back_whole_and_no_character_in_h
     assert shown == text, "nothing is left for the end"
 
 
-def test_a_character_is_shown_with_its_last_byte() -> None:
+def test_a_character_is_shown_with_its_last_byte_and_none_is_replaced_as_soon_as_that_is_certain() -> None:
     detokenizer = TINY.detokenizer()
-    assert [detokenizer.decode([token_id]) for token_id in ids_of_bytes("é🙂".encode())] == ["", "é", "", "", "", "🙂"]
-
-
-def test_what_is_no_character_is_replaced_as_soon_as_that_is_certain() -> None:
-    detokenizer = TINY.detokenizer()
-    pieces = [detokenizer.decode(ids_of_bytes(data)) for data in (b"\xf0", b"\x9f", b"a", b"\xe2")]
-    assert pieces == ["", "", "\ufffda", ""]
+    single = [bytes([byte]) for byte in "é🙂".encode()]
+    pieces = [ids_of_bytes(data) for data in (*single, b"\xf0", b"\x9f", b"a", b"\xe2")]
+    shown = [detokenizer.decode(piece) for piece in pieces]
+    assert shown == ["", "é", "", "", "", "🙂", "", "", "\ufffda", ""]
     assert detokenizer.decode([], final=True) == "\ufffd"
-
-
-def test_a_token_is_bytes_or_else_plain_text() -> None:
-    assert byte_level_bytes("Ġa") == b" a"
-    assert byte_level_bytes("Ċ") == b"\n"
-    assert byte_level_bytes("ÿĀ") == b"\xff\x00"
-    assert byte_level_bytes("<終>") == "<終>".encode()
-    assert byte_fallback_bytes("<0x0A>") == b"\n"
-    assert byte_fallback_bytes("▁a<0x0A>") == b" a<0x0A>"
 
 
 @pytest.mark.parametrize("text", ["héllo 中文 🙂 x", "中文" * 100, "🙂é中a" * 40, "a" * 200, "é"])
