@@ -89,7 +89,7 @@ class TensorParallel:
         return -(-vocab_size // (self.size * VOCAB_UNIT)) * VOCAB_UNIT
 
     def vocab_shard(self, vocab_size: int) -> VocabShard:
-        """This rank's ids: as many for all ranks, but for the last one, which has what is left of them."""
+        """Return this rank's ids. All ranks have as many, except the last one, which has the rest."""
         if self.size == 1:
             return VocabShard(0, vocab_size)
         size = self.vocab_shard_size(vocab_size)
