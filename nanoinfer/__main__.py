@@ -131,9 +131,9 @@ def run(args: argparse.Namespace) -> int:
     from nanoinfer.batch.batch_job import run_batch  # imports PyTorch, which --help can do without
     from nanoinfer.llm import LLM
 
-    given = vars(args)
+    given: dict[str, Any] = vars(args)
     options = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
-    overrides = {name: given[name] for name in ("max_tokens", "temperature") if name in given}
+    overrides = {name: value for name, value in given.items() if name in ("max_tokens", "temperature")}
     is_loaded = False
 
     def load() -> LLM:
