@@ -24,8 +24,8 @@ dist: Any = torch.distributed  # its process groups are hardly typed
 VOCAB_UNIT = 64  # shards of the vocabulary begin at multiples of it: four groups of ids, whose noise one call draws
 CONNECT_TIMEOUT = datetime.timedelta(seconds=8)
 TIMEOUT = datetime.timedelta(minutes=30)
-# All-reduces up to this size go through symmetric memory. On two and four ranks it was measured to be faster than NCCL up
-# to here; eight were not measured.
+# All-reduces up to this size go through symmetric memory. On two and four ranks it was measured to be faster than NCCL
+# up to here; eight were not measured.
 MAX_BYTES_IN_MEMORY = 4 * 2**20
 SIZES_WITH_MEMORY = (2, 4, 8)  # ranks; the kernel takes powers of two
 NCCL_ENVIRONMENT = {
