@@ -7,12 +7,11 @@ explained where it is declared; docstrings and the command line's --help are mad
 import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, get_args
 
 from nanoinfer.errors import ConfigError, check_names
-from nanoinfer.sampling_params import is_whole_number
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Options of vLLM's: those that nanoinfer does not have, and all with our name for the same thing, or else None.
@@ -97,10 +96,10 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} is not a bool; use True or False")
             is_count = int in (item.type, *get_args(item.type)) and name != "seed"
             if is_count and (value is not None or item.default is not None):
-                if not is_whole_number(value) or not 1 <= value < 2**31:
+                if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 2**31:
                     raise ConfigError(f"{name}={value!r} must be a whole number of at least 1, and below 2**31")
                 object.__setattr__(self, name, int(value))  # NumPy's integers, say
-        if not is_whole_number(self.seed) or not -(2**63) <= self.seed < 2**63:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, Integral) or not -(2**63) <= int(self.seed) < 2**63:
             raise ConfigError(f"seed={self.seed!r} is not an int of 64 bits; use a whole number such as 0")
         object.__setattr__(self, "seed", int(self.seed))
         share = self.gpu_memory_utilization
