@@ -93,7 +93,7 @@ class LLM:
         parts = {"imports": import_seconds} | runner.start_seconds
         logger.info(
             "%s: %s; ready in %.1f s (%s)",
-            repr(self),  # not itself, which whoever keeps log records would keep alive
+            repr(self),  # a handler that keeps the record must not keep the engine
             runner.description,
             time.perf_counter() - started + import_seconds,
             ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items()),

@@ -72,7 +72,6 @@ class QKVParallelLinear(ColumnParallelLinear):
     def __init__(
         self, input_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, tp: TensorParallel
     ) -> None:
-        tp.shard_size(num_heads, "num_attention_heads")
         kv_split = tp.split_of_kv_heads(num_kv_heads)
         kv_size = num_kv_heads * head_dim
         sizes = {"q": num_heads * head_dim, "k": kv_size, "v": kv_size}
