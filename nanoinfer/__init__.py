@@ -56,7 +56,7 @@ __all__ = [
 
 
 def tiny_model_path() -> Path:
-    """The folder of the small trained Qwen3 checkpoint that comes with the package."""
+    """Return the folder of the small trained Qwen3 checkpoint that comes with the package."""
     return Path(__file__).parent / "assets" / "tiny-qwen3"
 
 

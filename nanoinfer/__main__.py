@@ -81,17 +81,12 @@ def add_run_batch(commands: Any) -> None:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    batch.add_argument("-i", "--input", type=a_file, required=True, metavar="FILE", help="JSONL, may be gzipped")
-    batch.add_argument(
-        "-o", "--output", type=a_file, required=True, metavar="FILE", help="JSONL, added to if it exists"
-    )
-    for name, kind, more in (
-        ("max-tokens", number_or_none, "; none is up to the model's limit"),
-        ("temperature", float, ""),
-    ):
-        explained = f"for lines that do not say{more}"
-        metavar = name.upper() if kind is float else "N"
-        batch.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, metavar=metavar, help=explained)
+    file: dict[str, Any] = {"type": a_file, "required": True, "metavar": "FILE"}
+    batch.add_argument("-i", "--input", help="JSONL, may be gzipped", **file)
+    batch.add_argument("-o", "--output", help="JSONL, added to if it exists", **file)
+    limit = "for lines that do not say; none is up to the model's limit"
+    batch.add_argument("--max-tokens", type=number_or_none, default=argparse.SUPPRESS, metavar="N", help=limit)
+    batch.add_argument("--temperature", type=float, default=argparse.SUPPRESS, help="for lines that do not say")
     batch.add_argument("--max-errors", type=int, metavar="N", help="stop at more lines with errors than N")
     add_engine_options(batch.add_argument_group("the model and the engine"))
     batch.set_defaults(run=run)
@@ -102,22 +97,16 @@ def add_engine_options(group: Any) -> None:
     metavars = {int: "N", float: "SHARE"}
     for field in fields(EngineConfig):
         kind = (*get_args(field.type), field.type)[0]  # int for `int | None`
-        choices = field.metadata["choices"]
-        options: dict[str, Any] = {"type": kind, "choices": choices, "metavar": metavars.get(kind)}
-        default = field.default
+        options: dict[str, Any] = {"required": field.default is MISSING, "default": argparse.SUPPRESS}
+        explained, default = field.metadata["help"], field.default
         if kind is bool:
-            options = {"action": argparse.BooleanOptionalAction}
+            options["action"] = argparse.BooleanOptionalAction
             default = "on" if default else "off"
-        explained = field.metadata["help"]
-        if default is not MISSING and default is not None:
+        else:
+            options |= {"type": kind, "choices": field.metadata["choices"], "metavar": metavars.get(kind)}
+        if default not in (MISSING, None):
             explained += f" Default: {default}."
-        group.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            help=explained.replace("%", "%%"),
-            required=default is MISSING,
-            default=argparse.SUPPRESS,
-            **options,
-        )
+        group.add_argument(f"--{field.name.replace('_', '-')}", help=explained.replace("%", "%%"), **options)
 
 
 def a_file(text: str) -> Path:
@@ -142,8 +131,9 @@ def run(args: argparse.Namespace) -> int:
     from nanoinfer.batch.batch_job import run_batch  # imports PyTorch, which --help can do without
     from nanoinfer.llm import LLM
 
-    options = {field.name: getattr(args, field.name) for field in fields(EngineConfig) if field.name in args}
-    overrides = {name: getattr(args, name) for name in ("max_tokens", "temperature") if name in args}
+    given: dict[str, Any] = vars(args)
+    options = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
+    overrides = {name: value for name, value in given.items() if name in ("max_tokens", "temperature")}
     is_loaded = False
 
     def load() -> LLM:
@@ -155,8 +145,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = EngineConfig(**options)
         settings = f"{Path(config.model)} {config.load_format} {config.seed}"  # what the answers depend on
-        given = {"settings": settings, "overrides": overrides, "max_errors": args.max_errors}
-        summary = run_batch(load, args.input, args.output, **given)
+        summary = run_batch(
+            load, args.input, args.output, settings=settings, overrides=overrides, max_errors=args.max_errors
+        )
     except (NanoinferError, OSError) as error:
         print(f"nanoinfer: {error}", file=sys.stderr)
         has_begun = is_loaded and isinstance(error, JobError)

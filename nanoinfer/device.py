@@ -76,6 +76,17 @@ def current_device(device: torch.device) -> AbstractContextManager[None]:
 
 
 @contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Let PyTorch use `count` CPU threads in this scope; None leaves the number as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Make `dtype` the dtype of the parameters that are created in a scope."""
     previous = torch.get_default_dtype()

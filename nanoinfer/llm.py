@@ -93,7 +93,7 @@ class LLM:
         parts = {"imports": import_seconds} | runner.start_seconds
         logger.info(
             "%s: %s; ready in %.1f s (%s)",
-            repr(self),  # as text: a log record that is kept would keep the engine alive
+            repr(self),  # a handler that keeps the record must not keep the engine
             runner.description,
             time.perf_counter() - started + import_seconds,
             ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items()),
@@ -164,7 +164,8 @@ class LLM:
         prompts, sampling_params: as in `generate`, and so are the errors, raised by this call. The requests are queued
         when the first chunk is asked for. Other calls may run between two chunks. Whoever leaves the loop early has
         what is unfinished aborted: the next step of any call frees it. With n > 1 the samples' chunks come side by
-        side, and `sample` says whose each is. RequestError also for prompt_logprobs, which no chunk has a place for.
+        side, and `sample` says which one a chunk belongs to. Raises RequestError for prompt_logprobs too: chunks have
+        no place for them.
         """
         requests = self._prepare(as_list_of_prompts(prompts), sampling_params)
         for params in (request.sampling_params for request in requests):
@@ -175,7 +176,7 @@ class LLM:
         return self._stream(requests)
 
     def score(self, prompts: Prompts, completions: Prompts, use_tqdm: bool = True) -> list[Score]:
-        """How likely the model finds each completion after its prompt, and whether greedy decoding would say it.
+        """Return how likely the model finds each completion after its prompt, and whether greedy decoding would say it.
 
         prompts, completions: as in `generate`, as many of both. Two texts are joined before they are tokenized, as the
         model would read them: the completion's tokens are those of the whole from where it differs from the prompt's
@@ -243,7 +244,7 @@ class LLM:
         return finished
 
     def is_finished(self) -> bool:
-        """Whether no request is left, those of other calls included, and `step` has nothing more to return."""
+        """Return whether no request is left, those of other calls included, and `step` has nothing more to return."""
         return self.engine.is_finished() and not self._unclaimed
 
     @property
@@ -260,22 +261,22 @@ class LLM:
             raise ModelError(f"generation_config.json of {self.config.model}: {error}") from error
 
     def get_tokenizer(self) -> Any:
-        """The same as `tokenizer`: vLLM's name."""
+        """Return `tokenizer`: vLLM's name for it."""
         return self.tokenizer
 
     def get_metrics(self) -> EngineMetrics:
-        """The work done since this LLM was made, and what it holds now."""
+        """Return the work done since this LLM was made, and what it holds now."""
         return self.engine.metrics()
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, as `generate` makes them. Raises RequestError where there is no tokenizer."""
+        """Return the token ids of a text, as `generate` makes them. Raises RequestError where there is no tokenizer."""
         if not isinstance(text, str):
             raise RequestError(f"{text!r} is a {type(text).__name__}; give a string")
         with self._lock:
             return self._prompts.tokenize([text])[0]
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of one token id or several. Raises RequestError for what is none, or where there is no tokenizer."""
+        """Return the text of one token id or several. Raises RequestError for a wrong id, or without a tokenizer."""
         ids: list[Any] = list(token_ids) if isinstance(token_ids, Iterable) else [token_ids]
         vocab_size = self._prompts.vocab_size
         if wrong := [item for item in ids if not is_whole_number(item) or not 0 <= item < vocab_size]:
@@ -385,7 +386,7 @@ def _make_runner(config: EngineConfig, model_config: ModelConfig, folder: Path) 
 
 
 def _score(output: RequestOutput, first: int) -> Score:
-    """Of the prompt's tokens from position `first` on."""
+    """Score the prompt's tokens from position `first` on."""
     token_ids, found = output.prompt_token_ids[first:], (output.prompt_logprobs or [])[first:]
     unknown = Logprob(math.nan, rank=0)  # of what was aborted
     entries = [(entry or {}).get(token_id, unknown) for token_id, entry in zip(token_ids, found, strict=True)]
@@ -395,7 +396,7 @@ def _score(output: RequestOutput, first: int) -> Score:
 
 
 class Progress:
-    """The progress bar of a call: finished requests, and the tokens a second of its own steps so far.
+    """Shows the progress of a call: finished requests, and tokens a second since it began.
 
     num_before: how many had finished before it.
     """

@@ -104,7 +104,7 @@ class EngineMetrics:
 
     @property
     def prefix_hit_rate(self) -> float:
-        """The share of the prompts' tokens that came from the prefix cache."""
+        """Return the share of the prompts' tokens that came from the prefix cache."""
         return self.cached_tokens / max(1, self.num_prompt_tokens)
 
 

@@ -71,7 +71,7 @@ def with_checked_names(cls: type) -> type:
 @with_checked_names
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling options of one request.
+    """Holds the sampling options of one request.
 
     Penalties come first, then temperature, top_k, top_p and min_p, each on what the one before has left; tokens as
     likely as the last that stays, stay too.
@@ -151,7 +151,7 @@ class SamplingParams:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top_k, top_p or min_p excludes tokens."""
+        """Return whether top_k, top_p or min_p excludes tokens."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
@@ -199,5 +199,5 @@ def check_against_model(params: SamplingParams, vocab_size: int, stop_token_ids:
 
 
 def is_whole_number(item: object) -> bool:
-    """Whether it is an integer, NumPy's included; True and False are none."""
+    """Return whether it is an integer, NumPy's included; True and False are none."""
     return isinstance(item, Integral) and not isinstance(item, bool)

@@ -1,12 +1,54 @@
-"""The page that shows every way to call prints what it says it prints."""
+"""The documentation does what it says: its snippets run, its links lead somewhere, the README stays short."""
 
 import doctest
+import re
 from pathlib import Path
 
-DOCS = Path(__file__).parent.parent / "docs"
+import pytest
+
+from nanoinfer import tiny_model_path
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
 
 
 def test_the_page_of_ways_to_call_prints_what_it_shows() -> None:
     results = doctest.testfile(str(DOCS / "generate.md"), module_relative=False)
     assert results.attempted > 30
     assert results.failed == 0
+
+
+def test_the_readmes_python_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    snippets = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert snippets
+    for snippet in snippets:
+        assert "Qwen/Qwen3-0.6B" in snippet
+        exec(snippet.replace("Qwen/Qwen3-0.6B", str(tiny_model_path())), {"__name__": "__main__"})
+    assert "312 + 48 = 360" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if not target.startswith("https://"):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    text = README.read_text()
+    for page in sorted(DOCS.iterdir()):
+        assert f"(docs/{page.name})" in text, f"{page.name} is not linked"
+
+
+def test_every_file_that_the_readmes_tree_names_exists() -> None:
+    [tree] = re.findall(r"^```\n(nanoinfer/.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    names = {path.name for path in (ROOT / "nanoinfer").rglob("*")}
+    assert {*re.findall(r"\w+\.py|\w+(?=/)", tree)} - {"tests", "nanoinfer"} <= names
+
+
+def test_the_readme_stays_short() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 130
+    assert len(text.split()) <= 1300

@@ -26,7 +26,7 @@ MAX_MESSAGE = 1000  # characters of an error that are written
 
 
 class Asked(NamedTuple):
-    """A line that is in the engine."""
+    """Says what is known of a line that is in the engine."""
 
     line: Line
     custom_id: str
@@ -36,7 +36,7 @@ class Asked(NamedTuple):
 
 @dataclass(slots=True)
 class Summary:
-    """What became of a job. Numbers of lines count all its runs; tokens and seconds are those of this one."""
+    """Says what became of a job. Numbers of lines count all its runs; tokens and seconds are those of this one."""
 
     num_lines: int
     num_before: int  # lines that were done already
@@ -107,7 +107,7 @@ def run_batch(
 
 
 class Job:
-    """The lines that are left, and those that the engine has."""
+    """Feeds the lines that are left to the engine, and writes what becomes of them."""
 
     def __init__(self, llm: LLM, output: BatchOutput, base: SamplingParams, max_errors: float) -> None:
         self._llm, self._output, self._base, self._max_errors = llm, output, base, max_errors

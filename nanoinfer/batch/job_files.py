@@ -31,7 +31,7 @@ CUT = b'"finish_reason": "length"'  # no text in a record can look like it, sinc
 
 
 class Line(NamedTuple):
-    """A line of the input that is not blank."""
+    """Holds a line of the input that is not blank."""
 
     number: int  # from 1; blank ones count
     content: bytes | None  # None for one of more than MAX_LINE_BYTES
@@ -63,7 +63,7 @@ def read_lines(path: Path, settings: str) -> Iterator[Line]:
 
 
 class BatchOutput:
-    """The records of a job, one for each line that is done; locked while it is open.
+    """Holds the records of a job, one for each line that is done; the file is locked while it is open.
 
     A last line that was torn when a job was killed is dropped. A `with` that fails before anything is written leaves
     no new file behind. Raises JobError for a file that cannot be written, that another job writes, or that holds
@@ -144,12 +144,12 @@ class BatchOutput:
         self._count(content)
 
     def _count(self, content: bytes) -> None:
-        """Count what a record says of its line."""
+        """Count a record of a line that has an error or a cut answer."""
         self.num_errors += not content.endswith(NO_ERROR)
         self.num_cut += CUT in content
 
     def _read(self) -> None:
-        """Learn what is done."""
+        """Read which lines are done. Raises JobError where the file is no output of a job."""
         self._file.seek(0)
         # Before a line is read, which may be of any size in another file.
         if not RECORD_START.startswith(self._file.peek()[: len(RECORD_START)]):

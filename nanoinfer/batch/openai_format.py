@@ -7,6 +7,7 @@ one without text has its token_ids, and a body has prompt_logprobs where they ar
 import json
 from collections.abc import Iterable
 from dataclasses import fields
+from itertools import accumulate
 from typing import Any
 
 from nanoinfer.batch.job_files import MAX_LINE_BYTES, Line
@@ -123,15 +124,12 @@ def _chat_entry(token_id: int, entry: Logprob) -> dict[str, Any]:
 def _completion_logprobs(token_ids: list[int], logprobs: list[TokenLogprobs]) -> dict[str, Any]:
     """Give lists with an element for each token; text_offset counts the characters of the tokens before it."""
     entries = [found[token_id] for token_id, found in zip(token_ids, logprobs, strict=True)]
-    tokens = [*map(_token_text, token_ids, entries)]
-    offsets = [0]
-    for entry in entries:
-        offsets.append(offsets[-1] + len(entry.decoded_token or ""))
+    lengths = [len(entry.decoded_token or "") for entry in entries]
     return {
-        "tokens": tokens,
+        "tokens": [*map(_token_text, token_ids, entries)],
         "token_logprobs": [*map(_number, entries)],
         "top_logprobs": [_numbers_by_text(_by_rank(found)) for found in logprobs],
-        "text_offset": offsets[:-1],
+        "text_offset": [0, *accumulate(lengths)][: len(lengths)],
     }
 
 

@@ -11,7 +11,7 @@ from nanoinfer.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What the benchmark asks of an engine; the defaults are for one that has no metrics, or nothing to reset."""
+    """Says what the benchmark asks of an engine; the defaults are for one that has no metrics, or nothing to reset."""
 
     generate: Callable[[Workload], list[int]]  # returns how many tokens each request was given
     metrics: Callable[[], dict[str, float]] = dict  # running totals of prefill and decode work

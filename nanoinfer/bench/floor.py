@@ -20,7 +20,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the hardware was seen to do. bandwidth: bytes/s; matrix_rate: FLOP/s; method: how they were measured."""
+    """Says what the hardware was seen to do. bandwidth: bytes/s; matrix_rate: FLOP/s; method: how they were found."""
 
     bandwidth: float
     matrix_rate: float
@@ -33,7 +33,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The least seconds that a workload can take, by what takes them; `compute_floor` says how they are counted."""
+    """Counts the least seconds that a workload can take, by what takes them; `compute_floor` says how."""
 
     prefill_seconds: float
     decode_matrix_seconds: float

@@ -31,16 +31,15 @@ def measure(cases: tuple[tuple[int, int], ...] = CASES, num_steps: int = NUM_STE
     figures = []
     for num_running, num_waiting in cases:
         scheduler = fill_scheduler(num_running, num_waiting, num_steps)
-        columns = [*zip(*time_steps(scheduler, num_steps), strict=True)]
+        times = dict(zip(PARTS, zip(*time_steps(scheduler, num_steps), strict=True), strict=True))
         assert len(scheduler.running) == num_running, f"{num_running} were to run, and {len(scheduler.running)} do"
         assert scheduler.num_waiting == num_waiting, f"{num_waiting} were to wait, and {scheduler.num_waiting} do"
-        median = [statistics.median(column) for column in columns]
-        high = [statistics.quantiles(column, n=10)[-1] for column in columns]
-        line = "".join(f"{pair[0]:8.0f}{pair[1]:8.0f}" for pair in zip(median, high, strict=True))
+        median = {part: statistics.median(times[part]) for part in PARTS}
+        high = {part: statistics.quantiles(times[part], n=10)[-1] for part in PARTS}
+        line = "".join(f"{median[part]:8.0f}{high[part]:8.0f}" for part in PARTS)
         print(f"{f'{num_running:,} running, {num_waiting:,} waiting':>32}{line}")
         case = {"num_running": num_running, "num_waiting": num_waiting, "num_steps": num_steps}
-        times = {"median": dict(zip(PARTS, median, strict=True)), "percentile_90": dict(zip(PARTS, high, strict=True))}
-        figures.append(case | times)
+        figures.append(case | {"median": median, "percentile_90": high})
     return figures
 
 

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed._symmetric_memory
 from torch import Tensor
 
 from nanoinfer.bench.floor import Rates
 from nanoinfer.errors import ConfigError
 
-dist: Any = torch.distributed  # hardly typed, like the next
-multiprocessing: Any = torch.multiprocessing
+multiprocessing: Any = torch.multiprocessing  # hardly typed
 DTYPE = torch.bfloat16
 RATES = Rates(4.39e12, 790e12, 2, "an H200")  # what the floors are at
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = (16, 32), 8, 128, 256
@@ -141,26 +139,21 @@ def floor_microseconds(rows: int, inputs: int, outputs: int) -> float:
 
 @torch.inference_mode()
 def all_reduces(rank: int, size: int, folder: str) -> None:
-    """Print microseconds of an all-reduce and the norm of it and the residual, in five ways; runs on each rank."""
+    """Print microseconds of an all-reduce and the norm of it and the residual, in three ways; runs on each rank."""
     from nanoinfer.distributed import tensor_parallel
     from nanoinfer.layers.layernorm import add_rms_norm, all_reduce_add_rms_norm
 
     devices = [torch.device("cuda", index) for index in range(size)]
     torch.cuda.set_device(rank)
-    tensor_parallel.MAX_BYTES_IN_MEMORY = {size: 2**30}
+    tensor_parallel.MAX_BYTES_IN_MEMORY = 2**30
     tp = tensor_parallel.connect(rank, size, devices[rank], Path(folder) / "store")
     tp = tp.with_symmetric_memory(*ALL_REDUCE_SHAPE, DTYPE, devices)
     assert tp.memory is not None, "the GPUs do not reach each other's memory"
     memory = tp.memory
-    shared = pytorch_symmetric_memory(rank, size, folder)
     x, residual, weight = randn(*ALL_REDUCE_SHAPE), randn(*ALL_REDUCE_SHAPE), randn(ALL_REDUCE_SHAPE[1])
 
     def nccl(num_tokens: int) -> None:
         add_rms_norm(tp.all_reduce(x[:num_tokens]), residual[:num_tokens], weight, 1e-6)
-
-    def pytorch(name: str, num_tokens: int) -> None:
-        total = getattr(torch.ops.symm_mem, name)(shared[:num_tokens], "sum", "bench")
-        add_rms_norm(total, residual[:num_tokens], weight, 1e-6)
 
     def ours(two_shot: bool, num_tokens: int) -> None:
         buffers = replace(memory.next_buffers(num_tokens), two_shot=two_shot)
@@ -168,8 +161,6 @@ def all_reduces(rank: int, size: int, folder: str) -> None:
 
     ways: dict[str, Callable[[int], None]] = {
         "NCCL": nccl,
-        "PyTorch's one-shot": partial(pytorch, "one_shot_all_reduce"),
-        "PyTorch's two-shot": partial(pytorch, "two_shot_all_reduce_"),
         "our one-shot": partial(ours, False),
         "our two-shot": partial(ours, True),
     }
@@ -182,12 +173,3 @@ def all_reduces(rank: int, size: int, folder: str) -> None:
     torch.cuda.synchronize()
     tp.all_gather(x[0, 0])  # all are done with each other's memory
     os._exit(0)  # not by way of destructors that communicate
-
-
-def pytorch_symmetric_memory(rank: int, size: int, folder: str) -> Tensor:
-    """Return memory of this rank that PyTorch's own all-reduces of the group "bench" can read from the others."""
-    group = dist.ProcessGroup(dist.FileStore(f"{folder}/other", size), rank, size)
-    dist.distributed_c10d._register_process_group("bench", group)
-    shared: Tensor = dist._symmetric_memory.empty(*ALL_REDUCE_SHAPE, dtype=DTYPE, device=torch.device("cuda", rank))
-    dist._symmetric_memory.rendezvous(shared, "bench")
-    return shared

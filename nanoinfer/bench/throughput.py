@@ -5,9 +5,10 @@ import os
 import platform
 import statistics
 import tempfile
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,34 +25,38 @@ def benchmark(loads: list[tuple[str, Load]], device: str, args: argparse.Namespa
     loads: by name; an engine serves all in a row that need the same options. started: when the program began, by
     `perf_counter`, so that loading counts the imports.
     """
-    engine: Engine | None = None
     figures: list[dict[str, Any]] = []
-    options: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as scratch, ExitStack() as open_engine:
+    with tempfile.TemporaryDirectory() as scratch:
         model = choose_model(args.model, args.size, device, Path(scratch))
-        needed = [engine_options(model, load, args) for _, load in loads]
+        needed = [(engine_options(model, load, args), name, load) for name, load in loads]
         before = perf_counter()
         rates = measure_rates(device, model.config, args.tensor_parallel_size)
         machine = describe_machine(device)
         where = machine["hardware"].get("gpu", f"{os.cpu_count()} CPU cores")
         started += perf_counter() - before
         print(f"Floor: the least time that the hardware allows, at {rates}")
-        for (name, load), its_options in zip(loads, needed, strict=True):
-            if engine is None or options != its_options:
-                open_engine.close()
-                engine = None  # or two would be in memory
-                engine, options = open_engine.enter_context(closing(load_engine(model, its_options, args))), its_options
+        for options, group in groupby(needed, key=lambda item: item[0]):
+            with closing(load_engine(model, options, args)) as engine:
                 load_seconds = perf_counter() - started
                 print(f"{model}, {args.engine} on {where}: loaded in {load_seconds:.1f} s")
                 engine.generate(Workload(seed=0, prompts=[list(range(8))], max_tokens=[16]))  # warms up
-            runs = [time_run(engine, model, name, load, rates, args.seed + number) for number in range(args.runs)]
-            median = statistics.median(run["output_tokens_per_second"] for run in runs)
-            if len(runs) > 1:
-                print(f"{name}, {load.num_seqs} requests, median of {len(runs)} runs: {median:,.0f} output tokens/s")
-            its_figures = {"load_seconds": load_seconds, "median_output_tokens_per_second": median, "runs": runs}
-            figures.append({"name": name, "load": asdict(load), **its_figures})
+                for _, name, load in group:
+                    timed = time_load(engine, model, name, load, rates, args)
+                    figures.append({"name": name, "load": asdict(load), "load_seconds": load_seconds, **timed})
+            del engine  # or the next one would lie in memory beside it
             started = perf_counter()
     return {"model": model.name, **machine, "rates": asdict(rates), "loads": figures}
+
+
+def time_load(
+    engine: Engine, model: Model, name: str, load: Load, rates: Rates, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Time the runs of one load, and return their figures and the median of their speeds."""
+    runs = [time_run(engine, model, name, load, rates, args.seed + number) for number in range(args.runs)]
+    median = statistics.median(run["output_tokens_per_second"] for run in runs)
+    if args.runs > 1:
+        print(f"{name}, {load.num_seqs} requests, median of {args.runs} runs: {median:,.0f} output tokens/s")
+    return {"median_output_tokens_per_second": median, "runs": runs}
 
 
 def time_run(engine: Engine, model: Model, name: str, load: Load, rates: Rates, seed: int) -> dict[str, Any]:

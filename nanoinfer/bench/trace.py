@@ -9,7 +9,6 @@ on the GPU for each kernel: steps are somewhat longer here.
 import json
 import re
 import statistics
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import count
@@ -35,7 +34,7 @@ STEP_COLORS = ("#1f5a99", "#b3470e", "#2f7d32")  # white numbers are legible on 
 
 
 class Span(NamedTuple):
-    """Something that took from `start` to `end`, in microseconds of the trace's clock."""
+    """Says what took from `start` to `end`, in microseconds of the trace's clock."""
 
     name: str
     start: float
@@ -43,7 +42,7 @@ class Span(NamedTuple):
 
 
 class StepTrace(NamedTuple):
-    """One call of `step`: the host's span, its waits for the GPU in it, and the GPU work that it asked for, in order.
+    """Holds a call of `step`: the host's span, its waits for the GPU, and the GPU work that it asked for, in order.
 
     With overlap the host waits for the step before the one that it has just launched.
     """
@@ -55,7 +54,7 @@ class StepTrace(NamedTuple):
 
 
 class GpuTime(NamedTuple):
-    """Microseconds of the GPU over `num_steps` steps, from their first kernel or copy to the end of their last."""
+    """Counts the GPU's microseconds over `num_steps` steps, from their first kernel or copy to the last one's end."""
 
     num_steps: int
     total: float
@@ -65,7 +64,7 @@ class GpuTime(NamedTuple):
 
 
 class KernelTime(NamedTuple):
-    """All runs of a kernel (or copies of a kind): microseconds and runs for each step, share of all GPU work."""
+    """Sums all runs of a kernel (or copies of a kind): microseconds and runs for each step, share of all GPU work."""
 
     name: str
     microseconds: float
@@ -140,32 +139,25 @@ def read_trace(path: Path) -> list[StepTrace]:
     """
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     steps: list[StepTrace] = []
-    waits: list[Span] = []
-    calls: dict[int, float] = {}  # when the host asked, by the number that call and work have in common
-    work: list[tuple[int | None, Span]] = []  # that number, and what the GPU did
+    step_of_call: dict[int, int] = {}  # index of the step, by the number that call and GPU work have in common
+    work: list[tuple[int, Span]] = []  # that number, and what the GPU did
     for event in sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"]):
         span = Span(event["name"], event["ts"], event["ts"] + event["dur"])
         category, number = event.get("cat"), event.get("args", {}).get("correlation")
         if category == "user_annotation" and (match := HOST_SPAN.fullmatch(span.name)):
             steps.append(StepTrace(int(match[1]), span, waits=[], gpu=[]))
         elif category in HOST_CALLS and "Synchronize" in span.name:
-            waits.append(span)
-        elif category in HOST_CALLS and number is not None:
-            calls[number] = span.start
+            if steps and span.end <= steps[-1].host.end:
+                steps[-1].waits.append(span)
+        elif category in HOST_CALLS:
+            step_of_call[number] = len(steps) - 1
         elif category in GPU_WORK:
             work.append((number, span))
-
-    starts = [step.host.start for step in steps]
-    for wait in waits:
-        place = bisect_right(starts, wait.start) - 1
-        if place >= 0 and wait.end <= steps[place].host.end:
-            steps[place].waits.append(wait)
-    place = -1  # that of a step launched before the trace began
+    index = -1  # of a step that was launched before the trace began
     for number, span in work:
-        if number in calls:
-            place = bisect_right(starts, calls[number]) - 1
-        if place >= 0:
-            steps[place].gpu.append(span)
+        index = step_of_call.get(number, index)
+        if index >= 0:
+            steps[index].gpu.append(span)
     return steps
 
 

@@ -28,7 +28,7 @@ class Load:
 
     @property
     def longest(self) -> int:
-        """The most tokens that a request can have at its end."""
+        """Return the most tokens that a request can have at its end."""
         return self.shared_prefix + self.input_len[1] + self.output_len[1]
 
 
@@ -121,7 +121,7 @@ class Model:
 
     @property
     def load_format(self) -> str:
-        """The option of nanoinfer and vLLM that says where weights come from."""
+        """Return the option of nanoinfer and vLLM that says where weights come from."""
         return "dummy" if self.random_weights else "auto"
 
 

@@ -104,10 +104,13 @@ class ModelConfig:
     @property
     def max_model_len(self) -> int:
         """Return the longest sequence, in tokens, that the model's positions are made for."""
-        stretched: dict[str, Any] = {"linear": self.max_position_embeddings}
-        stretched["yarn"] = self.rope.parameters.get("original_max_position_embeddings")
-        original = stretched.get(self.rope.rope_type)
-        return int(original * self.rope.parameters.get("factor", 1.0)) if original else self.max_position_embeddings
+        factor = self.rope.parameters.get("factor", 1.0)
+        original = self.rope.parameters.get("original_max_position_embeddings")
+        if self.rope.rope_type == "linear":
+            return int(self.max_position_embeddings * factor)
+        if self.rope.rope_type == "yarn" and original:
+            return int(original * factor)
+        return self.max_position_embeddings
 
     def check_tensor_parallel_size(self, size: int) -> None:
         """Raise ConfigError where heads or MLP cannot be split over `size` ranks, with the sizes that would do."""

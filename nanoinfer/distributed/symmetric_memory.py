@@ -28,7 +28,7 @@ HANDLE_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class PeerTensor:
-    """A tensor in the memory of any GPU, with the two things that a Triton kernel asks of a tensor argument."""
+    """Names a tensor in the memory of any GPU, with the two things that a Triton kernel asks of a tensor argument."""
 
     address: int
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class PeerTensor:
 
 @dataclass(frozen=True, slots=True)
 class SymmetricBuffers:
-    """The buffers of one all-reduce that is still to be computed: `all_reduce_add_rms_norm` in `layers/layernorm.py`.
+    """Holds the buffers of an all-reduce that is still to be computed, by `layers.layernorm.all_reduce_add_rms_norm`.
 
     All-reduces are numbered from 1. The number is called the epoch, and a flag holds the epoch that it announces.
     """
@@ -141,13 +141,13 @@ class SymmetricMemory:
 
 
 class _Handle(ctypes.Structure):
-    """cudaIpcMemHandle_t."""
+    """Has the layout of cudaIpcMemHandle_t."""
 
     _fields_ = (("bytes", ctypes.c_char * HANDLE_BYTES),)
 
 
 class _OwnMemory:
-    """Memory on the current GPU that other processes can open, and `torch.as_tensor` can view."""
+    """Owns memory on the current GPU that other processes can open, and `torch.as_tensor` can view."""
 
     def __init__(self, num_bytes: int) -> None:
         address = ctypes.c_void_p()
@@ -170,7 +170,7 @@ class _OwnMemory:
 
 
 class _PeerMemory:
-    """Another rank's memory, mapped into this process."""
+    """Maps another rank's memory into this process."""
 
     def __init__(self, handle: bytes) -> None:
         address = ctypes.c_void_p()

@@ -24,9 +24,10 @@ dist: Any = torch.distributed  # its process groups are hardly typed
 VOCAB_UNIT = 64  # shards of the vocabulary begin at multiples of it: four groups of ids, whose noise one call draws
 CONNECT_TIMEOUT = datetime.timedelta(seconds=8)
 TIMEOUT = datetime.timedelta(minutes=30)
-# Bytes up to which so many ranks' sums go through symmetric memory: as far as that was seen to be faster than NCCL, by
-# two and four ranks. Eight were not measured.
-MAX_BYTES_IN_MEMORY = {2: 4 * 2**20, 4: 4 * 2**20, 8: 4 * 2**20}
+# All-reduces up to this size go through symmetric memory. On two and four ranks it was measured to be faster than NCCL
+# up to here; eight were not measured.
+MAX_BYTES_IN_MEMORY = 4 * 2**20
+SIZES_WITH_MEMORY = (2, 4, 8)  # ranks; the kernel takes powers of two
 NCCL_ENVIRONMENT = {
     # Multicast over NVLink needs rights that not every container has, and fails without them.
     "NCCL_NVLS_ENABLE": "0",
@@ -41,7 +42,7 @@ SLICE_TOKENS = 4096  # at least, and less than twice as many, in a slice of an a
 
 
 class VocabShard(NamedTuple):
-    """Ids [start, start + size) of the vocabulary."""
+    """Names the ids [start, start + size) of the vocabulary."""
 
     start: int
     size: int
@@ -49,7 +50,10 @@ class VocabShard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """Rank `rank` of `size` processes. With size 1 nothing is communicated and no process group is needed."""
+    """Stands for rank `rank` of `size` processes. With size 1 nothing is communicated, and no process group is needed.
+
+    `ModelConfig.check_tensor_parallel_size` has made sure that heads and MLP can be split.
+    """
 
     rank: int = 0
     size: int = 1
@@ -57,39 +61,30 @@ class TensorParallel:
     memory: SymmetricMemory | None = None  # for sums of few tokens, where the GPUs reach each other's memory
 
     def shard_size(self, total: int, name: str) -> int:
-        """This rank's share of a dimension. Raises ConfigError where it cannot be split evenly."""
-        if total % self.size != 0:
-            raise ConfigError(
-                f"{name}={total} cannot be split over tensor_parallel_size={self.size}; use a divisor of {total}"
-            )
+        """Return this rank's share of a dimension."""
+        assert total % self.size == 0, f"{name}={total} cannot be split over {self.size} ranks"
         return total // self.size
 
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part of a full tensor, a view."""
+        """Return this rank's part of a full tensor, a view."""
         length = self.shard_size(tensor.shape[dim], f"dimension {dim} of a weight")
         return tensor.narrow(dim, self.rank * length, length)
 
     def split_of_kv_heads(self, num_kv_heads: int) -> "TensorParallel":
-        """How KV heads are split: like all else, or, where they are fewer than the ranks, one to several ranks each.
+        """Return how KV heads are split: like all else, or, where they are fewer than the ranks, one to several ranks.
 
-        Neighbouring ranks then hold the same head, that of their query heads. Raises ConfigError for other numbers.
+        Neighbouring ranks then hold the same head, that of their query heads.
         """
         if num_kv_heads >= self.size:
-            self.shard_size(num_kv_heads, "num_key_value_heads")
             return self
-        if self.size % num_kv_heads != 0:
-            raise ConfigError(
-                f"num_key_value_heads={num_kv_heads} cannot be shared by tensor_parallel_size={self.size}; use a "
-                f"multiple or a divisor of {num_kv_heads}"
-            )
         return TensorParallel(self.rank * num_kv_heads // self.size, num_kv_heads)
 
     def vocab_shard_size(self, vocab_size: int) -> int:
-        """The ids of each rank but the last one, which may have fewer."""
+        """Return how many ids each rank has; the last one may have fewer."""
         return -(-vocab_size // (self.size * VOCAB_UNIT)) * VOCAB_UNIT
 
     def vocab_shard(self, vocab_size: int) -> VocabShard:
-        """This rank's ids: as many for all ranks, but for the last one, which has what is left of them."""
+        """Return this rank's ids; the last rank has what is left. Raises ConfigError where that would be none."""
         if self.size == 1:
             return VocabShard(0, vocab_size)
         size = self.vocab_shard_size(vocab_size)
@@ -102,7 +97,7 @@ class TensorParallel:
         return VocabShard(start, min(size, vocab_size - start))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' `x`, in its place."""
+        """Return the sum of all ranks' `x`, in its place."""
         if self.size > 1:
             _finish(self.group.allreduce([x], _options(dist.AllreduceOptions())))
         return x
@@ -127,7 +122,7 @@ class TensorParallel:
         return out
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' `x`, of the same shape: (size, *x.shape)."""
+        """Return all ranks' `x`, of the same shape: (size, *x.shape)."""
         if self.size == 1:
             return x.unsqueeze(0)
         gathered = x.new_empty(self.size * x.numel())
@@ -135,16 +130,16 @@ class TensorParallel:
         return gathered.view(self.size, *x.shape)
 
     def minimum(self, value: int, device: torch.device) -> int:
-        """The smallest of all ranks' values."""
+        """Return the smallest of all ranks' values."""
         return int(self.all_gather(torch.tensor([value], device=device)).min())
 
     def with_symmetric_memory(
         self, max_tokens: int, hidden_size: int, dtype: torch.dtype, devices: list[torch.device]
     ) -> "TensorParallel":
-        """The same with `memory` for steps of at most so many tokens, if all ranks can have it."""
-        device, max_bytes = devices[self.rank], MAX_BYTES_IN_MEMORY.get(self.size, 0)
-        max_tokens = min(max_tokens, SLICE_TOKENS - 1, max_bytes // (hidden_size * dtype.itemsize))
-        if device.type == "cpu" or max_tokens == 0 or import_error("triton"):
+        """Return the same with `memory` for steps of at most so many tokens, if all ranks can have it."""
+        device = devices[self.rank]
+        max_tokens = min(max_tokens, SLICE_TOKENS - 1, MAX_BYTES_IN_MEMORY // (hidden_size * dtype.itemsize))
+        if device.type == "cpu" or self.size not in SIZES_WITH_MEMORY or max_tokens == 0 or import_error("triton"):
             return self
         peers = [peer for peer in devices if peer != device]
         if not self.minimum(all(torch.cuda.can_device_access_peer(device, peer) for peer in peers), device):
@@ -172,7 +167,7 @@ class TensorParallel:
 
 
 def connect(rank: int, size: int, device: torch.device, store_file: Path) -> TensorParallel:
-    """Meet the other ranks, by NCCL between GPUs and by gloo on a CPU; returns when all have come.
+    """Meet the other ranks, by NCCL between GPUs and by gloo on a CPU; return when all have come.
 
     store_file: a file that only these ranks use, where they leave their addresses; it must stay while they run.
     """

@@ -166,8 +166,8 @@ def pack(batch: ScheduledBatch) -> Packet:
     )
     num_samples = sum(chunk.samples for chunk in batch.prefill)
     header = Header(batch.num_prefill_tokens, num_samples, *map(len, sections))
-    parts = [np.array(lines, dtype).view(np.int32) for lines, dtype in zip(sections, SECTION_DTYPES, strict=True)]
-    return np.concatenate([np.array(header, np.int32), *parts])
+    parts = [np.array(lines, dtype) for lines, dtype in zip(sections, SECTION_DTYPES, strict=True) if lines]
+    return np.concatenate([np.array(header, np.int32), *(part.view(np.int32) for part in parts)])
 
 
 def read_header(packet: Packet) -> Header:

@@ -15,7 +15,7 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt and its completion.
+    """A prompt and one completion of it, as the scheduler and the block manager see it.
 
     `num_tokens` may run ahead of `token_ids`: a token that the device has sampled and the host has not collected is
     counted (in `num_pending_tokens`) before its id is known. `num_computed_tokens` counts the tokens whose keys and
@@ -37,10 +37,11 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
     row: int | None = None  # line in the device tables while running
-    block_table: list[int] = field(default_factory=list)  # block i holds tokens [i * block_size, (i + 1) * block_size)
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at the first admission
+    # Written by the block manager only:
+    block_table: list[int] = field(default_factory=list)  # block i holds tokens [i * block_size, (i + 1) * block_size)
     prefix_hashes: list[tuple[int, bytes]] = field(default_factory=list)  # (chained hash, tokens) of each full block
     prefix_serials: list[int] = field(default_factory=list)  # cache entry of each block computed so far
 

@@ -30,7 +30,7 @@ def postponed_interrupt() -> Iterator[None]:
 
 
 class _PostponingHandler:
-    """A signal handler that keeps the first signal for later, and passes on those after it."""
+    """Handles a signal by keeping the first one for later, and passing on those after it."""
 
     def __init__(self, handle: Callable[..., Any]) -> None:
         self.caught: list[tuple[Any, ...]] = []

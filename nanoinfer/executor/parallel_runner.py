@@ -71,11 +71,6 @@ class ParallelRunner:
         self.device, self.dtype = self._device, self._runner.dtype
         self.description, self.start_seconds = self._runner.description, self._runner.start_seconds
 
-    @property
-    def worker_pids(self) -> list[int]:
-        """The process ids of ranks 1 and up."""
-        return self._workers.pids
-
     def launch(self, packet: Packet) -> PendingStep:
         """Start the forward pass of a step on all ranks; the workers sample it at once."""
         with self._all_ranks():

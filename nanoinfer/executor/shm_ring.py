@@ -26,7 +26,7 @@ CACHE_LINE = 8  # int64 numbers: the readers' counters lie in different cache li
 
 
 class Ring:
-    """The shared memory. Passed as an argument to a spawned process, it is the same memory there.
+    """Owns the shared memory. Passed as an argument to a spawned process, it is the same memory there.
 
     It has no name in the file system, and is freed when the last process that maps it ends.
 
@@ -51,7 +51,7 @@ class Ring:
 
 
 class RingWriter:
-    """Rank 0's end of the ring.
+    """Writes messages, at rank 0's end of the ring.
 
     doorbells: one socket for each reader. check: called repeatedly while `send` waits for a reader; it may raise.
     """
@@ -78,7 +78,7 @@ class RingWriter:
 
 
 class RingReader:
-    """A worker's end of the ring. index: which of the readers it is."""
+    """Reads messages, at a worker's end of the ring. index: which of the readers it is."""
 
     def __init__(self, ring: Ring, index: int, doorbell: socket.socket) -> None:
         self.ring = ring

@@ -85,12 +85,8 @@ class Workers:
         self._processes.append(process)
 
     @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes if process.pid is not None]
-
-    @property
     def are_ours(self) -> bool:
-        """Whether this process started the workers. A fork of it must leave them alone."""
+        """Return whether this process started the workers. A fork of it must leave them alone."""
         return os.getpid() == self._owner
 
     @property

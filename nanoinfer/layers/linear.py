@@ -60,19 +60,18 @@ class ColumnParallelLinear(nn.Module):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """The gate and up projections of an MLP in one product."""
+    """Computes the gate and up projections of an MLP in one product."""
 
     def __init__(self, input_size: int, intermediate_size: int, tp: TensorParallel) -> None:
         super().__init__(input_size, {"gate": intermediate_size, "up": intermediate_size}, bias=False, tp=tp)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """The query, key and value projections in one product, split by heads; ranks may share a KV head."""
+    """Computes the query, key and value projections in one product, split by heads; ranks may share a KV head."""
 
     def __init__(
         self, input_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, tp: TensorParallel
     ) -> None:
-        tp.shard_size(num_heads, "num_attention_heads")
         kv_split = tp.split_of_kv_heads(num_kv_heads)
         kv_size = num_kv_heads * head_dim
         sizes = {"q": num_heads * head_dim, "k": kv_size, "v": kv_size}

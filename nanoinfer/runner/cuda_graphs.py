@@ -13,8 +13,8 @@ from nanoinfer.runner.step_tables import PADDING_ROW
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to capture: 1, 2, 4, then every 8 to 64, then every 16, and max_num_seqs itself."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_num_seqs + 1, 16), max_num_seqs]
+    """Return the batch sizes to capture, and max_num_seqs itself: the larger a batch, the less a few more rows cost."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_num_seqs + 1, 32), max_num_seqs]
     return sorted({size for size in sizes if size <= max_num_seqs})
 
 

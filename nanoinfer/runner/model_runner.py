@@ -7,6 +7,8 @@ the device; `wait` does, usually while the next step runs.
 
 import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +18,7 @@ from torch import Tensor
 from nanoinfer.checkpoint.loader import fill_with_random_weights, load_model
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
-from nanoinfer.device import current_device, default_dtype, is_out_of_memory, select_device, select_dtype
+from nanoinfer.device import cpu_threads, current_device, default_dtype, is_out_of_memory, select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import Header, Packet, PacketSections, read_header, split
 from nanoinfer.errors import ConfigError
@@ -27,6 +29,8 @@ from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, measure_graph_bytes
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables, cumulative_lens
 from nanoinfer.sampling.sampler import PromptLogprobs, SampleLogprobs, Sampler
+
+MIN_THREADED_PARAMETERS = 2**24  # threads slow the steps of smaller models down
 
 
 class PendingStep(NamedTuple):
@@ -69,8 +73,9 @@ class ModelRunner:
         )
         self.graphs: DecodeGraphs | None = None
         self.closed = False
+        self._num_threads: int | None = None  # the user's own number of CPU threads
         try:
-            with torch.inference_mode(), current_device(self.device):
+            with self._computing():
                 self._set_up(folder)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -83,7 +88,7 @@ class ModelRunner:
 
     def launch(self, packet: Packet) -> PendingStep:
         """Start the forward pass of a step, up to its logits."""
-        with torch.inference_mode(), current_device(self.device):
+        with self._computing():
             header = read_header(packet)
             on_host, on_device = split(packet, header), split(self._to_device(packet), header)
             self.tables.update(header, on_device)
@@ -100,7 +105,7 @@ class ModelRunner:
 
         They come in the packet's order: chunks that sample, or decode rows.
         """
-        with torch.inference_mode(), current_device(self.device):
+        with self._computing():
             logits = self.logits[: len(pending.host_rows)]
             token_ids, logprobs = self.sampler.sample(
                 logits, self.model.vocab_shard.start, pending.rows, pending.host_rows
@@ -130,6 +135,11 @@ class ModelRunner:
     @property
     def num_blocks(self) -> int:
         return self.kv_cache.num_blocks
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        with torch.inference_mode(), current_device(self.device), cpu_threads(self._num_threads):
+            yield
 
     def _launch_prefill(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> PendingStep:
         assert not header.num_decode, "a step is prefill or decode: both would write the logits from line 0"
@@ -172,6 +182,8 @@ class ModelRunner:
         # One buffer for all graphs and for what runs without: the logits are the largest thing that a step makes.
         self.logits = self.model.lm_head.weight.new_empty(config.max_num_seqs, self.model.vocab_shard.size)
         loaded = time.perf_counter()
+        if self.device.type == "cpu" and sum(p.numel() for p in self.model.parameters()) < MIN_THREADED_PARAMETERS:
+            self._num_threads = 1
 
         num_blocks, free_bytes = config.num_kvcache_blocks, memory.CPU_CACHE_BYTES
         if self.device.type == "cuda":

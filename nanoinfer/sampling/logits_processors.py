@@ -40,7 +40,7 @@ class LogitsProcessor(Protocol):
         """Return whether the logits of this row's next token are to be changed."""
 
     def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
-        """Return changed logits (num_rows, vocab_size), of which some rows want it; called once for each token."""
+        """Return changed logits (num_rows, vocab_size); some of the rows want it. Called once for each token."""
 
 
 class Penalties:

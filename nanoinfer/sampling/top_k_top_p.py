@@ -10,7 +10,7 @@ SORTED_ROWS = 32  # at once
 
 @triton_on_cuda("nanoinfer.kernels.top_k_top_p")
 def thresholds(logits: Tensor, limits: Tensor) -> Tensor:
-    """The lowest logit that each row may draw, (num_rows,) float32; -inf where all are allowed.
+    """Return the lowest logit that each row may draw, (num_rows,) float32; -inf where all are allowed.
 
     top_k, top_p and min_p all keep the likeliest tokens, so each is a threshold, and the highest one counts. top_k
     keeps the k largest logits. top_p keeps the fewest tokens that have this share of what top_k has left, at the

@@ -20,7 +20,7 @@ def render_chats(
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """The text of one conversation or of each of several.
+    """Return the text of one conversation, or of each of several.
 
     tools: functions, or their JSON schemas, that the template describes to the model. chat_template: in place of the
     tokenizer's own. chat_template_kwargs: what else the template understands. Raises RequestError where there is no
@@ -80,7 +80,7 @@ def _check(conversation: Any, index: int, has_own_template: bool) -> None:
 
 
 def _with_one_text(message: Message) -> Message:
-    """A content in parts, as OpenAI has it, joined: many templates would drop it."""
+    """Join a content that comes in parts, as OpenAI has it, because many templates would drop it."""
     parts = message.get("content")
     if not isinstance(parts, (list, tuple)):
         return message

@@ -9,7 +9,8 @@ alone. Any other tokenizer is asked again about its last few tokens.
 
 import codecs
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are not a character, or not yet one
@@ -26,7 +27,7 @@ codecs.register_error(EACH_BYTE, lambda error: (REPLACEMENT * (error.end - error
 
 
 class ByteFormat(NamedTuple):
-    """How a tokenizer writes bytes as tokens, and joins them to a text."""
+    """Describes how a tokenizer writes bytes as tokens, and joins them to a text."""
 
     to_bytes: Callable[[str], bytes]  # the bytes of a token, given as the vocabulary writes it
     errors: str = "replace"  # Python's name for what happens to bytes that are not a character
@@ -34,7 +35,7 @@ class ByteFormat(NamedTuple):
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token (Qwen, Llama 3); an added token may be plain text."""
+    """Return the bytes of a byte-level token (Qwen, Llama 3); an added token may be plain text."""
     try:
         return bytes([BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:
@@ -42,60 +43,52 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def byte_fallback_bytes(token: str, space: str = "▁") -> bytes:
-    """The bytes of a token of a tokenizer with byte fallback (Llama 2, Gemma): text, or one byte such as "<0x0A>"."""
+    """Return the bytes of a token with byte fallback (Llama 2, Gemma): text, or one byte such as "<0x0A>"."""
     byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
     return bytes.fromhex(byte[1]) if byte else token.replace(space, " ").encode()
 
 
 def find_byte_format(decoder: Mapping[str, Any]) -> ByteFormat | None:
-    """The byte format that a decoder in tokenizer.json describes; None if its tokens depend on their neighbours."""
-    if decoder["type"] == "ByteLevel":
-        return ByteFormat(byte_level_bytes)
-    match decoder.get("decoders"):
-        case [
-            {"type": "Replace", "pattern": {"String": space}, "content": " "},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-            *rest,
-        ]:
-            pass
-        case _:
-            return None
-    match rest:
-        case []:
-            num_stripped = 0
-        case [{"type": "Strip", "content": " ", "start": num_stripped, "stop": 0}]:
-            pass
-        case _:
-            return None
-    return ByteFormat(lambda token: byte_fallback_bytes(token, space), EACH_BYTE, num_stripped)
+    """Return the format that a decoder in tokenizer.json describes; None if its tokens depend on their neighbours."""
+    match decoder:
+        case {"type": "ByteLevel"}:
+            return ByteFormat(byte_level_bytes)
+        case {"decoders": [{"type": "Replace", "pattern": {"String": space}, "content": " "}, *others]}:
+            to_bytes = partial(byte_fallback_bytes, space=space)
+            match others:
+                case [{"type": "ByteFallback"}, {"type": "Fuse"}]:
+                    return ByteFormat(to_bytes, EACH_BYTE)
+                case [
+                    {"type": "ByteFallback"},
+                    {"type": "Fuse"},
+                    {"type": "Strip", "content": " ", "start": n, "stop": 0},
+                ]:
+                    return ByteFormat(to_bytes, EACH_BYTE, num_stripped=n)
+    return None
 
 
-class TokenBytes(dict[int, bytes]):
-    """The bytes of each token id, looked up when first asked for.
+def cache_bytes(
+    byte_format: ByteFormat, token_of_id: Callable[[int], str | None], skipped: Collection[int] = ()
+) -> Callable[[int], bytes]:
+    """Return a function that gives the bytes of a token id, and looks each of them up once.
 
-    token_of_id: the token as the vocabulary writes it, or None for an id that it does not know. skipped: ids without
-    text.
+    token_of_id: returns a token as the vocabulary writes it, or None for an id that it does not know. skipped: ids
+    without text.
     """
 
-    def __init__(
-        self, byte_format: ByteFormat, token_of_id: Callable[[int], str | None], skipped: Iterable[int] = ()
-    ) -> None:
-        super().__init__(dict.fromkeys(skipped, b""))
-        self.format = byte_format
-        self._token_of_id = token_of_id
+    @cache
+    def bytes_of(token_id: int) -> bytes:
+        token = None if token_id in skipped else token_of_id(token_id)
+        return b"" if token is None else byte_format.to_bytes(token)
 
-    def __missing__(self, token_id: int) -> bytes:
-        token = self._token_of_id(token_id)
-        self[token_id] = found = b"" if token is None else self.format.to_bytes(token)
-        return found
+    return bytes_of
 
 
 class Detokenizer(Protocol):
     """Turns the tokens of one completion to text, in order."""
 
     def decode(self, token_ids: Sequence[int], final: bool = False) -> str:
-        """The text that these tokens complete; with `final`, what was held back as well."""
+        """Return the text that these tokens complete; with `final`, what was held back as well."""
 
 
 class ByteDetokenizer:
@@ -106,13 +99,13 @@ class ByteDetokenizer:
     because they may have been shown already.
     """
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
-        self._bytes = token_bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(token_bytes.format.errors)
-        self._num_to_strip = token_bytes.format.num_stripped
+    def __init__(self, byte_format: ByteFormat, bytes_of: Callable[[int], bytes]) -> None:
+        self._bytes_of = bytes_of
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(byte_format.errors)
+        self._num_to_strip = byte_format.num_stripped
 
     def decode(self, token_ids: Sequence[int], final: bool = False) -> str:
-        text = self._utf8.decode(b"".join([self._bytes[token_id] for token_id in token_ids]), final)
+        text = self._utf8.decode(b"".join(map(self._bytes_of, token_ids)), final)
         while self._num_to_strip and text:
             self._num_to_strip = self._num_to_strip - 1 if text[0] == " " else 0
             text = text.removeprefix(" ")
@@ -156,11 +149,11 @@ class WindowDetokenizer:
 
 
 class CompletionText:
-    """The text of one completion: grows with its tokens and ends at the first stop string.
+    """Holds the text of one completion, which grows with its tokens and ends at the first stop string.
 
     detokenizer: None makes no text. stop: strings that end it. include_stop: whether the text keeps the one that did.
-    `stop_string` is that one, or None. Which one it is, and where the text ends, does not depend on how the text is cut
-    into tokens: it is the stop string that is complete first, and of several that end together the longest.
+    `stop_string` is that one, or None: the one that is complete first, and of several that end together the longest,
+    however the text is cut into tokens.
     """
 
     def __init__(self, detokenizer: Detokenizer | None, stop: Sequence[str] = (), include_stop: bool = False) -> None:
@@ -192,7 +185,7 @@ class CompletionText:
             self._parts.append(text[:end])
 
     def take(self) -> str:
-        """The text that has become certain since the last call."""
+        """Return the text that has become certain since the last call."""
         taken, self._num_taken = self._parts[self._num_taken :], len(self._parts)
         return "".join(taken)
 
@@ -212,7 +205,7 @@ class CompletionText:
         return end if self._include_stop else start
 
     def _num_open(self, text: str) -> int:
-        """The length of the longest end of `text` that is the beginning of a stop string."""
+        """Return the length of the longest end of `text` that is the beginning of a stop string."""
         if not text.endswith(self._beginnings):  # one call for all of them: the usual case
             return 0
         return next(len(beginning) for beginning in self._beginnings if text.endswith(beginning))

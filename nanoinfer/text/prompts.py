@@ -45,8 +45,7 @@ class PromptProcessor:
         what: the word for a prompt in error messages.
         """
         all_ids = self.tokenize(prompts, add_special_tokens)
-        limits = self.vocab_size, self.max_model_len
-        return [check_token_ids(ids, f"{what} {index}", *limits) for index, ids in enumerate(all_ids)]
+        return [self._check_token_ids(ids, f"{what} {index}") for index, ids in enumerate(all_ids)]
 
     def tokenize(self, prompts: list[Prompt], add_special_tokens: bool = True) -> list[list[int]]:
         """Encode the prompts that are texts, in one batch; return the others as they are."""
@@ -67,9 +66,31 @@ class PromptProcessor:
             )
         check_against_model(sampling_params, self.vocab_size, self._stop_token_ids)
 
+    def _check_token_ids(self, token_ids: list[int], which: str) -> list[int]:
+        """Return the ids of "prompt 0", say, as a list of our own. Raises RequestError for what cannot be served."""
+        if not isinstance(token_ids, (list, tuple)):
+            kind = type(token_ids).__name__
+            raise RequestError(f"{which} is a {kind}; give a string or a list of token ids, or {{'prompt': either}}")
+        if not token_ids:
+            raise RequestError(f"{which} is empty; give at least one token")
+        if not all(type(token_id) is int for token_id in token_ids):
+            if wrong := [item for item in token_ids if not is_whole_number(item)]:
+                raise RequestError(f"{which} has {wrong[0]!r} among its token ids; give ints, or one text alone")
+            token_ids = [int(token_id) for token_id in token_ids]  # NumPy's, say
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            outside = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
+            limit = self.vocab_size - 1
+            raise RequestError(f"{which} has token id {outside}, outside the vocabulary; ids are 0 to {limit}")
+        if len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"{which} has {len(token_ids)} tokens, and with one more exceeds max_model_len={self.max_model_len}; "
+                f"shorten it to {self.max_model_len - 1}, or raise max_model_len if model and KV cache allow"
+            )
+        return list(token_ids)
+
 
 def as_list_of_prompts(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[Prompt]:
-    """One prompt or several, as a list."""
+    """Return one prompt or several as a list."""
     if isinstance(prompts, (str, Mapping)):
         return [as_prompt(prompts)]
     if not isinstance(prompts, (list, tuple)):
@@ -82,7 +103,7 @@ def as_list_of_prompts(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[Pro
 
 
 def as_prompt(prompt: GivenPrompt) -> Prompt:
-    """The prompt in a mapping that holds nothing else; all other things as they are, to be checked later."""
+    """Return the prompt in a mapping that holds nothing else; all other things as they are, to be checked later."""
     if isinstance(prompt, Mapping) and len(prompt) == 1:
         [(name, value)] = prompt.items()
         if name == "prompt" or (name == "prompt_token_ids" and not isinstance(value, str)):
@@ -91,7 +112,7 @@ def as_prompt(prompt: GivenPrompt) -> Prompt:
 
 
 def as_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
-    """A priority for each of `count` prompts."""
+    """Return a priority for each of `count` prompts."""
     if priority is None:
         return [0] * count
     if not isinstance(priority, (list, tuple)) or not all(map(is_whole_number, priority)):
@@ -102,7 +123,7 @@ def as_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
 
 
 def as_request_ids(request_ids: int | Sequence[int]) -> list[int]:
-    """One request id or several, as a list."""
+    """Return one request id or several as a list."""
     ids: list[Any] = list(request_ids) if isinstance(request_ids, (list, tuple, set, frozenset)) else [request_ids]
     if not all(map(is_whole_number, ids)):
         raise RequestError(f"request_ids={request_ids!r}; give an id that add_request returned, or a list of these")
@@ -110,7 +131,7 @@ def as_request_ids(request_ids: int | Sequence[int]) -> list[int]:
 
 
 def one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Sampling options for each of `count` prompts."""
+    """Return sampling options for each of `count` prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, (list, tuple)) or not all(isinstance(item, SamplingParams) for item in params):
@@ -123,7 +144,7 @@ def one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count
 
 
 def split_whole(prompt: list[int], completion: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt and of its completion, out of those of both together; as they are where nothing is left.
+    """Split the token ids of a prompt and its completion in one; return both as given where nothing of one is left.
 
     The completion begins where `whole` differs from the prompt's own ids: a token across the border is its.
     """
@@ -145,27 +166,3 @@ def check_texts(texts: dict[int, str], max_characters: int) -> None:
         except UnicodeEncodeError as error:
             message = f"prompt {index} has a lone surrogate, which is no character; decode its bytes as UTF-8"
             raise RequestError(message) from error
-
-
-def check_token_ids(token_ids: list[int], which: str, vocab_size: int, max_model_len: int) -> list[int]:
-    """The ids of "prompt 0", say, as a list of our own. Raises RequestError where these limits do not allow them."""
-    if not isinstance(token_ids, (list, tuple)):
-        raise RequestError(
-            f"{which} is a {type(token_ids).__name__}; give a string or a list of token ids, or {{'prompt': either}}"
-        )
-    if not token_ids:
-        raise RequestError(f"{which} is empty; give at least one token")
-    if not all(type(token_id) is int for token_id in token_ids):
-        for item in token_ids:
-            if not is_whole_number(item):
-                raise RequestError(f"{which} has {item!r} among its token ids; give ints, or one text alone")
-        token_ids = [int(token_id) for token_id in token_ids]  # NumPy's, say
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        raise RequestError(f"{which} has token id {wrong}, outside the vocabulary; ids are 0 to {vocab_size - 1}")
-    if len(token_ids) >= max_model_len:
-        raise RequestError(
-            f"{which} has {len(token_ids)} tokens, and with one more exceeds max_model_len={max_model_len}; "
-            f"shorten it to {max_model_len - 1}, or raise max_model_len if model and KV cache allow"
-        )
-    return list(token_ids)

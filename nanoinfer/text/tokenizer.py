@@ -9,7 +9,7 @@ from typing import Any
 
 from nanoinfer.checkpoint.hub import read_json
 from nanoinfer.errors import ModelError, RequestError
-from nanoinfer.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer, find_byte_format
+from nanoinfer.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, cache_bytes, find_byte_format
 
 logger = logging.getLogger("nanoinfer")
 
@@ -19,7 +19,7 @@ PASSED_ON = (KeyboardInterrupt, SystemExit, MemoryError)
 
 
 class Tokenizer:
-    """A thin layer over a transformers tokenizer (`hf`)."""
+    """Encodes and decodes by a transformers tokenizer, `hf`, and turns its failures into errors of ours."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -29,22 +29,18 @@ class Tokenizer:
         except BaseException as error:
             raise ModelError(f"the tokenizer in {folder} cannot be loaded ({error}); check its files") from error
         self._texts: dict[int, str] = {}  # of single tokens
-        self._token_bytes: dict[bool, TokenBytes] = {}  # by whether special tokens are skipped
-        self._is_byte_level = False
         backend: Any = getattr(self.hf, "backend_tokenizer", None)  # None for tokenizers written in Python
-        if backend is not None and backend.decoder is not None:
-            decoder = json.loads(backend.decoder.__getstate__())
-            self._is_byte_level = decoder["type"] == "ByteLevel"
-            if byte_format := find_byte_format(decoder):
-                special = [index for index, token in backend.get_added_tokens_decoder().items() if token.special]
-                self._token_bytes = {
-                    False: TokenBytes(byte_format, backend.id_to_token),
-                    True: TokenBytes(byte_format, backend.id_to_token, skipped=special),
-                }
+        decoder = json.loads(backend.decoder.__getstate__()) if backend and backend.decoder else {}
+        self._is_byte_level = decoder.get("type") == "ByteLevel"
+        self._byte_format = find_byte_format(decoder)
+        if self._byte_format:
+            special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
+            self._bytes_of_all = cache_bytes(self._byte_format, backend.id_to_token)
+            self._bytes_of_plain = cache_bytes(self._byte_format, backend.id_to_token, skipped=special)
 
     @cached_property
     def longest_token(self) -> int:
-        """The most characters that one token may stand for; other tokenizers may drop any number of characters."""
+        """Return the most characters that one token may stand for; some tokenizers may drop any number of them."""
         return max(map(len, self.hf.get_vocab())) if self._is_byte_level else sys.maxsize
 
     def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
@@ -68,7 +64,7 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Decode a whole completion as `detokenizer` does bit by bit. Raises RequestError where that fails."""
-        if self._token_bytes:
+        if self._byte_format:
             return self.detokenizer(skip_special_tokens).decode(token_ids, final=True)
         try:  # spaces before punctuation stay
             return str(self.hf.decode(token_ids, skip_special_tokens, clean_up_tokenization_spaces=False))
@@ -89,8 +85,9 @@ class Tokenizer:
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """Return what decodes one completion bit by bit."""
-        if self._token_bytes:
-            return ByteDetokenizer(self._token_bytes[skip_special_tokens])
+        if self._byte_format:
+            bytes_of = self._bytes_of_plain if skip_special_tokens else self._bytes_of_all
+            return ByteDetokenizer(self._byte_format, bytes_of)
 
         def decode(token_ids: list[int]) -> str:
             try:
@@ -102,7 +99,7 @@ class Tokenizer:
 
 
 def _tokenizer_class(folder: Path) -> Any:
-    """The class that tokenizer_config.json names, if it reads tokenizer.json; AutoTokenizer for all others.
+    """Return the class that tokenizer_config.json names, if it reads tokenizer.json; AutoTokenizer for all others.
 
     AutoTokenizer would find the same one, but it imports much of transformers first: up to nine seconds, where packages
     like scikit-learn are installed.
@@ -133,7 +130,7 @@ def load_tokenizer(folder: Path, vocab_size: int | None = None) -> Tokenizer | N
 
 
 def read_stop_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The tokenizer's eos and those of generation_config.json (an id or a list) or, lacking that, of config.json."""
+    """Return the tokenizer's eos and those of generation_config.json or, lacking that file, of config.json."""
     path = folder / "generation_config.json"
     path = path if path.exists() else folder / "config.json"
     eos = read_json(path).get("eos_token_id")

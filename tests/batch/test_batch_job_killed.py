@@ -64,7 +64,7 @@ def test_a_job_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(
     random = Random(num_kills)
     path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_input(path, num_lines, random)
-    options = ["--model", str(tiny_model_path()), "--device", "cpu", "--max-num-seqs", "8"]
+    options = ["--model", str(tiny_model_path()), "--device", "cpu", "--max-num-seqs", "8", "--max-tokens", "none"]
     command = [sys.executable, "-m", "nanoinfer", "run-batch", "-i", str(path), "-o", str(output), *options]
     root = Path(__file__).parents[2]
     for _ in range(num_kills):

@@ -52,7 +52,7 @@ def test_every_batch_has_a_graph_that_holds_it(max_num_seqs: int) -> None:
     assert max(sizes) == max_num_seqs
     for num_rows in range(1, max_num_seqs + 1):
         smallest = min(size for size in sizes if size >= num_rows)
-        assert smallest - num_rows < 16, "and not much is padding"
+        assert smallest - num_rows < (16 if num_rows <= 256 else 32), "and not much is padding"
 
 
 def test_padding_attends_to_nothing_and_writes_no_keys(tables: StepTables) -> None:

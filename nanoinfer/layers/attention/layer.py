@@ -10,7 +10,7 @@ from nanoinfer.layers.rotary_embedding import RotaryEmbedding, rotate
 
 
 class Attention(nn.Module):
-    """What lies between the qkv product and the output product: norms, rotation, the write to the cache, attention."""
+    """Computes all between the QKV product and the output product: norms, RoPE, the write to the cache, attention."""
 
     def __init__(self, rotary_emb: RotaryEmbedding, norm_eps: float, backend: AttentionBackend) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ FLASH_ATTN = "nanoinfer.layers.attention.flash_attn"  # imports flash-attn's ext
 def select_backend(
     requested: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> AttentionBackend:
-    """The backend that `requested` names; for "auto", the fastest that serves this device, dtype and these sizes.
+    """Return the backend that `requested` names; for "auto", the fastest that serves this device and these sizes.
 
     Raises ConfigError where the requested one cannot, with the reason.
     """
