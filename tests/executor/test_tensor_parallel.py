@@ -260,6 +260,7 @@ def test_ranks_take_one_gpu_each_from_the_chosen_one_on(monkeypatch: pytest.Monk
         select_devices("cuda:2", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_remains")
 def test_an_error_of_all_ranks_is_that_of_one(random_checkpoint: Checkpoint) -> None:
     options: dict[str, Any] = {"kvcache_block_size": 16, "num_kvcache_blocks": 4, "max_model_len": 65}
