@@ -39,10 +39,10 @@ def main(argv: list[str] | None = None) -> None:
             tensor_parallel_size=args.tensor_parallel_size,
         )
         with llm:
-            llm.generate([[1, 2, 3]], use_tqdm=False)  # warms up
+            options = {"temperature": 0.6, "top_k": args.top_k, "top_p": args.top_p, "ignore_eos": True}
+            llm.generate([[1, 2, 3]], SamplingParams(**options), use_tqdm=False)  # warms up
             for seed in range(args.runs):
                 workload = draw_workload(seed, load, model.config.vocab_size)
-                options = {"temperature": 0.6, "top_k": args.top_k, "top_p": args.top_p, "ignore_eos": True}
                 params = [SamplingParams(max_tokens=max_tokens, **options) for max_tokens in workload.max_tokens]
                 llm.reset_prefix_cache()
                 started = perf_counter()

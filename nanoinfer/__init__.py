@@ -65,6 +65,6 @@ def __getattr__(name: str) -> Any:
         started = perf_counter()
         from nanoinfer import llm
 
-        llm.import_seconds = llm.import_seconds or perf_counter() - started
+        llm.import_seconds.append(perf_counter() - started)
         return llm.LLM
     raise AttributeError(f"module 'nanoinfer' has no attribute {name!r}")

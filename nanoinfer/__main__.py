@@ -128,8 +128,8 @@ def show_log() -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job, say how it went, and return the exit code."""
+    from nanoinfer import LLM
     from nanoinfer.batch.batch_job import run_batch  # imports PyTorch, which --help can do without
-    from nanoinfer.llm import LLM
 
     given: dict[str, Any] = vars(args)
     options = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}

@@ -104,7 +104,7 @@ class EngineConfig:
         object.__setattr__(self, "seed", int(self.seed))
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization={share!r} must lie in (0, 1]; 0.9 suits a card of one's own")
+            raise ConfigError(f"gpu_memory_utilization={share!r} must lie in (0, 1]; 0.9 suits a GPU of your own")
         if self.max_model_len == 1:
             raise ConfigError("max_model_len=1 has no room for a prompt and a completion; use at least 2")
         if self.kvcache_block_size % 16 != 0:

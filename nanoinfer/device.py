@@ -39,8 +39,8 @@ def select_devices(requested: str, count: int) -> list[torch.device]:
     num_gpus = torch.cuda.device_count()
     if first.index + count > num_gpus:
         raise ConfigError(
-            f"tensor_parallel_size={count} needs as many GPUs, and PyTorch sees {num_gpus}, of which {first} is the "
-            f"first to use; use at most {num_gpus - first.index}"
+            f"tensor_parallel_size={count} needs as many GPUs, and PyTorch sees {num_gpus}; {first} is the first to "
+            f"use; use at most {num_gpus - first.index}"
         )
     return [torch.device("cuda", first.index + rank) for rank in range(count)]
 
@@ -78,8 +78,11 @@ def current_device(device: torch.device) -> AbstractContextManager[None]:
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
     """Let PyTorch use `count` CPU threads in this scope; None leaves the number as it is."""
+    if count is None:
+        yield
+        return
     before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

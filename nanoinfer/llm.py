@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from nanoinfer.text.tokenizer import load_tokenizer, read_stop_token_ids
 
 logger = logging.getLogger("nanoinfer")
 
-import_seconds = 0.0  # how long `from nanoinfer import LLM` took, PyTorch included; set by the package
+import_seconds: list[float] = []  # how long `from nanoinfer import LLM` took; the first start logs it
 
 Prompts = GivenPrompt | Sequence[GivenPrompt]
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
@@ -71,36 +72,42 @@ class LLM:
         model_config = ModelConfig.from_folder(folder, supported=REGISTRY)
         self._generation_config = read_json(folder / "generation_config.json")
         vocab_size = None if is_random else model_config.vocab_size  # random weights fit any tokenizer
-        with ThreadPoolExecutor(1) as beside:  # what the tokenizer imports takes as long as the weights
-            loading = beside.submit(load_tokenizer, folder, vocab_size)
-            runner = _make_runner(self.config, model_config, folder)
-        try:
-            tokenizer = loading.result()
+        with ExitStack() as on_failure:
+            # What the tokenizer imports takes as long as loading the weights, so both happen at the same time.
+            with ThreadPoolExecutor(1) as background:
+                loading = background.submit(load_tokenizer, folder, vocab_size)
+                runner = _make_runner(self.config, model_config, folder)
+                on_failure.callback(runner.close)
+                loaded = time.perf_counter()
+                tokenizer = loading.result()
             stop_token_ids = read_stop_token_ids(folder, tokenizer)
             self.engine = LLMEngine(self.config, runner, tokenizer, stop_token_ids)
-        except BaseException:
-            runner.close()
-            raise
+            on_failure.pop_all()
         if isinstance(runner, ParallelRunner):
             weakref.finalize(self.engine, runner.close)  # when the engine is forgotten, and when the script ends
         self.max_model_len = runner.max_model_len
-        self._device, self._dtype = runner.device, str(runner.dtype).removeprefix("torch.")
+        self._runner_info = runner.info
         self._prompts = PromptProcessor(
             tokenizer, self.config.model, model_config.vocab_size, self.max_model_len, stop_token_ids
         )
         self._unclaimed: list[RequestOutput] = []  # of requests of `add_request`, until `step` returns them
         self._lock = threading.RLock()  # held while a call prepares, queues or drops requests, and for each step
-        parts = {"imports": import_seconds} | runner.start_seconds
+        imports = {"imports": import_seconds.pop()} if import_seconds else {}
+        self._log_start(imports | runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded}, started)
+
+    def _log_start(self, parts: dict[str, float], started: float) -> None:
+        """Log what was loaded, and how long each part of that took; the tokenizer's is what was left to wait for."""
         logger.info(
             "%s: %s; ready in %.1f s (%s)",
             repr(self),  # a handler that keeps the record must not keep the engine
-            runner.description,
-            time.perf_counter() - started + import_seconds,
+            self._runner_info.description,
+            time.perf_counter() - started + parts.get("imports", 0.0),
             ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items()),
         )
 
     def __repr__(self) -> str:
-        return f"LLM({self.config.model!r}, {self._device}, {self._dtype}, max_model_len={self.max_model_len})"
+        device, dtype = self._runner_info.device, str(self._runner_info.dtype).removeprefix("torch.")
+        return f"LLM({self.config.model!r}, {device}, {dtype}, max_model_len={self.max_model_len})"
 
     def generate(
         self,
@@ -154,7 +161,7 @@ class LLM:
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
         )
-        # The template has written all special tokens that there are to be.
+        # The template has already written the special tokens.
         requests = self._prepare([*texts], sampling_params, priority, add_special_tokens=False)
         return self._complete(requests, use_tqdm, on_finish)
 

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "executor", "text"},
     "bench": EVERYBODY | {*nanoinfer.__all__, "__version__", "engine", "layers", "kernels", "distributed"},
-    "__main__": EVERYBODY | {"llm", "batch", "bench", "__version__"},
+    "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "batch", "bench"},
 }
 WITHOUT_TORCH = {"engine", "config", "sampling_params", "outputs", "errors"}
 CUDA_ONLY = ("kernels.", "layers.attention.flash_attn", "layers.attention.triton")

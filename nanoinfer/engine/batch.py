@@ -113,6 +113,22 @@ class SamplingRecord(NamedTuple):
     frequency_penalty: float
     repetition_penalty: float
 
+    @property
+    def is_filtered(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def is_penalised(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+
+class PositionLogprobs(NamedTuple):
+    """The log-probabilities of one position: of its token, and of the likeliest ones in about their order."""
+
+    rank: int  # of its token; 1 is the likeliest
+    token_ids: list[int]  # its token comes first
+    logprobs: list[float]
+
 
 class Chunk(NamedTuple):
     """A prefill chunk as the packet carries it."""
@@ -209,18 +225,19 @@ def _needs_sampling_record(seq: Sequence) -> bool:
 
 def _sampling_record(seq: Sequence) -> SamplingRecord:
     params = seq.sampling_params
+    is_filtered = params.is_filtered  # not where decoding is greedy
     return SamplingRecord(
         row=_row(seq),
         num_prompt_tokens=seq.num_prompt_tokens,
         num_generated=len(seq.token_ids) - seq.num_prompt_tokens,
-        top_k=min(max(params.top_k, 0), MANY),
+        top_k=min(max(params.top_k, 0), MANY) if is_filtered else 0,
         min_tokens=min(params.min_tokens, MANY),
         num_stop_ids=len(seq.stop_token_ids),
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         prompt_logprobs_start=-1 if seq.prompt_logprobs_start is None else seq.prompt_logprobs_start,
-        top_p=max(params.top_p, 1e-30),  # more than 0 in float32 too
-        min_p=params.min_p,
+        top_p=max(params.top_p, 1e-30) if is_filtered else 1.0,  # more than 0 in float32 too
+        min_p=params.min_p if is_filtered else 0.0,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,

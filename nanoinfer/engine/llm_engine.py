@@ -274,14 +274,14 @@ class LLMEngine:
         """Keep the log-probabilities of the tokens that a step has yielded, and of the prompts' tokens in it."""
         sampled, prefill = step.batch.sampled, step.batch.prefill
         for of_samples in step.handle.logprobs:
-            for line, entry in zip(of_samples.lines, of_samples.logprobs.tolist(), strict=True):
+            for line, entry in zip(of_samples.lines, of_samples.logprobs.to_positions(), strict=True):
                 if wanted[line]:
-                    self._requests[sampled[line].request_id].add_logprobs(sampled[line].sample, *entry)
+                    self._requests[sampled[line].request_id].add_logprobs(sampled[line].sample, entry)
         for of_prompt in step.handle.prompt_logprobs:
             request = self._requests.get(prefill[of_prompt.chunk].seq.request_id)
             if request is not None:  # None: it was dropped
-                for position, entry in enumerate(of_prompt.logprobs.tolist(), of_prompt.start):
-                    request.add_prompt_logprobs(position, *entry)
+                for position, entry in enumerate(of_prompt.logprobs.to_positions(), of_prompt.start):
+                    request.add_prompt_logprobs(position, entry)
 
     def _abort_marked(self) -> None:
         self._collect_until(max_in_flight=0)  # a step that fails must find its sequences as it left them

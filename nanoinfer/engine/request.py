@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nanoinfer.engine.batch import NO_TOKEN
+from nanoinfer.engine.batch import NO_TOKEN, PositionLogprobs
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.text.detokenizer import CompletionText
@@ -56,7 +56,7 @@ class Completion:
 
     @property
     def is_followed(self) -> bool:
-        """Whether it matters what the text is before it has finished."""
+        """Return whether the text matters before the completion has finished."""
         return self.chunks is not None or bool(self.text.stop)
 
     def advance(self) -> bool:
@@ -121,30 +121,27 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as they come
     arrived: float = field(default_factory=time.perf_counter)
 
-    def add_logprobs(self, sample: int, rank: int, token_ids: list[int], logprobs: list[float]) -> None:
-        """Keep the log-probabilities of a sample's newest token; see `_token_logprobs`."""
+    def add_logprobs(self, sample: int, entry: PositionLogprobs) -> None:
+        """Keep the log-probabilities of a sample's newest token."""
         completion = self.completions[sample]
         num_best = completion.seq.sampling_params.logprobs
         if num_best is not None and completion.seq.finish_reason != "error":
-            completion.logprobs.append(self._token_logprobs(num_best, rank, token_ids, logprobs))
+            completion.logprobs.append(self._token_logprobs(num_best, entry))
 
-    def add_prompt_logprobs(self, position: int, rank: int, token_ids: list[int], logprobs: list[float]) -> None:
-        """Keep the log-probabilities of one prompt token; see `_token_logprobs`."""
+    def add_prompt_logprobs(self, position: int, entry: PositionLogprobs) -> None:
+        """Keep the log-probabilities of one prompt token."""
         seq = self.completions[0].seq
         num_best = seq.sampling_params.prompt_logprobs
         if self.prompt_logprobs is not None and num_best is not None:
-            self.prompt_logprobs[position] = self._token_logprobs(num_best, rank, token_ids, logprobs)
+            self.prompt_logprobs[position] = self._token_logprobs(num_best, entry)
             if position == seq.num_prompt_tokens - 1:
                 seq.prompt_logprobs_start = None  # all have come; if the prompt is computed again, then without
 
-    def _token_logprobs(self, num_best: int, rank: int, token_ids: list[int], logprobs: list[float]) -> TokenLogprobs:
-        """Return what users get for one position.
-
-        token_ids, logprobs: first the token that is there, of this rank, then the likeliest in about their order.
-        """
-        (token_id, logprob), *likeliest = zip(token_ids, logprobs, strict=True)
+    def _token_logprobs(self, num_best: int, entry: PositionLogprobs) -> TokenLogprobs:
+        """Return what users get for one position: its token, then the `num_best` likeliest."""
+        (token_id, logprob), *likeliest = zip(entry.token_ids, entry.logprobs, strict=True)
         likeliest = sorted(likeliest, key=lambda pair: (-pair[1], pair[0]))[:num_best]
-        found = {token_id: Logprob(logprob, rank, self.text_of_token(token_id))}
+        found = {token_id: Logprob(logprob, entry.rank, self.text_of_token(token_id))}
         for its_rank, (its_id, its_logprob) in enumerate(likeliest, 1):
             if its_id not in found:
                 found[its_id] = Logprob(its_logprob, its_rank, self.text_of_token(its_id))

@@ -8,8 +8,8 @@ Prefill goes first, so that the decode batch is as full as it can be. A sequence
        '------preempt: blocks are short, last in rank first'
 
 Preemption frees a sequence's blocks and computes it again later, its generated tokens included (recomputation, as in
-PagedAttention, Kwon et al. 2023). The waiting queue is ordered by priority and then by arrival, so that a preempted
-sequence, which came before all of its priority that still wait, is in front of them without a rule of its own.
+PagedAttention, Kwon et al. 2023). The waiting queue is ordered by priority, then by arrival. So a preempted sequence
+is the first to be admitted again among those of its priority: it arrived before all that still wait.
 """
 
 import heapq
@@ -134,7 +134,7 @@ class Scheduler:
         heapq.heapify(self._waiting)
 
     def _schedule_prefill(self) -> ScheduledBatch:
-        """Chunks of prompts begun earlier first, then of new ones, until the step's budget of tokens is used."""
+        """Schedule chunks of prompts begun earlier, then of new ones, until the step's token budget is used."""
         batch = ScheduledBatch()
         budget = self.max_num_batched_tokens
         for seq in self.running:
@@ -153,7 +153,7 @@ class Scheduler:
         return batch
 
     def _schedule_decode(self, in_flight: bool) -> ScheduledBatch:
-        """One token for each running sequence; the lowest in rank are preempted while blocks are short."""
+        """Schedule one token for each running sequence; the lowest in rank are preempted while blocks are short."""
         # One whose last token is in flight has nothing more to run.
         decode = [seq for seq in self.running if seq.num_tokens < seq.max_num_tokens]
         needy = [seq for seq in decode if self.block_manager.needs_block(seq)]
@@ -176,12 +176,12 @@ class Scheduler:
         return batch
 
     def _worth_admitting(self) -> bool:
-        """Hysteresis: with sequences to decode and a long queue, wait until a group of rows is free."""
+        """Return False while sequences decode under a long queue and fewer rows are free than a group (hysteresis)."""
         group = min(ADMISSION_GROUP, max(1, self.max_num_seqs // 4))
         return not self.running or len(self._free_rows) >= min(group, len(self._waiting))
 
     def _growth(self, seq: Sequence) -> int:
-        """Tokens of room to keep for a running sequence."""
+        """Return how many tokens of room to keep for a running sequence."""
         return min(self.reserved_tokens, seq.max_num_tokens - seq.num_tokens)
 
     def _try_admit(self, batch: ScheduledBatch, seq: Sequence, growth: int) -> bool:

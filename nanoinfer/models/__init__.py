@@ -7,14 +7,12 @@ from nanoinfer.errors import ModelError
 from nanoinfer.models.decoder import DecoderForCausalLM
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 
-CausalLM = DecoderForCausalLM  # what the runner asks of a model
-
-REGISTRY: dict[str, type[CausalLM]] = {
+REGISTRY: dict[str, type[DecoderForCausalLM]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
 }
 
 
-def get_model_class(architecture: str) -> type[CausalLM]:
+def get_model_class(architecture: str) -> type[DecoderForCausalLM]:
     """Return the class of an architecture. Raises ModelError, which lists the supported ones."""
     if architecture not in REGISTRY:
         raise ModelError(f"architecture {architecture!r} is not supported; supported are {', '.join(REGISTRY)}")

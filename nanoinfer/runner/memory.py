@@ -42,7 +42,7 @@ def grantable_bytes(share: float, device: torch.device) -> int:
 
 
 def num_blocks_in(free_bytes: int, config: ModelConfig, block_size: int, dtype: torch.dtype, tp: TensorParallel) -> int:
-    """Return how many blocks fit into `free_bytes`. Raises ConfigError where not one does."""
+    """Return how many blocks fit into `free_bytes`. Raises ConfigError if not even one does."""
     bytes_per_block = 2 * math.prod(cache_shape(config, 1, block_size, tp)) * dtype.itemsize
     if free_bytes < bytes_per_block:
         raise ConfigError(

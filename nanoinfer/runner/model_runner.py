@@ -9,6 +9,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,13 +25,24 @@ from nanoinfer.engine.batch import Header, Packet, PacketSections, read_header, 
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.metadata import PrefillMetadata
 from nanoinfer.layers.attention.selection import select_backend
-from nanoinfer.models import CausalLM, get_model_class
+from nanoinfer.models import get_model_class
+from nanoinfer.models.decoder import DecoderForCausalLM
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, measure_graph_bytes
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables, cumulative_lens
 from nanoinfer.sampling.sampler import PromptLogprobs, SampleLogprobs, Sampler
 
 MIN_THREADED_PARAMETERS = 2**24  # threads slow the steps of smaller models down
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What was loaded, in words, and how many seconds each part of that took."""
+
+    device: torch.device
+    dtype: torch.dtype
+    description: str
+    start_seconds: dict[str, float]
 
 
 class PendingStep(NamedTuple):
@@ -124,7 +136,9 @@ class ModelRunner:
         return handle.token_ids.tolist()
 
     def close(self) -> None:
-        """Give the device's memory back. The runner cannot be used any more."""
+        """Give the device's memory back. The runner cannot be used any more; closing twice is fine."""
+        if self.closed:
+            return
         self.closed = True
         self.graphs = None
         del self.model, self.logits, self.kv_cache, self.tables, self.sampler
@@ -199,17 +213,18 @@ class ModelRunner:
         if self._uses_graphs:
             self.graphs = DecodeGraphs(self._decode, graph_sizes(config.max_num_seqs), self.device)
         captured = time.perf_counter()
-        self.start_seconds = {"weights": loaded - started, "warm-up": sized - loaded, "graphs": captured - sized}
-        self.description = (
+        seconds = {"weights": loaded - started, "warm-up": sized - loaded, "graphs": captured - sized}
+        description = (
             f"{self.model_config.architecture} with attention by {self.backend.name}, KV cache of {num_blocks} blocks "
             f"of {block_size} tokens, {self.kv_cache.num_bytes / memory.GIB:.2f} GiB"
         )
+        self.info = RunnerInfo(self.device, self.dtype, description, seconds)
 
     @property
     def _uses_graphs(self) -> bool:
         return self.device.type == "cuda" and not self.config.enforce_eager and not self.backend.needs_host
 
-    def _load_model(self, folder: Path, max_positions: int) -> CausalLM:
+    def _load_model(self, folder: Path, max_positions: int) -> DecoderForCausalLM:
         model_class = get_model_class(self.model_config.architecture)
         with torch.device(self.device), default_dtype(self.dtype):
             model = model_class(self.model_config, max_positions, self.backend, self.tp)

@@ -56,12 +56,7 @@ class Penalties:
         self._rows: set[int] = set()
 
     def admit(self, records: Sequence[SamplingRecord], stop_ids: list[int], on_device: Tensor) -> None:
-        none = (0, 0, 1)
-        self._rows |= {
-            record.row
-            for record in records
-            if (record.presence_penalty, record.frequency_penalty, record.repetition_penalty) != none
-        }
+        self._rows |= {record.row for record in records if record.is_penalised}
         rows, dtype = on_device[:, 0].long(), SECTION_DTYPES.sampling_records
         names = ("presence_penalty", "frequency_penalty", "repetition_penalty")
         self._prompt_lens[rows] = read_field(on_device, dtype, "num_prompt_tokens")
@@ -99,6 +94,7 @@ class MinTokens:
 
     def release(self, row: int) -> None:
         self._num_left.pop(row, None)
+        self._stop_ids.pop(row, None)
 
     def wants(self, row: int) -> bool:
         return row in self._num_left

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanoinfer.engine.batch import PositionLogprobs
+
 
 class LogprobsTensors(NamedTuple):
     """Holds, for each of some positions, the log-probability of one chosen token and of the likeliest tokens."""
@@ -17,9 +19,9 @@ class LogprobsTensors(NamedTuple):
         """Start a copy to pinned memory; it is complete when the device has come to it."""
         return LogprobsTensors(*(part.to("cpu", non_blocking=True) for part in self))
 
-    def tolist(self) -> list[tuple[int, list[int], list[float]]]:
-        """Return rank, token ids and log-probabilities of each position."""
-        return list(zip(*(part.tolist() for part in self), strict=True))
+    def to_positions(self) -> list[PositionLogprobs]:
+        """Return what is known of each position; on a host copy that is complete."""
+        return list(map(PositionLogprobs, *(part.tolist() for part in self)))
 
 
 def compute_logprobs(logits: Tensor, token_ids: Tensor, num_best: int) -> LogprobsTensors:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import SECTION_DTYPES, Header, PacketSections, SamplingRecord, read_sampling_records
-from nanoinfer.models import CausalLM
+from nanoinfer.models.decoder import DecoderForCausalLM
 from nanoinfer.sampling.gumbel_max import sample_and_append, sample_and_append_across_ranks
 from nanoinfer.sampling.logits_processors import LogitsProcessor, MinTokens, Penalties, read_field
 from nanoinfer.sampling.logprobs import LogprobsTensors, compute_logprobs
@@ -60,6 +60,7 @@ class Sampler:
             MinTokens(vocab_size, self.device),
         ]
         self._records: dict[int, SamplingRecord] = {}  # by row: what it asks for beyond temperature and seed
+        self._filtered: set[int] = set()  # rows with top_k, top_p or min_p
 
     def admit(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> None:
         """Enter how the newly admitted rows of a packet are sampled, in place of what was known of these rows."""
@@ -72,6 +73,7 @@ class Sampler:
         self.filters[rows] = 0.0  # no filter, whatever the sequence before asked for
         if self._records:
             for row in on_host.row_records[:, 0].tolist():
+                self._filtered.discard(row)
                 if self._records.pop(row, None):
                     for processor in self.processors:
                         processor.release(row)
@@ -81,6 +83,7 @@ class Sampler:
     def _admit_records(self, on_host: PacketSections, on_device: Tensor) -> None:
         records = read_sampling_records(on_host.sampling_records)
         self._records |= {record.row: record for record in records}
+        self._filtered |= {record.row for record in records if record.is_filtered}
         rows = on_device[:, 0].long()
         columns = [read_field(on_device, SECTION_DTYPES.sampling_records, name) for name in ("top_k", "top_p", "min_p")]
         self.filters[rows] = torch.stack((self.temperatures[rows], *columns), dim=1)
@@ -95,14 +98,16 @@ class Sampler:
         logits: (num_rows, vocab shard) of this rank, from id `first_id` on. rows: (num_rows,) int64; host_rows: the
         same on the host. A row whose logits are NaN or infinite yields -1.
         """
-        copied = [line for line, row in enumerate(host_rows) if row in self._records and self._needs_copy(row)]
+        copied = []
+        if self._records:
+            copied = [line for line, row in enumerate(host_rows) if row in self._records and self._needs_copy(row)]
         if not copied:
-            return self._draw(logits, first_id, rows, self._are_filtered(host_rows)), []
+            return self._draw(logits, first_id, rows, host_rows), []
         lines = self._to_device(copied)
         token_ids = torch.empty(len(rows), dtype=torch.int32, device=self.device)
         if len(copied) < len(host_rows):
             others = rows.index_fill(0, lines, -1)  # the draw skips rows of -1
-            token_ids = self._draw(logits, first_id, others, self._are_filtered(host_rows))
+            token_ids = self._draw(logits, first_id, others, host_rows)
         logprobs = []
         for start in range(0, len(copied), ROWS_AT_ONCE):
             some = copied[start : start + ROWS_AT_ONCE]
@@ -114,7 +119,9 @@ class Sampler:
                 logprobs.append(SampleLogprobs(some, compute_logprobs(whole, drawn.clamp(min=0), num_best).to_host()))
         return token_ids, logprobs
 
-    def prompt_logprobs(self, model: CausalLM, hidden: Tensor, chunks: list[list[int]]) -> list[PromptLogprobs]:
+    def prompt_logprobs(
+        self, model: DecoderForCausalLM, hidden: Tensor, chunks: list[list[int]]
+    ) -> list[PromptLogprobs]:
         """Return the log-probabilities of the prompt tokens that these chunks (row, start, length) predict.
 
         hidden: (num_tokens, hidden_size), of all chunks end to end.
@@ -135,42 +142,41 @@ class Sampler:
 
     @property
     def scratch_bytes(self) -> int:
-        """The memory that float32 copies of logits take at most."""
+        """Return the memory that float32 copies of logits take at most."""
         return NUM_COPIES * ROWS_AT_ONCE * self.vocab_size * torch.float32.itemsize
 
     def _needs_copy(self, row: int) -> bool:
-        """Whether the row's logits are processed or read whole."""
-        record = self._records[row]
+        """Return whether the row's logits are processed or read whole."""
         return (
-            record.num_logprobs >= 0
-            or (self.tp.size > 1 and self._is_filtered(record))
+            self._records[row].num_logprobs >= 0
+            or (self.tp.size > 1 and row in self._filtered)
             or any(processor.wants(row) for processor in self.processors)
         )
 
-    def _is_filtered(self, record: SamplingRecord) -> bool:
-        return record.top_k > 0 or record.top_p < 1 or record.min_p > 0
-
-    def _are_filtered(self, host_rows: list[int]) -> bool:
-        return any(row in self._records and self._is_filtered(self._records[row]) for row in host_rows)
-
-    def _draw(self, logits: Tensor, first_id: int, rows: Tensor, are_filtered: bool) -> Tensor:
+    def _draw(self, logits: Tensor, first_id: int, rows: Tensor, host_rows: list[int]) -> Tensor:
         """Draw from the model's own logits; -1 among the rows is skipped, and yields -1."""
         tables = (self.temperatures, self.seeds, self.token_ids, self.context_lens)
         if self.tp.size > 1:
             return sample_and_append_across_ranks(logits, first_id, self.tp, rows, *tables)
-        lowest = thresholds(logits, self.filters[rows]) if are_filtered else None
-        return sample_and_append(logits, lowest, rows, *tables)
+        return sample_and_append(logits, self._thresholds(logits, rows, host_rows), rows, *tables)
 
     def _draw_processed(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
         """Draw from processed copies of whole logits (num_rows, vocab_size)."""
         for processor in self.processors:
             if any(map(processor.wants, host_rows)):
                 logits = processor.apply(logits, rows, host_rows)
-        lowest = thresholds(logits, self.filters[rows]) if self._are_filtered(host_rows) else None
         tables = (self.temperatures, self.seeds, self.token_ids, self.context_lens)
-        return sample_and_append(logits, lowest, rows, *tables)
+        return sample_and_append(logits, self._thresholds(logits, rows, host_rows), rows, *tables)
 
-    def _logprobs_after(self, model: CausalLM, hidden: Tensor, token_ids: Tensor, num_best: int) -> LogprobsTensors:
+    def _thresholds(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor | None:
+        """Return the lowest logit that each row may draw; None where no row is filtered."""
+        if self._filtered.isdisjoint(host_rows):
+            return None
+        return thresholds(logits, self.filters[rows])
+
+    def _logprobs_after(
+        self, model: DecoderForCausalLM, hidden: Tensor, token_ids: Tensor, num_best: int
+    ) -> LogprobsTensors:
         """Return the log-probabilities of tokens (num_tokens,), each after its hidden state; a few at a time."""
         pairs = zip(hidden.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE), strict=True)
         parts = [compute_logprobs(self._gather(model.compute_logits(states)), ids, num_best) for states, ids in pairs]

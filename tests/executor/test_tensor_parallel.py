@@ -362,6 +362,22 @@ def test_a_worker_that_is_killed_is_an_error_of_generate(seconds: float, sent: i
 
 
 @pytest.mark.usefixtures("nothing_remains")
+def test_an_error_between_launch_and_sample_is_an_error_of_the_next_step_and_no_endless_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm, _ = start()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "sample", lambda pending: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generate(llm, [[1, 2, 3]])
+    with pytest.raises(RuntimeError, match="was launched and not sampled"):
+        generate(llm, [[1, 2, 3]])
+    with pytest.raises(EngineClosedError):
+        generate(llm, [[1, 2, 3]])
+    llm.close()
+
+
+@pytest.mark.usefixtures("nothing_remains")
 def test_an_error_of_rank_0_in_the_middle_of_a_step_closes_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = start()
     with monkeypatch.context() as patch:

@@ -193,7 +193,7 @@ def test_logprobs_are_those_of_a_float32_softmax(dtype: torch.dtype, num_best: i
     logits = (4 * randn(6, 100)).to(dtype)
     token_ids = torch.tensor([0, 5, 99, 50, 3, 3], dtype=torch.int32)
     expected = logits.double().log_softmax(dim=1)
-    places = compute_logprobs(logits, token_ids, num_best).tolist()
+    places = compute_logprobs(logits, token_ids, num_best).to_positions()
     for row, (rank, ids, logprobs) in enumerate(places):
         assert ids[0] == token_ids[row]
         assert logprobs == pytest.approx(expected[row, ids].tolist(), abs=1e-5)
@@ -206,5 +206,5 @@ def test_logprobs_are_those_of_a_float32_softmax(dtype: torch.dtype, num_best: i
 
 def test_of_equal_logits_the_lower_id_ranks_first_as_in_greedy_decoding() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0]])
-    ranks = [compute_logprobs(logits, torch.tensor([i]), 0).tolist()[0][0] for i in range(4)]
+    ranks = [compute_logprobs(logits, torch.tensor([i]), 0).to_positions()[0][0] for i in range(4)]
     assert ranks == [4, 1, 2, 3]

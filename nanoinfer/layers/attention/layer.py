@@ -55,12 +55,12 @@ def norm_rope_store(
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From the packed qkv product to attention: RMSNorm and rotation of queries and keys, the write to the cache.
+    """Normalise and rotate queries and keys, write keys and values to the cache, and return all three.
 
-    qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), of use to nobody afterwards.
+    qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), which may be overwritten.
     norm_weights: (head_dim,) each, of queries and of keys; None for a model without norms.
-    k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim). slot_mapping: (num_tokens,) int64, or -1.
-    Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim).
+    k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim). slot_mapping: (num_tokens,) int64; -1 skips the
+    write. Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim).
     """
     _, num_kv_heads, _, head_dim = k_cache.shape
     heads = qkv.unflatten(1, (-1, head_dim))
