@@ -13,8 +13,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig, describe_options
@@ -24,6 +22,7 @@ from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import REGISTRY
 from nanoinfer.outputs import EngineMetrics, Logprob, RequestOutput, Score, StreamChunk
+from nanoinfer.progress import Progress
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.sampling_params import SamplingParams, is_whole_number
 from nanoinfer.text.chat import Conversation, render_chats
@@ -36,7 +35,6 @@ from nanoinfer.text.prompts import (
     as_prompt,
     as_request_ids,
     one_for_each,
-    split_whole,
 )
 from nanoinfer.text.tokenizer import load_tokenizer, read_stop_token_ids
 
@@ -194,18 +192,14 @@ class LLM:
         prompts, completions = as_list_of_prompts(prompts), as_list_of_prompts(completions)
         if len(prompts) != len(completions):
             raise RequestError(f"{len(completions)} completions for {len(prompts)} prompts; give one for each")
-        wholes: list[Prompt] = [
-            one + two if isinstance(one, str) and isinstance(two, str) else []
-            for one, two in zip(prompts, completions, strict=True)
-        ]
         self.engine.check_open()
         with self._lock:
-            apart = self._prompts.encode(prompts), self._prompts.encode(completions, False, "completion")
-            pairs = [split_whole(*ids) for ids in zip(*apart, self._prompts.tokenize(wholes), strict=True)]
-            whole_ids = self._prompts.encode([before + after for before, after in pairs])
+            pairs = self._prompts.encode_pairs(prompts, completions)
         requests = [
-            PreparedRequest(prompt=None, token_ids=ids, sampling_params=SCORING, prompt_logprobs_start=len(before))
-            for ids, (before, _) in zip(whole_ids, pairs, strict=True)
+            PreparedRequest(
+                prompt=None, token_ids=before + after, sampling_params=SCORING, prompt_logprobs_start=len(before)
+            )
+            for before, after in pairs
         ]
         outputs = self._complete(requests, use_tqdm, on_finish=None)
         return [_score(output, len(before)) for output, (before, _) in zip(outputs, pairs, strict=True)]
@@ -400,31 +394,3 @@ def _score(output: RequestOutput, first: int) -> Score:
     logprobs = [entry.logprob for entry in entries]
     total = sum(logprobs)
     return Score(token_ids, logprobs, total, all(entry.rank == 1 for entry in entries) and not math.isnan(total))
-
-
-class Progress:
-    """Shows the progress of a call: finished requests, and tokens a second since it began.
-
-    num_before: how many had finished before it.
-    """
-
-    def __init__(
-        self, get_metrics: Callable[[], EngineMetrics], num_requests: int, use_tqdm: bool, num_before: int = 0
-    ) -> None:
-        self._get_metrics, self._before = get_metrics, get_metrics()
-        # A few times a second at most, whether or not a request has finished.
-        drawn = {"mininterval": 0.2, "miniters": 0, "disable": not use_tqdm}
-        self._bar = tqdm(desc="Generating", unit="req", total=num_requests, initial=num_before, **drawn)
-
-    def show(self, num_finished: int) -> None:
-        now, before = self._get_metrics(), self._before
-        prefill = (now.prefill_tokens - before.prefill_tokens) / max(1e-9, now.prefill_seconds - before.prefill_seconds)
-        decode = (now.decode_tokens - before.decode_tokens) / max(1e-9, now.decode_seconds - before.decode_seconds)
-        self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)
-        self._bar.update(num_finished - self._bar.n)
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()

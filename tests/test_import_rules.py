@@ -30,9 +30,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": EVERYBODY | {"engine.batch", "models", "layers", "kernels", "distributed"},
     "runner": EVERYBODY | {"engine.batch", "sampling", "models", "layers", "kernels", "distributed"},
     "executor": EVERYBODY | {"engine.batch", "runner", "distributed"},
-    "llm": EVERYBODY | {"engine", "executor", "runner", "models", "text"},
+    "progress": EVERYBODY,
+    "llm": EVERYBODY | {"engine", "executor", "runner", "models", "text", "progress"},
     "__init__": EVERYBODY | {"llm"},
-    "batch": EVERYBODY | {"llm", "executor", "text"},
+    "batch": EVERYBODY | {"llm", "executor", "text", "progress"},
     "bench": EVERYBODY | {*nanoinfer.__all__, "__version__", "engine", "layers", "kernels", "distributed"},
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "batch", "bench"},
 }

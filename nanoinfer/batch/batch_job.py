@@ -18,8 +18,9 @@ from nanoinfer.batch.job_files import BatchOutput, Line, read_lines
 from nanoinfer.batch.openai_format import CHAT_OPTIONS, SAMPLING_FIELDS, parse_body, parse_line, response_body
 from nanoinfer.errors import JobError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
-from nanoinfer.llm import LLM, Progress
+from nanoinfer.llm import LLM
 from nanoinfer.outputs import RequestOutput
+from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
 
 MAX_MESSAGE = 1000  # characters of an error that are written

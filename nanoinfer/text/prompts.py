@@ -57,6 +57,20 @@ class PromptProcessor:
             encoded = dict(zip(texts, tokenizer.encode([*texts.values()], add_special_tokens), strict=True))
         return [encoded[index] if isinstance(prompt, str) else prompt for index, prompt in enumerate(prompts)]
 
+    def encode_pairs(self, prompts: list[Prompt], completions: list[Prompt]) -> list[tuple[list[int], list[int]]]:
+        """Return the token ids of each prompt and of its completion, as the model reads them one after the other.
+
+        Two texts are tokenized as one; see `split_whole`. Raises RequestError for a pair that cannot be served.
+        """
+        texts: list[Prompt] = [
+            before + after if isinstance(before, str) and isinstance(after, str) else []
+            for before, after in zip(prompts, completions, strict=True)
+        ]
+        apart = self.encode(prompts), self.encode(completions, False, "completion")
+        pairs = [split_whole(*ids) for ids in zip(*apart, self.tokenize(texts), strict=True)]
+        self.encode([before + after for before, after in pairs])  # checks their lengths
+        return pairs
+
     def check_params(self, sampling_params: SamplingParams) -> None:
         """Raise RequestError for sampling options that this model cannot serve."""
         if sampling_params.stop and self.tokenizer is None:
