@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ import pytest
 import torch
 
 NUM_GPUS = torch.cuda.device_count()
+
+# A shell starts its background jobs without Ctrl-C, which some tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if NUM_GPUS == 0:
     os.environ["TRITON_INTERPRET"] = "1"  # read once, when Triton is imported
