@@ -56,7 +56,11 @@ def kill_at_a_random_moment(process: subprocess.Popen, output: Path, random: Ran
 
 @pytest.mark.parametrize(
     ("num_lines", "num_kills"),
-    [pytest.param(60, 2, id="twice"), pytest.param(2000, 100, id="100 times", marks=pytest.mark.slow)],
+    [
+        pytest.param(60, 1, id="once"),
+        pytest.param(60, 2, id="twice", marks=pytest.mark.slow),
+        pytest.param(2000, 100, id="100 times", marks=pytest.mark.slow),
+    ],
 )
 def test_a_job_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(
     tmp_path: Path, num_lines: int, num_kills: int

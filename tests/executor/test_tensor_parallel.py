@@ -291,7 +291,11 @@ def fails_while_loading(rank: int, link: Any, folder: Path, work: Callable[..., 
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (is_killed_at_start, "rank 1 of tensor_parallel_size=2 was ended by SIGKILL"),
+        pytest.param(
+            is_killed_at_start,
+            "rank 1 of tensor_parallel_size=2 was ended by SIGKILL",
+            marks=pytest.mark.slow,
+        ),
         (fails_while_loading, "rank 1 .* Its traceback:\n.*in fail\n.*MemoryError: the weights are too large"),
     ],
 )

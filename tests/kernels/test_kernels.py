@@ -624,7 +624,7 @@ LIMITS = torch.tensor(
 @loops_are_interpreted
 @pytest.mark.parametrize(
     ("vocab_size", "spread", "dtype"),
-    [(1, 1.0, torch.float16), (65, 5.0, torch.float16), (1000, 0.1, torch.bfloat16), (2100, 5.0, torch.float32)],
+    [(1, 1.0, torch.float16), (1000, 0.1, torch.bfloat16), (2100, 5.0, torch.float32)],
 )
 def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float, dtype: torch.dtype) -> None:
     scores = (spread * randn(len(LIMITS), vocab_size)).to(dtype)

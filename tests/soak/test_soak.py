@@ -112,7 +112,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("num_requests", [120, pytest.param(NUM_REQUESTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [60, pytest.param(NUM_REQUESTS, marks=pytest.mark.slow)])
 def test_under_load_every_request_ends_once_with_the_right_answer_and_nothing_is_left(num_requests: int) -> None:
     random = Random(SEED)
     requests = Requests(random)
