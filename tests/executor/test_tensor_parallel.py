@@ -161,6 +161,7 @@ def test_chunks_preemption_cached_prefixes_and_other_block_sizes_change_nothing(
     assert [output.token_ids for output in outputs] == [tokens[:16] for tokens in expected[-2:]]
 
 
+@pytest.mark.slow  # one rank is tested in test_llm.py
 def test_logits_of_nan_end_their_request_alone(random_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Tokens 7 and 300 are those of rank 0 and of rank 1."""
     folder = tmp_path / "checkpoint"

@@ -105,7 +105,7 @@ completions = st.lists(word_ids | characters | half_characters, max_size=20).map
 
 
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(token_ids=completions, ends_in_half=st.booleans(), seed=st.integers(0, 2**32))
 def test_the_joined_text_is_the_tokenizers_own_however_the_tokens_come(
     tokenizer: Tokenizer, skip_special_tokens: bool, token_ids: list[int], ends_in_half: bool, seed: int
@@ -117,7 +117,7 @@ def test_the_joined_text_is_the_tokenizers_own_however_the_tokens_come(
     assert tokenizer.decode(token_ids, skip_special_tokens) == expected
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     token_ids=st.lists(st.integers(0, NUM_TOKENS - 1), max_size=60),
     stop=st.sampled_from(["x", "▁the"]),
@@ -142,7 +142,7 @@ def test_neither_the_cuts_nor_a_stop_string_that_never_comes_change_the_text(
 
 
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(token_ids=st.lists(st.integers(0, 1023), max_size=120), seed=st.integers(0, 2**32))
 def test_byte_level_text_is_the_tokenizers_own_for_any_tokens(
     skip_special_tokens: bool, token_ids: list[int], seed: int
@@ -183,7 +183,7 @@ def test_a_tokenizer_without_a_backend_in_rust_gives_its_own_text(tmp_path: Path
 # --- characters in pieces ---
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(text=texts, seed=st.integers(0, 2**32))
 def test_any_unicode_text_cut_at_any_byte_comes_back_whole_and_no_character_in_halves(text: str, seed: int) -> None:
     detokenizer, shown = TINY.detokenizer(), ""
@@ -277,7 +277,7 @@ def test_the_stop_string_that_is_complete_first_counts_and_of_equals_the_longest
     assert show("abcd", "bc", "abc")[1] == "abc"
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(
     early=st.text(alphabet="ab", max_size=12),
     late=st.text(alphabet="ab", max_size=12),
@@ -298,7 +298,7 @@ def test_a_stop_string_counts_from_the_token_on_that_may_complete_it(early: str,
     assert str(completion) == (text[: ends[0] - len(met)] if met else text)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(
     text=st.text(alphabet="abé", max_size=30),
     stop=st.lists(st.text(alphabet="abé", min_size=1, max_size=4), max_size=3),
