@@ -80,9 +80,9 @@ class LLM:
                 tokenizer = loading.result()
             stop_token_ids = read_stop_token_ids(folder, tokenizer)
             self.engine = LLMEngine(self.config, runner, tokenizer, stop_token_ids)
+            if isinstance(runner, ParallelRunner):
+                weakref.finalize(self.engine, runner.close)  # when the engine is forgotten, and when the script ends
             on_failure.pop_all()
-        if isinstance(runner, ParallelRunner):
-            weakref.finalize(self.engine, runner.close)  # when the engine is forgotten, and when the script ends
         self.max_model_len = runner.max_model_len
         self._runner_info = runner.info
         self._prompts = PromptProcessor(

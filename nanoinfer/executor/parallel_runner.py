@@ -54,7 +54,7 @@ class ParallelRunner:
         self._tp = TensorParallel()
         self._workers = Workers(size, run_worker, (ring, config, model_config, folder, devices))
         self._writer = RingWriter(ring, self._workers.links, self._workers.check)
-        self._pending: PendingStep | None = None  # launched and not sampled
+        self._awaits_sample = False  # whether a step was launched and not sampled
         self._resources = ExitStack()  # what rank 0 frees, last to first
         try:
             self._workers.wait_for_stage(1)  # all have started
@@ -74,16 +74,16 @@ class ParallelRunner:
     def launch(self, packet: Packet) -> PendingStep:
         """Start the forward pass of a step on all ranks; the workers sample it at once."""
         with self._all_ranks():
-            if self._pending is not None:
+            if self._awaits_sample:
                 raise RuntimeError("a step was launched and not sampled, which the workers cannot know")
             self._writer.send(packet)
-            self._pending = self._runner.launch(packet)
-            return self._pending
+            self._awaits_sample = True
+            return self._runner.launch(packet)
 
     def sample(self, pending: PendingStep) -> StepHandle:
         """Draw the tokens of the step that was just launched."""
         with self._all_ranks():
-            self._pending = None
+            self._awaits_sample = False
             return self._runner.sample(pending)
 
     def wait(self, handle: StepHandle) -> list[int]:
