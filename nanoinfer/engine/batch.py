@@ -46,6 +46,14 @@ class NewBlock(NamedTuple):
     block_id: int
 
 
+class PrefixGroup(NamedTuple):
+    """Decode rows that lie side by side and begin with the same blocks, which attention reads once for all of them."""
+
+    first_row: int  # index among the decode rows of the step
+    num_rows: int  # at least 2
+    num_blocks: int  # the first entries of their block tables, at least 1
+
+
 @dataclass(slots=True)
 class ScheduledBatch:
     """One step: either prefill or decode.
@@ -58,6 +66,7 @@ class ScheduledBatch:
     new_blocks: list[NewBlock] = field(default_factory=list)  # those of admitted sequences included
     prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[Sequence] = field(default_factory=list)  # each computes its last known token and samples the next
+    prefix_groups: list[PrefixGroup] = field(default_factory=list)  # they come first in `decode`, without gaps
 
     def __bool__(self) -> bool:
         return bool(self.prefill or self.decode)
@@ -82,6 +91,7 @@ class Header(NamedTuple):
     num_new_blocks: int
     num_chunks: int
     num_decode: int
+    num_prefix_groups: int
     num_sampling_records: int
     num_stop_ids: int  # of all sampling records together
 
@@ -138,6 +148,20 @@ class Chunk(NamedTuple):
     length: int
 
 
+class DecodeRow(NamedTuple):
+    """A row that computes one token, as the packet carries it."""
+
+    row: int
+    num_shared_blocks: int  # how many of its first blocks are read together with its prefix group; 0 outside of groups
+
+
+class GroupRecord(NamedTuple):
+    """A prefix group as the packet carries it: the records of its decode rows say how many blocks they share."""
+
+    first_row: int  # index in the section of decode rows
+    num_rows: int
+
+
 class PacketSections(NamedTuple):
     """What follows the header: views of the packet, (num_records, num_columns) int32, an array or a device tensor."""
 
@@ -145,7 +169,8 @@ class PacketSections(NamedTuple):
     known_tokens: Any  # one column: the ids of the admitted sequences, one sequence after another
     new_blocks: Any  # NewBlock
     chunks: Any  # Chunk; the first num_prefill_samples of them sample a token
-    decode_rows: Any  # one column
+    decode_rows: Any  # DecodeRow
+    prefix_groups: Any  # GroupRecord
     sampling_records: Any  # SamplingRecord
     stop_ids: Any  # one column: those of the sampling records, one record after another
 
@@ -161,7 +186,8 @@ SECTION_DTYPES = PacketSections(
     known_tokens=np.dtype(np.int32),
     new_blocks=record_dtype(NewBlock),
     chunks=record_dtype(Chunk),
-    decode_rows=np.dtype(np.int32),
+    decode_rows=record_dtype(DecodeRow),
+    prefix_groups=record_dtype(GroupRecord),
     sampling_records=record_dtype(SamplingRecord),
     stop_ids=np.dtype(np.int32),
 )
@@ -176,13 +202,14 @@ def pack(batch: ScheduledBatch) -> Packet:
         known_tokens=[*chain.from_iterable(seq.token_ids for seq in batch.admitted)],
         new_blocks=batch.new_blocks,
         chunks=[Chunk(_row(chunk.seq), chunk.start, chunk.length) for chunk in batch.prefill],
-        decode_rows=[seq.row for seq in batch.decode],
+        decode_rows=_decode_rows(batch),
+        prefix_groups=[GroupRecord(group.first_row, group.num_rows) for group in batch.prefix_groups],
         sampling_records=[_sampling_record(seq) for seq in asking],
         stop_ids=[token_id for seq in asking for token_id in sorted(seq.stop_token_ids)],
     )
     num_samples = sum(chunk.samples for chunk in batch.prefill)
     header = Header(batch.num_prefill_tokens, num_samples, *map(len, sections))
-    parts = [np.array(lines, dtype) for lines, dtype in zip(sections, SECTION_DTYPES, strict=True) if lines]
+    parts = [np.array(lines, dtype) for lines, dtype in zip(sections, SECTION_DTYPES, strict=True) if len(lines)]
     return np.concatenate([np.array(header, np.int32), *(part.view(np.int32) for part in parts)])
 
 
@@ -211,6 +238,15 @@ def read_sampling_records(section: NDArray[np.int32]) -> Iterated[SamplingRecord
 def _row(seq: Sequence) -> int:
     assert seq.row is not None, f"sequence {seq.seq_id} is in a step and has no row"
     return seq.row
+
+
+def _decode_rows(batch: ScheduledBatch) -> NDArray[Any]:
+    """Return the DecodeRows, column by column: every decode step makes them, and a tuple for each would take longer."""
+    records = np.zeros(len(batch.decode), SECTION_DTYPES.decode_rows)
+    records["row"] = [seq.row for seq in batch.decode]
+    for first_row, num_rows, num_blocks in batch.prefix_groups:
+        records["num_shared_blocks"][first_row : first_row + num_rows] = num_blocks
+    return records
 
 
 def _row_record(seq: Sequence) -> RowRecord:

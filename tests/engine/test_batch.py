@@ -6,6 +6,7 @@ import pytest
 from nanoinfer.engine.batch import (
     NewBlock,
     PrefillChunk,
+    PrefixGroup,
     SamplingRecord,
     ScheduledBatch,
     pack,
@@ -39,8 +40,8 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
     batch = prefill_and_decode()
     packet = pack(batch)
     assert packet.dtype == np.int32
-    # header + 2 row records of 5 + 9 known tokens + 4 new blocks of 3 + 2 chunks of 3 + 2 decode rows
-    assert packet.shape == (9 + 2 * 5 + 9 + 4 * 3 + 2 * 3 + 2,)
+    # header + 2 row records of 5 + 9 known tokens + 4 new blocks of 3 + 2 chunks of 3 + 2 decode rows of 2
+    assert packet.shape == (10 + 2 * 5 + 9 + 4 * 3 + 2 * 3 + 2 * 2,)
     header = read_header(packet)
     assert header._asdict() == {
         "num_admitted": 2,
@@ -50,12 +51,13 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
         "num_prefill_tokens": 6,
         "num_prefill_samples": 1,
         "num_decode": 2,
+        "num_prefix_groups": 0,
         "num_sampling_records": 0,
         "num_stop_ids": 0,
     }
     assert all(type(number) is int for number in header)
     assert [seq.row for seq in batch.sampled] == [2, 0, 7], "whole chunks, then decode rows"
-    assert pack(ScheduledBatch()).tolist() == [0] * 9
+    assert pack(ScheduledBatch()).tolist() == [0] * 10
     assert not ScheduledBatch()
 
 
@@ -66,7 +68,7 @@ def test_a_packet_is_read_back_as_it_was_written() -> None:
     assert sections.known_tokens[:, 0].tolist() == [10, 11, 12, 20, 21, 22, 23, 24, 25]
     assert sections.new_blocks.tolist() == [[2, 0, 40], [2, 1, 41], [5, 0, 42], [7, 3, 43]]
     assert sections.chunks.tolist() == [[2, 0, 3], [5, 2, 3]]
-    assert sections.decode_rows[:, 0].tolist() == [0, 7]
+    assert sections.decode_rows.tolist() == [[0, 0], [7, 0]]
 
 
 def test_sections_are_views_of_the_packet() -> None:
@@ -129,9 +131,18 @@ def test_a_row_that_asks_for_nothing_more_has_no_sampling_record(options: dict) 
 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
-    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 2, 0, 0, 4, 1]
+    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 1, 0]
     sections = split(packet, read_header(packet))
-    assert [section.shape for section in sections] == [(0, 5), (0, 1), (0, 3), (0, 3), (2, 1), (0, 14), (0, 1)]
+    assert [section.shape for section in sections] == [(0, 5), (0, 1), (0, 3), (0, 3), (2, 2), (0, 2), (0, 14), (0, 1)]
+
+
+def test_a_prefix_group_tells_each_of_its_rows_how_many_blocks_it_shares() -> None:
+    decode = [sequence_in_row(row, [1]) for row in (4, 1, 6, 0, 3, 2)]
+    groups = [PrefixGroup(first_row=0, num_rows=3, num_blocks=5), PrefixGroup(first_row=3, num_rows=2, num_blocks=1)]
+    packet = pack(ScheduledBatch(decode=decode, prefix_groups=groups))
+    sections = split(packet, read_header(packet))
+    assert sections.decode_rows.tolist() == [[4, 5], [1, 5], [6, 5], [0, 1], [3, 1], [2, 0]]
+    assert sections.prefix_groups.tolist() == [[0, 3], [3, 2]]
 
 
 def test_a_batch_that_cannot_be_is_noticed() -> None:
@@ -147,5 +158,5 @@ def test_a_packet_cut_short_is_noticed() -> None:
     packet = pack(prefill_and_decode())
     with pytest.raises((AssertionError, ValueError)):
         split(packet[:-1], read_header(packet))
-    with pytest.raises(AssertionError, match="a packet of 49 numbers has sections of 48"):
+    with pytest.raises(AssertionError, match="a packet of 52 numbers has sections of 51"):
         split(np.append(packet, np.int32(0)), read_header(packet))
