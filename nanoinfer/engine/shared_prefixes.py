@@ -1,0 +1,146 @@
+"""Finds the decode rows that begin with the same blocks of the KV cache, so that attention reads these blocks once.
+
+Few-shot prompts, a system prompt and the n samples of a prompt share their first blocks through the prefix cache, and
+decode attention is bound by reading blocks. It reads a shared block once for all rows of a prefix group, then the other
+blocks of each row, and merges the two (Hydragen, Juravsky et al. 2024; cascade attention in FlashInfer). There is one
+level of sharing: a row is in one group at most.
+
+Blocks are shared through the prefix cache only, so equal ids at the same place of two block tables mean equal text up
+to there, and a shared block is full and computed. A row's newest token is never in one. New blocks are never shared, so
+the groups change only where sequences join or leave.
+"""
+
+from itertools import chain, pairwise
+from operator import indexOf, ne
+from typing import NamedTuple
+
+from nanoinfer.engine.batch import PrefixGroup
+from nanoinfer.engine.sequence import Sequence
+
+MIN_SAVED_TOKENS = 8192  # the second pass over all rows and the merge cost about as much as reading so many
+
+
+class Group(NamedTuple):
+    """Sequences that begin with the same `num_blocks` blocks."""
+
+    seqs: list[Sequence]
+    num_blocks: int
+
+    @property
+    def num_saved_blocks(self) -> int:
+        """How many block reads it saves."""
+        return (len(self.seqs) - 1) * self.num_blocks
+
+
+class SharedPrefixes:
+    """Arranges the sequences of each decode step by what they share, and remembers the last arrangement.
+
+    max_group_rows: the most rows of a group; below 2 there are none. block_size: tokens in a block. min_saved_tokens:
+    where all groups of a step together save fewer reads of tokens, the step has none.
+    """
+
+    def __init__(self, max_group_rows: int, block_size: int, min_saved_tokens: int = MIN_SAVED_TOKENS) -> None:
+        self.max_group_rows = max_group_rows
+        self.block_size = block_size
+        self.min_saved_tokens = min_saved_tokens
+        self._decode: list[Sequence] = []  # as the last step's were given
+        self._groups: list[Group] = []
+        self._arranged: tuple[list[Sequence], list[PrefixGroup]] = ([], [])
+        self._is_stale = True
+
+    def forget(self) -> None:
+        """Have the next step look at all block tables again. To be called whenever a sequence is admitted."""
+        self._is_stale = True
+
+    def arrange(self, decode: list[Sequence]) -> tuple[list[Sequence], list[PrefixGroup]]:
+        """Return the sequences of a decode step in the order of its rows, and the groups of rows that share blocks.
+
+        The rows of groups come first; the others stay in their order. Later steps may get the same lists, so
+        nobody may change them.
+        """
+        if self.max_group_rows < 2:
+            return decode, []
+        if self._is_stale or decode != self._decode:
+            groups = self._find_groups(decode) if self._is_stale else self._groups_without_leavers(decode)
+            num_saved_blocks = sum(group.num_saved_blocks for group in groups)
+            self._groups = groups if num_saved_blocks * self.block_size >= self.min_saved_tokens else []
+            self._arranged = _lay_out(decode, self._groups)
+            self._decode, self._is_stale = decode, False
+        return self._arranged
+
+    def _groups_without_leavers(self, decode: list[Sequence]) -> list[Group]:
+        """Return the groups of the last step as they are without the sequences that left."""
+        if not self._groups:
+            return []
+        staying = set(decode)
+        groups = [group._replace(seqs=[seq for seq in group.seqs if seq in staying]) for group in self._groups]
+        return [group for group in groups if len(group.seqs) > 1]
+
+    def _find_groups(self, decode: list[Sequence]) -> list[Group]:
+        """Return the groups of a step, worth it or not, by the block tables alone."""
+        families: dict[int, list[Sequence]] = {}  # by their first block
+        if len({seq.block_table[0] for seq in decode}) < len(decode):
+            for seq in decode:
+                families.setdefault(seq.block_table[0], []).append(seq)
+        groups = []
+        for family in families.values():
+            for seqs in _split_family(family) if len(family) > 1 else ():
+                # A single row that is left over is no group.
+                for first in range(0, len(seqs) - 1, self.max_group_rows):
+                    groups.append(self._group(seqs[first : first + self.max_group_rows]))
+        return groups
+
+    def _group(self, seqs: list[Sequence]) -> Group:
+        # They are sorted, so those between have these blocks too. A part of a run may share more than the run does.
+        num_blocks = _num_common_blocks(seqs[0], seqs[-1])
+        num_tokens = min(seq.num_computed_tokens for seq in seqs)  # the step's own included
+        assert num_blocks * self.block_size < num_tokens, (
+            f"the newest of {num_tokens} tokens lies in a shared block: {num_blocks} of {self.block_size} are shared"
+        )
+        return Group(seqs, num_blocks)
+
+
+def _split_family(family: list[Sequence]) -> list[list[Sequence]]:
+    """Cut sequences with a common first block into sorted groups of at least two, of any size.
+
+    Sorted by block table, sequences that share much are neighbours, and runs of neighbours with a common prefix lie
+    within runs with a shorter one. They are looked at from the inside out: r sequences with n common blocks save
+    (r - 1) * n reads as a group of their own, and r * m as a part of the run around them, which has m common blocks.
+    """
+    family = sorted(family, key=lambda seq: seq.block_table)
+    num_common = [_num_common_blocks(seq, following) for seq, following in pairwise(family)]
+    groups = []
+    open_runs = [Group([], num_blocks=0)]  # those that the current sequence lies in, the innermost last
+    for seq, num_blocks in zip(family, [*num_common, 0], strict=True):  # blocks that it shares with the next one
+        if num_blocks > open_runs[-1].num_blocks:
+            open_runs.append(Group([], num_blocks))
+        open_runs[-1].seqs.append(seq)
+        while open_runs[-1].num_blocks > num_blocks:
+            run = open_runs.pop()
+            if open_runs[-1].num_blocks < num_blocks:
+                open_runs.append(Group([], num_blocks))
+            around = open_runs[-1]
+            if run.num_saved_blocks > len(run.seqs) * around.num_blocks:
+                groups.append(run.seqs)
+            else:
+                around.seqs.extend(run.seqs)
+    return groups
+
+
+def _num_common_blocks(one: Sequence, other: Sequence) -> int:
+    """Return at which index two block tables differ first; they do, for the last block of each is its own."""
+    return indexOf(map(ne, one.block_table, other.block_table), True)
+
+
+def _lay_out(decode: list[Sequence], groups: list[Group]) -> tuple[list[Sequence], list[PrefixGroup]]:
+    """Return the sequences with those of groups first, and where among them each group is."""
+    if not groups:
+        return decode, []
+    order = [*chain.from_iterable(group.seqs for group in groups)]
+    grouped = set(order)
+    prefix_groups = []
+    first_row = 0
+    for group in groups:
+        prefix_groups.append(PrefixGroup(first_row, len(group.seqs), group.num_blocks))
+        first_row += len(group.seqs)
+    return order + [seq for seq in decode if seq not in grouped], prefix_groups
