@@ -30,6 +30,7 @@ class Runner(Protocol):
 
     closed: bool
     max_model_len: int  # tokens of the longest sequence
+    max_group_rows: int  # the most decode rows that attention can read a shared prefix for at once; 0 where it cannot
 
     @property
     def num_blocks(self) -> int:
@@ -87,6 +88,7 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=runner.max_model_len,
             stop_token_ids=stop_token_ids,
+            max_group_rows=runner.max_group_rows,
         )
         self.stats = EngineMetrics()
         self._in_flight: deque[Step] = deque()  # sampled and not collected, the oldest first

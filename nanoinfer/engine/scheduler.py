@@ -18,6 +18,7 @@ from nanoinfer.engine.batch import NO_TOKEN, NewBlock, PrefillChunk, ScheduledBa
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.request import reason_to_end, set_limits
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.engine.shared_prefixes import SharedPrefixes
 
 # Under a long queue, rows are refilled in groups: one prefill step for each finished sequence would stall all others.
 ADMISSION_GROUP = 16
@@ -32,7 +33,8 @@ class Scheduler:
     max_num_seqs: the most sequences in the running set. max_num_batched_tokens: the most tokens of a prefill step.
     max_model_len: a sequence of so many tokens is finished. stop_token_ids: the model's own, which end a completion.
     reserved_tokens: room in the cache that an admission leaves free for each running sequence to grow into, or less
-    where the sequence will end before.
+    where the sequence will end before. max_group_rows: the most decode rows that attention can read a shared prefix for
+    at once; 0 where it cannot.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Scheduler:
         max_model_len: int,
         stop_token_ids: frozenset[int] = frozenset(),
         reserved_tokens: int = RESERVED_TOKENS,
+        max_group_rows: int = 0,
     ) -> None:
         capacity = block_manager.num_blocks * block_manager.block_size
         assert max_model_len <= capacity, f"a sequence of {max_model_len} tokens cannot end in a cache of {capacity}"
@@ -53,6 +56,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.stop_token_ids = stop_token_ids
         self.reserved_tokens = reserved_tokens
+        self.shared_prefixes = SharedPrefixes(max_group_rows, block_manager.block_size)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on (-priority, seq_id)
@@ -165,14 +169,15 @@ class Scheduler:
             self._send_back(last)
             decode.remove(last)
             needy = [seq for seq in needy if seq is not last]
-        batch = ScheduledBatch(decode=decode)
+        batch = ScheduledBatch()
         for seq in needy:
             column = len(seq.block_table)
             assert seq.row is not None, f"sequence {seq.seq_id} is running and has no row"
             batch.new_blocks.append(NewBlock(seq.row, column, self.block_manager.append_block(seq)))
-        for seq in batch.decode:
+        for seq in decode:
             seq.num_computed_tokens += 1
             seq.num_pending_tokens += 1
+        batch.decode, batch.prefix_groups = self.shared_prefixes.arrange(decode)
         return batch
 
     def _worth_admitting(self) -> bool:
@@ -196,6 +201,7 @@ class Scheduler:
             return False
         heapq.heappop(self._waiting)
         manager.allocate(seq, cached_block_ids)
+        self.shared_prefixes.forget()  # if it ran before, it now has another block table
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.row = heapq.heappop(self._free_rows)

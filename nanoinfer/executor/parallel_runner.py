@@ -69,6 +69,7 @@ class ParallelRunner:
         except BaseException as error:
             self._fail(error)
         self.num_blocks, self.max_model_len = self._runner.num_blocks, self._runner.max_model_len
+        self.max_group_rows = self._runner.max_group_rows
         self.info = self._runner.info
 
     def launch(self, packet: Packet) -> PendingStep:

@@ -29,15 +29,19 @@ def make_scheduler(
     max_num_batched_tokens: int = 100,
     max_model_len: int | None = None,
     stop_token_ids: frozenset[int] = frozenset(),
+    max_group_rows: int = 0,
 ) -> Scheduler:
-    return Scheduler(
+    scheduler = Scheduler(
         BlockManager(num_blocks, block_size),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len or num_blocks * block_size,
         stop_token_ids=stop_token_ids,
         reserved_tokens=block_size,  # a block for each running sequence
+        max_group_rows=max_group_rows,
     )
+    scheduler.shared_prefixes.min_saved_tokens = 0  # tests share a few blocks
+    return scheduler
 
 
 def add_prompts(scheduler: Scheduler, *prompts: list[int], max_tokens: int = 4) -> list[Sequence]:
@@ -116,6 +120,7 @@ class FakeDevice:
                 self.slots[self.slot(row, position)] = None if fails else texts[position]
         if fails:
             return []
+        self.check_prefix_groups(sections.decode_rows.tolist(), sections.prefix_groups.tolist())
         for row, start, length in chunks:
             texts = fingerprints(self.token_ids[row])
             for position in range(start + length):
@@ -126,6 +131,23 @@ class FakeDevice:
         for row in sampled_rows:
             self.token_ids[row].append(next_token(self.token_ids[row], self.vocab_size))
         return [self.token_ids[row][-1] for row in sampled_rows]
+
+    def check_prefix_groups(self, decode_rows: list[list[int]], groups: list[list[int]]) -> None:
+        """Attention takes the first blocks of a group's first row for all rows of the group, and masks no token."""
+        in_no_group = [True] * len(decode_rows)
+        for first_row, num_rows in groups:
+            first, num_blocks = decode_rows[first_row]
+            assert num_rows > 1
+            assert num_blocks > 0
+            for index in range(first_row, first_row + num_rows):
+                assert in_no_group[index], "a row is in two groups"
+                in_no_group[index] = False
+                row, num_shared_blocks = decode_rows[index]
+                assert num_shared_blocks == num_blocks
+                assert num_blocks * self.block_size < len(self.token_ids[row]), "the newest token is its row's own"
+                for column in range(num_blocks):
+                    assert self.block_tables[row][column] == self.block_tables[first][column]
+        assert all(decode_rows[index][1] == 0 for index, alone in enumerate(in_no_group) if alone)
 
     def slot(self, row: int, position: int) -> tuple[int, int]:
         return self.block_tables[row][position // self.block_size], position % self.block_size
@@ -166,7 +188,10 @@ def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool) ->
         assert all(in_flight and seq.num_tokens == seq.max_num_tokens for seq in left_out), (
             "its last token is in flight"
         )
-        assert batch.decode == [seq for seq in scheduler.running if seq not in left_out]
+        in_groups = batch.decode[: sum(group.num_rows for group in batch.prefix_groups)]
+        others = [seq for seq in scheduler.running if seq not in left_out and seq not in in_groups]
+        assert batch.decode == in_groups + others, "only the rows of groups leave their order"
+        assert len(batch.decode) == len(scheduler.running) - len(left_out)
 
 
 def check_invariants(scheduler: Scheduler, seqs: list[Sequence]) -> None:

@@ -40,7 +40,9 @@ class History:
             max_model_len=num_blocks * block_size,
             stop_token_ids=frozenset({STOP_TOKEN_ID}),
             reserved_tokens=random.randint(0, 4),
+            max_group_rows=random.choice([0, 2, 3, 64]),
         )
+        self.scheduler.shared_prefixes.min_saved_tokens = random.choice([0, 2 * block_size])
         self.device = FakeDevice(block_size, VOCAB_SIZE)
         self.overlap = random.random() < 0.5  # a step is scheduled and run before the last one's tokens are collected
         self.in_flight: list[tuple[ScheduledBatch, list[int] | None]] = []  # None: it failed
@@ -99,6 +101,7 @@ class History:
             self.seen["several running"] += len(running) > 1
             self.seen["blocks shared"] += sum(len(seq.block_table) for seq in running) > self.manager.num_used_blocks
             self.seen["chunks cut"] += any(not chunk.samples for chunk in batch.prefill)
+            self.seen["prefix groups"] += bool(batch.prefix_groups)
             self.seen["overlaps"] += in_flight
             self.seen["failures"] += fails
             self.in_flight.append((batch, None if fails else token_ids))
@@ -144,5 +147,5 @@ def test_in_random_histories_every_request_gets_the_answer_it_would_get_alone(nu
             raise AssertionError(f"the history of seed {seed} fails: {error}") from error
         seen.update(history.seen)
         num_steps += length
-    wanted = ("several running", "blocks shared", "chunks cut", "overlaps", "failures", "preemptions")
+    wanted = ("several running", "blocks shared", "prefix groups", "chunks cut", "overlaps", "failures", "preemptions")
     assert all(seen[event] >= num_steps / 200 for event in wanted), f"the histories are too tame: {seen}"
