@@ -9,6 +9,10 @@ Decode is bound by the memory bandwidth for reading keys and values, so all prog
 - Online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022).
 - Flash-decoding (Dao et al. 2023): a row that several programs share leaves partial results with their log-sum-exp,
   which a second kernel combines in the order of the context.
+- Shared prefixes (Hydragen, Juravsky et al. 2024): rows whose block tables begin alike are a group. A first pass reads
+  the shared blocks once for all queries of a group; the second one reads the rest of each row, and adds the first
+  pass's result by its log-sum-exp. Both passes are the same two kernels: what a row is to the second pass, a group is
+  to the first.
 
 Equal steps give equal bits. But where a row is split, and so how its sums are rounded, depends on the lengths of the
 other rows.
@@ -16,6 +20,7 @@ other rows.
 
 import math
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,13 +33,15 @@ TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimen
 QUERY_TILE = 16  # the fewest rows that tl.dot takes; the group of query heads is padded to it
 PROGRAMS_PER_SM = 2  # what fits, each with three tiles in flight or in use
 STAGES = 5  # a tile's slot is read two stages before the tile, and the tile two stages before its use
-MAX_QUERIES = 32  # more queries take so much shared memory that fewer stages fit
+FEW_QUERIES = 32  # more queries take so much shared memory that one program fills a multiprocessor
+GROUP_QUERIES = 64  # queries that read a shared prefix together: the rows of a group x query heads of a KV head
 MASKED = tl.constexpr(-3e38)  # the score of tokens past the context; finite, so that an empty context gives no NaN
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _plan_kernel(
     context_lens_ptr,
+    first_tokens_ptr,  # None: rows attend from their first token on
     block_tables_ptr,
     tiles_ptr,
     row_starts_ptr,
@@ -44,27 +51,34 @@ def _plan_kernel(
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    LEAST: tl.constexpr,  # tiles of a row without tokens
 ):
     """List the tiles of one row per program, after the tiles of the rows before it."""
     row = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     lens = tl.load(context_lens_ptr + rows, mask=rows < row, other=0)
-    row_start = tl.sum(tl.where(rows < row, tl.maximum(tl.cdiv(lens, TILE), 1), 0), axis=0)
     context_len = tl.load(context_lens_ptr + row)
-    num_tiles = tl.maximum(tl.cdiv(context_len, TILE), 1)
+    first_token = 0
+    if first_tokens_ptr is not None:
+        lens -= tl.load(first_tokens_ptr + rows, mask=rows < row, other=0) // TILE * TILE
+        first_token = tl.load(first_tokens_ptr + row)
+    first_tile = first_token // TILE
+    row_start = tl.sum(tl.where(rows < row, tl.maximum(tl.cdiv(lens, TILE), LEAST), 0), axis=0)
+    num_tiles = tl.maximum(tl.cdiv(context_len - first_tile * TILE, TILE), LEAST)
     tl.store(row_starts_ptr + row, row_start)
     if row == num_rows - 1:
         tl.store(row_starts_ptr + num_rows, row_start + num_tiles)
     for first in range(0, num_tiles, CHUNK):
         tile = first + tl.arange(0, CHUNK)
         is_tile = tile < num_tiles
-        token = tile * TILE
+        token = (first_tile + tile) * TILE
+        first_visible = tl.maximum(first_token - token, 0)
         block = tl.load(block_tables_ptr + row.to(tl.int64) * block_table_stride + token // block_size, mask=is_tile)
         entry_ptr = tiles_ptr + (row_start + tile) * 4
         tl.store(entry_ptr, block * block_size + token % block_size, mask=is_tile)
         tl.store(entry_ptr + 1, tl.maximum(tl.minimum(context_len - token, TILE), 0), mask=is_tile)
         tl.store(entry_ptr + 2, tl.zeros_like(tile) + row, mask=is_tile)
-        tl.store(entry_ptr + 3, (tile == num_tiles - 1).to(tl.int32), mask=is_tile)
+        tl.store(entry_ptr + 3, first_visible * 2 + (tile == num_tiles - 1).to(tl.int32), mask=is_tile)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_shares"])
@@ -72,23 +86,33 @@ def _paged_decode_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scales_ptr,  # None, like v_scales_ptr, unless the cache is in 8 bits
+    v_scales_ptr,
     tiles_ptr,
     row_starts_ptr,
+    group_rows_ptr,  # None in the pass over rows; in the pass over groups, a row stands for the group it begins
+    shared_blocks_ptr,  # None unless a pass over groups has left results for the rows in prefix_out and prefix_lse
+    prefix_out_ptr,
+    prefix_lse_ptr,
     out_ptr,
-    # (num_kv_heads, num_shares, 2, group_size, head_dim) float32: the partial results of a share, first for a row that
+    out_lse_ptr,  # (num_rows, num_heads) float32: the log-sum-exp of out, to base 2; None if nobody needs it
+    # (num_kv_heads, num_shares, 2, num_queries, head_dim) float32: the partial results of a share, first for a row that
     # began in an earlier share, then for a row that begins in this share and goes on in the next one.
     partials_ptr,
-    lse_ptr,  # (num_kv_heads, num_shares, 2, group_size) float32: the log-sum-exp of each, to base 2
-    scale_log2,  # head_dim ** -0.5 * log2(e): the softmax is computed in powers of two
+    lse_ptr,  # (num_kv_heads, num_shares, 2, num_queries) float32: the log-sum-exp of each, to base 2
+    scale_log2,  # scale * log2(e): the softmax is computed in powers of two
     q_row_stride,
     num_rows,
     num_shares,
     num_kv_heads: tl.constexpr,
     group_size: tl.constexpr,
+    num_queries: tl.constexpr,  # the most queries of a row: group_size, times the rows of a group
     block_size: tl.constexpr,
     head_dim: tl.constexpr,
-    QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,  # head_dim, padded
+    QUERIES: tl.constexpr,  # num_queries, padded
     TILE: tl.constexpr,  # divides block_size, so a tile lies within one block
+    WINDOWED: tl.constexpr,  # whether the first tile of a row begins before the row's window
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -103,48 +127,82 @@ def _paged_decode_kernel(
     last = tl.minimum(share + 1, num_used) * num_tiles // num_used
 
     query = tl.arange(0, QUERIES)
-    dim = tl.arange(0, head_dim)
+    dim = tl.arange(0, HEAD_DIM)
     token = tl.arange(0, TILE)
-    is_query = (query < group_size)[:, None]
-    query_offsets = query[:, None] * head_dim + dim[None, :]
+    is_dim = (dim < head_dim)[None, :]
+    is_query = query < group_size
+    # Where a query's head is: after the first query of its KV head in a row, and after the first of its group.
+    line = query // group_size * (num_kv_heads * group_size) + kv_head * group_size + query % group_size
+    line_offsets = line[:, None] * head_dim + dim[None, :]
+    q_offsets = (query // group_size)[:, None] * q_row_stride + kv_head * group_size * head_dim
+    q_offsets += (query % group_size)[:, None] * head_dim + dim[None, :]
     tile_offsets = token[:, None] * head_dim + dim[None, :]
 
     maximum = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
-    acc = tl.zeros((QUERIES, head_dim), tl.float32)
+    acc = tl.zeros((QUERIES, HEAD_DIM), tl.float32)
     for tile in tl.range(first, last, num_stages=STAGES):
         slot = tl.load(tiles_ptr + tile * 4)
         num_visible = tl.load(tiles_ptr + tile * 4 + 1)
         row = tl.load(tiles_ptr + tile * 4 + 2)
-        ends_row = tl.load(tiles_ptr + tile * 4 + 3) != 0
-        group_ptr = q_ptr + row.to(tl.int64) * q_row_stride + kv_head * group_size * head_dim
-        q = tl.load(group_ptr + query_offsets, mask=is_query, other=0.0)
+        flags = tl.load(tiles_ptr + tile * 4 + 3)
+        ends_row = (flags & 1) != 0
+        if group_rows_ptr is not None:  # it is enough that the rows exist: those after the group are not stored
+            is_query = query < (num_rows - row) * group_size
+        q_row_ptr = q_ptr + row.to(tl.int64) * q_row_stride
+        q = tl.load(q_row_ptr + q_offsets, mask=is_query[:, None] & is_dim, other=0.0)
         block = (slot // block_size).to(tl.int64)
-        start = ((block * num_kv_heads + kv_head) * block_size + slot % block_size) * head_dim
-        # Masked loads, because what lies past the context may be NaN, and 0 x NaN is NaN.
+        start = (block * num_kv_heads + kv_head) * block_size + slot % block_size
         visible = token < num_visible
-        k = tl.load(k_cache_ptr + start + tile_offsets, mask=visible[:, None], other=0.0)
-        v = tl.load(v_cache_ptr + start + tile_offsets, mask=visible[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if WINDOWED:
+            visible &= token >= flags >> 1
+        # Masked loads, because what lies past the context may be NaN, and 0 x NaN is NaN.
+        k = tl.load(k_cache_ptr + start * head_dim + tile_offsets, mask=visible[:, None] & is_dim, other=0.0)
+        v = tl.load(v_cache_ptr + start * head_dim + tile_offsets, mask=visible[:, None] & is_dim, other=0.0)
+        if k_scales_ptr is None:
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        else:
+            k_scales = tl.load(k_scales_ptr + start + token, mask=visible, other=0.0)
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * (k_scales * scale_log2)[None, :]
         scores = tl.where(visible[None, :], scores, MASKED)
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         decay = tl.exp2(maximum - new_maximum)
         weights = tl.exp2(scores - new_maximum[:, None])
-        acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * decay + tl.sum(weights, axis=1)
+        if v_scales_ptr is not None:
+            weights *= tl.load(v_scales_ptr + start + token, mask=visible, other=0.0)[None, :]
+        acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         maximum = new_maximum
 
         if ends_row | (tile == last - 1):
-            row_start = tl.load(row_starts_ptr + row)
+            begins_here = tl.load(row_starts_ptr + row) >= first
             result = acc / total[:, None]
-            if ends_row & (row_start >= first):
-                row_out_ptr = out_ptr + (row.to(tl.int64) * num_kv_heads + kv_head) * group_size * head_dim
-                tl.store(row_out_ptr + query_offsets, result.to(out_ptr.dtype.element_ty), mask=is_query)
+            lse = maximum + tl.log2(total)
+            first_line = row.to(tl.int64) * (num_kv_heads * group_size)
+            if group_rows_ptr is not None:
+                is_query = query < tl.load(group_rows_ptr + row) * group_size
+            mask = is_query[:, None] & is_dim
+            if shared_blocks_ptr is not None:  # noqa: SIM102 - decided by the compiler
+                if begins_here:
+                    is_shared = query < tl.minimum(tl.load(shared_blocks_ptr + row), 1) * group_size
+                    prefix_lse = tl.load(prefix_lse_ptr + first_line + line, mask=is_shared, other=float("-inf"))
+                    prefix_ptr = prefix_out_ptr + first_line * head_dim
+                    prefix = tl.load(prefix_ptr + line_offsets, mask=is_shared[:, None] & is_dim, other=0.0)
+                    higher = tl.maximum(lse, prefix_lse)
+                    weight, prefix_weight = tl.exp2(lse - higher), tl.exp2(prefix_lse - higher)
+                    both = weight + prefix_weight
+                    result = result * (weight / both)[:, None] + prefix * (prefix_weight / both)[:, None]
+                    lse = higher + tl.log2(both)
+            if ends_row & begins_here:
+                row_out_ptr = out_ptr + first_line * head_dim
+                tl.store(row_out_ptr + line_offsets, result.to(out_ptr.dtype.element_ty), mask=mask)
+                if out_lse_ptr is not None:
+                    tl.store(out_lse_ptr + first_line + line, lse, mask=is_query)
             else:
-                partial = (kv_head * num_shares + share) * 2 + (row_start >= first).to(tl.int32)
-                tl.store(partials_ptr + partial * group_size * head_dim + query_offsets, result, mask=is_query)
-                lse = maximum + tl.log2(total)
-                tl.store(lse_ptr + partial * group_size + query, lse, mask=query < group_size)
+                partial = ((kv_head * num_shares + share) * 2 + begins_here.to(tl.int32)) * num_queries
+                partial_offsets = (partial + query[:, None]) * head_dim + dim[None, :]
+                tl.store(partials_ptr + partial_offsets, result, mask=mask)
+                tl.store(lse_ptr + partial + query, lse, mask=is_query)
         # Reset for the next row. Multiplying by 0 would carry over the NaN of a row whose values are NaN.
         maximum = tl.where(ends_row, float("-inf"), maximum)
         total = tl.where(ends_row, 0.0, total)
@@ -155,19 +213,29 @@ def _paged_decode_kernel(
 def _combine_kernel(
     tiles_ptr,
     row_starts_ptr,
+    group_rows_ptr,
     partials_ptr,
     lse_ptr,
     out_ptr,
+    out_lse_ptr,
     num_rows,
     num_shares,
     num_kv_heads: tl.constexpr,
     group_size: tl.constexpr,
+    num_queries: tl.constexpr,
     head_dim: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    QUERIES: tl.constexpr,  # queries of a program
     SPLITS: tl.constexpr,  # partial results to combine at a time
     OVERLAP: tl.constexpr,
 ):
-    """Combine the partial results of a row. A program has one head, and the row whose second split opens its share."""
-    head = tl.program_id(0)
+    """Combine the partial results of a row. A program has a few queries of the row whose second split opens its share.
+
+    For the arguments, see `_paged_decode_kernel`.
+    """
+    programs_per_head: tl.constexpr = num_queries // QUERIES
+    kv_head = tl.program_id(0) // programs_per_head
+    query = tl.program_id(0) % programs_per_head * QUERIES + tl.arange(0, QUERIES)
     share = tl.program_id(1) + 1
     num_tiles = tl.load(row_starts_ptr + num_rows)
     num_used = tl.minimum(num_shares, num_tiles)
@@ -178,39 +246,62 @@ def _combine_kernel(
     # A tile belongs to the last share that begins at or before it.
     first_share = ((row_start + 1) * num_used - 1) // num_tiles
     num_splits = (row_end * num_used - 1) // num_tiles - first_share + 1
+    is_query = query < group_size
+    if group_rows_ptr is not None:
+        is_query = query < tl.load(group_rows_ptr + row) * group_size
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     if (share < num_used) & (share == first_share + 1):
-        dim = tl.arange(0, head_dim)
-        maximum = float("-inf")
-        total = 0.0
-        acc = tl.zeros((head_dim,), tl.float32)
+        dim = tl.arange(0, HEAD_DIM)
+        is_dim = dim < head_dim
+        maximum = tl.full((QUERIES,), float("-inf"), tl.float32)
+        total = tl.zeros((QUERIES,), tl.float32)
+        acc = tl.zeros((QUERIES, HEAD_DIM), tl.float32)
         for start in range(0, num_splits, SPLITS):
             split = start + tl.arange(0, SPLITS)
-            exists = split < num_splits
-            partial = ((head // group_size) * num_shares + first_share + split) * 2 + (split == 0).to(tl.int32)
-            line = partial * group_size + head % group_size
+            exists = (split < num_splits)[None, :] & is_query[:, None]
+            partial = (kv_head * num_shares + first_share + split) * 2 + (split == 0).to(tl.int32)
+            line = partial[None, :] * num_queries + query[:, None]  # (QUERIES, SPLITS)
             lse = tl.load(lse_ptr + line, mask=exists, other=float("-inf"))
-            partials = tl.load(partials_ptr + line[:, None] * head_dim + dim[None, :], mask=exists[:, None], other=0.0)
-            new_maximum = tl.maximum(maximum, tl.max(lse, axis=0))
+            partials = tl.load(
+                partials_ptr + line[:, :, None] * head_dim + dim[None, None, :],
+                mask=exists[:, :, None] & is_dim[None, None, :],
+                other=0.0,
+            )
+            new_maximum = tl.maximum(maximum, tl.max(lse, axis=1))
             decay = tl.exp2(maximum - new_maximum)
-            weights = tl.exp2(lse - new_maximum)
-            acc = acc * decay + tl.sum(partials * weights[:, None], axis=0)
-            total = total * decay + tl.sum(weights, axis=0)
+            weights = tl.exp2(lse - new_maximum[:, None])
+            acc = acc * decay[:, None] + tl.sum(partials * weights[:, :, None], axis=1)
+            total = total * decay + tl.sum(weights, axis=1)
             maximum = new_maximum
-        row_out_ptr = out_ptr + (row.to(tl.int64) * num_kv_heads * group_size + head) * head_dim
-        tl.store(row_out_ptr + dim, (acc / total).to(out_ptr.dtype.element_ty))
+        rows = row.to(tl.int64) + query // group_size
+        out_lines = rows * (num_kv_heads * group_size) + kv_head * group_size + query % group_size
+        result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(
+            out_ptr + out_lines[:, None] * head_dim + dim[None, :], result, mask=is_query[:, None] & is_dim[None, :]
+        )
+        if out_lse_ptr is not None:
+            tl.store(out_lse_ptr + out_lines, maximum + tl.log2(total), mask=is_query)
 
 
-def plan_decode(context_lens: Tensor, block_tables: Tensor, block_size: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """List the tiles of all rows for `paged_decode_attention`. A row without context gets one tile without tokens.
+def plan_decode(
+    context_lens: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    head_dim: int,
+    first_tokens: Tensor | None = None,
+    least_tiles: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """List the tiles of all rows for `paged_decode_attention`.
 
     context_lens: (num_rows,) int32, 0 for padding. block_tables: (num_rows, max_blocks) int32. block_size, head_dim:
-    those of the cache. The host does not wait for the device, so a CUDA graph can capture this.
+    those of the cache. first_tokens: (num_rows,) int32, the first token that each row attends to, for windows and
+    shared prefixes. least_tiles: how many tiles a row without tokens gets; with 0, its result is not written.
+    The host does not wait for the device, so a CUDA graph can capture this.
 
     Returns
-    - tiles, (max_tiles, 4) int32: the slot of the tile's first token, how many of its tokens are visible, its row, and
-      whether it is the last tile of that row.
+    - tiles, (max_tiles, 4) int32: the slot of the tile's first token, how many of its tokens lie within the context,
+      its row, and 1 if it is the last tile of that row, plus 2 x how many of its tokens lie before `first_tokens`.
     - row_starts, (num_rows + 1,) int32: the index of each row's first tile, then the number of all tiles.
     """
     num_rows, max_blocks = block_tables.shape
@@ -219,6 +310,7 @@ def plan_decode(context_lens: Tensor, block_tables: Tensor, block_size: int, hea
     row_starts = block_tables.new_empty(num_rows + 1)
     _plan_kernel[(num_rows,)](
         context_lens,
+        first_tokens,
         block_tables,
         tiles,
         row_starts,
@@ -228,74 +320,179 @@ def plan_decode(context_lens: Tensor, block_tables: Tensor, block_size: int, hea
         TILE=tile,
         ROWS=max(256, triton.next_power_of_2(num_rows)),
         CHUNK=128,
+        LEAST=least_tiles,
     )
     return tiles, row_starts
 
 
-def paged_decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: Tensor, row_starts: Tensor) -> Tensor:
+class PrefixResult(NamedTuple):
+    """What the rows of groups have from attending to their shared prefixes; for other rows it is undefined."""
+
+    num_shared_blocks: Tensor  # (num_rows,) int32: 0 for a row that is in no group
+    out: Tensor  # (num_rows, num_heads, head_dim) float32
+    lse: Tensor  # (num_rows, num_heads) float32: the log-sum-exp of the scores, to base 2
+
+
+def paged_decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    tiles: Tensor,
+    row_starts: Tensor,
+    scale: float,
+    windowed: bool = False,
+    prefix: PrefixResult | None = None,
+) -> Tensor:
     """Attend from one token of each row to the row's cached tokens; the result has the shape of q.
 
-    q: (num_rows, num_heads, head_dim), heads contiguous; head_dim a power of two, num_heads a multiple of the KV heads.
+    q: (num_rows, num_heads, head_dim), heads contiguous; num_heads a multiple of the KV heads, head_dim at most 256.
     k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous; block_size a multiple of 16.
+    k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits. scale: of the scores.
     tiles, row_starts: from `plan_decode`. A row without tokens gives zeros.
+    windowed: whether the plan has first tokens that are no multiple of the block size.
+    prefix: from `shared_prefix_attention`, where the plan leaves the shared prefixes out.
     """
-    num_rows, num_heads, head_dim = q.shape
-    _, num_kv_heads, block_size, _ = k_cache.shape
-    group_size = num_heads // num_kv_heads
-    num_shares = max(1, _num_programs(q.device) // num_kv_heads)
-    out = q.new_empty(q.shape)
-    partials = q.new_empty((num_kv_heads, num_shares, 2, group_size, head_dim), dtype=torch.float32)
-    lse = q.new_empty((num_kv_heads, num_shares, 2, group_size), dtype=torch.float32)
-    queries = max(QUERY_TILE, triton.next_power_of_2(group_size))
-    _paged_decode_kernel[(num_kv_heads, num_shares)](
-        q,
-        k_cache,
-        v_cache,
-        tiles,
-        row_starts,
-        out,
-        partials,
-        lse,
-        head_dim**-0.5 * math.log2(math.e),
-        q.stride(0),
-        num_rows,
-        num_shares,
-        num_kv_heads=num_kv_heads,
-        group_size=group_size,
-        block_size=block_size,
-        head_dim=head_dim,
-        QUERIES=queries,
-        TILE=_tile_size(block_size, head_dim),
-        STAGES=STAGES if queries <= MAX_QUERIES else 3,
-        num_warps=4,
-        **overlap_options(q.device),
-    )
-    if num_shares > 1:
-        _combine_kernel[(num_heads, num_shares - 1)](
-            tiles,
-            row_starts,
-            partials,
-            lse,
-            out,
-            num_rows,
-            num_shares,
-            num_kv_heads=num_kv_heads,
-            group_size=group_size,
-            head_dim=head_dim,
-            SPLITS=16,  # small programs, which fit on the GPU beside those that they wait for
-            num_warps=2,
-            **overlap_options(q.device),
-        )
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    group_size = q.shape[1] // k_cache.shape[1]
+    plan = tiles, row_starts
+    _launch(q, (k_cache, v_cache, k_scales, v_scales), plan, scale, group_size, out, prefix=prefix, windowed=windowed)
     return out
 
 
+def shared_prefix_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    tiles: Tensor,
+    row_starts: Tensor,
+    num_shared_blocks: Tensor,
+    group_rows: Tensor,
+    scale: float,
+) -> PrefixResult:
+    """Attend from the rows of each group to the group's shared blocks, which are read once for all of them.
+
+    A group is a run of rows. group_rows: (num_rows,) int32: how many rows the group has that begins with this row, at
+    most `max_group_rows`; 0 where none begins. num_shared_blocks: (num_rows,) int32, 0 for rows without a group.
+    tiles, row_starts: from `plan_decode`, where the first row of a group has its shared blocks, and the others nothing.
+    For the rest, see `paged_decode_attention`.
+    """
+    out = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
+    lse = out.new_empty(out.shape[:2])
+    plan = tiles, row_starts
+    _launch(
+        q, (k_cache, v_cache, k_scales, v_scales), plan, scale, GROUP_QUERIES, out, out_lse=lse, group_rows=group_rows
+    )
+    return PrefixResult(num_shared_blocks, out, lse)
+
+
+def max_group_rows(group_size: int) -> int:
+    """Return how many rows can read a shared prefix together, with `group_size` query heads for each KV head."""
+    return GROUP_QUERIES // group_size
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Return the size that kernels compute with: 64, 128 or 256."""
+    return max(64, triton.next_power_of_2(head_dim))
+
+
+def _launch(
+    q: Tensor,
+    cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    plan: tuple[Tensor, Tensor],
+    scale: float,
+    num_queries: int,
+    out: Tensor,
+    *,
+    out_lse: Tensor | None = None,
+    group_rows: Tensor | None = None,
+    prefix: PrefixResult | None = None,
+    windowed: bool = False,
+) -> None:
+    """Attend from rows, or from groups of rows, and combine what several programs have computed of one."""
+    _, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = cache[0].shape
+    queries = max(QUERY_TILE, triton.next_power_of_2(num_queries))
+    num_programs = _num_multiprocessors(q.device) * (PROGRAMS_PER_SM if queries <= FEW_QUERIES else 1)
+    num_shares = max(1, num_programs // num_kv_heads)
+    partials = out.new_empty((num_kv_heads, num_shares, 2, num_queries, head_dim), dtype=torch.float32)
+    lse = partials.new_empty(partials.shape[:-1])
+    _paged_decode_kernel[(num_kv_heads, num_shares)](
+        q,
+        *cache,
+        *plan,
+        group_rows,
+        *(prefix or (None, None, None)),
+        out,
+        out_lse,
+        partials,
+        lse,
+        scale * math.log2(math.e),
+        q.stride(0),
+        len(q),
+        num_shares,
+        num_kv_heads=num_kv_heads,
+        group_size=num_heads // num_kv_heads,
+        num_queries=num_queries,
+        block_size=block_size,
+        head_dim=head_dim,
+        HEAD_DIM=padded_head_dim(head_dim),
+        QUERIES=queries,
+        TILE=_tile_size(block_size, head_dim),
+        WINDOWED=windowed,
+        STAGES=_num_stages(q.device, queries, head_dim),
+        num_warps=4,
+        **overlap_options(q.device),
+    )
+    if num_shares == 1:
+        return
+    queries = 1 if group_rows is None else 4
+    _combine_kernel[(num_kv_heads * num_queries // queries, num_shares - 1)](
+        *plan,
+        group_rows,
+        partials,
+        lse,
+        out,
+        out_lse,
+        len(q),
+        num_shares,
+        num_kv_heads=num_kv_heads,
+        group_size=num_heads // num_kv_heads,
+        num_queries=num_queries,
+        head_dim=head_dim,
+        HEAD_DIM=padded_head_dim(head_dim),
+        QUERIES=queries,
+        SPLITS=16 // queries,  # small programs, which fit on the GPU beside those that they wait for
+        num_warps=2,
+        **overlap_options(q.device),
+    )
+
+
 def _tile_size(block_size: int, head_dim: int) -> int:
-    return math.gcd(block_size, TILE_ELEMENTS // head_dim)
+    return math.gcd(block_size, TILE_ELEMENTS // padded_head_dim(head_dim))
+
+
+def _num_stages(device: torch.device, queries: int, head_dim: int) -> int:
+    """Return how deep a pipeline fits into shared memory."""
+    fits = queries <= FEW_QUERIES or (head_dim <= 128 and queries <= GROUP_QUERIES and has_large_shared_memory(device))
+    return STAGES if fits else 3
 
 
 @cache
-def _num_programs(device: torch.device) -> int:
-    """Return how many programs fill the device; for Triton's interpreter, a few."""
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Return whether a program may have 200 KiB, as on a Hopper GPU; on others it is 99 or 163."""
     if device.type != "cuda":
-        return 16
-    return torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_SM
+        return True
+    properties: Any = torch.cuda.get_device_properties(device)  # typed without this field
+    return bool(properties.shared_memory_per_block_optin >= 200 * 2**10)
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors the device has; for Triton's interpreter, a few."""
+    if device.type != "cuda":
+        return 8
+    return torch.cuda.get_device_properties(device).multi_processor_count

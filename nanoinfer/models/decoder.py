@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel, VocabShard
 from nanoinfer.layers.activation import silu_and_mul
-from nanoinfer.layers.attention.backend import AttentionBackend
+from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.layer import Attention
 from nanoinfer.layers.attention.metadata import KVCache, LayerCache, Metadata
+from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
@@ -37,18 +38,24 @@ class DecoderAttention(nn.Module):
         config: ModelConfig,
         spec: DecoderSpec,
         rotary_emb: RotaryEmbedding,
-        backend: AttentionBackend,
+        backends: AttentionBackends,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
-        num_heads, head_dim = config.num_attention_heads, config.head_dim
+        num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, head_dim, num_heads, config.num_key_value_heads, bias=config.attention_bias, tp=tp
+            config.hidden_size, head_dim, num_heads, num_kv_heads, bias=config.attention_bias, tp=tp
         )
         self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, bias=config.attention_bias, tp=tp)
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
-        self.attn = Attention(rotary_emb, config.rms_norm_eps, backend)
+        attention = AttentionSpec(
+            num_heads=tp.shard_size(num_heads, "query heads"),
+            num_kv_heads=tp.split_of_kv_heads(num_kv_heads).shard_size(num_kv_heads, "KV heads"),
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+        )
+        self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(attention))
 
     def forward(self, positions: Tensor, hidden: Tensor, cache: LayerCache, metadata: Metadata) -> PartialSum:
         qkv = self.qkv_proj(hidden)  # (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
@@ -75,11 +82,11 @@ class DecoderLayer(nn.Module):
         config: ModelConfig,
         spec: DecoderSpec,
         rotary_emb: RotaryEmbedding,
-        backend: AttentionBackend,
+        backends: AttentionBackends,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
-        self.self_attn = DecoderAttention(config, spec, rotary_emb, backend, tp)
+        self.self_attn = DecoderAttention(config, spec, rotary_emb, backends, tp)
         self.mlp = DecoderMLP(config, tp)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -103,14 +110,14 @@ class Decoder(nn.Module):
         config: ModelConfig,
         spec: DecoderSpec,
         max_positions: int,
-        backend: AttentionBackend,
+        backends: AttentionBackends,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
         rotary_emb = RotaryEmbedding(config, max_positions)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, spec, rotary_emb, backend, tp) for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, spec, rotary_emb, backends, tp) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -126,7 +133,7 @@ class Decoder(nn.Module):
 class DecoderForCausalLM(nn.Module):
     """A decoder and its head: the whole model, or one rank's share of it. An architecture is a subclass with a `spec`.
 
-    max_positions: positions that the rotary tables cover. backend: how attention is computed.
+    max_positions: positions that the rotary tables cover. backends: how attention is computed, layer by layer.
     """
 
     spec: ClassVar[DecoderSpec]
@@ -139,9 +146,11 @@ class DecoderForCausalLM(nn.Module):
         "up_proj": ("gate_up_proj", "up"),
     }
 
-    def __init__(self, config: ModelConfig, max_positions: int, backend: AttentionBackend, tp: TensorParallel) -> None:
+    def __init__(
+        self, config: ModelConfig, max_positions: int, backends: AttentionBackends, tp: TensorParallel
+    ) -> None:
         super().__init__()
-        self.model = Decoder(config, self.spec, max_positions, backend, tp)
+        self.model = Decoder(config, self.spec, max_positions, backends, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
         # A tied checkpoint may repeat the embedding under the head's name: there is nothing to load there.
         self.ignored_weights = ("lm_head.weight",) if config.tie_word_embeddings else ()

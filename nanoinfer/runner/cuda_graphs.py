@@ -1,15 +1,20 @@
 """Decode steps as CUDA graphs: hundreds of small kernels, launched as one.
 
 A graph goes from the tables to the logits. It is captured for each of a few batch sizes; a batch runs in the smallest
-that holds it, padded.
+that holds it, padded. Steps whose rows share prefixes run other kernels, so they have graphs of their own, which are
+captured when they are first needed.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanoinfer.layers.attention.metadata import SharedPrefixes
 from nanoinfer.runner.step_tables import PADDING_ROW
+
+Forward = Callable[[Tensor, SharedPrefixes | None], None]
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -21,34 +26,46 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 class DecodeGraphs:
     """Captures `forward`, a function of rows (num_rows,) int32 that writes its results to memory of its caller.
 
-    Everything that `forward` reads or writes must stay where it is in memory. The graphs share one memory pool.
+    The other argument of `forward` says which rows share prefixes. Everything that it reads or writes must stay where
+    it is in memory. The graphs share one memory pool.
     """
 
-    def __init__(self, forward: Callable[[Tensor], None], sizes: list[int], device: torch.device) -> None:
-        self._padding = torch.full((max(sizes),), PADDING_ROW, dtype=torch.int32, device=device)
-        self._rows = self._padding.clone()
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+    def __init__(self, forward: Forward, sizes: list[int], device: torch.device) -> None:
+        self._forward = forward
+        # What the graphs read: a column for the rows, and those of SharedPrefixes.
+        self._padding = torch.tensor([[PADDING_ROW], [0], [0]], dtype=torch.int32, device=device).repeat(1, max(sizes))
+        self._inputs = self._padding.clone()
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._size_for = [min(size for size in sizes if size >= count) for count in range(max(sizes) + 1)]
-        pool = None
+        self._pool: Any = None  # the handle of their memory pool
         # The largest first: the smaller ones then fit into its memory.
         for size in sorted(sizes, reverse=True):
-            rows = self._rows[:size]
-            forward(rows)  # compiles and warms up outside the capture
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                forward(rows)
-            pool = pool or graph.pool()
-            self._graphs[size] = graph
+            self._graphs[size, False] = self._capture(size, shares_prefixes=False)
 
-    def replay(self, rows: Tensor) -> None:
+    def replay(self, rows: Tensor, shared_prefixes: SharedPrefixes | None) -> None:
         """Run `forward` for these rows (num_rows,) int32, and for padding after them."""
-        size = self._size_for[len(rows)]
-        torch.cat((rows, self._padding[len(rows) : size]), out=self._rows[:size])
-        self._graphs[size].replay()
+        key = size, shares_prefixes = self._size_for[len(rows)], shared_prefixes is not None
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(size, shares_prefixes)
+        columns = rows, *(shared_prefixes or ())
+        for column, inputs, padding in zip(columns, self._inputs, self._padding, strict=False):
+            torch.cat((column, padding[len(rows) : size]), out=inputs[:size])
+        self._graphs[key].replay()
+
+    def _capture(self, size: int, shares_prefixes: bool) -> torch.cuda.CUDAGraph:
+        self._inputs.copy_(self._padding)
+        rows, *shared = self._inputs[:, :size]
+        shared_prefixes = SharedPrefixes(*shared) if shares_prefixes else None
+        self._forward(rows, shared_prefixes)  # compiles and warms up outside the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._forward(rows, shared_prefixes)
+        self._pool = self._pool or graph.pool()
+        return graph
 
 
-def measure_graph_bytes(forward: Callable[[Tensor], None], sizes: list[int], device: torch.device) -> int:
-    """Return the memory that graphs of these sizes will take.
+def measure_graph_bytes(forward: Forward, sizes: list[int], device: torch.device, num_kinds: int) -> int:
+    """Return the memory that graphs of these sizes will take, if there are so many kinds of them.
 
     Captures the largest, which the others share, and one small one more.
     """
@@ -60,4 +77,4 @@ def measure_graph_bytes(forward: Callable[[Tensor], None], sizes: list[int], dev
         torch.cuda.empty_cache()
         used.append(free_before - torch.cuda.mem_get_info(device)[0])
         del graphs
-    return used[0] + max(0, used[1] - used[0]) * (len(sizes) - 1)
+    return used[0] + max(0, used[1] - used[0]) * (num_kinds * len(sizes) - 1)

@@ -23,8 +23,8 @@ from nanoinfer.device import cpu_threads, current_device, default_dtype, is_out_
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import Header, Packet, PacketSections, read_header, split
 from nanoinfer.errors import ConfigError
-from nanoinfer.layers.attention.metadata import PrefillMetadata
-from nanoinfer.layers.attention.selection import select_backend
+from nanoinfer.layers.attention.metadata import PrefillMetadata, SharedPrefixes
+from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.models import get_model_class
 from nanoinfer.models.decoder import DecoderForCausalLM
 from nanoinfer.runner import memory
@@ -80,9 +80,7 @@ class ModelRunner:
         self.tp = tp or TensorParallel()
         self.device = select_device(config.device)
         self.dtype = select_dtype(config.dtype, model_config.dtype, self.device)
-        self.backend = select_backend(
-            config.attention_backend, self.device, self.dtype, model_config.head_dim, config.kvcache_block_size
-        )
+        self.backends = AttentionBackends(config.attention_backend, self.device, self.dtype, config.kvcache_block_size)
         self.graphs: DecodeGraphs | None = None
         self.closed = False
         self._num_threads: int | None = None  # the user's own number of CPU threads
@@ -107,9 +105,9 @@ class ModelRunner:
             self.sampler.admit(header, on_host, on_device)
             if header.num_chunks:
                 return self._launch_prefill(header, on_host, on_device)
-            rows = on_device.decode_rows[:, 0]
+            rows, *shared = on_device.decode_rows.unbind(1)
             forward = self.graphs.replay if self.graphs else self._decode
-            forward(rows)
+            forward(rows, SharedPrefixes(*shared) if header.shares_prefixes else None)
             return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=[])
 
     def sample(self, pending: PendingStep) -> StepHandle:
@@ -150,6 +148,10 @@ class ModelRunner:
     def num_blocks(self) -> int:
         return self.kv_cache.num_blocks
 
+    @property
+    def max_group_rows(self) -> int:
+        return self.backends.max_group_rows
+
     @contextmanager
     def _computing(self) -> Iterator[None]:
         with torch.inference_mode(), current_device(self.device), cpu_threads(self._num_threads):
@@ -159,9 +161,10 @@ class ModelRunner:
         assert not header.num_decode, "a step is prefill or decode: both would write the logits from line 0"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
         inputs = self.tables.prefill_inputs(header, on_device.chunks, chunks)
-        hidden = self.model(inputs.token_ids, inputs.positions, self.kv_cache, inputs.metadata)
+        metadata = self.backends.plan(inputs.metadata, self.kv_cache)
+        hidden = self.model(inputs.token_ids, inputs.positions, self.kv_cache, metadata)
         # Only the last chunk of a step may be cut short, so those that sample are the first ones.
-        last_tokens = inputs.metadata.cu_query_lens[1 : num_samples + 1].long() - 1
+        last_tokens = metadata.cu_query_lens[1 : num_samples + 1].long() - 1
         self._write_logits(hidden[last_tokens])
         return PendingStep(
             on_device.chunks[:num_samples, 0].long(),
@@ -169,10 +172,10 @@ class ModelRunner:
             self.sampler.prompt_logprobs(self.model, hidden, chunks),
         )
 
-    def _decode(self, rows: Tensor) -> None:
+    def _decode(self, rows: Tensor, shared_prefixes: SharedPrefixes | None) -> None:
         """Compute one token for each row (num_rows,) int32, from the tables to the logits: a CUDA graph captures it."""
-        inputs = self.tables.decode_inputs(rows.long())
-        metadata = self.backend.plan(inputs.metadata, self.kv_cache)
+        inputs = self.tables.decode_inputs(rows.long(), shared_prefixes)
+        metadata = self.backends.plan(inputs.metadata, self.kv_cache)
         self._write_logits(self.model(inputs.token_ids, inputs.positions, self.kv_cache, metadata))
 
     def _write_logits(self, hidden: Tensor) -> None:
@@ -215,19 +218,19 @@ class ModelRunner:
         captured = time.perf_counter()
         seconds = {"weights": loaded - started, "warm-up": sized - loaded, "graphs": captured - sized}
         description = (
-            f"{self.model_config.architecture} with attention by {self.backend.name}, KV cache of {num_blocks} blocks "
+            f"{self.model_config.architecture} with attention by {self.backends.name}, KV cache of {num_blocks} blocks "
             f"of {block_size} tokens, {self.kv_cache.num_bytes / memory.GIB:.2f} GiB"
         )
         self.info = RunnerInfo(self.device, self.dtype, description, seconds)
 
     @property
     def _uses_graphs(self) -> bool:
-        return self.device.type == "cuda" and not self.config.enforce_eager and not self.backend.needs_host
+        return self.device.type == "cuda" and not self.config.enforce_eager and not self.backends.needs_host
 
     def _load_model(self, folder: Path, max_positions: int) -> DecoderForCausalLM:
         model_class = get_model_class(self.model_config.architecture)
         with torch.device(self.device), default_dtype(self.dtype):
-            model = model_class(self.model_config, max_positions, self.backend, self.tp)
+            model = model_class(self.model_config, max_positions, self.backends, self.tp)
         if self.config.load_format == "dummy":
             fill_with_random_weights(model, self.model_config.initializer_range, self.config.seed + self.tp.rank)
         else:
@@ -248,12 +251,11 @@ class ModelRunner:
         Runs that step and captures two graphs; kernels are compiled on the way.
         """
         step_bytes = memory.measure_peak_bytes(self._run_largest_prefill, self.device)
-        keys = self.kv_cache.layer(0).k
-        bytes_per_token = 2 * keys[0, :, 0].numel() * self.dtype.itemsize
-        step_bytes += self.backend.scratch_bytes(bytes_per_token, self.tables.token_ids.shape[1])
         graph_bytes = 0
         if self._uses_graphs:
-            graph_bytes = measure_graph_bytes(self._decode, graph_sizes(self.config.max_num_seqs), self.device)
+            num_kinds = 2 if self.max_group_rows else 1
+            sizes = graph_sizes(self.config.max_num_seqs)
+            graph_bytes = measure_graph_bytes(self._decode, sizes, self.device, num_kinds)
         return memory.grantable_bytes(self.config.gpu_memory_utilization, self.device) - step_bytes - graph_bytes
 
     def _run_largest_prefill(self) -> None:
@@ -269,6 +271,7 @@ class ModelRunner:
             slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=self.device),
             block_tables=self.tables.block_tables[: len(lens)],
         )
+        metadata = self.backends.plan(metadata, self.kv_cache)
         token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
         positions = torch.arange(num_tokens, device=self.device) % longest
         hidden = self.model(token_ids, positions, self.kv_cache, metadata)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.engine.batch import Header, PacketSections
-from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, ragged_indices
+from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, SharedPrefixes, ragged_indices
 
 PADDING_ROW = -1  # indexes the last row, a spare line whose context stays empty
 
@@ -78,8 +78,11 @@ class StepTables:
         )
         return PrefillInputs(self.token_ids[token_rows, positions], positions, metadata)
 
-    def decode_inputs(self, rows: Tensor) -> DecodeInputs:
-        """Return the newest token of each row; `rows` (num_rows,) int64 may contain PADDING_ROW."""
+    def decode_inputs(self, rows: Tensor, shared_prefixes: SharedPrefixes | None = None) -> DecodeInputs:
+        """Return the newest token of each row; `rows` (num_rows,) int64 may contain PADDING_ROW.
+
+        shared_prefixes: which of these rows begin with the same blocks, if any do.
+        """
         context_lens = self.context_lens[rows]
         positions = (context_lens - 1).clamp(min=0).long()
         block_tables = self.block_tables[rows]
@@ -89,6 +92,7 @@ class StepTables:
             slot_mapping=torch.where(context_lens > 0, slots, -1),
             context_lens=context_lens,
             block_tables=block_tables,
+            shared_prefixes=shared_prefixes,
         )
         return DecodeInputs(self.token_ids[rows, positions], positions, metadata)
 

@@ -1,39 +1,55 @@
-"""The interface that attention backends implement; `selection.py` chooses one."""
+"""The interface that attention backends implement; `selection.py` chooses one for each kind of layer."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, PrefillMetadata
+from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, MetadataT, PrefillMetadata
 
 
-class PrefillAttention(Protocol):
-    """Computes causal attention for prefill steps, with scores scaled by head_dim ** -0.5.
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What a layer's attention computes. Layers with equal specs share a backend.
 
-    q: (num_tokens, num_heads, head_dim). k, v: (num_tokens, num_kv_heads, head_dim). Results have the shape of q.
+    num_heads, num_kv_heads: query heads, and KV heads, of this rank. scale: the factor of the scores. window: how many
+    tokens each token attends to, itself included; None for all before it.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class AttentionBackend(Protocol):
+    """Computes causal attention for the layers of one spec.
+
+    Queries and results are (num_tokens, num_heads, head_dim). Keys and values of the step are in the cache already when
+    a method is called.
     """
 
     name: str
+    spec: AttentionSpec
+    needs_host: bool  # whether decode reads lengths on the host, so that a CUDA graph cannot capture it
+    max_group_rows: int = 0  # the most decode rows that it can read a shared prefix for at once; 0 if it reads for each
+
+    def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
+        """Return `metadata` with what this backend prepares once for all layers of the step; by default nothing."""
+        return metadata
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
-        """Attend from the step's chunks to their contexts. The chunks' own keys and values are in the cache already."""
+        """Attend from the step's chunks to their contexts.
 
-    def scratch_bytes(self, bytes_per_token: int, max_model_len: int) -> int:
-        """Return how much more memory a prefill step needs if it reads cached prefixes.
-
-        bytes_per_token: size of one token's key and value in one layer. max_model_len: the longest sequence, in tokens.
+        k, v: (num_tokens, num_kv_heads, head_dim), those of the chunks, which suffice where no chunk has a prefix in
+        the cache and the cache holds them unrounded.
         """
-        return 0
-
-
-class AttentionBackend(PrefillAttention, Protocol):
-    """Computes attention for prefill and decode steps."""
-
-    needs_host: bool  # whether decode reads lengths on the host, so that a CUDA graph cannot capture it
-
-    def plan(self, metadata: DecodeMetadata, cache: KVCache) -> DecodeMetadata:
-        """Return `metadata` with a plan that `decode` uses in all layers of the step. By default there is none."""
-        return metadata
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> Tensor:
         """Attend from one token of each row. The result of a row without context is undefined, but never an error."""

@@ -11,7 +11,7 @@ from typing import Any
 import flash_attn_2_cuda
 from torch import Tensor
 
-from nanoinfer.layers.attention.backend import AttentionBackend
+from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata
 
 
@@ -32,7 +32,6 @@ _varlen_fwd = _function("varlen_fwd", num_arguments=21)
 _fwd_kvcache = _function("fwd_kvcache", num_arguments=20)
 
 # Arguments are given by position, because the extension does not name them.
-NO_WINDOW = (-1, -1)  # tokens to the left and to the right
 NO_SOFTCAP = NO_DROPOUT = 0.0
 
 
@@ -42,34 +41,17 @@ class FlashAttentionBackend(AttentionBackend):
     name = "flash_attn"
     needs_host = False
 
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
         block_tables = None
         if metadata.reads_cache:
             k, v = cache.k.transpose(1, 2), cache.v.transpose(1, 2)  # (num_blocks, block_size, num_kv_heads, head_dim)
             block_tables = metadata.block_tables
-        out: Tensor = _varlen_fwd(
-            q,
-            k,
-            v,
-            None,  # out: allocated by flash-attn
-            metadata.cu_query_lens,
-            metadata.cu_context_lens,
-            None,  # seqused_k
-            None,  # leftpad_k
-            block_tables,
-            None,  # alibi_slopes
-            max(metadata.query_lens),
-            max(metadata.context_lens),
-            NO_DROPOUT,
-            q.shape[-1] ** -0.5,  # softmax_scale
-            False,  # zero_tensors
-            True,  # causal
-            *NO_WINDOW,
-            NO_SOFTCAP,
-            False,  # return_softmax
-            None,  # generator, for dropout
-        )[0]
-        return out
+        cu_lens = metadata.cu_query_lens, metadata.cu_context_lens
+        longest = max(metadata.query_lens), max(metadata.context_lens)
+        return varlen_attention(q, k, v, *cu_lens, block_tables, *longest, self.spec)
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> Tensor:
         out: Tensor = _fwd_kvcache(
@@ -86,11 +68,56 @@ class FlashAttentionBackend(AttentionBackend):
             metadata.block_tables,
             None,  # alibi_slopes
             None,  # out: allocated by flash-attn
-            q.shape[-1] ** -0.5,  # softmax_scale
+            self.spec.scale,
             True,  # causal
-            *NO_WINDOW,
+            *_window(self.spec),
             NO_SOFTCAP,
             True,  # rotary_interleaved, without rotary tables
             0,  # num_splits: flash-attn decides
         )[0]
         return out.squeeze(1)
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_query_lens: Tensor,
+    cu_context_lens: Tensor,
+    block_tables: Tensor | None,
+    max_query_len: int,
+    max_context_len: int,
+    spec: AttentionSpec,
+) -> Tensor:
+    """Attend from chunks laid end to end; k and v are laid end to end as well, or blocks if there are block tables.
+
+    Raises RuntimeError if flash-attn was built without what `spec` needs.
+    """
+    out: Tensor = _varlen_fwd(
+        q,
+        k,
+        v,
+        None,  # out: allocated by flash-attn
+        cu_query_lens,
+        cu_context_lens,
+        None,  # seqused_k
+        None,  # leftpad_k
+        block_tables,
+        None,  # alibi_slopes
+        max_query_len,
+        max_context_len,
+        NO_DROPOUT,
+        spec.scale,
+        False,  # zero_tensors
+        True,  # causal
+        *_window(spec),
+        NO_SOFTCAP,
+        False,  # return_softmax
+        None,  # generator, for dropout
+    )[0]
+    return out
+
+
+def _window(spec: AttentionSpec) -> tuple[int, int]:
+    """Return how many tokens before and after its own each token attends to; -1 for all."""
+    return (-1, -1) if spec.window is None else (spec.window - 1, 0)

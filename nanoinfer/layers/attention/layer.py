@@ -27,8 +27,9 @@ class Attention(nn.Module):
         metadata: Metadata,
     ) -> Tensor:
         """Attend from all tokens of the step: (num_tokens, num_heads, head_dim). See `norm_rope_store` for shapes."""
+        cos_sin_cache, slot_mapping = self.rotary_emb.cos_sin_cache, metadata.slot_mapping
         q, k, v = norm_rope_store(
-            qkv, norm_weights, self.norm_eps, positions, self.rotary_emb.cos_sin_cache, *cache, metadata.slot_mapping
+            qkv, norm_weights, self.norm_eps, positions, cos_sin_cache, cache.k, cache.v, slot_mapping
         )
         if isinstance(metadata, PrefillMetadata):
             return self.backend.prefill(q, k, v, cache, metadata)

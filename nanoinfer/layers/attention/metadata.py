@@ -3,37 +3,58 @@
 Both travel as arguments from the runner down to attention. Nothing is read from a global.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 
-class LayerCache(NamedTuple):
-    """Holds one layer's keys and values, each (num_blocks, num_kv_heads, block_size, head_dim)."""
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Holds one layer's keys and values, each (num_blocks, num_kv_heads, block_size, head_dim).
+
+    A cache in 8 bits also has their scales, each (num_blocks, num_kv_heads, block_size) float32, which they are to be
+    multiplied by.
+    """
 
     k: Tensor
     v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether it holds keys and values less precisely than they were computed."""
+        return self.k_scales is not None
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Holds all layers' keys and values, each (num_layers, num_blocks, num_kv_heads, block_size, head_dim)."""
+    """Holds all layers' keys and values, and the scales of a cache in 8 bits: those of LayerCache, by layer."""
 
     k: Tensor
     v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
 
     @property
     def num_blocks(self) -> int:
         return self.k.shape[1]
 
     @property
+    def block_size(self) -> int:
+        return self.k.shape[3]
+
+    @property
     def num_bytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return sum(x.nbytes for x in (self.k, self.v, self.k_scales, self.v_scales) if x is not None)
 
     def layer(self, index: int) -> LayerCache:
-        return LayerCache(self.k[index], self.v[index])
+        k_scales = None if self.k_scales is None else self.k_scales[index]
+        v_scales = None if self.v_scales is None else self.v_scales[index]
+        return LayerCache(self.k[index], self.v[index], k_scales, v_scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +71,7 @@ class PrefillMetadata:
     cu_context_lens: Tensor  # (num_chunks + 1,) int32
     slot_mapping: Tensor  # (num_tokens,) int64: block_id * block_size + offset of each token; -1 skips the write
     block_tables: Tensor  # (num_chunks, max_blocks) int32
+    plans: Mapping[int | None, Tensor] = field(default_factory=dict)  # by window, from backends whose kernels need one
 
     @property
     def reads_cache(self) -> bool:
@@ -57,11 +79,25 @@ class PrefillMetadata:
         return self.query_lens != self.context_lens
 
 
-class DecodePlan(NamedTuple):
-    """Lists the tiles of all contexts of a decode step: see `plan_decode` in `kernels/paged_decode_attention.py`."""
+class TileList(NamedTuple):
+    """Lists tiles of keys that rows attend to: see `plan_decode` in `kernels/paged_decode_attention.py`."""
 
     tiles: Tensor  # (max_tiles, 4) int32
     row_starts: Tensor  # (num_rows + 1,) int32
+
+
+class DecodePlan(NamedTuple):
+    """What the rows of a decode step read each for itself, and what groups of rows read together, if there are any."""
+
+    rows: TileList
+    groups: TileList | None
+
+
+class SharedPrefixes(NamedTuple):
+    """Says which rows of a decode step begin with the same blocks. They lie side by side, as a group."""
+
+    num_blocks: Tensor  # (num_rows,) int32: blocks that a row shares with its group; 0 for a row that is in none
+    group_rows: Tensor  # (num_rows,) int32: rows of the group that begins with this row; 0 where none begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +107,12 @@ class DecodeMetadata:
     slot_mapping: Tensor  # (num_rows,) int64: where this step's key and value go; -1 skips the write
     context_lens: Tensor  # (num_rows,) int32: tokens each query attends to, its own included
     block_tables: Tensor  # (num_rows, max_blocks) int32
-    plan: DecodePlan | None = None  # set by backends whose kernels need one, once for all layers
+    shared_prefixes: SharedPrefixes | None = None  # a backend may ignore them
+    plans: Mapping[int | None, DecodePlan] = field(default_factory=dict)  # by window, from backends that need one
 
 
 Metadata = PrefillMetadata | DecodeMetadata
+MetadataT = TypeVar("MetadataT", PrefillMetadata, DecodeMetadata)
 
 
 def ragged_indices(cu_lens: Tensor, total: int) -> tuple[Tensor, Tensor]:

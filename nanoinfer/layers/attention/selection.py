@@ -1,44 +1,92 @@
-"""Which attention backend serves a device, a dtype and the sizes of a model."""
+"""Which attention backend serves a device, a dtype and a kind of layer."""
 
 import torch
 
 from nanoinfer.device import import_error
 from nanoinfer.errors import ConfigError
-from nanoinfer.layers.attention.backend import AttentionBackend
+from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
+from nanoinfer.layers.attention.metadata import KVCache, MetadataT
 from nanoinfer.layers.attention.torch_reference import TorchBackend
 
 FLASH_ATTN = "nanoinfer.layers.attention.flash_attn"  # imports flash-attn's extension, and checks its version
+MAX_HEAD_DIM = 256
+MAX_GROUP_SIZE = 64
+
+
+class AttentionBackends:
+    """Chooses a backend for each kind of attention layer of a model, and holds those that were chosen.
+
+    requested: the name of a backend, or "auto". block_size: tokens in a block of the cache.
+    """
+
+    def __init__(self, requested: str, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+        self.requested = requested
+        self.device = device
+        self.dtype = dtype
+        self.block_size = block_size
+        self._backends: dict[AttentionSpec, AttentionBackend] = {}
+
+    def for_layer(self, spec: AttentionSpec) -> AttentionBackend:
+        """Return the backend of layers like this one. Raises ConfigError where none can serve, with the reason."""
+        if spec not in self._backends:
+            self._backends[spec] = select_backend(self.requested, self.device, self.dtype, spec, self.block_size)
+        return self._backends[spec]
+
+    def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
+        """Return `metadata` with what all backends prepare for a step."""
+        for backend in self._backends.values():
+            metadata = backend.plan(metadata, cache)
+        return metadata
+
+    @property
+    def name(self) -> str:
+        """The names of all backends."""
+        return " and ".join(sorted({backend.name for backend in self._backends.values()}))
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether a layer's decode reads lengths on the host, so that a CUDA graph cannot capture a step."""
+        return any(backend.needs_host for backend in self._backends.values())
+
+    @property
+    def max_group_rows(self) -> int:
+        """The most decode rows that layers can read a shared prefix for at once; 0 if none can."""
+        return min((rows for backend in self._backends.values() if (rows := backend.max_group_rows)), default=0)
 
 
 def select_backend(
-    requested: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    requested: str, device: torch.device, dtype: torch.dtype, spec: AttentionSpec, block_size: int
 ) -> AttentionBackend:
-    """Return the backend that `requested` names; for "auto", the fastest that serves this device and these sizes.
+    """Return the backend that `requested` names; for "auto", the fastest that serves this device and this layer.
 
     Raises ConfigError where the requested one cannot, with the reason.
     """
     names = ("triton", "flash_attn", "torch")
-    obstacles = {name: _obstacle(name, device, dtype, head_dim, block_size) for name in names}
+    obstacles = {name: _obstacle(name, device, dtype, spec, block_size) for name in names}
     if requested == "auto":
         requested = next(name for name in names if obstacles[name] is None)
     if obstacles[requested] is not None:
         raise ConfigError(f"attention_backend={requested!r} {obstacles[requested]}, or use attention_backend='auto'")
     if requested == "torch":
-        return TorchBackend()
+        return TorchBackend(spec)
     # What these import is slow to import, or not there.
-    from nanoinfer.layers.attention.triton import TritonBackend
-
-    if obstacles["flash_attn"] is None:
+    if requested == "flash_attn":
         from nanoinfer.layers.attention.flash_attn import FlashAttentionBackend
 
-        flash_attn = FlashAttentionBackend()
-        return flash_attn if requested == "flash_attn" else TritonBackend(flash_attn)
-    from nanoinfer.layers.attention.torch_varlen import VarlenAttention
+        return FlashAttentionBackend(spec)
+    from nanoinfer.layers.attention.triton import TritonBackend
 
-    return TritonBackend(VarlenAttention())
+    # On Hopper our own prefill kernel is faster than flash-attn 2 (docs/performance.md); before, that is not known.
+    if obstacles["flash_attn"] is None and torch.cuda.get_device_capability(device) < (9, 0):
+        from nanoinfer.layers.attention.flash_attn import FlashAttentionBackend
+
+        return TritonBackend(spec, for_prefill=FlashAttentionBackend(spec))
+    return TritonBackend(spec)
 
 
-def _obstacle(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+def _obstacle(
+    backend: str, device: torch.device, dtype: torch.dtype, spec: AttentionSpec, block_size: int
+) -> str | None:
     """Why a backend cannot serve; None where it can."""
     if backend == "torch":
         return None
@@ -52,10 +100,32 @@ def _obstacle(backend: str, device: torch.device, dtype: torch.dtype, head_dim: 
         return f"needs a GPU of compute capability 8.0 or more, and {torch.cuda.get_device_name(device)} has less"
     if dtype == torch.float32:
         return "computes in 16 bits, and dtype is 'float32'; use dtype='bfloat16'"
-    if backend == "triton" and head_dim not in (64, 128):
-        return f"takes a head_dim of 64 or 128, and the model has {head_dim}; use another model"
-    if backend == "flash_attn" and (head_dim % 8 != 0 or head_dim > 256):
-        return f"takes a head_dim that is a multiple of 8 up to 256, and the model has {head_dim}; use another model"
+    if spec.head_dim % 8 != 0 or spec.head_dim > MAX_HEAD_DIM:
+        return (
+            f"takes a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, and the model has {spec.head_dim}; "
+            "use another model"
+        )
+    if backend == "triton" and spec.group_size > MAX_GROUP_SIZE:
+        return f"takes at most {MAX_GROUP_SIZE} query heads for a KV head, and the model has {spec.group_size}"
     if backend == "flash_attn" and block_size % 256 != 0:
         return f"needs kvcache_block_size to be a multiple of 256, not {block_size}; use 256"
+    if backend == "flash_attn" and (reason := _flash_attn_lacks(spec, device, dtype)):
+        return f"is a build of flash-attn that lacks what the model needs ({reason}); install another build"
+    return None
+
+
+def _flash_attn_lacks(spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What a build of flash-attn answers to a layer that it was built without; None where it serves.
+
+    Builds may leave out head sizes and windows, so each kind of layer is tried once.
+    """
+    from nanoinfer.layers.attention.flash_attn import varlen_attention
+
+    q = torch.zeros(1, spec.num_heads, spec.head_dim, dtype=dtype, device=device)
+    k = q[:, : spec.num_kv_heads]
+    cu_lens = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    try:
+        varlen_attention(q, k, k, cu_lens, cu_lens, None, 1, 1, spec)
+    except RuntimeError as error:
+        return str(error)
     return None

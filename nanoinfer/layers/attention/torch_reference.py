@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.layers.attention.backend import AttentionBackend
-from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata, ragged_indices
+from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
+from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata
 
 MAX_GATHER_ELEMENTS = 2**24  # of keys that decode gathers at a time: 64 MiB in float32
 
@@ -16,7 +16,8 @@ class TorchBackend(AttentionBackend):
     name = "torch"
     needs_host = True
 
-    def __init__(self) -> None:
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
         self._scratch: list[Tensor] = []  # for gathered keys and values: new memory costs a CPU as much as the rest
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
@@ -25,9 +26,9 @@ class TorchBackend(AttentionBackend):
         for index, (query_len, context_len) in enumerate(zip(metadata.query_lens, metadata.context_lens, strict=True)):
             chunk = slice(start, start + query_len)
             context_k, context_v = k[chunk], v[chunk]
-            if query_len != context_len:
-                context_k, context_v = gather_context(cache, metadata, slice(index, index + 1))
-            out[chunk] = causal_attention(q[chunk], context_k, context_v)
+            if query_len != context_len or cache.is_rounded:
+                context_k, context_v = gather_context(cache, metadata.block_tables[index], context_len, q.dtype)
+            out[chunk] = causal_attention(q[chunk], context_k, context_v, self.spec.scale, self.spec.window)
             start += query_len
         return out
 
@@ -36,20 +37,24 @@ class TorchBackend(AttentionBackend):
         _, num_kv_heads, block_size, _ = cache.k.shape
         lens = metadata.context_lens
         num_blocks = max(1, -(-int(lens.max()) // block_size))
-        visible = torch.arange(num_blocks * block_size, device=q.device) < lens.unsqueeze(1)
+        positions = torch.arange(num_blocks * block_size, device=q.device)
+        visible = positions < lens.unsqueeze(1)
+        if self.spec.window is not None:
+            visible &= positions >= lens.unsqueeze(1) - self.spec.window
         visible = visible[:, None, None, :]  # (num_rows, 1, 1, max_context)
         q = q.view(num_rows, num_kv_heads, -1, head_dim)  # the queries that share a KV head side by side
         out = torch.empty_like(q)
         group = max(1, MAX_GATHER_ELEMENTS // (num_blocks * block_size * num_kv_heads * head_dim))
         for start in range(0, num_rows, group):
             rows = slice(start, start + group)
-            k, v = self._gather(cache, metadata.block_tables[rows, :num_blocks])  # (rows, kv_heads, max_context, dim)
+            # (rows, kv_heads, max_context, head_dim)
+            k, v = self._gather(cache, metadata.block_tables[rows, :num_blocks], q.dtype)
             for side in (k, v):  # what lies past a context may be NaN, and 0 x NaN is NaN
                 side.masked_fill_(~visible[rows].transpose(2, 3), 0)
-            out[rows] = F.scaled_dot_product_attention(q[rows], k, v, attn_mask=visible[rows])
+            out[rows] = F.scaled_dot_product_attention(q[rows], k, v, attn_mask=visible[rows], scale=self.spec.scale)
         return out.view(num_rows, num_heads, head_dim)
 
-    def _gather(self, cache: LayerCache, tables: Tensor) -> list[Tensor]:
+    def _gather(self, cache: LayerCache, tables: Tensor, dtype: torch.dtype) -> list[Tensor]:
         """Copy blocks, (num_rows, num_blocks), into the scratch memory as (num_rows, kv_heads, tokens, head_dim)."""
         _, num_kv_heads, block_size, head_dim = cache.k.shape
         heads = torch.arange(num_kv_heads, device=tables.device)
@@ -58,28 +63,41 @@ class TorchBackend(AttentionBackend):
         if not self._scratch or self._scratch[0].numel() < places.numel() * block_size * head_dim:
             self._scratch = [cache.k.new_empty(places.numel() * block_size * head_dim) for _ in range(2)]
         gathered = []
-        for side, scratch in zip((cache.k, cache.v), self._scratch, strict=True):
+        sides = ((cache.k, cache.k_scales), (cache.v, cache.v_scales))
+        for (side, scales), scratch in zip(sides, self._scratch, strict=True):
             out = scratch[: places.numel() * block_size * head_dim].view(-1, block_size * head_dim)
             torch.index_select(side.view(-1, block_size * head_dim), 0, places.flatten(), out=out)
-            gathered.append(out.view(len(tables), num_kv_heads, -1, head_dim))
+            out = out.view(len(tables), num_kv_heads, -1, head_dim)
+            if scales is not None:
+                factors = scales.view(-1, block_size)[places].view(len(tables), num_kv_heads, -1, 1)
+                out = (out.float() * factors).to(dtype)
+            gathered.append(out)
         return gathered
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention for one sequence, whose last len(q) tokens attend to all len(k) tokens."""
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+    """Compute causal attention for one sequence, whose last len(q) tokens attend to all len(k) tokens.
+
+    window: how many tokens each one attends to at most, itself included.
+    """
     query_len, context_len = len(q), len(k)
     mask = None
-    if query_len != context_len:
+    if query_len != context_len or window is not None:
         mask = torch.ones(query_len, context_len, dtype=torch.bool, device=q.device).tril(context_len - query_len)
+    if mask is not None and window is not None:
+        mask = mask.triu(context_len - query_len - window + 1)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, heads, tokens, head_dim)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
 
 
-def gather_context(cache: LayerCache, metadata: PrefillMetadata, chunks: slice) -> tuple[Tensor, Tensor]:
-    """Gather keys and values of the chunks' contexts from the cache: (sum of context_lens, num_kv_heads, head_dim)."""
+def gather_context(cache: LayerCache, block_table: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of one sequence's first tokens: (length, num_kv_heads, head_dim) each."""
     block_size = cache.k.shape[2]
-    cu_lens = metadata.cu_context_lens[chunks.start : chunks.stop + 1]
-    segments, positions = ragged_indices(cu_lens - cu_lens[0], sum(metadata.context_lens[chunks]))
-    blocks = metadata.block_tables[chunks][segments, positions // block_size]
-    return cache.k[blocks, :, positions % block_size], cache.v[blocks, :, positions % block_size]
+    positions = torch.arange(length, device=block_table.device)
+    blocks, offsets = block_table[positions // block_size], positions % block_size
+    k, v = cache.k[blocks, :, offsets], cache.v[blocks, :, offsets]
+    if cache.k_scales is None or cache.v_scales is None:
+        return k, v
+    k_scales, v_scales = cache.k_scales[blocks, :, offsets], cache.v_scales[blocks, :, offsets]
+    return (k.float() * k_scales.unsqueeze(-1)).to(dtype), (v.float() * v_scales.unsqueeze(-1)).to(dtype)

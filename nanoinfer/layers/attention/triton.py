@@ -1,37 +1,85 @@
-"""The default backend on CUDA: a Triton kernel for decode, and flash-attn or PyTorch's attention for prefill."""
+"""The default backend on CUDA: Triton kernels that read the paged cache, for prefill and decode."""
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from nanoinfer.kernels.paged_decode_attention import paged_decode_attention, plan_decode
-from nanoinfer.layers.attention.backend import AttentionBackend, PrefillAttention
-from nanoinfer.layers.attention.metadata import DecodeMetadata, DecodePlan, KVCache, LayerCache, PrefillMetadata
+from nanoinfer.kernels.paged_decode_attention import (
+    max_group_rows,
+    paged_decode_attention,
+    plan_decode,
+    shared_prefix_attention,
+)
+from nanoinfer.kernels.paged_prefill_attention import paged_prefill_attention, plan_prefill
+from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
+from nanoinfer.layers.attention.metadata import (
+    DecodeMetadata,
+    DecodePlan,
+    KVCache,
+    LayerCache,
+    MetadataT,
+    PrefillMetadata,
+    TileList,
+)
 
 
 class TritonBackend(AttentionBackend):
-    """Decodes with `kernels/paged_decode_attention.py`, which reads the cache faster than flash-attn 2.
+    """Reads keys and values through block tables, in 16 or 8 bits. Full attention reads a shared prefix once.
 
-    for_prefill: computes prefill steps.
+    for_prefill: computes prefill steps, where it is faster.
     """
 
     needs_host = False
 
-    def __init__(self, for_prefill: PrefillAttention) -> None:
+    def __init__(self, spec: AttentionSpec, for_prefill: AttentionBackend | None = None) -> None:
+        self.spec = spec
         self.for_prefill = for_prefill
-        self.name = f"triton, {for_prefill.name} in prefill"
+        self.name = f"triton, {for_prefill.name} in prefill" if for_prefill else "triton"
+        self.max_group_rows = max_group_rows(spec.group_size) if spec.window is None else 0
 
-    def scratch_bytes(self, bytes_per_token: int, max_model_len: int) -> int:
-        return self.for_prefill.scratch_bytes(bytes_per_token, max_model_len)
+    def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
+        window = self.spec.window
+        plan: Tensor | DecodePlan
+        if isinstance(metadata, PrefillMetadata):
+            device = metadata.cu_query_lens.device
+            plan = plan_prefill(metadata.query_lens, metadata.context_lens, self.spec.group_size, device)
+        else:
+            plan = self._plan_decode(metadata, cache.block_size)
+        return replace(metadata, plans={**metadata.plans, window: plan})
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
-        return self.for_prefill.prefill(q, k, v, cache, metadata)
-
-    def plan(self, metadata: DecodeMetadata, cache: KVCache) -> DecodeMetadata:
-        block_size, head_dim = cache.k.shape[-2:]
-        plan = plan_decode(metadata.context_lens, metadata.block_tables, block_size, head_dim)
-        return replace(metadata, plan=DecodePlan(*plan))
+        if self.for_prefill is not None:
+            return self.for_prefill.prefill(q, k, v, cache, metadata)
+        return paged_prefill_attention(
+            q,
+            cache.k,
+            cache.v,
+            cache.k_scales,
+            cache.v_scales,
+            metadata.plans[self.spec.window],
+            metadata.block_tables,
+            self.spec.scale,
+            self.spec.window,
+        )
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> Tensor:
-        assert metadata.plan is not None, "`decode` needs metadata that `plan` has returned"
-        return paged_decode_attention(q, cache.k, cache.v, *metadata.plan)
+        plan, shared = metadata.plans[self.spec.window], metadata.shared_prefixes
+        tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
+        prefix = None
+        if plan.groups is not None and shared is not None:
+            prefix = shared_prefix_attention(*tensors, *plan.groups, *shared, self.spec.scale)
+        windowed = self.spec.window is not None
+        return paged_decode_attention(*tensors, *plan.rows, self.spec.scale, windowed, prefix)
+
+    def _plan_decode(self, metadata: DecodeMetadata, block_size: int) -> DecodePlan:
+        lens, tables, head_dim = metadata.context_lens, metadata.block_tables, self.spec.head_dim
+        shared, groups = metadata.shared_prefixes, None
+        first_tokens = None
+        if self.spec.window is not None:
+            first_tokens = (lens - self.spec.window).clamp(min=0)
+        elif shared is not None:
+            first_tokens = shared.num_blocks * block_size
+            prefix_lens = torch.where(shared.group_rows > 0, first_tokens, 0)
+            groups = TileList(*plan_decode(prefix_lens, tables, block_size, head_dim, least_tiles=0))
+        return DecodePlan(TileList(*plan_decode(lens, tables, block_size, head_dim, first_tokens)), groups)

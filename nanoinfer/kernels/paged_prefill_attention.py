@@ -1,0 +1,270 @@
+"""Paged prefill attention: prompts attend causally to their contexts in the cache. Twin: `TorchBackend.prefill`.
+
+Keys and values are read through block tables, also those of the chunk itself, which are in the cache already. So a
+chunk gives the same result whether its prefix was computed in this step, in an earlier one or for another sequence.
+
+- Online softmax (Milakov and Gimelshein 2018; FlashAttention 2, Dao 2023): a program holds a tile of queries and runs
+  over its keys, first those that all its queries see, then those along the diagonal, which it masks.
+- Grouped-query attention: a tile holds the query heads that share a KV head, for as many tokens as it has room for. So
+  keys and values are read once for the group, and little is computed above the diagonal.
+- `plan_prefill` lists the tiles once per step, those with the longest contexts first. Programs that run at the same
+  time have the same KV head, so their keys and values are found in the L2 cache.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.paged_decode_attention import MASKED, has_large_shared_memory, padded_head_dim
+
+TILE_ROWS = 128  # queries of a tile: tokens x heads of a group
+
+
+class Shape(NamedTuple):
+    """How the kernel is compiled for a head size: keys of a tile, warps, pipeline stages, registers of a thread."""
+
+    keys: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None  # so few that two programs share a multiprocessor: one multiplies as the other adds up
+
+
+# By head size, padded: where a program may have 200 KiB of shared memory (measured on an H200), and where it has less.
+SHAPES = {64: Shape(128, 8, 3, 128), 128: Shape(64, 8, 3, 128), 256: Shape(64, 8, 2, None)}
+SMALL_SHAPES = {64: Shape(128, 8, 3, None), 128: Shape(64, 8, 3, None), 256: Shape(16, 8, 2, None)}
+
+
+@triton.jit
+def _load_tile(
+    cache_ptr,
+    first_line,
+    num_visible,
+    head_dim: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """Load KEYS keys or values (KEYS, HEAD_DIM), which lie one after the other in the cache."""
+    key = tl.arange(0, KEYS)
+    dim = tl.arange(0, HEAD_DIM)
+    pointers = cache_ptr + first_line * head_dim + key[:, None] * head_dim + dim[None, :]
+    # What lies past the context may be NaN, and 0 x NaN is NaN.
+    if MASK:
+        return tl.load(pointers, mask=(key < num_visible)[:, None] & (dim < head_dim)[None, :], other=0.0)
+    elif head_dim < HEAD_DIM:
+        return tl.load(pointers, mask=(dim < head_dim)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _attend(
+    state,
+    q,
+    position,
+    first,
+    last,
+    end,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    table_ptr,
+    kv_head,
+    scale_log2,
+    num_kv_heads: tl.constexpr,
+    block_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Run over the keys [first, last), and mask those that a query does not see if there are any."""
+    maximum, total, acc = state
+    for start in tl.range(first, last, KEYS, num_stages=STAGES):
+        block = tl.load(table_ptr + start // block_size).to(tl.int64)
+        line = (block * num_kv_heads + kv_head) * block_size + start % block_size
+        k = _load_tile(k_cache_ptr, line, end - start, head_dim, HEAD_DIM, KEYS, MASK)
+        v = _load_tile(v_cache_ptr, line, end - start, head_dim, HEAD_DIM, KEYS, MASK)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        key = tl.arange(0, KEYS)
+        if k_scales_ptr is not None:
+            scores *= tl.load(k_scales_ptr + line + key, mask=key < end - start, other=0.0)[None, :]
+        if MASK:
+            visible = (start + key)[None, :] <= position[:, None]
+            if WINDOW is not None:
+                visible &= (start + key)[None, :] > position[:, None] - WINDOW
+            # Scaled before it is masked: below, a compiler that fuses product and difference would not round MASKED *
+            # scale as new_maximum is rounded, and their difference would not be 0.
+            scores = tl.where(visible, scores * scale_log2, MASKED)
+            factor = 1.0
+        else:
+            factor = scale_log2
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * factor)
+        decay = tl.exp2(maximum - new_maximum)
+        weights = tl.exp2(scores * factor - new_maximum[:, None])
+        total = total * decay + tl.sum(weights, axis=1)
+        if v_scales_ptr is not None:
+            weights *= tl.load(v_scales_ptr + line + key, mask=key < end - start, other=0.0)[None, :]
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
+        maximum = new_maximum
+    return maximum, total, acc
+
+
+@triton.jit
+def _paged_prefill_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    tiles_ptr,
+    block_tables_ptr,
+    out_ptr,
+    scale_log2,  # scale * log2(e): the softmax is computed in powers of two
+    q_token_stride,
+    block_table_stride,
+    num_kv_heads: tl.constexpr,
+    group_size: tl.constexpr,
+    block_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    HEAD_DIM: tl.constexpr,  # head_dim, padded
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,  # divides block_size, so a tile of keys lies within one block
+    WINDOW: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    first_token = tl.load(tiles_ptr + tile * 4).to(tl.int64)
+    num_tokens = tl.load(tiles_ptr + tile * 4 + 1)
+    first_position = tl.load(tiles_ptr + tile * 4 + 2)
+    chunk = tl.load(tiles_ptr + tile * 4 + 3).to(tl.int64)
+    table_ptr = block_tables_ptr + chunk * block_table_stride
+
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, HEAD_DIM)
+    token = row // group_size
+    head = kv_head * group_size + row % group_size
+    mask = (token < num_tokens)[:, None] & (dim < head_dim)[None, :]
+    q_offsets = (first_token + token)[:, None] * q_token_stride + head[:, None] * head_dim + dim[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
+    position = first_position + tl.minimum(token, num_tokens - 1)
+
+    end = first_position + num_tokens
+    first_key = 0
+    first_full = 0  # from here on, all queries see all keys, as far as
+    last_full = (first_position + 1) // KEYS * KEYS
+    if WINDOW is not None:
+        first_key = tl.maximum(first_position + 1 - WINDOW, 0) // KEYS * KEYS
+        first_full = tl.cdiv(tl.maximum(end - WINDOW, 0), KEYS) * KEYS
+        last_full = tl.maximum(last_full, first_key)
+        first_full = tl.minimum(first_full, last_full)
+    state = (
+        tl.full((ROWS,), float("-inf"), tl.float32),  # maximum
+        tl.zeros((ROWS,), tl.float32),  # total
+        tl.zeros((ROWS, HEAD_DIM), tl.float32),
+    )
+    if WINDOW is not None:
+        state = _attend(
+            state, q, position, first_key, first_full, end,
+            k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, scale_log2,
+            num_kv_heads, block_size, head_dim, HEAD_DIM, KEYS, WINDOW, True, STAGES,
+        )  # fmt: skip
+    state = _attend(
+        state, q, position, first_full, last_full, end,
+        k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, scale_log2,
+        num_kv_heads, block_size, head_dim, HEAD_DIM, KEYS, WINDOW, False, STAGES,
+    )  # fmt: skip
+    state = _attend(
+        state, q, position, last_full, end, end,
+        k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, scale_log2,
+        num_kv_heads, block_size, head_dim, HEAD_DIM, KEYS, WINDOW, True, 1,
+    )  # fmt: skip
+    _, total, acc = state
+    out_stride = num_kv_heads * group_size * head_dim
+    out_offsets = (first_token + token)[:, None] * out_stride + head[:, None] * head_dim + dim[None, :]
+    tl.store(out_ptr + out_offsets, (acc * (1 / total)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def plan_prefill(
+    query_lens: tuple[int, ...], context_lens: tuple[int, ...], group_size: int, device: torch.device
+) -> Tensor:
+    """List the tiles of queries for `paged_prefill_attention`, those with the longest contexts first.
+
+    query_lens, context_lens: tokens of each chunk, and of its context, the chunk's own included. group_size: query
+    heads for each KV head. Returns (num_tiles, 4) int32: the tile's first token among those of the step, how many
+    tokens it has, the position of the first one in its context, and its chunk. The host does not wait for the device.
+    """
+    lens, contexts = np.array(query_lens), np.array(context_lens)
+    size = max(1, _tile_rows(group_size) // group_size)
+    counts = -(-lens // size)
+    chunk = np.repeat(np.arange(len(lens)), counts)
+    offset = (np.arange(len(chunk)) - np.repeat(counts.cumsum() - counts, counts)) * size
+    position = (contexts - lens)[chunk] + offset
+    num_tokens = np.minimum(lens[chunk] - offset, size)
+    tiles = np.stack(((lens.cumsum() - lens)[chunk] + offset, num_tokens, position, chunk), axis=1).astype(np.int32)
+    on_host = torch.from_numpy(tiles[np.argsort(-position, kind="stable")])
+    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
+
+
+def paged_prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    tiles: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Attend from all tokens of a step's chunks to their contexts; the result has the shape of q.
+
+    q: (num_tokens, num_heads, head_dim), the heads of a token contiguous; num_heads a multiple of the KV heads,
+    head_dim at most 256. k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous; block_size a
+    multiple of 16. k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits.
+    tiles: from `plan_prefill`. block_tables: (num_chunks, max_blocks) int32. scale: of the scores. window: how many
+    tokens each one attends to, itself included; None for all.
+    """
+    _, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = k_cache.shape
+    group_size = num_heads // num_kv_heads
+    shape = (SHAPES if has_large_shared_memory(q.device) else SMALL_SHAPES)[padded_head_dim(head_dim)]
+    out = q.new_empty(q.shape)
+    _paged_prefill_kernel[(len(tiles), num_kv_heads)](
+        q,
+        k_cache,
+        v_cache,
+        k_scales,
+        v_scales,
+        tiles,
+        block_tables,
+        out,
+        scale * math.log2(math.e),
+        q.stride(0),
+        block_tables.stride(0),
+        num_kv_heads=num_kv_heads,
+        group_size=group_size,
+        block_size=block_size,
+        head_dim=head_dim,
+        HEAD_DIM=padded_head_dim(head_dim),
+        ROWS=_tile_rows(group_size),
+        KEYS=math.gcd(block_size, shape.keys),
+        WINDOW=window,
+        STAGES=shape.num_stages,
+        num_warps=shape.num_warps,
+        maxnreg=shape.max_registers,
+    )
+    return out
+
+
+def _tile_rows(group_size: int) -> int:
+    return max(TILE_ROWS, triton.next_power_of_2(group_size))
