@@ -91,7 +91,6 @@ class Header(NamedTuple):
     num_new_blocks: int
     num_chunks: int
     num_decode: int
-    num_prefix_groups: int
     num_sampling_records: int
     num_stop_ids: int  # of all sampling records together
 
@@ -153,13 +152,7 @@ class DecodeRow(NamedTuple):
 
     row: int
     num_shared_blocks: int  # how many of its first blocks are read together with its prefix group; 0 outside of groups
-
-
-class GroupRecord(NamedTuple):
-    """A prefix group as the packet carries it: the records of its decode rows say how many blocks they share."""
-
-    first_row: int  # index in the section of decode rows
-    num_rows: int
+    num_group_rows: int  # rows of the prefix group that begins with this one; 0 where none begins
 
 
 class PacketSections(NamedTuple):
@@ -170,7 +163,6 @@ class PacketSections(NamedTuple):
     new_blocks: Any  # NewBlock
     chunks: Any  # Chunk; the first num_prefill_samples of them sample a token
     decode_rows: Any  # DecodeRow
-    prefix_groups: Any  # GroupRecord
     sampling_records: Any  # SamplingRecord
     stop_ids: Any  # one column: those of the sampling records, one record after another
 
@@ -187,7 +179,6 @@ SECTION_DTYPES = PacketSections(
     new_blocks=record_dtype(NewBlock),
     chunks=record_dtype(Chunk),
     decode_rows=record_dtype(DecodeRow),
-    prefix_groups=record_dtype(GroupRecord),
     sampling_records=record_dtype(SamplingRecord),
     stop_ids=np.dtype(np.int32),
 )
@@ -203,7 +194,6 @@ def pack(batch: ScheduledBatch) -> Packet:
         new_blocks=batch.new_blocks,
         chunks=[Chunk(_row(chunk.seq), chunk.start, chunk.length) for chunk in batch.prefill],
         decode_rows=_decode_rows(batch),
-        prefix_groups=[GroupRecord(group.first_row, group.num_rows) for group in batch.prefix_groups],
         sampling_records=[_sampling_record(seq) for seq in asking],
         stop_ids=[token_id for seq in asking for token_id in sorted(seq.stop_token_ids)],
     )
@@ -246,6 +236,7 @@ def _decode_rows(batch: ScheduledBatch) -> NDArray[Any]:
     records["row"] = [seq.row for seq in batch.decode]
     for first_row, num_rows, num_blocks in batch.prefix_groups:
         records["num_shared_blocks"][first_row : first_row + num_rows] = num_blocks
+        records["num_group_rows"][first_row] = num_rows
     return records
 
 

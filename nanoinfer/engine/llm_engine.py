@@ -30,11 +30,14 @@ class Runner(Protocol):
 
     closed: bool
     max_model_len: int  # tokens of the longest sequence
-    max_group_rows: int  # the most decode rows that attention can read a shared prefix for at once; 0 where it cannot
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the KV cache."""
+
+    @property
+    def max_group_rows(self) -> int:
+        """The most decode rows that attention can read a shared prefix for at once; 0 where it cannot."""
 
     def launch(self, packet: Packet) -> Any:
         """Start the forward pass of a step, up to its logits."""

@@ -107,7 +107,7 @@ class ModelRunner:
                 return self._launch_prefill(header, on_host, on_device)
             rows, *shared = on_device.decode_rows.unbind(1)
             forward = self.graphs.replay if self.graphs else self._decode
-            forward(rows, SharedPrefixes(*shared) if header.shares_prefixes else None)
+            forward(rows, SharedPrefixes(*shared) if on_host.decode_rows[:, 1].any() else None)
             return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=[])
 
     def sample(self, pending: PendingStep) -> StepHandle:

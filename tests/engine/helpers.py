@@ -120,7 +120,7 @@ class FakeDevice:
                 self.slots[self.slot(row, position)] = None if fails else texts[position]
         if fails:
             return []
-        self.check_prefix_groups(sections.decode_rows.tolist(), sections.prefix_groups.tolist())
+        self.check_prefix_groups(sections.decode_rows.tolist())
         for row, start, length in chunks:
             texts = fingerprints(self.token_ids[row])
             for position in range(start + length):
@@ -132,17 +132,18 @@ class FakeDevice:
             self.token_ids[row].append(next_token(self.token_ids[row], self.vocab_size))
         return [self.token_ids[row][-1] for row in sampled_rows]
 
-    def check_prefix_groups(self, decode_rows: list[list[int]], groups: list[list[int]]) -> None:
+    def check_prefix_groups(self, decode_rows: list[list[int]]) -> None:
         """Attention takes the first blocks of a group's first row for all rows of the group, and masks no token."""
         in_no_group = [True] * len(decode_rows)
-        for first_row, num_rows in groups:
-            first, num_blocks = decode_rows[first_row]
+        for first_row, (first, num_blocks, num_rows) in enumerate(decode_rows):
+            if num_rows == 0:
+                continue
             assert num_rows > 1
             assert num_blocks > 0
             for index in range(first_row, first_row + num_rows):
                 assert in_no_group[index], "a row is in two groups"
                 in_no_group[index] = False
-                row, num_shared_blocks = decode_rows[index]
+                row, num_shared_blocks, _ = decode_rows[index]
                 assert num_shared_blocks == num_blocks
                 assert num_blocks * self.block_size < len(self.token_ids[row]), "the newest token is its row's own"
                 for column in range(num_blocks):

@@ -40,8 +40,8 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
     batch = prefill_and_decode()
     packet = pack(batch)
     assert packet.dtype == np.int32
-    # header + 2 row records of 5 + 9 known tokens + 4 new blocks of 3 + 2 chunks of 3 + 2 decode rows of 2
-    assert packet.shape == (10 + 2 * 5 + 9 + 4 * 3 + 2 * 3 + 2 * 2,)
+    # header + 2 row records of 5 + 9 known tokens + 4 new blocks of 3 + 2 chunks of 3 + 2 decode rows of 3
+    assert packet.shape == (9 + 2 * 5 + 9 + 4 * 3 + 2 * 3 + 2 * 3,)
     header = read_header(packet)
     assert header._asdict() == {
         "num_admitted": 2,
@@ -51,13 +51,12 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
         "num_prefill_tokens": 6,
         "num_prefill_samples": 1,
         "num_decode": 2,
-        "num_prefix_groups": 0,
         "num_sampling_records": 0,
         "num_stop_ids": 0,
     }
     assert all(type(number) is int for number in header)
     assert [seq.row for seq in batch.sampled] == [2, 0, 7], "whole chunks, then decode rows"
-    assert pack(ScheduledBatch()).tolist() == [0] * 10
+    assert pack(ScheduledBatch()).tolist() == [0] * 9
     assert not ScheduledBatch()
 
 
@@ -133,16 +132,15 @@ def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
     assert packet.tolist() == [0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 1, 0]
     sections = split(packet, read_header(packet))
-    assert [section.shape for section in sections] == [(0, 5), (0, 1), (0, 3), (0, 3), (2, 2), (0, 2), (0, 14), (0, 1)]
+    assert [section.shape for section in sections] == [(0, 5), (0, 1), (0, 3), (0, 3), (2, 3), (0, 14), (0, 1)]
 
 
-def test_a_prefix_group_tells_each_of_its_rows_how_many_blocks_it_shares() -> None:
+def test_a_prefix_group_tells_its_rows_how_many_blocks_they_share_and_the_first_how_many_rows_follow() -> None:
     decode = [sequence_in_row(row, [1]) for row in (4, 1, 6, 0, 3, 2)]
     groups = [PrefixGroup(first_row=0, num_rows=3, num_blocks=5), PrefixGroup(first_row=3, num_rows=2, num_blocks=1)]
     packet = pack(ScheduledBatch(decode=decode, prefix_groups=groups))
     sections = split(packet, read_header(packet))
-    assert sections.decode_rows.tolist() == [[4, 5], [1, 5], [6, 5], [0, 1], [3, 1], [2, 0]]
-    assert sections.prefix_groups.tolist() == [[0, 3], [3, 2]]
+    assert sections.decode_rows.tolist() == [[4, 5, 3], [1, 5, 0], [6, 5, 0], [0, 1, 2], [3, 1, 0], [2, 0, 0]]
 
 
 def test_a_batch_that_cannot_be_is_noticed() -> None:
