@@ -68,8 +68,8 @@ class EngineConfig:
     enforce_eager: bool = option(False, "Run without CUDA graphs.")
     attention_backend: str = option(
         "auto",
-        '"triton" decodes with our kernels and prefills with flash-attn or, where that is not installed, PyTorch; '
-        '"flash_attn" uses flash-attn for both; "torch" uses plain PyTorch; "auto" takes the first that can serve.',
+        '"triton" uses our own kernels (before Hopper, prefill uses flash-attn where that is installed); "flash_attn" '
+        'uses flash-attn alone; "torch" uses plain PyTorch; "auto" takes the fastest that can serve.',
         ("auto", "flash_attn", "triton", "torch"),
     )
     overlap: bool = option(

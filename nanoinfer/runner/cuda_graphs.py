@@ -23,20 +23,33 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return sorted({size for size in sizes if size <= max_num_seqs})
 
 
+def sharing_graph_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes for steps whose rows share prefixes: fewer, as they are captured while requests wait."""
+    sizes = graph_sizes(max_num_seqs)
+    return [size for size in sizes if size in (4, 8, 16) or size % 32 == 0 or size == sizes[-1]]
+
+
+def num_graphs(max_num_seqs: int, share_prefixes: bool) -> int:
+    """Return how many graphs there may be. share_prefixes: whether steps can read a prefix once for several rows."""
+    return len(graph_sizes(max_num_seqs)) + share_prefixes * len(sharing_graph_sizes(max_num_seqs))
+
+
 class DecodeGraphs:
     """Captures `forward`, a function of rows (num_rows,) int32 that writes its results to memory of its caller.
 
     The other argument of `forward` says which rows share prefixes. Everything that it reads or writes must stay where
     it is in memory. The graphs share one memory pool.
+
+    sizes, sharing_sizes: the batch sizes of steps without and with shared prefixes; only the first are captured here.
     """
 
-    def __init__(self, forward: Forward, sizes: list[int], device: torch.device) -> None:
+    def __init__(self, forward: Forward, sizes: list[int], sharing_sizes: list[int], device: torch.device) -> None:
         self._forward = forward
         # What the graphs read: a column for the rows, and those of SharedPrefixes.
         self._padding = torch.tensor([[PADDING_ROW], [0], [0]], dtype=torch.int32, device=device).repeat(1, max(sizes))
         self._inputs = self._padding.clone()
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._size_for = [min(size for size in sizes if size >= count) for count in range(max(sizes) + 1)]
+        self._size_for = {False: _next_sizes(sizes), True: _next_sizes(sharing_sizes)}
         self._pool: Any = None  # the handle of their memory pool
         # The largest first: the smaller ones then fit into its memory.
         for size in sorted(sizes, reverse=True):
@@ -44,7 +57,9 @@ class DecodeGraphs:
 
     def replay(self, rows: Tensor, shared_prefixes: SharedPrefixes | None) -> None:
         """Run `forward` for these rows (num_rows,) int32, and for padding after them."""
-        key = size, shares_prefixes = self._size_for[len(rows)], shared_prefixes is not None
+        shares_prefixes = shared_prefixes is not None
+        size = self._size_for[shares_prefixes][len(rows)]
+        key = size, shares_prefixes
         if key not in self._graphs:
             self._graphs[key] = self._capture(size, shares_prefixes)
         columns = rows, *(shared_prefixes or ())
@@ -64,17 +79,22 @@ class DecodeGraphs:
         return graph
 
 
-def measure_graph_bytes(forward: Forward, sizes: list[int], device: torch.device, num_kinds: int) -> int:
-    """Return the memory that graphs of these sizes will take, if there are so many kinds of them.
+def _next_sizes(sizes: list[int]) -> list[int]:
+    """Return the smallest size that holds a batch, for each number of rows from 0 on."""
+    return [min(size for size in sizes if size >= count) for count in range(max(sizes, default=-1) + 1)]
 
-    Captures the largest, which the others share, and one small one more.
+
+def measure_graph_bytes(forward: Forward, sizes: list[int], num_graphs: int, device: torch.device) -> int:
+    """Return the memory that so many graphs will take, if the largest and the smallest have these sizes.
+
+    Captures the largest, whose memory the others share, and one small one more.
     """
     used = []
     for trial in (sizes[-1:], [*sizes[-1:], *sizes[:1]]):
         torch.cuda.empty_cache()
         free_before, _ = torch.cuda.mem_get_info(device)
-        graphs = DecodeGraphs(forward, trial, device)
+        graphs = DecodeGraphs(forward, trial, [], device)
         torch.cuda.empty_cache()
         used.append(free_before - torch.cuda.mem_get_info(device)[0])
         del graphs
-    return used[0] + max(0, used[1] - used[0]) * (num_kinds * len(sizes) - 1)
+    return used[0] + max(0, used[1] - used[0]) * (num_graphs - 1)

@@ -28,7 +28,7 @@ from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.models import get_model_class
 from nanoinfer.models.decoder import DecoderForCausalLM
 from nanoinfer.runner import memory
-from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, measure_graph_bytes
+from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, measure_graph_bytes, num_graphs, sharing_graph_sizes
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables, cumulative_lens
 from nanoinfer.sampling.sampler import PromptLogprobs, SampleLogprobs, Sampler
 
@@ -214,7 +214,8 @@ class ModelRunner:
         self._allocate(num_blocks, self.max_model_len)
         sized = time.perf_counter()
         if self._uses_graphs:
-            self.graphs = DecodeGraphs(self._decode, graph_sizes(config.max_num_seqs), self.device)
+            sizes, sharing_sizes = graph_sizes(config.max_num_seqs), sharing_graph_sizes(config.max_num_seqs)
+            self.graphs = DecodeGraphs(self._decode, sizes, sharing_sizes, self.device)
         captured = time.perf_counter()
         seconds = {"weights": loaded - started, "warm-up": sized - loaded, "graphs": captured - sized}
         description = (
@@ -253,9 +254,9 @@ class ModelRunner:
         step_bytes = memory.measure_peak_bytes(self._run_largest_prefill, self.device)
         graph_bytes = 0
         if self._uses_graphs:
-            num_kinds = 2 if self.max_group_rows else 1
-            sizes = graph_sizes(self.config.max_num_seqs)
-            graph_bytes = measure_graph_bytes(self._decode, sizes, self.device, num_kinds)
+            max_num_seqs = self.config.max_num_seqs
+            count = num_graphs(max_num_seqs, share_prefixes=self.max_group_rows > 0)
+            graph_bytes = measure_graph_bytes(self._decode, graph_sizes(max_num_seqs), count, self.device)
         return memory.grantable_bytes(self.config.gpu_memory_utilization, self.device) - step_bytes - graph_bytes
 
     def _run_largest_prefill(self) -> None:

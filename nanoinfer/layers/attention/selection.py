@@ -61,12 +61,14 @@ def select_backend(
 
     Raises ConfigError where the requested one cannot, with the reason.
     """
-    names = ("triton", "flash_attn", "torch")
-    obstacles = {name: _obstacle(name, device, dtype, spec, block_size) for name in names}
+
+    def obstacle(backend: str) -> str | None:
+        return _obstacle(backend, device, dtype, spec, block_size)
+
     if requested == "auto":
-        requested = next(name for name in names if obstacles[name] is None)
-    if obstacles[requested] is not None:
-        raise ConfigError(f"attention_backend={requested!r} {obstacles[requested]}, or use attention_backend='auto'")
+        requested = next(name for name in ("triton", "flash_attn", "torch") if obstacle(name) is None)
+    elif reason := obstacle(requested):
+        raise ConfigError(f"attention_backend={requested!r} {reason}, or use attention_backend='auto'")
     if requested == "torch":
         return TorchBackend(spec)
     # What these import is slow to import, or not there.
@@ -77,7 +79,7 @@ def select_backend(
     from nanoinfer.layers.attention.triton import TritonBackend
 
     # On Hopper our own prefill kernel is faster than flash-attn 2 (docs/performance.md); before, that is not known.
-    if obstacles["flash_attn"] is None and torch.cuda.get_device_capability(device) < (9, 0):
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (9, 0) and not obstacle("flash_attn"):
         from nanoinfer.layers.attention.flash_attn import FlashAttentionBackend
 
         return TritonBackend(spec, for_prefill=FlashAttentionBackend(spec))
