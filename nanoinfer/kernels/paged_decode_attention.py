@@ -72,13 +72,14 @@ def _plan_kernel(
         tile = first + tl.arange(0, CHUNK)
         is_tile = tile < num_tiles
         token = (first_tile + tile) * TILE
-        first_visible = tl.maximum(first_token - token, 0)
+        num_hidden = tl.maximum(first_token - token, 0)
         block = tl.load(block_tables_ptr + row.to(tl.int64) * block_table_stride + token // block_size, mask=is_tile)
         entry_ptr = tiles_ptr + (row_start + tile) * 4
         tl.store(entry_ptr, block * block_size + token % block_size, mask=is_tile)
         tl.store(entry_ptr + 1, tl.maximum(tl.minimum(context_len - token, TILE), 0), mask=is_tile)
         tl.store(entry_ptr + 2, tl.zeros_like(tile) + row, mask=is_tile)
-        tl.store(entry_ptr + 3, first_visible * 2 + (tile == num_tiles - 1).to(tl.int32), mask=is_tile)
+        ends_row = (tile == num_tiles - 1).to(tl.int32)
+        tl.store(entry_ptr + 3, ends_row + 2 * tl.minimum(first_token, 1) + 4 * num_hidden, mask=is_tile)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_shares"])
@@ -91,8 +92,7 @@ def _paged_decode_kernel(
     tiles_ptr,
     row_starts_ptr,
     group_rows_ptr,  # None in the pass over rows; in the pass over groups, a row stands for the group it begins
-    shared_blocks_ptr,  # None unless a pass over groups has left results for the rows in prefix_out and prefix_lse
-    prefix_out_ptr,
+    prefix_out_ptr,  # None, like prefix_lse_ptr, unless a pass over groups has left results for the rows
     prefix_lse_ptr,
     out_ptr,
     out_lse_ptr,  # (num_rows, num_heads) float32: the log-sum-exp of out, to base 2; None if nobody needs it
@@ -122,7 +122,7 @@ def _paged_decode_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     num_tiles = tl.load(row_starts_ptr + num_rows)
-    num_used = tl.minimum(num_shares, num_tiles)
+    num_used = tl.maximum(tl.minimum(num_shares, num_tiles), 1)  # there may be no groups, and so no tiles
     first = tl.minimum(share, num_used) * num_tiles // num_used
     last = tl.minimum(share + 1, num_used) * num_tiles // num_used
 
@@ -155,7 +155,7 @@ def _paged_decode_kernel(
         start = (block * num_kv_heads + kv_head) * block_size + slot % block_size
         visible = token < num_visible
         if WINDOWED:
-            visible &= token >= flags >> 1
+            visible &= token >= flags >> 2
         # Masked loads, because what lies past the context may be NaN, and 0 x NaN is NaN.
         k = tl.load(k_cache_ptr + start * head_dim + tile_offsets, mask=visible[:, None] & is_dim, other=0.0)
         v = tl.load(v_cache_ptr + start * head_dim + tile_offsets, mask=visible[:, None] & is_dim, other=0.0)
@@ -182,17 +182,17 @@ def _paged_decode_kernel(
             if group_rows_ptr is not None:
                 is_query = query < tl.load(group_rows_ptr + row) * group_size
             mask = is_query[:, None] & is_dim
-            if shared_blocks_ptr is not None:  # noqa: SIM102 - decided by the compiler
-                if begins_here:
-                    is_shared = query < tl.minimum(tl.load(shared_blocks_ptr + row), 1) * group_size
-                    prefix_lse = tl.load(prefix_lse_ptr + first_line + line, mask=is_shared, other=float("-inf"))
-                    prefix_ptr = prefix_out_ptr + first_line * head_dim
-                    prefix = tl.load(prefix_ptr + line_offsets, mask=is_shared[:, None] & is_dim, other=0.0)
-                    higher = tl.maximum(lse, prefix_lse)
-                    weight, prefix_weight = tl.exp2(lse - higher), tl.exp2(prefix_lse - higher)
-                    both = weight + prefix_weight
-                    result = result * (weight / both)[:, None] + prefix * (prefix_weight / both)[:, None]
-                    lse = higher + tl.log2(both)
+            if prefix_out_ptr is not None:
+                has_prefix = query < ((flags >> 1) & 1) * group_size
+                prefix_lse = tl.load(prefix_lse_ptr + first_line + line, mask=has_prefix, other=float("-inf"))
+                prefix_ptr = prefix_out_ptr + first_line * head_dim
+                prefix = tl.load(prefix_ptr + line_offsets, mask=has_prefix[:, None] & is_dim, other=0.0)
+                prefix_lse = tl.where(begins_here, prefix_lse, float("-inf"))  # it counts once, in the first share
+                higher = tl.maximum(lse, prefix_lse)
+                weight, prefix_weight = tl.exp2(lse - higher), tl.exp2(prefix_lse - higher)
+                both = weight + prefix_weight
+                result = result * (weight / both)[:, None] + prefix * (prefix_weight / both)[:, None]
+                lse = higher + tl.log2(both)
             if ends_row & begins_here:
                 row_out_ptr = out_ptr + first_line * head_dim
                 tl.store(row_out_ptr + line_offsets, result.to(out_ptr.dtype.element_ty), mask=mask)
@@ -238,9 +238,9 @@ def _combine_kernel(
     query = tl.program_id(0) % programs_per_head * QUERIES + tl.arange(0, QUERIES)
     share = tl.program_id(1) + 1
     num_tiles = tl.load(row_starts_ptr + num_rows)
-    num_used = tl.minimum(num_shares, num_tiles)
+    num_used = tl.maximum(tl.minimum(num_shares, num_tiles), 1)
     first = tl.minimum(share * num_tiles // num_used, num_tiles - 1)
-    row = tl.load(tiles_ptr + first * 4 + 2)
+    row = tl.load(tiles_ptr + first * 4 + 2, mask=share < num_used, other=0)
     row_start = tl.load(row_starts_ptr + row)
     row_end = tl.load(row_starts_ptr + row + 1)
     # A tile belongs to the last share that begins at or before it.
@@ -301,7 +301,8 @@ def plan_decode(
 
     Returns
     - tiles, (max_tiles, 4) int32: the slot of the tile's first token, how many of its tokens lie within the context,
-      its row, and 1 if it is the last tile of that row, plus 2 x how many of its tokens lie before `first_tokens`.
+      its row, and flags: 1 if it is the last tile of that row, 2 if the row does not attend from its first token on,
+      4 times how many tokens of the tile lie before the first one that it attends to.
     - row_starts, (num_rows + 1,) int32: the index of each row's first tile, then the number of all tiles.
     """
     num_rows, max_blocks = block_tables.shape
@@ -328,7 +329,6 @@ def plan_decode(
 class PrefixResult(NamedTuple):
     """What the rows of groups have from attending to their shared prefixes; for other rows it is undefined."""
 
-    num_shared_blocks: Tensor  # (num_rows,) int32: 0 for a row that is in no group
     out: Tensor  # (num_rows, num_heads, head_dim) float32
     lse: Tensor  # (num_rows, num_heads) float32: the log-sum-exp of the scores, to base 2
 
@@ -369,16 +369,14 @@ def shared_prefix_attention(
     v_scales: Tensor | None,
     tiles: Tensor,
     row_starts: Tensor,
-    num_shared_blocks: Tensor,
     group_rows: Tensor,
     scale: float,
 ) -> PrefixResult:
     """Attend from the rows of each group to the group's shared blocks, which are read once for all of them.
 
     A group is a run of rows. group_rows: (num_rows,) int32: how many rows the group has that begins with this row, at
-    most `max_group_rows`; 0 where none begins. num_shared_blocks: (num_rows,) int32, 0 for rows without a group.
-    tiles, row_starts: from `plan_decode`, where the first row of a group has its shared blocks, and the others nothing.
-    For the rest, see `paged_decode_attention`.
+    most `max_group_rows`; 0 where none begins. tiles, row_starts: from `plan_decode`, where the first row of a group
+    has its shared blocks, and the others nothing. For the rest, see `paged_decode_attention`.
     """
     out = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     lse = out.new_empty(out.shape[:2])
@@ -386,7 +384,7 @@ def shared_prefix_attention(
     _launch(
         q, (k_cache, v_cache, k_scales, v_scales), plan, scale, GROUP_QUERIES, out, out_lse=lse, group_rows=group_rows
     )
-    return PrefixResult(num_shared_blocks, out, lse)
+    return PrefixResult(out, lse)
 
 
 def max_group_rows(group_size: int) -> int:
@@ -425,7 +423,7 @@ def _launch(
         *cache,
         *plan,
         group_rows,
-        *(prefix or (None, None, None)),
+        *(prefix or (None, None)),
         out,
         out_lse,
         partials,

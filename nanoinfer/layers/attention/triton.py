@@ -68,7 +68,7 @@ class TritonBackend(AttentionBackend):
         tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
         prefix = None
         if plan.groups is not None and shared is not None:
-            prefix = shared_prefix_attention(*tensors, *plan.groups, *shared, self.spec.scale)
+            prefix = shared_prefix_attention(*tensors, *plan.groups, shared.group_rows, self.spec.scale)
         windowed = self.spec.window is not None
         return paged_decode_attention(*tensors, *plan.rows, self.spec.scale, windowed, prefix)
 
