@@ -118,10 +118,11 @@ def _paged_decode_kernel(
 ):
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
+    # The plan was made before the first layer, so it is there before the previous kernel is done.
+    num_tiles = tl.load(row_starts_ptr + num_rows)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    num_tiles = tl.load(row_starts_ptr + num_rows)
     num_used = tl.maximum(tl.minimum(num_shares, num_tiles), 1)  # there may be no groups, and so no tiles
     first = tl.minimum(share, num_used) * num_tiles // num_used
     last = tl.minimum(share + 1, num_used) * num_tiles // num_used
@@ -153,10 +154,10 @@ def _paged_decode_kernel(
         q = tl.load(q_row_ptr + q_offsets, mask=is_query[:, None] & is_dim, other=0.0)
         block = (slot // block_size).to(tl.int64)
         start = (block * num_kv_heads + kv_head) * block_size + slot % block_size
-        visible = token < num_visible
+        # Masked loads, because what lies past the context may be NaN, and 0 x NaN is NaN. Shared blocks are full.
+        visible = token < num_visible if group_rows_ptr is None else tl.full((TILE,), True, tl.int1)
         if WINDOWED:
             visible &= token >= flags >> 2
-        # Masked loads, because what lies past the context may be NaN, and 0 x NaN is NaN.
         k = tl.load(k_cache_ptr + start * head_dim + tile_offsets, mask=visible[:, None] & is_dim, other=0.0)
         v = tl.load(v_cache_ptr + start * head_dim + tile_offsets, mask=visible[:, None] & is_dim, other=0.0)
         if k_scales_ptr is None:
@@ -250,6 +251,7 @@ def _combine_kernel(
     if group_rows_ptr is not None:
         is_query = query < tl.load(group_rows_ptr + row) * group_size
     if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if (share < num_used) & (share == first_share + 1):
         dim = tl.arange(0, HEAD_DIM)
