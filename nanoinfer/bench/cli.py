@@ -21,6 +21,7 @@ loads, with how many requests and tokens (far fewer on a CPU):
   small    1, 4 and 16 requests of 128 to 512 in and 256 out
   steady   4,096 requests of 100 to 1,024 in and out
   shared   default, with 2,048 tokens that all prompts begin with
+  samples  32 requests of 8 samples, 1,100 in, and 512 out for each sample
   long     8 requests of 32,768 in and 512 out"""
 
 
@@ -66,7 +67,8 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-len", type=positive, metavar="N", help="the most tokens of a prompt instead")
     parser.add_argument("--output-len", type=positive, metavar="N", help="the most tokens of a completion instead")
     parser.add_argument("--shared-prefix", type=positive, metavar="N", help="equal tokens before all prompts")
-    parser.add_argument("--max-num-seqs", type=positive, metavar="N", help="the most requests that run at once (512)")
+    parser.add_argument("--n", type=positive, metavar="N", dest="num_samples", help="samples of each prompt instead")
+    parser.add_argument("--max-num-seqs", type=positive, metavar="N", help="the most sequences that run at once (512)")
 
 
 def add_model_and_engine(parser: argparse.ArgumentParser) -> None:
@@ -110,10 +112,11 @@ def run(args: argparse.Namespace) -> int:
 
 def run_loads(args: argparse.Namespace) -> dict[str, Any]:
     """Run `throughput` or `loads`."""
-    check_engine(args)
     started = perf_counter()  # before PyTorch, whose import a user waits for too
     device = find_device()
-    return benchmark(loads_of(args, device), device, args, started)
+    loads = loads_of(args, device)
+    check_engine(args, loads)
+    return benchmark(loads, device, args, started)
 
 
 def run_trace(args: argparse.Namespace) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def run_trace(args: argparse.Namespace) -> dict[str, Any]:
         model = choose_model(args.model, args.size, device, Path(scratch))
         options = engine_options(model, load, args) | {"attention_backend": args.attention_backend}
         workload = draw_workload(args.seed, load, model.config.vocab_size)
-        params = make_params(SamplingParams, workload, top_k=args.top_k, top_p=args.top_p)
+        params = make_params(SamplingParams, workload, n=workload.num_samples, top_k=args.top_k, top_p=args.top_p)
         with LLM(model.folder, load_format=model.load_format, **options) as llm:
             return {"trace": trace(llm, workload, params, args.folder), **describe_machine(device)}
 
@@ -148,19 +151,25 @@ def loads_of(args: argparse.Namespace, device: str) -> list[tuple[str, Load]]:
     """Return the loads that are asked for, with their names."""
     if "names" in args:
         return [(name, load) for name in args.names or NAMES for load in choose_loads(name, device)]
-    sizes = ("num_seqs", "input_len", "output_len", "shared_prefix", "max_num_seqs")
+    sizes = ("num_seqs", "input_len", "output_len", "shared_prefix", "num_samples", "max_num_seqs")
     loads = choose_loads(args.load, device, **{size: getattr(args, size) for size in sizes})
     return [(args.load, load) for load in loads]
 
 
-def check_engine(args: argparse.Namespace) -> None:
-    """Raise ConfigError for options that the engine does not have."""
+def check_engine(args: argparse.Namespace, loads: list[tuple[str, Load]]) -> None:
+    """Raise ConfigError for options, or loads, that the engine does not have."""
     if args.engine != "nanoinfer" and args.attention_backend != "auto":
         raise ConfigError(f"--attention-backend is an option of nanoinfer; leave it out for --engine {args.engine}")
     if args.engine == "nanovllm" and (args.top_k, args.top_p) != (0, 1):
         raise ConfigError("--engine nanovllm has no --top-k and --top-p; leave them out")
     if args.engine == "transformers" and args.tensor_parallel_size > 1:
         raise ConfigError("--engine transformers runs on one GPU; leave --tensor-parallel-size out")
+    for name, load in loads if args.engine in ("nanovllm", "transformers") else ():
+        if load.num_samples > 1:
+            raise ConfigError(
+                f"--engine {args.engine} draws one sample of a prompt, and the load {name} has {load.num_samples}; "
+                "choose other loads, and leave --n out"
+            )
 
 
 def find_device() -> str:

@@ -13,7 +13,7 @@ from nanoinfer.errors import ConfigError
 class Engine:
     """Says what the benchmark asks of an engine; the defaults are for one that has no metrics, or nothing to reset."""
 
-    generate: Callable[[Workload], list[int]]  # returns how many tokens each request was given
+    generate: Callable[[Workload], list[int]]  # returns how many tokens came out, in the order of `output_lens`
     metrics: Callable[[], dict[str, float]] = dict  # running totals of prefill and decode work
     reset: Callable[[], object] = lambda: None  # forgets cached prefixes
     close: Callable[[], object] = lambda: None
@@ -52,9 +52,9 @@ def load_nanoinfer(model: Model, options: dict[str, Any], args: argparse.Namespa
     llm = LLM(model.folder, load_format=model.load_format, attention_backend=args.attention_backend, **options)
 
     def generate(workload: Workload) -> list[int]:
-        params = make_params(SamplingParams, workload, top_k=args.top_k, top_p=args.top_p)
+        params = make_params(SamplingParams, workload, n=workload.num_samples, top_k=args.top_k, top_p=args.top_p)
         outputs = llm.generate([*workload.prompts], params, use_tqdm=False)
-        return [len(output.token_ids) for output in outputs]
+        return [len(sample.token_ids) for output in outputs for sample in output.outputs]
 
     def metrics() -> dict[str, float]:
         totals = asdict(llm.get_metrics())
@@ -88,9 +88,10 @@ def load_vllm(model: Model, options: dict[str, Any], args: argparse.Namespace) -
 
     def generate(workload: Workload) -> list[int]:
         inputs = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
-        params = make_params(SamplingParams, workload, detokenize=False, top_k=args.top_k, top_p=args.top_p)
+        options = {"n": workload.num_samples, "top_k": args.top_k, "top_p": args.top_p}
+        params = make_params(SamplingParams, workload, detokenize=False, **options)
         outputs = llm.generate(inputs, params, use_tqdm=False)
-        return [len(output.outputs[0].token_ids) for output in outputs]
+        return [len(sample.token_ids) for output in outputs for sample in output.outputs]
 
     return Engine(generate, reset=llm.reset_prefix_cache)
 

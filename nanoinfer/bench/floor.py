@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import comb
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.checkpoint.model_config import ModelConfig
@@ -60,7 +60,8 @@ def compute_floor(config: ModelConfig, workload: Workload, rates: Rates, max_num
     only where it is the lm_head), or 2 FLOPs for each of these weights and running sequence. Reading key and value of
     every token that the running sequences attend to comes on top: it alternates with the products, layer by layer.
 
-    A prefix that all prompts share is computed once, and its keys and values are read once a decode step, for all.
+    What is shared counts once: a prompt is computed once for all its samples, and a prefix that all prompts begin with
+    once for all prompts. A decode step reads their keys and values once for all sequences that run.
 
     All requests are prefilled first, then decode together (in waves, beyond `max_num_seqs`). Activations, norms,
     sampling, launches and the host count as nothing, and no cache is large enough to hold weights from step to step.
@@ -75,13 +76,13 @@ def compute_floor(config: ModelConfig, workload: Workload, rates: Rates, max_num
     attention = 4 * config.num_hidden_layers * query_width * num_pairs
 
     steps = decode_steps(workload, max_num_seqs)
-    num_kv_reads = sum(context - (num_seqs - 1) * shared for num_seqs, context in steps)
+    num_kv_bytes = sum(step.num_kv_reads for step in steps) * kv_values_per_token * rates.bytes_per_value
     read_weights = (layers + lm_head) * rates.bytes_per_value / rates.bandwidth
     multiply_one = 2 * (layers + lm_head) / rates.matrix_rate
     return Floor(
         prefill_seconds=(products + attention) / rates.matrix_rate,
-        decode_matrix_seconds=sum(max(read_weights, multiply_one * num_seqs) for num_seqs, _ in steps),
-        decode_kv_seconds=num_kv_reads * kv_values_per_token * rates.bytes_per_value / rates.bandwidth,
+        decode_matrix_seconds=sum(max(read_weights, multiply_one * step.num_seqs) for step in steps),
+        decode_kv_seconds=num_kv_bytes / rates.bandwidth,
         num_decode_steps=len(steps),
     )
 
@@ -95,22 +96,35 @@ def count_weights(config: ModelConfig) -> tuple[int, int]:
     return config.num_hidden_layers * (attention + mlp), config.vocab_size * config.hidden_size
 
 
-def decode_steps(workload: Workload, max_num_seqs: int) -> list[tuple[int, int]]:
-    """Return for each decode step how many sequences run, and how many tokens these attend to together.
+class DecodeStep(NamedTuple):
+    """Counts the sequences of a decode step, and the tokens whose keys and values it has to read, shared ones once."""
 
-    At most `max_num_seqs` run at once, in order of arrival, and one that ends makes room for the next. A request's
-    first token comes out of its prefill, so max_tokens - 1 steps are left to it; the first of them attends to the
-    prompt and that token.
+    num_seqs: int
+    num_kv_reads: int
+
+
+def decode_steps(workload: Workload, max_num_seqs: int) -> list[DecodeStep]:
+    """Return the decode steps of a workload.
+
+    At most `max_num_seqs` sequences run at once, in order of arrival, the samples of a request one after the other, and
+    one that ends makes room for the next. A sequence's first token comes out of its prefill, so max_tokens - 1 steps
+    are left to it; the first of them attends to the prompt and that token.
     """
-    requests = zip(workload.prompts, workload.max_tokens, strict=True)
-    waiting = [(len(prompt) + 1, count - 1) for prompt, count in requests if count > 1]
-    running: list[tuple[int, int]] = []  # (tokens to attend to, steps left)
-    steps = []
+    prompt_lens, max_tokens = [len(prompt) for prompt in workload.prompts], workload.max_tokens
+    requests = [request for request, count in enumerate(max_tokens) if count > 1]
+    waiting = [request for request in requests for _ in range(workload.num_samples)]
+    running: list[tuple[int, int]] = []  # of each sequence, its request and its first step
+    steps: list[DecodeStep] = []
     while waiting or running:
-        num_free = max_num_seqs - len(running)
-        running, waiting = running + waiting[:num_free], waiting[num_free:]
-        steps.append((len(running), sum(context for context, _ in running)))
-        running = [(context + 1, left - 1) for context, left in running if left > 1]
+        number, num_free = len(steps), max_num_seqs - len(running)
+        running += [(request, number) for request in waiting[:num_free]]
+        del waiting[:num_free]
+        prompts = {request for request, _ in running}
+        num_prompt_tokens = sum(prompt_lens[request] for request in prompts)
+        num_prompt_tokens -= (len(prompts) - 1) * workload.shared_prefix
+        num_own_tokens = sum(number - first + 1 for _, first in running)
+        steps.append(DecodeStep(len(running), num_prompt_tokens + num_own_tokens))
+        running = [(request, first) for request, first in running if number - first + 2 < max_tokens[request]]
     return steps
 
 

@@ -16,8 +16,10 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 class Load:
     """Says how many requests a run has, and how many tokens; lengths are uniform from the least to the most.
 
-    max_num_seqs: the most that run at once. nano-vllm's is 512; every engine that takes this option is given it.
+    max_num_seqs: the most sequences that run at once. nano-vllm's is 512; every engine that takes this option is given
+        it. A request has as many sequences as samples.
     shared_prefix: how many tokens all prompts of a run have in common, before those that `input_len` counts.
+    num_samples: how many samples of each prompt are drawn; those of a prompt are equally long.
     """
 
     num_seqs: int
@@ -25,6 +27,7 @@ class Load:
     output_len: tuple[int, int]
     max_num_seqs: int = 512
     shared_prefix: int = 0
+    num_samples: int = 1
 
     @property
     def longest(self) -> int:
@@ -40,6 +43,7 @@ LOADS: dict[str, dict[str, list[Load]]] = {
         "small": [Load(num_seqs, (128, 512), (256, 256)) for num_seqs in (1, 4, 16)],
         "steady": [Load(4096, (100, 1024), (100, 1024))],
         "shared": [Load(256, (100, 1024), (100, 1024), shared_prefix=2048)],
+        "samples": [Load(32, (1100, 1100), (512, 512), num_samples=8)],
         "long": [Load(8, (32768, 32768), (512, 512))],
     },
     "cpu": {
@@ -47,6 +51,7 @@ LOADS: dict[str, dict[str, list[Load]]] = {
         "small": [Load(num_seqs, (32, 128), (32, 32)) for num_seqs in (1, 4, 16)],
         "steady": [Load(64, (8, 64), (8, 64), max_num_seqs=8)],
         "shared": [Load(16, (64, 64), (32, 32), shared_prefix=256)],
+        "samples": [Load(4, (275, 275), (32, 32), num_samples=4)],
         "long": [Load(2, (2048, 2048), (32, 32))],
     },
 }
@@ -67,20 +72,27 @@ def choose_loads(name: str, device: str, **sizes: int | None) -> list[Load]:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Holds the requests of one run: the token ids of each prompt, and how many tokens each is continued by."""
+    """Holds the requests of one run: the token ids of each prompt, and how many tokens each sample of it has."""
 
     seed: int
     prompts: list[list[int]]
     max_tokens: list[int]
     shared_prefix: int = 0  # how many tokens all prompts begin with
+    num_samples: int = 1  # of each prompt
 
     @property
     def num_input_tokens(self) -> int:
+        """Return how many tokens the prompts have, each counted once for all its samples."""
         return sum(map(len, self.prompts))
 
     @property
+    def output_lens(self) -> list[int]:
+        """Return how many tokens come out for each sample of the first prompt, then of the next ones."""
+        return [max_tokens for max_tokens in self.max_tokens for _ in range(self.num_samples)]
+
+    @property
     def num_output_tokens(self) -> int:
-        return sum(self.max_tokens)
+        return sum(self.output_lens)
 
 
 def draw_workload(seed: int, load: Load, vocab_size: int) -> Workload:
@@ -93,7 +105,8 @@ def draw_workload(seed: int, load: Load, vocab_size: int) -> Workload:
     prompts = [[randint(0, max_id) for _ in range(randint(*load.input_len))] for _ in range(load.num_seqs)]
     max_tokens = [randint(*load.output_len) for _ in range(load.num_seqs)]
     prefix = [randint(0, max_id) for _ in range(load.shared_prefix)]
-    return Workload(seed, [prefix + prompt for prompt in prompts], max_tokens, load.shared_prefix)
+    prompts = [prefix + prompt for prompt in prompts]
+    return Workload(seed, prompts, max_tokens, load.shared_prefix, load.num_samples)
 
 
 # hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, tie_word_embeddings

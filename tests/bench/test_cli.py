@@ -58,6 +58,20 @@ def test_a_run_reports_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture
         assert run["share_of_floor"] == pytest.approx(run["floor_seconds"] / run["seconds"])
 
 
+def test_samples_of_a_prompt_are_counted_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--num-seqs", 2, "--input-len", 260, "--output-len", 5, "--max-num-seqs", 4]
+    figures = run_json(tmp_path, "throughput", "--load", "samples", "--n", 3, *options, "--runs", 2)
+    printed = capsys.readouterr().out
+    assert "samples, seed 0: 2 requests of 3 samples, 520 tokens in, 30 out" in printed
+    assert "samples, 2 requests of 3 samples, median of 2 runs" in printed
+    # The first sample of a prompt computes its 260 tokens, and each of the others finds a block of 256.
+    assert "prefix cache: 1,024 of 1,560 prompt tokens found (65.6%), 536 computed" in printed
+    for run in figures["loads"][0]["runs"]:
+        metrics = run["metrics"]
+        assert (run["input_tokens"], run["output_tokens"], metrics["decode_tokens"]) == (520, 2 * 3 * 5, 2 * 3 * 4)
+        assert metrics["num_decode_steps"] == run["floor"]["num_decode_steps"] == 2 * 4  # 4 of 6 samples at once
+
+
 def test_all_loads_run_in_one_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,8 +79,9 @@ def test_all_loads_run_in_one_process(
     tiny = {name: [Load(2, (2, 6), (2, 3), max_num_seqs=len(name))] for name in LOADS["cuda"]}
     monkeypatch.setitem(LOADS, "cpu", tiny)
     figures = run_json(tmp_path, "loads")
-    assert [load["name"] for load in figures["loads"]] == ["default", "small", "steady", "shared", "long"]
-    assert capsys.readouterr().out.count("loaded in") == 4  # steady and shared need the same options
+    names = [load["name"] for load in figures["loads"]]
+    assert names == ["default", "small", "steady", "shared", "samples", "long"]
+    assert capsys.readouterr().out.count("loaded in") == 5  # steady and shared need the same options
 
 
 def test_trace_writes_a_trace_and_says_what_is_missing(
@@ -102,8 +117,10 @@ def test_the_host_is_timed_without_pytorch() -> None:
         (["throughput", "--engine", "vllm", "--attention-backend", "torch"], "--attention-backend is an option of"),
         (["loads", "--engine", "transformers", "--tensor-parallel-size", 2], "transformers runs on one GPU"),
         (["throughput", "--input-len", 4000, "--output-len", 97], "add up to 4097, and tiny-qwen3 takes 4096"),
-        (["loads", "tiny"], "'tiny' is no load; choose from default, small, steady, shared, long"),
+        (["loads", "tiny"], "'tiny' is no load; choose from default, small, steady, shared, samples, long"),
         (["throughput", "--runs", 0], "0 is less than 1"),
+        (["throughput", "--engine", "nanovllm", "--n", 2], "draws one sample of a prompt, and the load default has 2"),
+        (["loads", "--engine", "transformers"], "and the load samples has 4; choose other loads, and leave --n out"),
         (["kernels", "--gpus", 99], "--gpus 99: PyTorch sees"),
         (["throughput", "--engine", "nanovllm"], "--engine nanovllm cannot be imported here"),
     ],

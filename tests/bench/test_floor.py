@@ -47,6 +47,22 @@ def test_a_shared_prefix_is_computed_once_and_read_once_a_step() -> None:
     assert shared.decode_matrix_seconds == apart.decode_matrix_seconds
 
 
+def test_a_prompt_is_computed_once_and_read_once_a_step_for_all_its_samples() -> None:
+    one = compute_floor(TINY, Workload(0, [[1, 2, 3]], [2]), UNIT_RATES)
+    three = compute_floor(TINY, Workload(0, [[1, 2, 3]], [2], num_samples=3), UNIT_RATES)
+    assert three.prefill_seconds == one.prefill_seconds
+    # one step: 3 tokens of the prompt, and a token of each sample; 8 bytes for each
+    assert (one.decode_kv_seconds, three.decode_kv_seconds) == ((3 + 1) * 8, (3 + 3) * 8)
+    # at these rates products take longer than reading the weights once
+    assert three.decode_matrix_seconds == 3 * one.decode_matrix_seconds
+
+
+def test_samples_of_prompts_that_share_a_prefix_read_it_once_for_all() -> None:
+    workload = Workload(0, [[1, 2, 3, 4], [1, 2, 3, 5, 6]], [2, 3], shared_prefix=3, num_samples=2)
+    # the prefix of 3, the rest of each prompt (1 and 2), and 1 or 2 tokens of each of the samples
+    assert decode_steps(workload, max_num_seqs=512) == [(4, 3 + 1 + 2 + 4 * 1), (2, 5 + 2 * 2)]
+
+
 def test_decode_steps_run_each_request_to_its_end() -> None:
     workload = Workload(seed=0, prompts=[[7, 7], [7, 7, 7], [7]], max_tokens=[3, 2, 1])
     # The third is done with its prefill; the first attends to 3, then 4 tokens, the second to 4.
@@ -56,6 +72,13 @@ def test_decode_steps_run_each_request_to_its_end() -> None:
 def test_beyond_max_num_seqs_requests_wait_for_room() -> None:
     workload = Workload(seed=0, prompts=[[7], [7], [7]], max_tokens=[2, 3, 3])
     assert decode_steps(workload, max_num_seqs=2) == [(2, 2 + 2), (2, 3 + 2), (1, 3)]
+
+
+def test_beyond_max_num_seqs_a_request_runs_some_of_its_samples_first() -> None:
+    workload = Workload(seed=0, prompts=[[7, 7], [7, 7, 7, 7]], max_tokens=[3, 2], num_samples=2)
+    # Three have room: both samples of the first request, and one of the second; its other one takes the row of that.
+    assert decode_steps(workload, max_num_seqs=3) == [(3, 2 + 4 + 3 * 1), (3, 2 + 4 + 2 * 2 + 1)]
+    assert decode_steps(workload, max_num_seqs=1) == [(1, 3), (1, 4), (1, 3), (1, 4), (1, 5), (1, 5)]
 
 
 @pytest.mark.parametrize(("size", "seconds", "kv_share"), [("0.6B", 3.73, 0.86), ("8B", 10.64, 0.39)])

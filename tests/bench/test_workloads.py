@@ -30,11 +30,23 @@ def test_a_shared_prefix_comes_before_prompts_that_are_otherwise_the_same() -> N
     assert replace(load, shared_prefix=5).longest == 5 + 9 + 9
 
 
+def test_samples_change_no_prompt_and_each_has_the_tokens_of_its_request() -> None:
+    load = Load(2, input_len=(1, 9), output_len=(1, 9))
+    plain, sampled = (draw_workload(3, replace(load, num_samples=count), vocab_size=50) for count in (1, 3))
+    assert (sampled.prompts, sampled.max_tokens) == (plain.prompts, plain.max_tokens)
+    first, second = plain.max_tokens
+    assert plain.output_lens == [first, second]
+    assert sampled.output_lens == [first] * 3 + [second] * 3
+    assert sampled.num_output_tokens == 3 * plain.num_output_tokens
+    assert sampled.num_input_tokens == plain.num_input_tokens
+
+
 def test_sizes_given_take_the_place_of_a_loads_own() -> None:
     assert [load.num_seqs for load in choose_loads("small", "cuda")] == [1, 4, 16]
     assert [load.num_seqs for load in choose_loads("small", "cuda", num_seqs=2)] == [2]
     [load] = choose_loads("default", "cuda", input_len=200, output_len=50, shared_prefix=9, max_num_seqs=None)
     assert load == Load(256, input_len=(100, 200), output_len=(50, 50), shared_prefix=9)
+    assert [load.num_samples for load in choose_loads("samples", "cuda", num_samples=2)] == [2]
     full_size = choose_loads("default", "cpu", num_seqs=256, input_len=1024, output_len=1024, max_num_seqs=512)
     assert full_size == LOADS["cuda"]["default"]
 
