@@ -1,4 +1,4 @@
-"""`nanoinfer bench kernels`: decode attention and matrix products on a GPU, or all-reduces over several.
+"""`nanoinfer bench kernels`: attention and matrix products on a GPU, or all-reduces over several.
 
 It prints the tables of docs/performance.md. Each figure is the median over replays of a CUDA graph whose calls all read
 other weights or another layer's cache, as in a decode step, so that nothing is found in the L2 cache.
@@ -7,9 +7,10 @@ other weights or another layer's cache, as in a decode step, so that nothing is 
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from nanoinfer.bench.floor import Rates
 from nanoinfer.errors import ConfigError
+from nanoinfer.layers.attention.backend import AttentionSpec
+from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, SharedPrefixes
+from nanoinfer.layers.attention.selection import select_backend
 
 multiprocessing: Any = torch.multiprocessing  # hardly typed
 DTYPE = torch.bfloat16
@@ -41,7 +45,9 @@ def run(num_gpus: int) -> None:
     print(torch.cuda.get_device_name(), torch.__version__)
     if num_gpus == 1:
         with torch.inference_mode():
-            attention()
+            decode_attention()
+            shared_prefix()
+            prefill_attention()
             products()
         return
     from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT
@@ -51,7 +57,7 @@ def run(num_gpus: int) -> None:
         multiprocessing.spawn(all_reduces, (num_gpus, folder), nprocs=num_gpus)
 
 
-def microseconds(calls: list[Callable[[], object]], repeats: int = 7) -> float:
+def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
     """Return the time of one of these calls, inside a CUDA graph of them all."""
     for call in calls[:2]:
         call()
@@ -80,12 +86,12 @@ def print_row(*cells: object) -> None:
     print("|", " | ".join(map(str, cells)), "|", flush=True)
 
 
-def attention() -> None:
+def decode_attention() -> None:
     """Print TB/s of keys and values, for contexts of 100 to 2,048 tokens, or one of 32,768."""
     from nanoinfer.kernels.paged_decode_attention import paged_decode_attention, plan_decode
 
     loads = [(rows, 100, 2048) for rows in (256, 128, 64, 32, 16, 8, 1)] + [(1, 32768, 32768)]
-    num_layers, num_blocks = 8, 2200
+    num_layers, num_blocks, scale = 8, 2200, HEAD_DIM**-0.5
     keys, values = (randn(num_layers, num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM) for _ in range(2))
     print_row("decode attention, TB/s; batch", *(rows for rows, _, _ in loads[:-1]), "1, with 32k")
     for heads in HEADS:
@@ -97,10 +103,94 @@ def attention() -> None:
             tables = torch.randperm(num_blocks, device="cuda")[: rows * width].view(rows, width).int()
             plan, q = plan_decode(lens, tables, BLOCK_SIZE, HEAD_DIM), randn(rows, heads, HEAD_DIM)
             layers = zip(keys, values, strict=True)
-            time = microseconds([partial(paged_decode_attention, q, k, v, *plan) for k, v in layers])
+            time = microseconds([partial(paged_decode_attention, q, k, v, None, None, *plan, scale) for k, v in layers])
             num_bytes = int(lens.sum()) * KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
             figures.append(f"{num_bytes / time / 1e6:.2f}")
         print_row(f"{heads} query heads", *figures)
+
+
+def shared_prefix() -> None:
+    """Print microseconds of decode attention by 256 rows with 2,048 tokens in common and 100 to 1,024 of their own."""
+    from nanoinfer.kernels.paged_decode_attention import shared_prefix_attention
+    from nanoinfer.layers.attention.triton import TritonBackend
+
+    rows, num_shared, num_own = 256, 2048 // BLOCK_SIZE, 1024 // BLOCK_SIZE  # blocks
+    num_layers, num_blocks = 16, num_shared + rows * num_own  # so many that their prefixes do not fit into the L2 cache
+    cache = KVCache(*(randn(num_layers, num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM) for _ in range(2)))
+    layers = [cache.layer(index) for index in range(num_layers)]
+    own_lens = torch.linspace(100, 1024, rows, device="cuda")[torch.randperm(rows, device="cuda")].int()
+    shared, own = torch.randperm(num_blocks, device="cuda").int().split((num_shared, rows * num_own))
+    tables = torch.cat((shared.expand(rows, -1), own.view(rows, num_own)), dim=1)
+    plain = DecodeMetadata(torch.empty(0), own_lens + num_shared * BLOCK_SIZE, tables)
+    num_bytes = (num_shared * BLOCK_SIZE + int(own_lens.sum())) * KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
+    print_row("decode with a shared prefix, us", "each row for itself", "first pass", "both passes", "their floor")
+    for heads in HEADS:
+        backend, q = TritonBackend(attention_spec(heads, HEAD_DIM)), randn(rows, heads, HEAD_DIM)
+        group_rows = torch.zeros_like(own_lens)
+        group_rows[:: backend.max_group_rows] = backend.max_group_rows
+        prefixes = SharedPrefixes(torch.full_like(own_lens, num_shared), group_rows)
+        apart, together = (backend.plan(replace(plain, shared_prefixes=its), cache) for its in (None, prefixes))
+        groups = together.plans[None].groups
+        assert groups is not None, "full attention reads shared prefixes once"
+        first_pass = *groups, *prefixes, backend.spec.scale
+        ways = (
+            [partial(backend.decode, q, layer, apart) for layer in layers],
+            [partial(shared_prefix_attention, q, layer.k, layer.v, None, None, *first_pass) for layer in layers],
+            [partial(backend.decode, q, layer, together) for layer in layers],
+        )
+        times = [f"{microseconds(calls):.1f}" for calls in ways]
+        print_row(f"{heads} query heads", *times, f"{num_bytes / RATES.bandwidth * 1e6:.1f}")
+
+
+def prefill_attention() -> None:
+    """Print TFLOP/s of causal attention in prompts of 1,024 tokens, and in one of 32,768, also with a window."""
+    from nanoinfer.kernels.paged_prefill_attention import paged_prefill_attention, plan_prefill
+
+    print_row("prefill attention, TFLOP/s", "query heads", "head size", "ours", "flash-attn", "flash-attn, paged")
+    shapes = [(heads, head_dim) for heads in HEADS for head_dim in (64, 128, 256)]
+    for num_seqs, length, window in ((16, 1024, None), (1, 32768, None), (1, 32768, 1024)):
+        num_blocks, lens = num_seqs * length // BLOCK_SIZE, (length,) * num_seqs
+        tables = torch.randperm(num_blocks, device="cuda").int().view(num_seqs, -1)
+        cu_lens = torch.arange(0, num_seqs + 1, dtype=torch.int32, device="cuda") * length
+        for heads, head_dim in shapes:
+            spec = attention_spec(heads, head_dim, window)
+            tiles = plan_prefill(lens, lens, spec.group_size, tables.device)
+            q_shape, cache_shape = (num_seqs * length, heads, head_dim), (num_blocks, KV_HEADS, BLOCK_SIZE, head_dim)
+            layers = [(randn(*q_shape), randn(*cache_shape), randn(*cache_shape)) for _ in range(4)]
+            scales, scale = (None, None), spec.scale  # those of a cache in 8 bits, and that of the scores
+            ways = [[partial(paged_prefill_attention, *qkv, *scales, tiles, tables, scale, window) for qkv in layers]]
+            if flash_attn := find_flash_attn(spec):
+                # It reads the same memory as tokens that lie end to end, then by way of blocks.
+                contiguous = [(q, *(x.view(-1, KV_HEADS, head_dim) for x in kv)) for q, *kv in layers]
+                paged = [(q, *(x.transpose(1, 2) for x in kv)) for q, *kv in layers]
+                for qkvs, block_tables in ((contiguous, None), (paged, tables)):
+                    options = cu_lens, cu_lens, block_tables, length, length, spec
+                    ways.append([partial(flash_attn, *qkv, *options) for qkv in qkvs])
+            num_flops = 4 * heads * head_dim * num_seqs * count_pairs(length, window)
+            figures = [f"{num_flops / microseconds(calls) / 1e6:.0f}" for calls in ways]
+            prompts = f"{num_seqs} x {length:,}" + (f", window {window:,}" if window else "")
+            print_row(prompts, heads, head_dim, *figures, *["-"] * (3 - len(figures)))
+
+
+def attention_spec(heads: int, head_dim: int, window: int | None = None) -> AttentionSpec:
+    return AttentionSpec(heads, KV_HEADS, head_dim, head_dim**-0.5, window)
+
+
+def find_flash_attn(spec: AttentionSpec) -> Callable[..., Tensor] | None:
+    """Return flash-attn's function for prompts, or None where it is not installed, or was built without this spec."""
+    try:
+        select_backend("flash_attn", torch.device("cuda"), DTYPE, spec, BLOCK_SIZE)
+    except ConfigError:
+        return None
+    from nanoinfer.layers.attention.flash_attn import varlen_attention
+
+    return varlen_attention
+
+
+def count_pairs(length: int, window: int | None) -> int:
+    """Return how many pairs a prompt has of a token and one that it attends to, itself included."""
+    visible = min(window or length, length)
+    return comb(visible + 1, 2) + (length - visible) * visible
 
 
 def products() -> None:
