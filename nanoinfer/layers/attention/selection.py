@@ -119,15 +119,17 @@ def _obstacle(
 def _flash_attn_lacks(spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
     """What a build of flash-attn answers to a layer that it was built without; None where it serves.
 
-    Builds may leave out head sizes and windows, so each kind of layer is tried once.
+    Builds may leave out head sizes and windows, so each kind of layer is tried once. A window only counts where the
+    context is longer.
     """
     from nanoinfer.layers.attention.flash_attn import varlen_attention
 
+    length = 1 if spec.window is None else spec.window + 1
     q = torch.zeros(1, spec.num_heads, spec.head_dim, dtype=dtype, device=device)
-    k = q[:, : spec.num_kv_heads]
-    cu_lens = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    k = torch.zeros(length, spec.num_kv_heads, spec.head_dim, dtype=dtype, device=device)
+    cu_query_lens, cu_context_lens = torch.tensor([[0, 1], [0, length]], dtype=torch.int32, device=device)
     try:
-        varlen_attention(q, k, k, cu_lens, cu_lens, None, 1, 1, spec)
+        varlen_attention(q, k, k, cu_query_lens, cu_context_lens, None, 1, length, spec)
     except RuntimeError as error:
         return str(error)
     return None
