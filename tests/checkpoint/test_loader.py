@@ -15,7 +15,7 @@ from nanoinfer.checkpoint.loader import fill_with_random_weights, iterate_weight
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
-from nanoinfer.layers.attention.torch_reference import TorchBackend
+from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -73,7 +73,8 @@ def checkpoint_tensors(bias: bool = False, head: bool = True, vocab_size: int = 
 
 def build(config: ModelConfig, tp: TensorParallel | None = None) -> Qwen3ForCausalLM:
     """A model whose parameters are NaN until they are loaded."""
-    model = Qwen3ForCausalLM(config, max_positions=4, backend=TorchBackend(), tp=tp or TensorParallel())
+    backends = AttentionBackends("torch", torch.device("cpu"), torch.float32, block_size=16)
+    model = Qwen3ForCausalLM(config, max_positions=4, backends=backends, tp=tp or TensorParallel())
     for param in model.parameters():
         param.fill_(float("nan"))
     return model

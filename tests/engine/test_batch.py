@@ -67,7 +67,7 @@ def test_a_packet_is_read_back_as_it_was_written() -> None:
     assert sections.known_tokens[:, 0].tolist() == [10, 11, 12, 20, 21, 22, 23, 24, 25]
     assert sections.new_blocks.tolist() == [[2, 0, 40], [2, 1, 41], [5, 0, 42], [7, 3, 43]]
     assert sections.chunks.tolist() == [[2, 0, 3], [5, 2, 3]]
-    assert sections.decode_rows.tolist() == [[0, 0], [7, 0]]
+    assert sections.decode_rows.tolist() == [[0, 0, 0], [7, 0, 0]]
 
 
 def test_sections_are_views_of_the_packet() -> None:
@@ -130,7 +130,7 @@ def test_a_row_that_asks_for_nothing_more_has_no_sampling_record(options: dict) 
 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
-    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 1, 0]
+    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 2, 0, 0, 4, 0, 0, 1, 0, 0]
     sections = split(packet, read_header(packet))
     assert [section.shape for section in sections] == [(0, 5), (0, 1), (0, 3), (0, 3), (2, 3), (0, 14), (0, 1)]
 
@@ -156,5 +156,5 @@ def test_a_packet_cut_short_is_noticed() -> None:
     packet = pack(prefill_and_decode())
     with pytest.raises((AssertionError, ValueError)):
         split(packet[:-1], read_header(packet))
-    with pytest.raises(AssertionError, match="a packet of 52 numbers has sections of 51"):
+    with pytest.raises(AssertionError, match="a packet of 53 numbers has sections of 52"):
         split(np.append(packet, np.int32(0)), read_header(packet))
