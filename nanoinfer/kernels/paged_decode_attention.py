@@ -238,8 +238,8 @@ def _combine_kernel(
     kv_head = tl.program_id(0) // programs_per_head
     query = tl.program_id(0) % programs_per_head * QUERIES + tl.arange(0, QUERIES)
     share = tl.program_id(1) + 1
-    num_tiles = tl.load(row_starts_ptr + num_rows)
-    num_used = tl.maximum(tl.minimum(num_shares, num_tiles), 1)
+    num_tiles = tl.maximum(tl.load(row_starts_ptr + num_rows), 1)
+    num_used = tl.minimum(num_shares, num_tiles)
     first = tl.minimum(share * num_tiles // num_used, num_tiles - 1)
     row = tl.load(tiles_ptr + first * 4 + 2, mask=share < num_used, other=0)
     row_start = tl.load(row_starts_ptr + row)
