@@ -1,11 +1,13 @@
-"""The Triton kernels in Triton's interpreter, on the CPU, against their PyTorch twins. On a GPU: tests/gpu."""
+"""The Triton kernels in Triton's interpreter, on the CPU, against their PyTorch twins. On a GPU: tests/gpu.
+
+Those of attention have a file of their own.
+"""
 
 import inspect
 import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from types import ModuleType
 
 import pytest
@@ -15,8 +17,6 @@ from torch import Tensor
 from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
 from nanoinfer.layers import activation, layernorm
 from nanoinfer.layers.attention import layer as attention_layer
-from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache
-from nanoinfer.layers.attention.torch_reference import TorchBackend
 from nanoinfer.sampling import gumbel_max, top_k_top_p
 from nanoinfer.sampling.gumbel_max import sample
 
@@ -29,22 +29,11 @@ from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
 from nanoinfer.kernels import silu_and_mul as silu_kernels  # noqa: E402
 from nanoinfer.kernels import top_k_top_p as threshold_kernels  # noqa: E402
 from nanoinfer.kernels.gumbel_max import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
-from nanoinfer.kernels.paged_decode_attention import paged_decode_attention, plan_decode  # noqa: E402
+from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
 
 NAN = float("nan")
-
-
-def version(package: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in metadata.version(package).split(".")[:2])
-
-
-# Its range over a loaded number makes a scalar of an array of one element, which NumPy has stopped to do.
-loops_are_interpreted = pytest.mark.skipif(
-    version("triton") < (3, 7) and version("numpy") >= (2, 4),
-    reason="the interpreter of this Triton does not run loops with this NumPy",
-)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -347,145 +336,6 @@ def test_norm_rope_store_refuses_what_it_would_misread() -> None:
     ):
         with pytest.raises(AssertionError, match=message):
             norm_rope_store_kernels.norm_rope_store(given, None, 1e-5, zero, table, k_cache, v_cache, zero)
-
-
-# --- paged_decode_attention ---
-
-
-def decode(q: Tensor, cache: LayerCache, tables: Tensor, lens: Tensor) -> Tensor:
-    return paged_decode_attention(q, cache.k, cache.v, *plan_decode(lens, tables, *cache.k.shape[2:]))
-
-
-def assert_decode_equals_its_twin(
-    context_lens: list[int],
-    block_size: int,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    strided: bool = False,
-) -> None:
-    """Compare on a cache that is NaN wherever no context lies; block 0 is NaN, and fills the rest of the tables."""
-    num_blocks = [-(-length // block_size) for length in context_lens]
-    free = (1 + torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(0))).tolist()
-    block_tables = torch.zeros(len(context_lens), max(num_blocks) + 1, dtype=torch.int32)
-    shape = (len(free) + 1, num_kv_heads, block_size, head_dim)
-    cache = LayerCache(*(torch.full(shape, NAN, dtype=dtype) for _ in "kv"))
-    for row, (length, count) in enumerate(zip(context_lens, num_blocks, strict=True)):
-        for column in range(count):
-            block_tables[row, column] = block = free.pop()
-            num_tokens = min(block_size, length - column * block_size)
-            for side, values in enumerate(cache):
-                values[block, :, :num_tokens] = randn(
-                    num_kv_heads, num_tokens, head_dim, seed=2 * block + side, dtype=dtype
-                )
-    q = randn(len(context_lens), 2 * num_kv_heads * group, head_dim, dtype=dtype)
-    q = q[:, : num_kv_heads * group] if strided else q[:, : num_kv_heads * group].contiguous()
-    lens = torch.tensor(context_lens, dtype=torch.int32)
-    out = decode(q, cache, block_tables, lens)
-
-    # The twin computes in float32, and on zeros where the cache is NaN.
-    twin_cache = LayerCache(*(side.float().nan_to_num(0.0) for side in cache))
-    no_slots = torch.full_like(lens, -1).long()
-    expected = TorchBackend().decode(q.float(), twin_cache, DecodeMetadata(no_slots, lens, block_tables))
-    expected[lens == 0] = 0.0
-    assert out.dtype == dtype
-    assert out.shape == q.shape
-    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
-    torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
-
-
-@loops_are_interpreted
-@pytest.mark.parametrize(
-    ("group", "head_dim", "dtype"),
-    [
-        (1, 64, torch.float32),
-        (3, 128, torch.float16),
-        (8, 64, torch.float16),
-        (16, 128, torch.float32),
-        (20, 64, torch.float32),  # more than a tile holds
-    ],
-)
-def test_decode_packs_any_group_of_query_heads(group: int, head_dim: int, dtype: torch.dtype) -> None:
-    assert_decode_equals_its_twin([1, 20], 16, num_kv_heads=2, group=group, head_dim=head_dim, dtype=dtype)
-
-
-@loops_are_interpreted
-@pytest.mark.parametrize("block_size", [16, 48, 256])
-def test_decode_at_the_edges_of_blocks_and_tiles(block_size: int) -> None:
-    edges = [0, 1, 15, 16, 17, block_size - 1, block_size, block_size + 1]
-    assert_decode_equals_its_twin(edges, block_size, num_kv_heads=1, group=2, head_dim=64, dtype=torch.float16)
-
-
-@loops_are_interpreted
-def test_decode_reads_queries_out_of_wider_rows() -> None:
-    assert_decode_equals_its_twin([5, 33], 16, num_kv_heads=2, group=2, head_dim=64, dtype=torch.float32, strided=True)
-
-
-@loops_are_interpreted
-def test_decode_of_padding_alone_is_zero() -> None:
-    cache = torch.full((1, 2, 16, 64), NAN)
-    tables, lens = (torch.zeros(*shape, dtype=torch.int32) for shape in ((3, 1), (3,)))
-    out = decode(randn(3, 4, 64), LayerCache(cache, cache), tables, lens)
-    assert out.count_nonzero() == 0
-
-
-@loops_are_interpreted
-def test_decode_survives_scores_that_overflow_a_naive_softmax() -> None:
-    q = torch.full((1, 1, 64), 100.0)
-    k, v = torch.zeros(1, 1, 16, 64), torch.zeros(1, 1, 16, 64)
-    k[0, 0, :4] = torch.tensor([[-100.0], [100.0], [100.0], [99.0]])  # scores of 80,000 and so on
-    v[0, 0, :4] = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
-    tables, lens = (torch.tensor(x, dtype=torch.int32) for x in ([[0]], [4]))
-    out = decode(q, LayerCache(k, v), tables, lens)
-    torch.testing.assert_close(out, torch.full_like(out, 3.0))  # the mean of the two best
-
-
-@loops_are_interpreted
-@pytest.mark.parametrize("num_kv_heads", [1, 5, 16])
-def test_decode_does_not_depend_on_how_the_contexts_are_shared_out(num_kv_heads: int) -> None:
-    """7 tiles of 32 tokens, and 16 programs to share those of all heads: 16, 3 programs or one for each head."""
-    cache = LayerCache(randn(8, num_kv_heads, 32, 64, seed=1), randn(8, num_kv_heads, 32, 64, seed=2))
-    tables = torch.tensor([[3, 1, 7], [0, 5, 2], [4, 4, 4], [6, 0, 1]], dtype=torch.int32)
-    lens = torch.tensor([96, 33, 0, 1], dtype=torch.int32)
-    q = randn(4, 2 * num_kv_heads, 64)
-    expected = TorchBackend().decode(q, cache, DecodeMetadata(torch.empty(0), lens, tables))
-    actual = decode(q, cache, tables, lens)
-    torch.testing.assert_close(actual[lens > 0], expected[lens > 0])
-    assert not actual[2].any()
-
-
-@loops_are_interpreted
-def test_a_plan_lists_the_tiles_of_all_rows_end_to_end() -> None:
-    tables = torch.tensor([[3, 1], [9, 9], [2, 9]], dtype=torch.int32)
-    lens = torch.tensor([70, 0, 48], dtype=torch.int32)
-    tiles, row_starts = plan_decode(lens, tables, block_size=48, head_dim=128)
-    assert row_starts.tolist() == [0, 5, 6, 9]
-    assert tiles[:9].tolist() == [  # slot of the first token, visible tokens, row, whether it is the row's last
-        [144, 16, 0, 0],
-        [160, 16, 0, 0],
-        [176, 16, 0, 0],
-        [48, 16, 0, 0],
-        [64, 6, 0, 1],
-        [432, 0, 1, 1],  # an empty context has a tile, in which nothing is visible
-        [96, 16, 2, 0],
-        [112, 16, 2, 0],
-        [128, 16, 2, 1],
-    ]
-
-
-@loops_are_interpreted
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy warns of NaN
-def test_a_row_of_nan_does_not_spoil_the_next_one() -> None:
-    """With 16 KV heads, one program goes through all rows of a head."""
-    cache = LayerCache(randn(8, 16, 32, 64, seed=1), randn(8, 16, 32, 64, seed=2))
-    tables, lens = (torch.tensor(x, dtype=torch.int32) for x in ([[3, 1], [0, 5]], [40, 40]))
-    q = randn(2, 16, 64)
-    expected = decode(q, cache, tables, lens)[1]
-    q[0] = NAN
-    actual = decode(q, cache, tables, lens)
-    assert actual[0].isnan().all()
-    assert torch.equal(actual[1], expected)
 
 
 # --- sample ---

@@ -1,0 +1,263 @@
+"""Steps over a paged cache for the tests of attention on any device: the cases, and what the twin of all backends says.
+
+Blocks lie in the cache in random order. The cache is NaN wherever no context lies, and queries are cut out of wider
+rows, as those of a packed QKV product are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoinfer.engine.batch import PrefixGroup
+from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
+from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, PrefillMetadata, SharedPrefixes
+from nanoinfer.layers.attention.torch_reference import TorchBackend
+from nanoinfer.runner.step_tables import cumulative_lens
+
+NAN = float("nan")
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer and its cache are like."""
+
+    group_size: int = 2
+    head_dim: int = 64
+    num_kv_heads: int = 2
+    block_size: int = 16
+    window: int | None = None
+    scale: float = 0.1
+    in_8_bits: bool = False
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    @property
+    def spec(self) -> AttentionSpec:
+        num_heads = self.num_kv_heads * self.group_size
+        return AttentionSpec(num_heads, self.num_kv_heads, self.head_dim, self.scale, self.window)
+
+
+@dataclass
+class Step:
+    """What a backend is given."""
+
+    spec: AttentionSpec
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cache: LayerCache
+    metadata: PrefillMetadata | DecodeMetadata
+
+    def run(self, backend: AttentionBackend) -> Tensor:
+        cache = self.cache
+        sides = (cache.k, cache.v, cache.k_scales, cache.v_scales)
+        kv_cache = KVCache(*(None if side is None else side.unsqueeze(0) for side in sides))
+        metadata = backend.plan(self.metadata, kv_cache)
+        if isinstance(metadata, PrefillMetadata):
+            return backend.prefill(self.q, self.k, self.v, cache, metadata)
+        return backend.decode(self.q, cache, metadata)
+
+    def run_twin(self) -> Tensor:
+        """What plain PyTorch says in float32. It reads all keys for each row, whatever rows share."""
+        cache = self.cache
+        if not cache.is_rounded:
+            cache = LayerCache(cache.k.float(), cache.v.float())
+        wide = replace(self, q=self.q.float(), k=self.k.float(), v=self.v.float(), cache=cache)
+        return wide.run(TorchBackend(self.spec))
+
+    def assert_equals_twin(self, backend: AttentionBackend) -> Tensor:
+        """Compare all rows that have a context; return the backend's result."""
+        actual, expected = self.run(backend), self.run_twin()
+        assert actual.dtype == self.q.dtype
+        assert actual.shape == self.q.shape
+        if isinstance(self.metadata, DecodeMetadata):
+            has_context = self.metadata.context_lens > 0
+            assert_close(actual[has_context], expected[has_context])
+        else:
+            assert_close(actual, expected)
+        return actual
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    """Equal but for the rounding of `actual`, whose sums are taken in another order."""
+    tolerance = TOLERANCES[actual.dtype]
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+def random_step(
+    layer: Layer,
+    context_lens: Sequence[int],
+    query_lens: Sequence[int] | None = None,
+    prefix_groups: Sequence[PrefixGroup] = (),
+    seed: int = 0,
+) -> Step:
+    """A prefill step of chunks of `query_lens` tokens; without these, a decode step.
+
+    prefix_groups: rows of a decode step that begin with the same blocks.
+    """
+    device, block_size = layer.device, layer.block_size
+    generator = torch.Generator(device).manual_seed(seed)
+    block_tables = _random_block_tables(context_lens, block_size, prefix_groups, generator).to(device)
+    slots = [_slots(row, length, block_size) for row, length in zip(block_tables, context_lens, strict=True)]
+    cache = _random_cache(layer, int(block_tables.max()) + 1, torch.cat(slots), generator)
+    num_tokens = len(context_lens) if query_lens is None else sum(query_lens)
+    spec = layer.spec
+    qkv = torch.randn(
+        num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, generator=generator, device=device
+    ).to(layer.dtype)
+    q = qkv[:, : spec.num_heads]
+    if query_lens is None:
+        nothing = q[:0, : spec.num_kv_heads]
+        return Step(spec, q, nothing, nothing, cache, _decode_metadata(context_lens, block_tables, prefix_groups))
+    chunks = [seq_slots[-length:] for seq_slots, length in zip(slots, query_lens, strict=True)]
+    metadata = _prefill_metadata(query_lens, context_lens, torch.cat(chunks), block_tables)
+    if layer.in_8_bits:  # those before they were rounded, which nobody may attend to
+        k = v = torch.full_like(qkv[:, : spec.num_kv_heads], NAN)
+    else:
+        blocks, offsets = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
+        k, v = cache.k[blocks, :, offsets], cache.v[blocks, :, offsets]
+    return Step(spec, q, k, v, cache, metadata)
+
+
+def shared_prefixes(groups: Sequence[PrefixGroup], num_rows: int, device: str) -> SharedPrefixes:
+    num_blocks, group_rows = torch.zeros(2, num_rows, dtype=torch.int32)
+    for first_row, count, blocks in groups:
+        num_blocks[first_row : first_row + count] = blocks
+        group_rows[first_row] = count
+    return SharedPrefixes(num_blocks.to(device), group_rows.to(device))
+
+
+def _random_block_tables(
+    context_lens: Sequence[int], block_size: int, prefix_groups: Sequence[PrefixGroup], generator: torch.Generator
+) -> Tensor:
+    """Block 0, which belongs to nobody, fills the ends of the tables."""
+    num_blocks = [-(-length // block_size) for length in context_lens]
+    free = (1 + torch.randperm(sum(num_blocks), generator=generator, device=generator.device)).tolist()
+    tables = [[free.pop() for _ in range(count)] for count in num_blocks]
+    for first_row, num_rows, count in prefix_groups:
+        for row in range(first_row, first_row + num_rows):
+            assert context_lens[row] > count * block_size, "the newest token is never in a shared block"
+            tables[row][:count] = tables[first_row][:count]
+    width = max(num_blocks) + 1
+    return torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+
+
+def _slots(block_table: Tensor, length: int, block_size: int) -> Tensor:
+    positions = torch.arange(length, device=block_table.device)
+    return block_table[positions // block_size].long() * block_size + positions % block_size
+
+
+def _random_cache(layer: Layer, num_blocks: int, known_slots: Tensor, generator: torch.Generator) -> LayerCache:
+    shape = (num_blocks, layer.num_kv_heads, layer.block_size, layer.head_dim)
+    options: dict[str, Any] = {"generator": generator, "device": layer.device}
+    unknown = torch.ones(num_blocks, layer.block_size, dtype=torch.bool, device=layer.device)
+    unknown.view(-1)[known_slots] = False
+    unknown = unknown.unsqueeze(1)  # (num_blocks, 1, block_size), for all KV heads
+    if layer.in_8_bits:
+        k, v = (torch.randint(-127, 128, shape, **options).to(torch.int8) for _ in "kv")
+        k_scales, v_scales = ((torch.rand(shape[:3], **options) / 50).masked_fill(unknown, NAN) for _ in "kv")
+        return LayerCache(k, v, k_scales, v_scales)
+    k, v = (torch.randn(shape, **options).masked_fill(unknown.unsqueeze(3), NAN).to(layer.dtype) for _ in "kv")
+    return LayerCache(k, v)
+
+
+def _prefill_metadata(
+    query_lens: Sequence[int], context_lens: Sequence[int], slots: Tensor, block_tables: Tensor
+) -> PrefillMetadata:
+    cu_query_lens, cu_context_lens = (
+        cumulative_lens(torch.tensor(lens, dtype=torch.int32, device=slots.device))
+        for lens in (query_lens, context_lens)
+    )
+    return PrefillMetadata(tuple(query_lens), tuple(context_lens), cu_query_lens, cu_context_lens, slots, block_tables)
+
+
+def _decode_metadata(
+    context_lens: Sequence[int], block_tables: Tensor, prefix_groups: Sequence[PrefixGroup]
+) -> DecodeMetadata:
+    device = block_tables.device
+    return DecodeMetadata(
+        slot_mapping=torch.full((len(context_lens),), -1, device=device),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
+        block_tables=block_tables,
+        shared_prefixes=shared_prefixes(prefix_groups, len(context_lens), str(device)) if prefix_groups else None,
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """The arguments of `random_step`."""
+
+    layer: Layer
+    context_lens: tuple[int, ...]
+    query_lens: tuple[int, ...] | None = None
+    prefix_groups: tuple[PrefixGroup, ...] = ()
+
+    def step(self, **changes: Any) -> Step:
+        """The step, over another dtype or device."""
+        return random_step(replace(self.layer, **changes), self.context_lens, self.query_lens, self.prefix_groups)
+
+
+HEADS = [(1, 64), (2, 80), (3, 96), (4, 128), (7, 256)]  # query heads for a KV head, head_dim
+
+DECODE_CASES = {
+    **{f"groups of {n}, head_dim {dim}": Case(Layer(n, dim), (1, 20, 0, 33)) for n, dim in HEADS},
+    "groups of 20, more than the smallest tile": Case(Layer(group_size=20), (1, 20)),
+    **{
+        f"edges of blocks of {size}": Case(
+            Layer(num_kv_heads=1, block_size=size), (0, 1, 15, 16, 17, size - 1, size, size + 1)
+        )
+        for size in (16, 48, 256)
+    },
+    **{  # in tiles of 16 tokens
+        f"a window of {window}": Case(Layer(num_kv_heads=1, block_size=48, window=window), (1, 6, 7, 8, 50, 100, 0, 97))
+        for window in (1, 7, 16, 1000)
+    },
+    "8 bits": Case(Layer(in_8_bits=True), (1, 20, 0, 33)),
+    "8 bits, a window of 20, head_dim 80": Case(Layer(head_dim=80, window=20, in_8_bits=True), (1, 20, 21, 0, 70)),
+}
+
+MIXED = {"context_lens": (1, 40, 50, 64, 3), "query_lens": (1, 40, 1, 17, 3)}  # fresh, and after 49 and 47 tokens
+
+PREFILL_CASES = {
+    **{f"groups of {n}, head_dim {dim}": Case(Layer(n, dim), **MIXED) for n, dim in HEADS},
+    "fresh chunks alone": Case(Layer(), (1, 16, 33), (1, 16, 33)),
+    "blocks of 256": Case(Layer(num_kv_heads=1, block_size=256), (300, 257, 600, 256), (300, 1, 70, 256)),
+    **{  # in tiles of 128 keys, and of 16
+        f"a window of {window}, blocks of {size}": Case(
+            Layer(num_kv_heads=1, block_size=size, window=window), (100, 400, 300, 260), (100, 70, 1, 130)
+        )
+        for window, size in [(1, 256), (100, 256), (150, 256), (1000, 256), (7, 16), (40, 16)]
+    },
+    "8 bits": Case(Layer(in_8_bits=True), **MIXED),
+    "8 bits, a window of 20, head_dim 96": Case(Layer(head_dim=96, window=20, in_8_bits=True), **MIXED),
+}
+
+SHARED_CASES = {
+    # Row 1 has one token of its own, rows 5 and 6 are in no group, the last two are padding.
+    **{
+        f"two groups of rows, {name}": Case(
+            layer, (40, 33, 50, 64, 49, 70, 20, 0, 0), prefix_groups=(PrefixGroup(0, 2, 2), PrefixGroup(2, 3, 3))
+        )
+        for name, layer in {
+            "groups of 2": Layer(num_kv_heads=1),
+            "groups of 3, head_dim 96": Layer(3, 96, num_kv_heads=1),
+            "head_dim 256": Layer(1, 256, num_kv_heads=1),
+            "8 bits": Layer(2, 80, in_8_bits=True),
+        }.items()
+    },
+    "blocks of 256": Case(
+        Layer(4, 128, num_kv_heads=1, block_size=256),
+        (257, 300, 600, 513),
+        prefix_groups=(PrefixGroup(0, 2, 1), PrefixGroup(2, 2, 2)),
+    ),
+    "63 of 64 queries": Case(  # as many rows as a group may have
+        Layer(7, num_kv_heads=1), tuple(range(17, 26)), prefix_groups=(PrefixGroup(0, 9, 1),)
+    ),
+    "64 of 64 queries, and a row after them": Case(
+        Layer(16, 128), (40, 33, 41, 50, 20), prefix_groups=(PrefixGroup(0, 4, 2),)
+    ),
+}
