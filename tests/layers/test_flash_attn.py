@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from nanoinfer.layers.attention import selection
+from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata
 
 NAME = "nanoinfer.layers.attention.flash_attn"
 CACHE = LayerCache(*torch.zeros(2, 3, 2, 256, 64))  # (num_blocks, num_kv_heads, block_size, head_dim) each
+FULL = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.25)
+WINDOWED = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.25, window=7)
+WINDOWS = [(FULL, (-1, -1)), (WINDOWED, (6, 0))]  # before and after a token's own; flash-attn's -1 is all
 INT_1, INT_01 = torch.tensor([1], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
 
 
@@ -53,30 +58,53 @@ def test_an_extension_with_other_arguments_is_refused(import_with: Callable[...,
 
 
 @pytest.mark.parametrize(("context_len", "reads_cache"), [(1, False), (5, True)])
+@pytest.mark.parametrize(("spec", "window"), WINDOWS)
 def test_prefill_gives_all_arguments_and_reads_the_cache_only_for_prefixes(
-    context_len: int, reads_cache: bool, import_with: Callable[..., ModuleType]
+    spec: AttentionSpec,
+    window: tuple[int, int],
+    context_len: int,
+    reads_cache: bool,
+    import_with: Callable[..., ModuleType],
 ) -> None:
     module = import_with()
     q, k = torch.zeros(1, 4, 64), torch.zeros(1, 2, 64)
     tables = torch.zeros(1, 1, dtype=torch.int32)
     metadata = PrefillMetadata((1,), (context_len,), INT_01, INT_01 * context_len, torch.tensor([0]), tables)
-    assert module.FlashAttentionBackend().prefill(q, k, k, CACHE, metadata).shape == q.shape
+    assert module.FlashAttentionBackend(spec).prefill(q, k, k, CACHE, metadata).shape == q.shape
     [args] = sys.modules["flash_attn_2_cuda"].calls
     assert len(args) == 21
     assert args[1].shape == ((3, 256, 2, 64) if reads_cache else k.shape)
     assert args[8] is (tables if reads_cache else None)
-    assert args[10:] == (1, context_len, 0.0, 0.125, False, True, -1, -1, 0.0, False, None)
+    assert args[10:] == (1, context_len, 0.0, 0.25, False, True, *window, 0.0, False, None)
 
 
-def test_decode_gives_all_arguments(import_with: Callable[..., ModuleType]) -> None:
+@pytest.mark.parametrize(("spec", "window"), WINDOWS)
+def test_decode_gives_all_arguments(
+    spec: AttentionSpec, window: tuple[int, int], import_with: Callable[..., ModuleType]
+) -> None:
     module = import_with()
     q, tables = torch.zeros(1, 4, 64), torch.zeros(1, 1, dtype=torch.int32)
-    assert (
-        module.FlashAttentionBackend().decode(q, CACHE, DecodeMetadata(torch.tensor([0]), INT_1, tables)).shape
-        == q.shape
-    )
+    metadata = DecodeMetadata(torch.tensor([0]), INT_1, tables)
+    assert module.FlashAttentionBackend(spec).decode(q, CACHE, metadata).shape == q.shape
     [args] = sys.modules["flash_attn_2_cuda"].calls
     assert len(args) == 20
     assert args[0].shape == (1, 1, 4, 64)
     assert (args[5] is INT_1, args[10] is tables) == (True, True)
-    assert args[13:] == (0.125, True, -1, -1, 0.0, True, 0)
+    assert args[13:] == (0.25, True, *window, 0.0, True, 0)
+
+
+def test_a_build_without_windows_says_so_in_its_own_words(
+    import_with: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_windows(*args: Any) -> list[Any]:
+        if args[16:18] != (-1, -1):
+            raise RuntimeError("This flash attention build does not support local attention.")
+        return [args[0], None]
+
+    module = import_with()
+    monkeypatch.setitem(sys.modules, NAME, module)
+    monkeypatch.setattr(module, "_varlen_fwd", without_windows)
+    cpu = torch.device("cpu")
+    assert selection._flash_attn_lacks(FULL, cpu, torch.bfloat16) is None
+    reason = selection._flash_attn_lacks(WINDOWED, cpu, torch.bfloat16)
+    assert reason == "This flash attention build does not support local attention."

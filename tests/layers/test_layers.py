@@ -1,8 +1,9 @@
 """The layers against transformers, against a naive attention, and cut over two ranks against the whole."""
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from nanoinfer.kernels import dispatch as kernel
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.attention import selection, torch_reference
+from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.layer import Attention, store
-from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata, ragged_indices
-from nanoinfer.layers.attention.selection import select_backend
+from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, PrefillMetadata, ragged_indices
+from nanoinfer.layers.attention.selection import AttentionBackends, select_backend
 from nanoinfer.layers.attention.torch_reference import TorchBackend
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
@@ -290,7 +292,7 @@ class PagedSequences:
     def store_all_but(self, lens: list[int]) -> None:
         """Store what earlier steps computed: all keys and values but those of so many last tokens."""
         for k, v, slots, length in zip(self.k, self.v, self.slots, lens, strict=True):
-            store(k[:-length], v[:-length], *self.cache, slots[:-length])
+            store(k[:-length], v[:-length], self.cache.k, self.cache.v, slots[:-length])
 
     def newest(self, lens: list[int]) -> tuple[Tensor, Tensor]:
         k, v = (torch.cat([x[-n:] for x, n in zip(side, lens, strict=True)]) for side in (self.k, self.v))
@@ -335,18 +337,22 @@ def prefill_metadata(sequences: PagedSequences, query_lens: list[int], context_l
     )
 
 
+def spec_of(q: Tensor, k: Tensor) -> AttentionSpec:
+    return AttentionSpec(q.shape[1], k.shape[1], q.shape[2], scale=q.shape[2] ** -0.5)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata | DecodeMetadata) -> Tensor:
     """The layer, on heads of 8 dimensions that are neither normalised nor turned."""
     no_turn = SimpleNamespace(cos_sin_cache=torch.tensor([[1.0] * 4 + [0.0] * 4]))
     qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
-    layer = Attention(no_turn, norm_eps=1e-6, backend=TorchBackend())
+    layer = Attention(no_turn, norm_eps=1e-6, backend=TorchBackend(spec_of(q, k)))
     return layer(qkv, None, torch.zeros(len(q), dtype=torch.int64), cache, metadata)
 
 
 def test_store_puts_each_head_of_a_token_into_its_slot_and_skips_slot_minus_one() -> None:
     cache = LayerCache(torch.zeros(2, 2, 3, 1), torch.zeros(2, 2, 3, 1))  # 2 blocks of 2 heads, 3 tokens, 1 dimension
     k = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0], [4.0, 40.0]]).unsqueeze(2)  # (token, head, dimension)
-    store(k, -k, *cache, torch.tensor([4, -1, 0, 2]))
+    store(k, -k, cache.k, cache.v, torch.tensor([4, -1, 0, 2]))
     assert cache.k.squeeze(3).tolist() == [[[3, 0, 4], [30, 0, 40]], [[0, 1, 0], [0, 10, 0]]]
     assert torch.equal(cache.v, -cache.k)
 
@@ -371,7 +377,8 @@ def test_prefill_of_whole_prompts_needs_no_cache() -> None:
     metadata = prefill_metadata(sequences, [3, 5], [3, 5])
     assert not metadata.reads_cache
     q = randn(8, 2, 8)
-    out = TorchBackend().prefill(q, *sequences.newest([3, 5]), sequences.cache, metadata)
+    newest_k, newest_v = sequences.newest([3, 5])
+    out = TorchBackend(spec_of(q, newest_k)).prefill(q, newest_k, newest_v, sequences.cache, metadata)
     sequences.assert_attended(out, q, [3, 5])
 
 
@@ -395,7 +402,7 @@ def test_decode_of_mixed_contexts_equals_naive_attention(
 
 def test_padding_rows_of_a_decode_write_nothing_and_disturb_nobody() -> None:
     sequences = page([5], block_size=16, num_kv_heads=1)
-    store(sequences.k[0][:-1], sequences.v[0][:-1], *sequences.cache, sequences.slots[0][:-1])
+    sequences.store_all_but([1])
     padded = DecodeMetadata(
         slot_mapping=torch.tensor([-1, int(sequences.slots[0][-1]), -1]),
         context_lens=torch.tensor([0, 5, 0], dtype=torch.int32),
@@ -420,40 +427,42 @@ def test_ragged_indices_number_segments_and_the_places_within_them() -> None:
 # --- the choice of a backend ---
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FULL = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, scale=1.0)
 
 
-def pretend_installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+def pretend_installed(monkeypatch: pytest.MonkeyPatch, *packages: str, flash_attn_lacks: str | None = None) -> None:
     def import_error(module: str) -> ImportError | None:
         return None if module.rpartition(".")[2] in packages else ImportError("not there")
 
     monkeypatch.setattr(selection, "import_error", import_error)
+    monkeypatch.setattr(selection, "_flash_attn_lacks", lambda spec, device, dtype: flash_attn_lacks)
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old GPU")
 
 
 TRITON, BOTH = ("triton",), ("flash_attn", "triton")
+SIXTEEN = torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("requested", "installed", "device", "dtype", "head_dim", "block_size", "reason"),
+    ("requested", "installed", "device", "dtype", "spec", "reason"),
     [
-        ("flash_attn", BOTH, "cuda", torch.float32, 128, 256, "computes in 16 bits, and dtype is 'float32'; use dtype"),
-        ("flash_attn", BOTH, "cuda", torch.bfloat16, 100, 256, "a multiple of 8 up to 256, and the model has 100"),
-        ("flash_attn", BOTH, "cuda", torch.bfloat16, 512, 256, "a multiple of 8 up to 256, and the model has 512"),
-        ("flash_attn", BOTH, "cuda", torch.bfloat16, 128, 16, "size to be a multiple of 256, not 16; use 256"),
-        ("triton", BOTH, "cuda", torch.float32, 128, 256, "computes in 16 bits, and dtype is 'float32'; use dtype="),
-        ("triton", BOTH, "cuda", torch.bfloat16, 80, 256, "takes a head_dim of 64 or 128, and the model has 80"),
-        ("flash_attn", TRITON, "cuda", torch.bfloat16, 128, 256, "the package flash-attn, which cannot be imported"),
-        (
-            "flash_attn",
-            ("flash_attn",),
-            "cuda",
-            torch.bfloat16,
-            128,
-            256,
-            "the package triton, which cannot be imported",
-        ),
-        ("triton", (), "cuda", torch.bfloat16, 128, 256, "triton, which cannot be imported (not there); install it"),
-        ("flash_attn", BOTH, "cpu", torch.bfloat16, 128, 256, "runs on CUDA, and device is 'cpu'; use a GPU"),
-        ("triton", BOTH, "cpu", torch.bfloat16, 128, 256, "runs on CUDA, and device is 'cpu'; use a GPU"),
+        ("flash_attn", BOTH, "cuda", torch.float32, FULL, "computes in 16 bits, and dtype is 'float32'; use dtype"),
+        ("flash_attn", BOTH, "cuda", SIXTEEN, replace(FULL, head_dim=100), "of 8 up to 256, and the model has 100"),
+        ("flash_attn", BOTH, "cuda", SIXTEEN, replace(FULL, head_dim=512), "of 8 up to 256, and the model has 512"),
+        ("triton", BOTH, "cuda", torch.float32, FULL, "computes in 16 bits, and dtype is 'float32'; use dtype="),
+        ("triton", BOTH, "cuda", SIXTEEN, replace(FULL, head_dim=100), "of 8 up to 256, and the model has 100"),
+        ("triton", BOTH, "cuda", SIXTEEN, replace(FULL, head_dim=264), "of 8 up to 256, and the model has 264"),
+        ("triton", BOTH, "cuda", SIXTEEN, replace(FULL, num_kv_heads=1, num_heads=65), "at most 64 query heads for a"),
+        ("flash_attn", TRITON, "cuda", SIXTEEN, FULL, "the package flash-attn, which cannot be imported"),
+        ("flash_attn", ("flash_attn",), "cuda", SIXTEEN, FULL, "the package triton, which cannot be imported"),
+        ("triton", (), "cuda", SIXTEEN, FULL, "triton, which cannot be imported (not there); install it"),
+        ("flash_attn", BOTH, "cpu", SIXTEEN, FULL, "runs on CUDA, and device is 'cpu'; use a GPU"),
+        ("triton", BOTH, "cpu", SIXTEEN, FULL, "runs on CUDA, and device is 'cpu'; use a GPU"),
     ],
 )
 def test_a_backend_that_cannot_serve_the_model_says_why(
@@ -461,20 +470,39 @@ def test_a_backend_that_cannot_serve_the_model_says_why(
     installed: tuple[str, ...],
     device: str,
     dtype: torch.dtype,
-    head_dim: int,
-    block_size: int,
+    spec: AttentionSpec,
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend_installed(monkeypatch, *installed)
+    assert_refused(requested, torch.device(device), dtype, spec, 256, reason)
+
+
+def assert_refused(
+    requested: str, device: torch.device, dtype: torch.dtype, spec: AttentionSpec, block_size: int, reason: str
+) -> None:
     with pytest.raises(ConfigError) as error:
-        select_backend(requested, torch.device(device), dtype, head_dim, block_size)
+        select_backend(requested, device, dtype, spec, block_size)
     assert str(error.value).startswith(f"attention_backend='{requested}' ")
     assert reason in str(error.value)
     assert str(error.value).endswith(", or use attention_backend='auto'")
 
 
-VARLEN = "triton, varlen_attn in prefill"
+def test_flash_attn_asks_for_blocks_of_256_and_for_a_build_that_has_what_the_model_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_installed(monkeypatch, *BOTH, flash_attn_lacks="This build has no local attention.")
+    assert_refused("flash_attn", CUDA, SIXTEEN, FULL, 16, "kvcache_block_size to be a multiple of 256, not 16; use 256")
+    reason = "is a build of flash-attn that lacks what the model needs (This build has no local attention.); install"
+    assert_refused("flash_attn", CUDA, SIXTEEN, replace(FULL, window=7), 256, reason)
+
+
+@pytest.mark.parametrize("requested", ["flash_attn", "triton"])
+def test_a_gpu_before_ampere_is_refused_by_name(requested: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_installed(monkeypatch, *BOTH)
+    pretend_gpu(monkeypatch, (7, 5))
+    assert_refused(requested, CUDA, torch.float16, FULL, 256, "capability 8.0 or more, and an old GPU has less")
+    assert select_backend("auto", CUDA, torch.float16, FULL, 256).name == "torch"
 
 
 @pytest.mark.parametrize(
@@ -482,18 +510,84 @@ VARLEN = "triton, varlen_attn in prefill"
     [
         ("auto", "cpu", torch.bfloat16, 128, "torch"),
         ("torch", "cpu", torch.float32, 128, "torch"),
-        ("auto", "cuda", torch.bfloat16, 128, VARLEN),
-        ("auto", "cuda", torch.float16, 64, VARLEN),
+        ("torch", "cuda", torch.bfloat16, 128, "torch"),
+        *(("auto", "cuda", torch.bfloat16, head_dim, "triton") for head_dim in (8, 64, 80, 96, 128, 200, 256)),
+        ("auto", "cuda", torch.float16, 64, "triton"),
+        ("triton", "cuda", torch.float16, 64, "triton"),
         ("auto", "cuda", torch.float32, 128, "torch"),
-        ("auto", "cuda", torch.bfloat16, 80, "torch"),
+        ("auto", "cuda", torch.bfloat16, 100, "torch"),
+        ("auto", "cuda", torch.bfloat16, 264, "torch"),
     ],
 )
-def test_auto_without_flash_attn_takes_the_fastest_that_serves(
-    requested: str, device: str, dtype: torch.dtype, head_dim: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("window", [None, 7])
+def test_auto_takes_our_kernels_for_all_head_sizes_up_to_256_and_pytorch_for_the_rest(
+    requested: str,
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    chosen: str,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
     pretend_installed(monkeypatch, "triton")
-    assert select_backend(requested, torch.device(device), dtype, head_dim, block_size=16).name == chosen
+    spec = replace(FULL, head_dim=head_dim, window=window)
+    assert select_backend(requested, torch.device(device), dtype, spec, block_size=16).name == chosen
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "lacks", "chosen"),
+    [
+        ((8, 0), BOTH, None, "triton, flash_attn in prefill"),
+        ((8, 9), BOTH, None, "triton, flash_attn in prefill"),
+        ((8, 0), BOTH, "no local attention", "triton"),
+        ((8, 0), TRITON, None, "triton"),
+        ((9, 0), BOTH, None, "triton"),
+        ((10, 0), BOTH, None, "triton"),
+    ],
+)
+def test_only_before_hopper_prefill_is_by_flash_attn_where_its_build_serves(
+    capability: tuple[int, int],
+    installed: tuple[str, ...],
+    lacks: str | None,
+    chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    stand_in: Any = ModuleType(selection.FLASH_ATTN)
+    stand_in.FlashAttentionBackend = lambda spec: SimpleNamespace(name="flash_attn", spec=spec)
+    monkeypatch.setitem(sys.modules, selection.FLASH_ATTN, stand_in)
+    pretend_installed(monkeypatch, *installed, flash_attn_lacks=lacks)
+    pretend_gpu(monkeypatch, capability)
+    for requested in ("auto", "triton"):
+        assert select_backend(requested, CUDA, SIXTEEN, FULL, block_size=256).name == chosen
+    if installed == BOTH and lacks is None:
+        assert select_backend("flash_attn", CUDA, SIXTEEN, FULL, block_size=256).name == "flash_attn"
+
+
+def test_layers_of_the_same_kind_share_a_backend_and_a_model_has_one_for_each_kind() -> None:
+    backends = AttentionBackends("auto", CPU, torch.float32, block_size=16)
+    windowed = replace(FULL, window=7)
+    assert backends.for_layer(FULL) is backends.for_layer(replace(FULL))
+    assert backends.for_layer(windowed) is not backends.for_layer(FULL)
+    assert backends.for_layer(windowed).spec == windowed
+    assert (backends.name, backends.needs_host, backends.max_group_rows) == ("torch", True, 0)
+
+
+def test_backends_of_several_kinds_plan_each_its_own_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full attention reads a prefix of 32 rows at once; windows and larger heads do not stand in its way."""
+    pytest.importorskip("triton")
+    pretend_installed(monkeypatch, "triton")
+    backends = AttentionBackends("auto", CUDA, torch.bfloat16, block_size=16)
+    for spec in (FULL, replace(FULL, window=7), replace(FULL, window=9), replace(FULL, head_dim=512)):
+        backends.for_layer(spec)
+    assert (backends.name, backends.needs_host, backends.max_group_rows) == ("torch and triton", True, 32)
+    metadata = PrefillMetadata((3,), (3,), *cumulated([3]).repeat(2, 1), torch.arange(3), torch.zeros(1, 1).int())
+    planned = backends.plan(metadata, KVCache(*torch.zeros(2, 1, 1, 8, 16, 128)))
+    assert {window: plan.tolist() for window, plan in planned.plans.items()} == {
+        window: [[0, 3, 0, 0]] for window in (None, 7, 9)
+    }
+    assert not metadata.plans
 
 
 def test_a_package_that_is_broken_counts_as_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

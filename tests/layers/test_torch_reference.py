@@ -1,0 +1,84 @@
+"""The twin of all attention kernels against attention as one writes it down, in float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoinfer.layers.attention import torch_reference
+from nanoinfer.layers.attention.metadata import LayerCache, PrefillMetadata
+from nanoinfer.layers.attention.torch_reference import TorchBackend
+from tests.attention_cases import DECODE_CASES, PREFILL_CASES, Case, Layer, Step, assert_close, random_step
+
+CASES = DECODE_CASES | {f"prefill, {name}": case for name, case in PREFILL_CASES.items()}
+
+
+def naive_attention(step: Step) -> Tensor:
+    """The result of a step, one sequence at a time; rows without context are zero."""
+    metadata, spec = step.metadata, step.spec
+    if isinstance(metadata, PrefillMetadata):
+        query_lens, context_lens = list(metadata.query_lens), list(metadata.context_lens)
+    else:
+        query_lens, context_lens = [1] * len(step.q), metadata.context_lens.tolist()
+    results = []
+    for q, table, length in zip(step.q.split(query_lens), metadata.block_tables, context_lens, strict=True):
+        k, v = (context(step.cache, side, table, length) for side in "kv")
+        k, v = (x.repeat_interleave(spec.group_size, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q.double(), k) * spec.scale
+        distance = (length - len(q) + torch.arange(len(q)))[:, None] - torch.arange(length)  # of each key to a query
+        scores[:, (distance < 0) | (distance >= (spec.window or math.inf))] = -torch.inf
+        results.append(torch.einsum("hqk,khd->qhd", scores.softmax(dim=2), v))
+    return torch.cat(results)
+
+
+def context(cache: LayerCache, side: str, block_table: Tensor, length: int) -> Tensor:
+    """The keys or values of a sequence, times their scales: (length, num_kv_heads, head_dim) float64."""
+    x = getattr(cache, side)[block_table].double()  # (num_blocks, num_kv_heads, block_size, head_dim)
+    if (scales := getattr(cache, f"{side}_scales")) is not None:
+        x = x * scales[block_table].unsqueeze(3)
+    return x.transpose(1, 2).flatten(0, 1)[:length]
+
+
+@pytest.mark.parametrize("max_gather_elements", [torch_reference.MAX_GATHER_ELEMENTS, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_windows_scales_and_caches_in_8_bits_are_as_written_down(
+    name: str, max_gather_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows of a decode step gathered together, and one row at a time."""
+    monkeypatch.setattr(torch_reference, "MAX_GATHER_ELEMENTS", max_gather_elements)
+    case = CASES[name]
+    step = case.step()
+    has_context = slice(None) if case.query_lens else torch.tensor(case.context_lens) > 0
+    actual, expected = step.run(TorchBackend(step.spec)), naive_attention(step)
+    assert_close(actual[has_context], expected[has_context])
+
+
+def test_a_window_of_3_is_a_token_and_the_two_before_it() -> None:
+    """With queries of 0 each token gets the mean of the values that it sees: those of 1, 2, 4, 8 and 16."""
+    step = random_step(Layer(group_size=1, num_kv_heads=1, window=3), [5], [5])
+    step.q.zero_()
+    step.v[:] = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]).view(5, 1, 1)
+    out = step.run(TorchBackend(step.spec))[:, 0, 0]
+    torch.testing.assert_close(out, torch.tensor([1, 3 / 2, 7 / 3, 14 / 3, 28 / 3]))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_the_end_of_a_chunk_gets_the_same_as_a_chunk_after_a_prefix(window: int | None, in_8_bits: bool) -> None:
+    """So a cache in 8 bits must be read for a fresh chunk too: its keys and values before rounding are NaN here."""
+    whole = random_step(Layer(window=window, in_8_bits=in_8_bits), [40], [40])
+    metadata = whole.metadata
+    assert isinstance(metadata, PrefillMetadata)
+    last = replace(metadata, query_lens=(5,), cu_query_lens=torch.tensor([0, 5]).int())
+    end = replace(whole, q=whole.q[-5:], k=whole.k[-5:], v=whole.v[-5:], metadata=last)
+    backend = TorchBackend(whole.spec)
+    assert_close(end.run(backend), whole.run(backend)[-5:])
+
+
+def test_a_decode_step_gets_the_same_as_a_chunk_of_one_token() -> None:
+    lens, layer = (1, 20, 33), Layer(window=9, in_8_bits=True)
+    decode, prefill = Case(layer, lens).step(), Case(layer, lens, (1, 1, 1)).step()
+    backend = TorchBackend(layer.spec)
+    assert_close(decode.run(backend), prefill.run(backend))
