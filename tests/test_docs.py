@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
+LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 
 
 def test_the_page_of_ways_to_call_prints_what_it_shows() -> None:
@@ -31,15 +32,18 @@ def test_the_readmes_python_can_be_pasted(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_to_a_file(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+    for target in LINK.findall(page.read_text()):
         if not target.startswith("https://"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
+def test_every_page_is_linked_from_the_readme_and_every_picture_is_shown_on_a_page() -> None:
     text = README.read_text()
-    for page in sorted(DOCS.iterdir()):
+    for page in PAGES[1:]:
         assert f"(docs/{page.name})" in text, f"{page.name} is not linked"
+    shown = {(page.parent / target).resolve() for page in PAGES for target in LINK.findall(page.read_text())}
+    for picture in sorted({*DOCS.iterdir()} - {*PAGES}):
+        assert picture in shown, f"{picture.name} is not shown"
 
 
 def test_every_file_that_the_readmes_tree_names_exists() -> None:

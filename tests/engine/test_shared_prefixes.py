@@ -159,6 +159,15 @@ def test_a_group_with_one_row_left_is_dissolved() -> None:
     assert arrange(prefixes, decode[1:3]) == ([1, 2], [])
 
 
+def test_small_groups_are_joined_where_fewer_than_three_quarters_of_the_rows_are_left() -> None:
+    decode = with_tables(*([1, 10 + row] for row in range(8)))
+    prefixes = make_prefixes(max_group_rows=4)
+    assert arrange(prefixes, decode)[1] == [PrefixGroup(0, 4, 1), PrefixGroup(4, 4, 1)]
+    assert arrange(prefixes, decode[2:])[1] == [PrefixGroup(0, 2, 1), PrefixGroup(2, 4, 1)], "six of eight stay"
+    assert arrange(prefixes, decode[2:6])[1] == [PrefixGroup(0, 4, 1)]
+    assert arrange(prefixes, decode[3:6])[1] == [PrefixGroup(0, 3, 1)], "three of the last four stay"
+
+
 def test_a_row_that_joins_finds_its_group() -> None:
     decode = with_tables([1, 10], [9], [1, 11], [1, 12])
     prefixes = make_prefixes()

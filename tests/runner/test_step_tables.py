@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.runner.cuda_graphs import graph_sizes
+from nanoinfer.layers.attention.metadata import SharedPrefixes
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
 
@@ -40,19 +40,16 @@ def test_a_decode_step_computes_the_newest_token_of_each_row(tables: StepTables)
     assert inputs.metadata.context_lens.tolist() == [5, 2]
 
 
+def test_a_decode_step_hands_on_which_rows_share_blocks(tables: StepTables) -> None:
+    shared = SharedPrefixes(num_blocks=torch.tensor([1, 1]), group_rows=torch.tensor([2, 0]))
+    assert tables.decode_inputs(torch.tensor([2, 0]), shared).metadata.shared_prefixes is shared
+    assert tables.decode_inputs(torch.tensor([2, 0])).metadata.shared_prefixes is None
+
+
 def test_a_row_has_room_for_the_longest_sequence_and_a_padding_row_comes_last() -> None:
     tables = StepTables(max_num_seqs=3, max_model_len=9, block_size=4, device=torch.device("cpu"))
     assert tables.block_tables.shape == (4, 3), "whatever the batch: a captured graph keeps the width"
     assert tables.token_ids.shape == (4, 10)
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 7, 64, 65, 100, 512])
-def test_every_batch_has_a_graph_that_holds_it(max_num_seqs: int) -> None:
-    sizes = graph_sizes(max_num_seqs)
-    assert max(sizes) == max_num_seqs
-    for num_rows in range(1, max_num_seqs + 1):
-        smallest = min(size for size in sizes if size >= num_rows)
-        assert smallest - num_rows < (16 if num_rows <= 256 else 32), "and not much is padding"
 
 
 def test_padding_attends_to_nothing_and_writes_no_keys(tables: StepTables) -> None:

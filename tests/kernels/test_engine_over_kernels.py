@@ -1,0 +1,54 @@
+"""An engine on the CPU whose attention is by our kernels, in Triton's interpreter: from a prompt to shared prefixes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.layers.attention import selection
+
+pytest.importorskip("triton")
+
+from nanoinfer.kernels import paged_decode_attention as decode_kernels
+from nanoinfer.layers.attention import triton as triton_backend
+from tests.kernels.helpers import loops_are_interpreted
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"),
+    loops_are_interpreted,
+    # Of queries after the last of a group, whose results are not stored.
+    pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning"),
+]
+
+
+def draw(folder: Path, min_saved_tokens: int) -> list[list[int]]:
+    """Four tokens of each of three samples of a prompt of two blocks and a half, and of another prompt."""
+    alone = SamplingParams(temperature=0.8, max_tokens=4, ignore_eos=True)
+    with LLM(folder, device="cpu", kvcache_block_size=16, max_model_len=64) as llm:
+        llm.engine.scheduler.shared_prefixes.min_saved_tokens = min_saved_tokens
+        outputs = llm.generate([[*range(40)], [7, 8, 9]], [replace(alone, n=3), alone], use_tqdm=False)
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+def test_three_samples_that_read_their_prompt_together_are_those_of_plain_attention(
+    random_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = draw(random_checkpoint(), min_saved_tokens=0)
+    assert len({tuple(token_ids) for token_ids in expected}) == 4
+    passes = []
+
+    def note(*args: Any) -> Any:
+        passes.append(args)
+        return decode_kernels.shared_prefix_attention(*args)
+
+    monkeypatch.setattr(decode_kernels, "_num_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(triton_backend, "shared_prefix_attention", note)
+    monkeypatch.setattr(selection, "select_backend", lambda *args: triton_backend.TritonBackend(args[3]))
+    assert draw(random_checkpoint(), min_saved_tokens=10**9) == expected
+    assert not passes
+    assert draw(random_checkpoint(), min_saved_tokens=0) == expected
+    assert len(passes) == 3 * 2, "each decode step, in both layers"

@@ -1,0 +1,109 @@
+"""Which graph a decode step replays, and with what; graphs here are stand-ins that note what they would read."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoinfer.layers.attention.metadata import SharedPrefixes
+from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, num_graphs, sharing_graph_sizes
+
+
+class StandIn:
+    """Reads its inputs when it is replayed, not when it is captured."""
+
+    inputs: tuple[Tensor, ...]
+    replays: list[list[list[int]]]
+
+    def pool(self) -> str:
+        return "pool"
+
+    def replay(self) -> None:
+        self.replays.append([column.tolist() for column in self.inputs])
+
+
+class Forward:
+    """Notes its arguments."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[Tensor, ...]] = []
+        self.replays: list[list[list[int]]] = []
+
+        @contextmanager
+        def capture(graph: Any, pool: object) -> Iterator[None]:
+            yield
+            graph.inputs, graph.replays = self.calls[-1], self.replays
+
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
+        monkeypatch.setattr(torch.cuda, "graph", capture)
+
+    def __call__(self, rows: Tensor, shared_prefixes: SharedPrefixes | None) -> None:
+        self.calls.append((rows, *(shared_prefixes or ())))
+
+
+def int32(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def test_a_step_runs_in_the_smallest_graph_that_holds_it_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Forward(monkeypatch)
+    graphs = DecodeGraphs(forward, [1, 2, 4], [4], torch.device("cpu"))
+    assert [len(rows) for (rows,) in forward.calls] == [4, 4, 2, 2, 1, 1], "each warms up, then is captured"
+    for rows in ((7, 5, 9), (3,), (6, 8)):
+        graphs.replay(int32(*rows), None)
+    assert forward.replays == [[[7, 5, 9, -1]], [[3]], [[6, 8]]]
+
+
+def test_a_step_that_shares_prefixes_has_a_graph_of_its_own_which_is_captured_once_when_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward = Forward(monkeypatch)
+    graphs = DecodeGraphs(forward, [1, 2, 4], [4], torch.device("cpu"))
+    graphs.replay(int32(7, 5, 9), SharedPrefixes(int32(2, 2, 0), int32(2, 0, 0)))
+    graphs.replay(int32(3, 1), SharedPrefixes(int32(5, 5), int32(2, 0)))
+    assert [len(rows) for rows, *_ in forward.calls[6:]] == [4, 4]
+    assert forward.replays == [
+        [[7, 5, 9, -1], [2, 2, 0, 0], [2, 0, 0, 0]],
+        [[3, 1, -1, -1], [5, 5, 0, 0], [2, 0, 0, 0]],  # nothing is left of the step before
+    ]
+    graphs.replay(int32(3, 1), None)
+    assert forward.replays[-1] == [[3, 1]]
+
+
+def test_graphs_of_sharing_steps_warm_up_on_padding_whatever_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Forward(monkeypatch)
+    seen = []
+
+    def note(rows: Tensor, shared_prefixes: SharedPrefixes | None) -> None:
+        seen.append([column.tolist() for column in (rows, *(shared_prefixes or ()))])
+        forward(rows, shared_prefixes)
+
+    graphs = DecodeGraphs(note, [2], [2], torch.device("cpu"))
+    graphs.replay(int32(7, 5), None)
+    graphs.replay(int32(7, 5), SharedPrefixes(int32(1, 1), int32(2, 0)))
+    assert seen[2:] == [[[-1, -1], [0, 0], [0, 0]]] * 2
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 7, 64, 65, 100, 512])
+def test_every_batch_has_a_graph_that_holds_it(max_num_seqs: int) -> None:
+    sizes = graph_sizes(max_num_seqs)
+    assert max(sizes) == max_num_seqs
+    for num_rows in range(1, max_num_seqs + 1):
+        smallest = min(size for size in sizes if size >= num_rows)
+        assert smallest - num_rows < (16 if num_rows <= 256 else 32), "and not much is padding"
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 7, 64, 65, 100, 512])
+def test_steps_that_share_prefixes_have_fewer_graphs_and_each_batch_has_one(max_num_seqs: int) -> None:
+    sizes, sharing = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
+    assert set(sharing) <= set(sizes)
+    assert max(sharing) == max_num_seqs
+    assert num_graphs(max_num_seqs, share_prefixes=True) == len(sizes) + len(sharing)
+    assert num_graphs(max_num_seqs, share_prefixes=False) == len(sizes)
+
+
+def test_up_to_128_rows_that_share_prefixes_have_graphs_of_seven_sizes() -> None:
+    assert sharing_graph_sizes(128) == [4, 8, 16, 32, 64, 96, 128]
