@@ -1,90 +1,81 @@
 """Each attention backend on the GPU against plain PyTorch in float32, over a cache with blocks in random order."""
 
-import importlib.util
-
 import pytest
 import torch
 
-from nanoinfer.layers.attention.backend import AttentionBackend
-from nanoinfer.layers.attention.layer import store
-from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, PrefillMetadata
-from nanoinfer.layers.attention.selection import select_backend
-from nanoinfer.layers.attention.torch_reference import TorchBackend
-from nanoinfer.runner.step_tables import cumulative_lens
+from nanoinfer.device import import_error
+from nanoinfer.errors import ConfigError
+from nanoinfer.layers.attention import selection
+from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
+from nanoinfer.layers.attention.selection import FLASH_ATTN, select_backend
+from tests.attention_cases import Layer, random_step
 
 pytestmark = pytest.mark.gpu
 
-BLOCK_SIZE, NUM_BLOCKS, WIDTH = 256, 64, 6
+BLOCK_SIZE = 256
+BF16 = torch.bfloat16
+CUDA = torch.device("cuda")
+BEFORE_HOPPER = "triton before Hopper"
 
 
-@pytest.fixture(params=["flash_attn", "triton", "triton without flash_attn", "torch"])
-def backend(request: pytest.FixtureRequest) -> AttentionBackend:
-    if request.param == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        pytest.skip("flash-attn is not installed")
-    if request.param == "triton without flash_attn":
-        from nanoinfer.layers.attention.torch_varlen import VarlenAttention
-        from nanoinfer.layers.attention.triton import TritonBackend
-
-        return TritonBackend(VarlenAttention())
-    return select_backend(request.param, torch.device("cuda"), torch.bfloat16, 128, BLOCK_SIZE)
-
-
-def random_case(
-    lens: list[tuple[int, int]],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, LayerCache, PrefillMetadata]:
-    """Queries, keys, values and a cache with the prefixes in it, for chunks of (query_len, context_len)."""
-    torch.manual_seed(0)
-    shape = (NUM_BLOCKS, 2, BLOCK_SIZE, 128)
-    cache = LayerCache(*(torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)))
-    tables = torch.randperm(NUM_BLOCKS, device="cuda")[: len(lens) * WIDTH].view(len(lens), WIDTH).int()
-    query_lens, context_lens = zip(*lens, strict=True)
-    slots = []
-    for row, (query_len, context_len) in enumerate(lens):
-        positions = torch.arange(context_len - query_len, context_len, device="cuda")
-        slots.append(tables[row, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE)
-    metadata = PrefillMetadata(
-        query_lens=query_lens,
-        context_lens=context_lens,
-        cu_query_lens=cumulative_lens(torch.tensor(query_lens, dtype=torch.int32, device="cuda")),
-        cu_context_lens=cumulative_lens(torch.tensor(context_lens, dtype=torch.int32, device="cuda")),
-        slot_mapping=torch.cat(slots),
-        block_tables=tables,
-    )
-    num_tokens = sum(query_lens)
-    q = torch.randn(num_tokens, 8, 128, dtype=torch.bfloat16, device="cuda")
-    k, v = torch.randn(2, num_tokens, 2, 128, dtype=torch.bfloat16, device="cuda")
-    return q, k, v, cache, metadata
-
-
-@pytest.mark.parametrize(
-    "lens",
-    [[(7, 7), (300, 300), (1, 1)], [(7, 7), (300, 1000), (1, 257), (256, 512)]],
-    ids=["fresh", "cached prefixes"],
-)
-def test_prefill_equals_plain_attention(backend: AttentionBackend, lens: list[tuple[int, int]]) -> None:
-    q, k, v, cache, metadata = random_case(lens)
-    store(k, v, *cache, metadata.slot_mapping)
-    actual = backend.prefill(q, k, v, cache, metadata)
-    wide = LayerCache(cache.k.float(), cache.v.float())
-    expected = TorchBackend().prefill(q.float(), k.float(), v.float(), wide, metadata)
-    torch.testing.assert_close(actual.float(), expected, atol=2e-2, rtol=2e-2)
-
-
-def test_prefill_in_groups_of_chunks_equals_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanoinfer.layers.attention import torch_varlen as varlen_attention
+def make_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
+    """Skip the test where flash-attn is not there, or is a build without what the layer needs."""
+    try:
+        if name != BEFORE_HOPPER:
+            return select_backend(name, CUDA, BF16, spec, BLOCK_SIZE)
+        for_prefill = select_backend("flash_attn", CUDA, BF16, spec, BLOCK_SIZE)
+    except ConfigError as error:
+        if name in ("triton", "torch"):
+            raise
+        pytest.skip(str(error))
     from nanoinfer.layers.attention.triton import TritonBackend
 
-    monkeypatch.setattr(varlen_attention, "MAX_GATHER_TOKENS", 600)
-    backend = TritonBackend(varlen_attention.VarlenAttention())
-    test_prefill_equals_plain_attention(backend, [(7, 7), (300, 1000), (1, 257), (256, 300), (2, 2)])
+    return TritonBackend(spec, for_prefill)
 
 
-def test_decode_equals_plain_attention(backend: AttentionBackend) -> None:
-    lens = [1, 255, 256, 257, 1500]
-    q, _, _, cache, metadata = random_case([(1, length) for length in lens])
-    context_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
-    decode = DecodeMetadata(metadata.slot_mapping, context_lens, metadata.block_tables)
-    decode = backend.plan(decode, KVCache(cache.k.unsqueeze(0), cache.v.unsqueeze(0)))
-    actual = backend.decode(q, cache, decode)
-    expected = TorchBackend().decode(q.float(), LayerCache(cache.k.float(), cache.v.float()), decode)
-    torch.testing.assert_close(actual.float(), expected, atol=2e-2, rtol=2e-2)
+SIZES = pytest.mark.parametrize(
+    ("window", "head_dim"), [(window, dim) for window in (None, 7, 1000) for dim in (64, 80, 96, 128, 256)]
+)
+
+
+@SIZES
+@pytest.mark.parametrize("name", ["flash_attn", "triton", "torch", BEFORE_HOPPER])
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens"),
+    [((7, 300, 1), (7, 300, 1)), ((7, 300, 1, 256), (7, 1500, 257, 512))],
+    ids=["fresh", "cached prefixes"],
+)
+def test_prefill_equals_plain_attention(
+    query_lens: tuple[int, ...], context_lens: tuple[int, ...], name: str, head_dim: int, window: int | None
+) -> None:
+    layer = Layer(4, head_dim, block_size=BLOCK_SIZE, window=window, dtype=BF16, device="cuda")
+    step = random_step(layer, context_lens, query_lens)
+    step.assert_equals_twin(make_backend(name, layer.spec))
+
+
+@SIZES
+@pytest.mark.parametrize("name", ["flash_attn", "triton", "torch"])
+def test_decode_equals_plain_attention(name: str, head_dim: int, window: int | None) -> None:
+    """The last row is padding."""
+    layer = Layer(4, head_dim, block_size=BLOCK_SIZE, window=window, dtype=BF16, device="cuda")
+    step = random_step(layer, [1, 255, 256, 257, 1500, 0])
+    step.assert_equals_twin(make_backend(name, layer.spec))
+
+
+def test_flash_attn_serves_full_attention_where_it_is_installed() -> None:
+    if error := import_error(FLASH_ATTN):
+        pytest.skip(f"flash-attn cannot be imported: {error}")
+    assert select_backend("flash_attn", CUDA, BF16, Layer(head_dim=128).spec, BLOCK_SIZE).name == "flash_attn"
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_auto_takes_our_kernels_and_before_hopper_flash_attn_in_prefill_where_it_serves(
+    head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = Layer(head_dim=head_dim).spec
+    expected = {"triton"}
+    if torch.cuda.get_device_capability() < (9, 0):
+        expected.add("triton, flash_attn in prefill")
+    assert select_backend("auto", CUDA, BF16, spec, BLOCK_SIZE).name in expected
+    monkeypatch.setattr(selection, "import_error", lambda name: ImportError("hidden") if name == FLASH_ATTN else None)
+    assert select_backend("auto", CUDA, BF16, spec, BLOCK_SIZE).name == "triton"

@@ -69,6 +69,17 @@ def reference_model(folder: Path) -> torch.nn.Module:
     return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
 
 
+def assert_differ_at_a_near_tie(model: torch.nn.Module, prompt: list[int], mine: list[int], theirs: list[int]) -> None:
+    """Where two greedy completions part, if they do, `model` holds their tokens for about equally likely."""
+    same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=True))))
+    if same < len(mine):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + mine[:same]], device="cuda")).logits[0, -1]
+        gap = abs(logits[theirs[same]] - logits[mine[same]]).item()
+        spread = logits.std().item()
+        assert gap < NEAR_TIE * spread, f"token {same} of a prompt of {len(prompt)}: {gap} in logits of {spread}"
+
+
 class OnCpu(NamedTuple):
     """What the engine says on a CPU, computed once, and the model that judges where others differ."""
 
@@ -103,13 +114,7 @@ def test_greedy_tokens_differ_from_the_cpu_only_at_near_ties(on_cpu: OnCpu, back
     with LLM(folder, dtype="bfloat16", attention_backend=backend, **options) as llm:
         actual = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     for prompt, mine, theirs in zip(prompts, actual, expected, strict=True):
-        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=True))))
-        if same < len(mine):
-            with torch.inference_mode():
-                logits = model(torch.tensor([prompt + mine[:same]], device="cuda")).logits[0, -1]
-            gap = (logits[theirs[same]] - logits[mine[same]]).item()
-            spread = logits.std().item()
-            assert gap < NEAR_TIE * spread, f"token {same} of a prompt of {len(prompt)}: {gap} in logits of {spread}"
+        assert_differ_at_a_near_tie(model, prompt, mine, theirs)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +158,7 @@ def test_the_engine_runs_without_flash_attn_where_it_is_installed(monkeypatch: p
     monkeypatch.setattr(selection, "import_error", hide_flash_attn)
     with LLM(tiny_model_path()) as llm:
         assert llm.engine.runner is not None
-        assert llm.engine.runner.backend.name == "triton, varlen_attn in prefill"
+        assert llm.engine.runner.backends.name == "triton"
         assert_answers_right(llm)
 
 
@@ -294,6 +299,87 @@ def test_four_samples_share_the_blocks_of_their_prompt(random_checkpoint: Callab
         while not llm.is_finished():
             outputs = llm.step()
     assert len({tuple(completion.token_ids) for completion in outputs[0].outputs}) == 4
+
+
+class Answers(NamedTuple):
+    """What requests with common prefixes got, and how often decode attention read a prefix for several rows."""
+
+    token_ids: list[list[int]]  # of each prompt, the samples one after another
+    num_passes: int  # launched, not replayed
+    num_sharing_graphs: int
+
+
+def answers_of_families(
+    folder: Path, prompts: list[list[int]], params: list[SamplingParams], max_group_rows: int | None, **options: object
+) -> Answers:
+    """max_group_rows: 0 to have each row read its prefix for itself; None for what the kernels can."""
+    from nanoinfer.layers.attention import triton
+
+    num_passes = 0
+
+    def count(*args: object) -> object:
+        nonlocal num_passes
+        num_passes += 1
+        return shared_prefix_attention(*args)
+
+    shared_prefix_attention = triton.shared_prefix_attention
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        LLM(folder, dtype="bfloat16", attention_backend="triton", max_model_len=2048, **options) as llm,
+    ):
+        patch.setattr(triton, "shared_prefix_attention", count)
+        llm.generate(prompts, replace(GREEDY, max_tokens=1), use_tqdm=False)  # from here on, prefixes are cached
+        arranger = llm.engine.scheduler.shared_prefixes
+        assert arranger.max_group_rows == 64 // 4
+        arranger.min_saved_tokens = 0
+        if max_group_rows is not None:
+            arranger.max_group_rows = max_group_rows
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        graphs = llm.engine.runner.graphs
+        num_graphs = sum(shares for _, shares in graphs._graphs) if graphs else 0
+    completions = [completion for output in outputs for completion in output.outputs]
+    return Answers([completion.token_ids for completion in completions], num_passes, num_graphs)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_greedy_tokens_of_rows_that_share_prefixes_differ_from_each_alone_only_at_near_ties(
+    random_checkpoint: Callable[..., Path], block_size: int, enforce_eager: bool
+) -> None:
+    """Families of 20, 5 and 1 prompts with common prefixes of 800, 530 and 300 tokens, some with several samples.
+
+    They end at different times, so that groups shrink, are dissolved and are made anew.
+    """
+    folder = random_checkpoint(num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    generator = torch.Generator().manual_seed(0)
+    prompts = []
+    for num_prompts, length in ((20, 800), (5, 530), (1, 300)):
+        prefix = torch.randint(0, 512, (length,), generator=generator).tolist()
+        tails = [torch.randint(0, 512, (1 + 13 * i,), generator=generator).tolist() for i in range(num_prompts)]
+        prompts += [prefix + tail for tail in tails]
+    greedy = SamplingParams(temperature=0, ignore_eos=True)
+    samples = replace(greedy, temperature=1e-3, n=4)  # as good as greedy
+    params = [replace(greedy if i % 4 else samples, max_tokens=8 + 5 * i % 60) for i in range(len(prompts))]
+    options = {"enforce_eager": enforce_eager, "kvcache_block_size": block_size}
+    shared, alone = (answers_of_families(folder, prompts, params, rows, **options) for rows in (None, 0))
+    assert shared.num_passes > 0
+    assert (shared.num_sharing_graphs > 0) == (not enforce_eager)
+    assert (alone.num_passes, alone.num_sharing_graphs) == (0, 0)
+    model = reference_model(folder)
+    sampled = [prompt for prompt, asked in zip(prompts, params, strict=True) for _ in range(asked.n)]
+    for prompt, mine, theirs in zip(sampled, shared.token_ids, alone.token_ids, strict=True):
+        assert_differ_at_a_near_tie(model, prompt, mine, theirs)
+    agreement = num_equal(shared.token_ids, alone.token_ids)
+    assert agreement >= 0.5 * len(sampled), f"{agreement} of {len(sampled)} agree"
+
+
+def test_equal_runs_that_share_prefixes_give_equal_tokens(random_checkpoint: Callable[..., Path]) -> None:
+    folder = random_checkpoint(num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    prompts = [[5, 6, 7, 8] * 200 + [i] * (1 + i) for i in range(12)]
+    params = [replace(FREE, n=1 + i % 3, seed=i, max_tokens=10 + 3 * i) for i in range(12)]
+    one, two = (answers_of_families(folder, prompts, params, None) for _ in range(2))
+    assert one.num_passes > 0
+    assert one.token_ids == two.token_ids
 
 
 def test_the_cache_takes_what_the_user_grants(random_checkpoint: Callable[..., Path]) -> None:

@@ -1,20 +1,32 @@
 """Each Triton kernel, compiled for the GPU, against its PyTorch twin."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.engine.batch import PrefixGroup
 from nanoinfer.layers.activation import silu_and_mul
+from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.layer import norm_rope_store
-from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache
-from nanoinfer.layers.attention.torch_reference import TorchBackend
+from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, SharedPrefixes
 from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.sampling.gumbel_max import best_candidates, sample, sample_and_append
 from nanoinfer.sampling.top_k_top_p import thresholds
+from tests.attention_cases import (
+    DECODE_CASES,
+    PREFILL_CASES,
+    SHARED_CASES,
+    Layer,
+    Step,
+    assert_close,
+    random_step,
+    shared_prefixes,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -25,25 +37,6 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def random_cache(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> LayerCache:
     return LayerCache(*(randn(num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype) for _ in "kv"))
-
-
-def decode(q: Tensor, cache: LayerCache, tables: Tensor, context_lens: Tensor) -> Tensor:
-    from nanoinfer.kernels.paged_decode_attention import paged_decode_attention, plan_decode
-
-    return paged_decode_attention(q, cache.k, cache.v, *plan_decode(context_lens, tables, *cache.k.shape[2:]))
-
-
-def assert_decode_equals_its_twin(
-    q: Tensor, cache: LayerCache, tables: Tensor, context_lens: Tensor, tolerance: float
-) -> Tensor:
-    """The kernel's result, and that of its twin in float32; rows without a context are zero."""
-    actual = decode(q, cache, tables, context_lens)
-    wide = LayerCache(cache.k.float(), cache.v.float())
-    expected = TorchBackend().decode(q.float(), wide, DecodeMetadata(torch.empty(0), context_lens, tables))
-    expected[context_lens == 0] = 0.0
-    assert not actual[context_lens == 0].any()
-    torch.testing.assert_close(actual.float(), expected, atol=tolerance, rtol=tolerance)
-    return actual
 
 
 def random_draws(num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,11 +133,11 @@ def test_norm_rope_store_equals_its_twin_on_the_cpu(
     expected_cache = random_cache(320, num_kv_heads, 16, head_dim, dtype)
     cache = LayerCache(expected_cache.k.clone(), expected_cache.v.clone())
     expected_cache = LayerCache(expected_cache.k.cpu(), expected_cache.v.cpu())
-    expected = norm_rope_store(
-        qkv.cpu(), weights_on_cpu, 1e-6, positions.cpu(), table.cpu(), *expected_cache, slots.cpu()
-    )
-    actual = norm_rope_store(qkv, weights, 1e-6, positions, table, *cache, slots)
-    for ours, twin in zip((*actual, *cache), (*expected, *expected_cache), strict=True):
+    on_cpu = qkv.cpu(), weights_on_cpu, 1e-6, positions.cpu(), table.cpu()
+    expected = norm_rope_store(*on_cpu, expected_cache.k, expected_cache.v, slots.cpu())
+    actual = norm_rope_store(qkv, weights, 1e-6, positions, table, cache.k, cache.v, slots)
+    written, expected_written = (cache.k, cache.v), (expected_cache.k, expected_cache.v)
+    for ours, twin in zip((*actual, *written), (*expected, *expected_written), strict=True):
         assert_nearly_equal(ours, twin)
     q, k, v = actual
     assert torch.equal(v, expected[2].cuda())
@@ -160,54 +153,157 @@ def test_norm_rope_store_reaches_slots_past_two_to_the_31_elements() -> None:
     cache = LayerCache(*(torch.zeros(num_blocks, 8, 256, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)))
     qkv, table = randn(1, 32 * 128, dtype=torch.bfloat16), torch.ones(1, 128, device="cuda")
     position, slot = torch.tensor([0], device="cuda"), torch.tensor([num_blocks * 256 - 1], device="cuda")
-    _, k, v = norm_rope_store(qkv, None, 1e-6, position, table, *cache, slot)
+    _, k, v = norm_rope_store(qkv, None, 1e-6, position, table, cache.k, cache.v, slot)
     assert torch.equal(cache.k[-1, :, -1], k[0])
     assert torch.equal(cache.v[-1, :, -1], v[0])
     assert cache.k.count_nonzero() == k.count_nonzero()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("head_dim", "group_size"), [(128, 1), (128, 2), (128, 5), (128, 16), (64, 2), (64, 8)])
+# --- attention ---
+
+SIXTEEN_BITS = [torch.bfloat16, torch.float16]
+ATTENTION_CASES = {
+    f"{kind}, {name}": case
+    for kind, cases in {"prefill": PREFILL_CASES, "decode": DECODE_CASES, "shared": SHARED_CASES}.items()
+    for name, case in cases.items()
+}
+
+
+def triton_backend(spec: AttentionSpec) -> AttentionBackend:
+    from nanoinfer.layers.attention.triton import TritonBackend
+
+    return TritonBackend(spec)
+
+
+def assert_attention_equals_its_twin(step: Step) -> Tensor:
+    """The kernels' result; rows without a context are zero."""
+    out = step.assert_equals_twin(triton_backend(step.spec))
+    if isinstance(step.metadata, DecodeMetadata):
+        assert not out[step.metadata.context_lens == 0].any()
+    return out
+
+
+def on_gpu(group_size: int, head_dim: int = 128, num_kv_heads: int = 8, block_size: int = 256) -> Layer:
+    return Layer(group_size, head_dim, num_kv_heads, block_size, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+@pytest.mark.parametrize("name", ATTENTION_CASES)
+def test_attention_equals_its_twin(name: str, dtype: torch.dtype) -> None:
+    assert_attention_equals_its_twin(ATTENTION_CASES[name].step(device="cuda", dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+@pytest.mark.parametrize(
+    ("head_dim", "group_size"),
+    [(128, 1), (128, 2), (128, 5), (128, 16), (64, 2), (64, 8), (80, 64), (96, 4), (256, 2), (256, 8)],
+)
 @pytest.mark.parametrize("block_size", [16, 48, 256])
-def test_paged_decode_attention_equals_its_twin(
+def test_decode_and_prefill_of_any_sizes_equal_their_twin(
     dtype: torch.dtype, head_dim: int, group_size: int, block_size: int
 ) -> None:
-    torch.manual_seed(0)
+    layer = replace(on_gpu(group_size, head_dim, 2, block_size), dtype=dtype)
     lens = [0, 1, 15, 16, 17, block_size - 1, block_size, block_size + 1, 700]
-    cache = random_cache(500, 2, block_size, head_dim, dtype)
-    tables = torch.randint(0, 500, (len(lens), -(-700 // block_size) + 2), dtype=torch.int32, device="cuda")
-    context_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
-    q = randn(len(lens), 2 * group_size, head_dim, dtype=dtype)
-    assert_decode_equals_its_twin(q, cache, tables, context_lens, tolerance=2e-2)
+    assert_attention_equals_its_twin(random_step(layer, lens))
+    query_lens = [max(1, length // 3) for length in lens[1:]]
+    assert_attention_equals_its_twin(random_step(layer, lens[1:], query_lens))
 
 
-@pytest.mark.parametrize("num_heads", [16, 40])
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize("group_size", [2, 5])
+def test_a_long_prefill_equals_its_twin(group_size: int, window: int | None) -> None:
+    layer = replace(on_gpu(group_size), window=window)
+    assert_attention_equals_its_twin(random_step(layer, [3000, 5000, 4096], [3000, 700, 1]))
+
+
+@pytest.mark.parametrize("group_size", [2, 5])
 @pytest.mark.parametrize(
     ("num_rows", "longest"), [(1, 32_000), (1, 1), (3, 9000), (8, 2048), (40, 1024), (200, 600), (600, 300)]
 )
-def test_contexts_cut_between_programs_equal_their_twin(num_rows: int, longest: int, num_heads: int) -> None:
-    torch.manual_seed(0)
-    cache = random_cache(200, 8, 256, 128, torch.bfloat16)
-    context_lens = torch.randint(0, longest, (num_rows,), dtype=torch.int32, device="cuda")
-    context_lens[-1] = longest
-    tables = torch.randint(0, 200, (num_rows, -(-longest // 256)), dtype=torch.int32, device="cuda")
-    q = randn(num_rows, num_heads, 128, dtype=torch.bfloat16)
-    actual = assert_decode_equals_its_twin(q, cache, tables, context_lens, tolerance=1e-2)
+def test_contexts_cut_between_programs_equal_their_twin(num_rows: int, longest: int, group_size: int) -> None:
+    context_lens = torch.randint(0, longest, (num_rows,), generator=torch.Generator().manual_seed(0)).tolist()
+    step = random_step(on_gpu(group_size), [*context_lens[:-1], longest])
+    actual, backend = assert_attention_equals_its_twin(step), triton_backend(step.spec)
     for _ in range(20):
-        assert torch.equal(decode(q, cache, tables, context_lens), actual), "equal steps give equal bits"
+        assert torch.equal(step.run(backend), actual), "equal steps give equal bits"
 
 
 def test_a_row_of_nan_spoils_no_other() -> None:
-    torch.manual_seed(0)
-    cache = random_cache(100, 8, 256, 128, torch.bfloat16)
-    context_lens = torch.randint(1, 2048, (64,), dtype=torch.int32, device="cuda")
-    tables = torch.randint(0, 100, (64, 8), dtype=torch.int32, device="cuda")
-    q = torch.randn(64, 16, 128, dtype=torch.bfloat16, device="cuda")
-    expected = decode(q, cache, tables, context_lens)
-    q[::2] = float("nan")
-    actual = decode(q, cache, tables, context_lens)
-    assert actual[::2].isnan().all()
-    assert torch.equal(actual[1::2], expected[1::2])
+    context_lens = torch.randint(513, 2048, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+    for groups in ([], [PrefixGroup(0, 32, 2), PrefixGroup(32, 20, 1)]):
+        step = random_step(on_gpu(2), context_lens, prefix_groups=groups)
+        backend = triton_backend(step.spec)
+        expected = step.run(backend)
+        step.q[::2] = float("nan")
+        actual = step.run(backend)
+        assert actual[::2].isnan().all()
+        assert torch.equal(actual[1::2], expected[1::2])
+
+
+@pytest.mark.parametrize("one_prefix", [True, False], ids=["one prefix for all", "a prefix for each group"])
+@pytest.mark.parametrize("group_size", [2, 4])
+def test_256_rows_that_share_2048_tokens_get_what_each_gets_alone(group_size: int, one_prefix: bool) -> None:
+    """Eight blocks are shared by as many rows as a group may have, and the last rows share nothing."""
+    layer = on_gpu(group_size)
+    num_rows, backend = 256, triton_backend(layer.spec)
+    most = backend.max_group_rows
+    assert most == 64 // group_size
+    groups = [PrefixGroup(first, min(most, 250 - first), 8) for first in range(0, 250, most)]
+    own_lens = torch.randint(1, 600, (num_rows,), generator=torch.Generator().manual_seed(0))
+    context_lens = [2048 * (row < 250) + length for row, length in enumerate(own_lens.tolist())]
+    step = random_step(layer, context_lens, prefix_groups=[PrefixGroup(0, 250, 8)] if one_prefix else groups)
+    shared = shared_prefixes(groups, num_rows, "cuda")
+    step.metadata = replace(step.metadata, shared_prefixes=shared)
+    actual = assert_attention_equals_its_twin(step)
+    for _ in range(20):
+        assert torch.equal(step.run(backend), actual), "equal steps give equal bits"
+
+
+def tensors_of(step: Step) -> list[Tensor]:
+    """What a captured decode step reads."""
+    metadata = step.metadata
+    assert isinstance(metadata, DecodeMetadata)
+    assert metadata.shared_prefixes is not None
+    tables = metadata.context_lens, metadata.block_tables, *metadata.shared_prefixes
+    return [step.q, step.cache.k, step.cache.v, *tables]
+
+
+@pytest.mark.parametrize("group_size", [2, 7])
+def test_a_captured_step_reads_other_groups_when_it_is_replayed(group_size: int) -> None:
+    """Captured on padding alone, as the engine does; the third step has no groups, and the fourth half its rows."""
+    num_rows, layer, longest = 32, on_gpu(group_size), 900
+    some = torch.randint(520, longest, (4, num_rows), generator=torch.Generator().manual_seed(0)).tolist()
+    kinds = [
+        (some[0], [PrefixGroup(0, 9, 2), PrefixGroup(9, 8, 1)]),
+        (some[1], [PrefixGroup(0, 4, 1), PrefixGroup(4, 9, 2), PrefixGroup(13, 2, 2)]),
+        (some[2], []),
+        ([*some[3][:16], *[0] * 16], [PrefixGroup(0, 8, 2), PrefixGroup(8, 2, 1)]),
+    ]
+    steps = []
+    for seed, (lens, groups) in enumerate(kinds):
+        step = random_step(layer, [longest, *lens[1:]], prefix_groups=groups, seed=seed)
+        shared = shared_prefixes(groups, num_rows, "cuda")
+        step.metadata = replace(step.metadata, shared_prefixes=shared)
+        steps.append(step)
+
+    sizes = (max(len(step.cache.k) for step in steps), *steps[0].cache.k.shape[1:])
+    cache = LayerCache(*(torch.zeros(sizes, dtype=layer.dtype, device="cuda") for _ in "kv"))
+    none = torch.zeros(num_rows, dtype=torch.int32, device="cuda")
+    tables = torch.zeros_like(steps[0].metadata.block_tables)
+    padding = DecodeMetadata(none.long() - 1, none.clone(), tables, SharedPrefixes(none.clone(), none.clone()))
+    static = replace(steps[0], q=torch.zeros_like(steps[0].q), cache=cache, metadata=padding)
+    backend = triton_backend(layer.spec)
+    static.run(backend)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = static.run(backend)
+    for step in [*steps, steps[0]]:
+        for to, origin in zip(tensors_of(static), tensors_of(step), strict=True):
+            to[: len(origin)].copy_(origin)
+        graph.replay()
+        has_context = step.metadata.context_lens > 0
+        assert_close(out[has_context], step.run_twin()[has_context])
+        assert not out[~has_context].any()
 
 
 def sample_by_kernel(
