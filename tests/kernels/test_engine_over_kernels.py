@@ -26,8 +26,8 @@ pytestmark = [
 
 
 def draw(folder: Path, min_saved_tokens: int) -> list[list[int]]:
-    """Four tokens of two and of three samples of prompts of two blocks and a half, and of a short prompt alone."""
-    alone = SamplingParams(temperature=0.8, max_tokens=4, ignore_eos=True)
+    """Three tokens of two and of three samples of prompts of two blocks and a half, and of a short prompt alone."""
+    alone = SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True)
     with LLM(folder, device="cpu", kvcache_block_size=16, max_model_len=64) as llm:
         llm.engine.scheduler.shared_prefixes.min_saved_tokens = min_saved_tokens
         params = [replace(alone, n=2), replace(alone, n=3), alone]
@@ -52,4 +52,4 @@ def test_samples_that_read_their_prompt_together_are_those_of_plain_attention(
     assert draw(random_checkpoint(), min_saved_tokens=10**9) == expected
     assert not passes
     assert draw(random_checkpoint(), min_saved_tokens=0) == expected
-    assert len(passes) == 3 * 2, "each decode step, in both layers"
+    assert len(passes) == 2 * 2, "each decode step, in both layers"
