@@ -130,7 +130,7 @@ def shared_prefix() -> None:
         group_rows[:: backend.max_group_rows] = backend.max_group_rows
         prefixes = SharedPrefixes(torch.full_like(own_lens, num_shared), group_rows)
         apart, together = (backend.plan(replace(plain, shared_prefixes=its), cache) for its in (None, prefixes))
-        groups = together.plans[None].groups
+        groups = together.plans[backend.spec].groups
         assert groups is not None, "full attention reads shared prefixes once"
         first_pass = *groups, prefixes.group_rows, backend.spec.scale
         ways = (

@@ -73,8 +73,8 @@ def test_a_shared_prefix_is_timed_without_groups_and_with_the_largest_in_both_pa
 ) -> None:
     kernels.shared_prefix()
     for (apart, first_pass, together), size in ((calls[:3], 32), (calls[3:], 16)):
-        assert apart.arguments["metadata"].plans[None].groups is None
-        assert together.arguments["metadata"].plans[None].groups is not None
+        plans = (call.arguments["metadata"].plans for call in (apart, together))
+        assert [plan.groups is not None for by_layer in plans for plan in by_layer.values()] == [False, True]
         assert first_pass.arguments["group_rows"].tolist() == [size, *[0] * (size - 1)] * (256 // size)
         assert together.arguments["metadata"].shared_prefixes.num_blocks.tolist() == [8] * 256
         context_lens = together.arguments["metadata"].context_lens

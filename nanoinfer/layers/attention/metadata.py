@@ -3,7 +3,7 @@
 Both travel as arguments from the runner down to attention. Nothing is read from a global.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -71,7 +71,7 @@ class PrefillMetadata:
     cu_context_lens: Tensor  # (num_chunks + 1,) int32
     slot_mapping: Tensor  # (num_tokens,) int64: block_id * block_size + offset of each token; -1 skips the write
     block_tables: Tensor  # (num_chunks, max_blocks) int32
-    plans: Mapping[int | None, Tensor] = field(default_factory=dict)  # by window, from backends whose kernels need one
+    plans: Mapping[Hashable, Tensor] = field(default_factory=dict)  # by AttentionSpec; a backend makes it
 
     @property
     def reads_cache(self) -> bool:
@@ -108,7 +108,7 @@ class DecodeMetadata:
     context_lens: Tensor  # (num_rows,) int32: tokens each query attends to, its own included
     block_tables: Tensor  # (num_rows, max_blocks) int32
     shared_prefixes: SharedPrefixes | None = None  # a backend may ignore them
-    plans: Mapping[int | None, DecodePlan] = field(default_factory=dict)  # by window, from backends that need one
+    plans: Mapping[Hashable, DecodePlan] = field(default_factory=dict)  # by AttentionSpec; a backend makes it
 
 
 Metadata = PrefillMetadata | DecodeMetadata

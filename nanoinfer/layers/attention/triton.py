@@ -39,14 +39,13 @@ class TritonBackend(AttentionBackend):
         self.max_group_rows = max_group_rows(spec.group_size) if spec.window is None else 0
 
     def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
-        window = self.spec.window
         plan: Tensor | DecodePlan
         if isinstance(metadata, PrefillMetadata):
             device = metadata.cu_query_lens.device
             plan = plan_prefill(metadata.query_lens, metadata.context_lens, self.spec.group_size, device)
         else:
             plan = self._plan_decode(metadata, cache.block_size)
-        return replace(metadata, plans={**metadata.plans, window: plan})
+        return replace(metadata, plans={**metadata.plans, self.spec: plan})
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
         if self.for_prefill is not None:
@@ -57,14 +56,14 @@ class TritonBackend(AttentionBackend):
             cache.v,
             cache.k_scales,
             cache.v_scales,
-            metadata.plans[self.spec.window],
+            metadata.plans[self.spec],
             metadata.block_tables,
             self.spec.scale,
             self.spec.window,
         )
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> Tensor:
-        plan, shared = metadata.plans[self.spec.window], metadata.shared_prefixes
+        plan, shared = metadata.plans[self.spec], metadata.shared_prefixes
         tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
         prefix = None
         if plan.groups is not None and shared is not None:
