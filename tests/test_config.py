@@ -13,6 +13,7 @@ import torch
 from nanoinfer.checkpoint.model_config import ModelConfig, RopeConfig
 from nanoinfer.config import VLLM_NAMES, EngineConfig, describe_options
 from nanoinfer.errors import ConfigError, ModelError
+from nanoinfer.models import REGISTRY
 
 SIZES = {
     "vocab_size": 100,
@@ -143,7 +144,7 @@ def test_a_model_is_split_over_sizes_that_divide_it_and_others_are_refused_with_
     heads: int, kv_heads: int, mlp: int, fitting: list[int]
 ) -> None:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": mlp}
-    config = ModelConfig.from_dict({**QWEN3, **sizes})
+    config = ModelConfig.from_dict({**QWEN3, **sizes}, REGISTRY)
     for size in range(1, 40):
         if size in fitting:
             config.check_tensor_parallel_size(size)
@@ -173,7 +174,7 @@ def test_the_spellings_of_transformers_4_and_5_mean_the_same(
 ) -> None:
     old = {"rope_theta": 5e5, "rope_scaling": scaling, "torch_dtype": dtype}
     new = {"rope_parameters": {"rope_theta": 5e5, **parameters}, "dtype": dtype}
-    assert ModelConfig.from_dict({**QWEN3, **old}) == ModelConfig.from_dict({**QWEN3, **new})
+    assert ModelConfig.from_dict({**QWEN3, **old}, REGISTRY) == ModelConfig.from_dict({**QWEN3, **new}, REGISTRY)
 
 
 def test_a_config_of_qwen3_0_6b_is_read_field_by_field() -> None:
@@ -190,12 +191,13 @@ def test_a_config_of_qwen3_0_6b_is_read_field_by_field() -> None:
         "initializer_range": 0.02,
         "tie_word_embeddings": True,
         "attention_bias": False,
+        "mlp_bias": False,
     }
     others = {"hidden_act": "silu", "max_window_layers": 28, "model_type": "qwen3", "rope_scaling": None}
     others |= {"rope_theta": 1000000, "sliding_window": None, "torch_dtype": "bfloat16", "use_sliding_window": False}
     rope = RopeConfig("default", 1000000.0, {})
-    assert ModelConfig.from_dict({"architectures": ["Qwen3ForCausalLM"], **sizes, **others}) == ModelConfig(
-        architecture="Qwen3ForCausalLM", dtype="bfloat16", rope=rope, **sizes
+    assert ModelConfig.from_dict({"architectures": ["Qwen3ForCausalLM"], **sizes, **others}, REGISTRY) == ModelConfig(
+        architecture="Qwen3ForCausalLM", dtype="bfloat16", rope=rope, rotary_dim=128, windows=(None,) * 28, **sizes
     )
 
 
@@ -216,21 +218,21 @@ def test_what_transformers_itself_writes_is_read(
     rope = {"rope_theta": rope_theta, "rope_scaling": rope_scaling}
     theirs = Qwen3Config(**SIZES, **flags, **rope, architectures=["Qwen3ForCausalLM"], torch_dtype=dtype)
     theirs.save_pretrained(tmp_path)
-    ours = ModelConfig.from_folder(tmp_path)
+    ours = ModelConfig.from_folder(tmp_path, REGISTRY)
     assert (ours.architecture, ours.dtype) == ("Qwen3ForCausalLM", str(dtype).removeprefix("torch."))
     assert {name: getattr(ours, name) for name in SIZES | flags} == SIZES | flags
     factor = {"factor": 2.0} if rope_scaling else {}
     assert ours.rope == RopeConfig("linear" if rope_scaling else "default", rope_theta, factor)
-    assert ModelConfig.from_dict(theirs.to_dict()) == ours
+    assert ModelConfig.from_dict(theirs.to_dict(), REGISTRY) == ours
 
 
 def test_defaults_stand_in_for_what_config_json_leaves_out() -> None:
-    left_out = ("num_key_value_heads", "head_dim", "max_position_embeddings", "architectures")
-    config = ModelConfig.from_dict({name: value for name, value in QWEN3.items() if name not in left_out})
-    assert config.num_key_value_heads == 4  # every head its own
-    assert config.head_dim == 128  # Qwen3's, not 32 / 4
+    left_out = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+    rest = {name: value for name, value in QWEN3.items() if name not in left_out}
+    config = ModelConfig.from_dict({**rest, "num_attention_heads": 64}, REGISTRY)
+    assert config.num_key_value_heads == 32  # Qwen3's, not a KV head for each query head
+    assert config.head_dim == 128  # Qwen3's, not hidden_size / num_attention_heads
     assert config.max_position_embeddings == 32768
-    assert config.architecture == "(none)"
     assert config.dtype == "float32"
     assert config.rope == RopeConfig("default", 10000.0, {})
 
@@ -245,25 +247,25 @@ REQUIRED = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 def test_a_missing_size_is_refused_by_name(name: str) -> None:
     raw = {key: value for key, value in QWEN3.items() if key != name}
     with pytest.raises(ModelError, match=f"config.json has {name}=None; it must be a whole number of at least 1"):
-        ModelConfig.from_dict(raw)
+        ModelConfig.from_dict(raw, REGISTRY)
 
 
 def test_a_sliding_window_that_is_switched_off_is_accepted() -> None:
-    config = ModelConfig.from_dict({**QWEN3, "use_sliding_window": False, "sliding_window": 4096})
-    assert config == ModelConfig.from_dict(QWEN3)
+    config = ModelConfig.from_dict({**QWEN3, "use_sliding_window": False, "sliding_window": 4096}, REGISTRY)
+    assert config == ModelConfig.from_dict(QWEN3, REGISTRY)
 
 
 def test_a_folder_without_config_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as error:
-        ModelConfig.from_folder(tmp_path)
+        ModelConfig.from_folder(tmp_path, REGISTRY)
     assert str(error.value) == f"{tmp_path} has no config.json; give the folder of a Hugging Face checkpoint"
 
 
 def test_another_architecture_is_refused_before_its_sizes_are_missed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "n_embd": 768}))
     with pytest.raises(ModelError) as error:
-        ModelConfig.from_folder(tmp_path, supported=["Qwen3ForCausalLM"])
-    assert str(error.value) == "architecture 'GPT2LMHeadModel' is not supported; supported are Qwen3ForCausalLM"
+        ModelConfig.from_folder(tmp_path, REGISTRY)
+    assert str(error.value) == f"architecture 'GPT2LMHeadModel' is not supported; supported are {', '.join(REGISTRY)}"
 
 
 @pytest.mark.parametrize(
@@ -280,7 +282,7 @@ def test_another_architecture_is_refused_before_its_sizes_are_missed(tmp_path: P
 def test_a_folder_of_another_kind_is_named_as_such(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ModelError) as error:
-        ModelConfig.from_folder(tmp_path)
+        ModelConfig.from_folder(tmp_path, REGISTRY)
     assert str(error.value).startswith(f"{tmp_path} {message}")
 
 
@@ -288,7 +290,7 @@ def test_a_folder_of_another_kind_is_named_as_such(tmp_path: Path, name: str, co
 def test_a_config_json_that_is_no_json_object_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config\.json"):
-        ModelConfig.from_folder(tmp_path)
+        ModelConfig.from_folder(tmp_path, REGISTRY)
 
 
 # --- ModelConfig: limits ---
@@ -305,7 +307,7 @@ def test_a_config_json_that_is_no_json_object_is_refused(content: bytes, tmp_pat
     ],
 )
 def test_the_longest_sequence_follows_from_the_rotary_type(rope_scaling: dict[str, Any] | None, limit: int) -> None:
-    assert ModelConfig.from_dict({**QWEN3, "rope_scaling": rope_scaling}).max_model_len == limit
+    assert ModelConfig.from_dict({**QWEN3, "rope_scaling": rope_scaling}, REGISTRY).max_model_len == limit
 
 
 @pytest.mark.parametrize(
@@ -328,7 +330,17 @@ def test_the_longest_sequence_follows_from_the_rotary_type(rope_scaling: dict[st
         ({"rope_scaling": {"factor": 4}}, "and no rope_type"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "one set of numbers for all layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, which is not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window=True, which is not supported; use a model without it"),
+        ({"use_sliding_window": 1}, "use_sliding_window=1; it must be true or false"),
+        (
+            {"use_sliding_window": True, "sliding_window": 0},
+            "sliding_window=0; it must be a whole number of at least 1",
+        ),
+        (
+            {"use_sliding_window": True, "max_window_layers": -1},
+            "max_window_layers=-1; it must be a whole number of at",
+        ),
+        ({"use_sliding_window": True, "layer_types": ["full_attention"]}, "it must name sliding_attention or full_"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0, which is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config={'quant_method': 'gptq'}, which"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', which is not supported"),
         ({"torch_dtype": "float64"}, "config.json has dtype='float64'; supported are float32, bfloat16, float16"),
@@ -338,14 +350,15 @@ def test_the_longest_sequence_follows_from_the_rotary_type(rope_scaling: dict[st
 )
 def test_a_value_that_makes_no_sense_or_is_not_supported_is_named(entry: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError) as error:
-        ModelConfig.from_dict({**QWEN3, **entry})
+        ModelConfig.from_dict({**QWEN3, **entry}, REGISTRY)
     assert message in str(error.value)
 
 
-def test_null_stands_for_the_default() -> None:
-    raw = {name: value for name, value in QWEN3.items() if name not in ("head_dim", "num_key_value_heads")}
-    names = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling")
-    assert ModelConfig.from_dict({**raw, **dict.fromkeys(names)}) == ModelConfig.from_dict(raw)
+def test_null_stands_for_the_default_or_for_none_at_all() -> None:
+    names = ("rms_norm_eps", "rope_theta", "rope_scaling")
+    assert ModelConfig.from_dict({**QWEN3, **dict.fromkeys(names)}, REGISTRY) == ModelConfig.from_dict(QWEN3, REGISTRY)
+    config = ModelConfig.from_dict({**QWEN3, "num_key_value_heads": None, "head_dim": None}, REGISTRY)
+    assert (config.num_key_value_heads, config.head_dim) == (4, 8)  # a KV head for each query head; 32 / 4
 
 
 def test_known_options_arrive_and_integers_of_numpy_are_integers() -> None:

@@ -22,6 +22,7 @@ from nanoinfer.checkpoint.loader import load_model
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.layers.rotary_embedding import rope_frequencies
+from nanoinfer.models import REGISTRY
 from tests.checkpoint.test_loader import SIZES, build, checkpoint_tensors, tiny_config
 
 NUM_CASES = [100, pytest.param(10_000, marks=pytest.mark.slow)]
@@ -98,9 +99,9 @@ def test_config_json(num_cases: int, tmp_path: Path) -> None:
         content = json.dumps({**SIZES, **({"rope_scaling": rope} if rope else {}), **entries})
         (tmp_path / "config.json").write_bytes(content.encode()[: cut or None])
         try:
-            config = ModelConfig.from_folder(tmp_path)
+            config = ModelConfig.from_folder(tmp_path, REGISTRY)
             if config.head_dim < 2**16:
-                rope_frequencies(config)
+                rope_frequencies(config, config.max_model_len)
         except NanoinferError:
             pass
 

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llm": EVERYBODY | {"engine", "executor", "runner", "models", "text", "progress"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "executor", "text", "progress"},
-    "bench": EVERYBODY | {*nanoinfer.__all__, "__version__", "engine", "layers", "kernels", "distributed"},
+    "bench": EVERYBODY | {*nanoinfer.__all__, "__version__", "engine", "models", "layers", "kernels", "distributed"},
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "batch", "bench"},
 }
 WITHOUT_TORCH = {"engine", "config", "sampling_params", "outputs", "errors"}

@@ -10,6 +10,7 @@ from typing import Any
 from nanoinfer import tiny_model_path
 from nanoinfer.checkpoint.hub import resolve_model_folder
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.models import REGISTRY
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +148,9 @@ def choose_model(model: str | None, size: str | None, device: str, scratch: Path
     if model is None and (size or device == "cuda"):
         size = size or "0.6B"
         write_config(size, scratch)
-        return Model(f"Qwen3-{size}", scratch, ModelConfig.from_folder(scratch), random_weights=True)
+        return Model(f"Qwen3-{size}", scratch, ModelConfig.from_folder(scratch, REGISTRY), random_weights=True)
     folder = resolve_model_folder(model or str(tiny_model_path()))
-    return Model(model or "tiny-qwen3", folder, ModelConfig.from_folder(folder), random_weights=False)
+    return Model(model or "tiny-qwen3", folder, ModelConfig.from_folder(folder, REGISTRY), random_weights=False)
 
 
 def write_config(size: str, folder: Path) -> None:

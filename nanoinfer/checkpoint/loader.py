@@ -39,12 +39,14 @@ def load_model(model: Any, folder: Path) -> None:
         module_name, _, kind = name.rpartition(".")
         parent, _, part = module_name.rpartition(".")
         packed, shard = model.packed_modules_mapping.get(part, (part, None))
-        target = f"{parent}.{packed}.{kind}" if shard else name, shard
-        if target not in missing:
-            left_over.append(name)
-            continue
+        target = f"{parent}.{packed}.{kind}" if shard else name
         try:
-            _place(*missing.pop(target), shard, tensor)
+            parts = {shard: tensor} if shard else _unpack(model, name, tensor)
+            if not all((target, key) in missing for key in parts):
+                left_over.append(name)
+                continue
+            for key, full in parts.items():
+                _place(*missing.pop((target, key)), key, full)
         except ModelError as error:
             raise ModelError(f"{name} in {folder}: {error}; is this config.json that of the checkpoint?") from None
     if missing:
@@ -101,6 +103,15 @@ def _weight_files(folder: Path) -> list[Path]:
             "convert them with transformers' save_pretrained(safe_serialization=True)"
         )
     raise ModelError(f"{folder} has no *.safetensors file; download the checkpoint, or use load_format='dummy'")
+
+
+def _unpack(model: Any, name: str, tensor: Tensor) -> dict[str | None, Tensor]:
+    """Return the parts of a tensor that a checkpoint holds packed as we do, or the tensor itself."""
+    try:
+        module = model.get_submodule(name.rpartition(".")[0])
+    except AttributeError:
+        return {None: tensor}
+    return module.unpack(tensor) if hasattr(module, "unpack") else {None: tensor}
 
 
 def _place(module: Any, param: Tensor, shard: str | None, tensor: Tensor) -> None:

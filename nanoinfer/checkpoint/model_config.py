@@ -1,9 +1,9 @@
 """The sizes of a model, read from its config.json, in the spellings of transformers 4.51 to 5.x."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nanoinfer.checkpoint.hub import GGUF_REMEDY, read_json
 from nanoinfer.config import DTYPES
@@ -11,20 +11,32 @@ from nanoinfer.errors import ConfigError, ModelError
 
 MAX_SIZE, MAX_LAYERS, MAX_FLOAT = 2**24, 2**12, 1e30  # what is beyond them in a config.json is a mistake
 ROPE_FLOATS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+ROPE_LISTS = ("short_factor", "long_factor")  # of longrope: a number for each pair of dimensions
 # What config.json may ask for that is not built in, and the value that does not ask for it.
 UNSUPPORTED_UNLESS = {
-    "use_sliding_window": False,
     "quantization_config": None,
     "hidden_act": "silu",
-    "partial_rotary_factor": 1.0,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
 }
-# What config.json may leave out. Without num_key_value_heads, each query head has a KV head of its own.
+# What config.json may leave out, where an architecture has no default of its own. Null means the same for numbers,
+# except for those that may be absent: without num_key_value_heads, each query head has a KV head of its own; without
+# head_dim, the heads share the hidden size; without sliding_window, a layer attends to all tokens.
 DEFAULTS = {
-    "head_dim": 128,  # Qwen3's, not hidden_size / num_attention_heads
-    "max_position_embeddings": 32768,
+    "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,
+    "rope_theta": 10000.0,
 }
+
+
+class Architecture(Protocol):
+    """What reading a config.json needs to know of an architecture; a model class has it."""
+
+    # What config.json may leave out, by the values that transformers then takes. Some fields count only for an
+    # architecture that has a default for them here: sliding_window, use_sliding_window, max_window_layers and
+    # partial_rotary_factor.
+    config_defaults: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,49 +65,61 @@ class ModelConfig:
     initializer_range: float
     tie_word_embeddings: bool
     attention_bias: bool
+    mlp_bias: bool
     dtype: str
     rope: RopeConfig
+    rotary_dim: int  # how many dimensions of a head, the first ones, are rotated
+    windows: tuple[int | None, ...]  # how many tokens each token attends to, by layer; None for all before it
 
     @classmethod
-    def from_folder(cls, folder: Path, supported: Collection[str] | None = None) -> "ModelConfig":
+    def from_folder(cls, folder: Path, supported: Mapping[str, Architecture]) -> "ModelConfig":
         """Read `folder`/config.json. Raises ModelError where it is missing, not JSON, or lacks a size.
 
-        supported: the names of the architectures that can be run; any other is refused first, since its config.json
-        may name its sizes differently.
+        supported: the architectures that can be run, by name; any other is refused first, since its config.json may
+        name its sizes differently.
         """
         if not (folder / "config.json").exists():
             raise ModelError(f"{folder} {_what_it_is_instead(folder)}")
         return cls.from_dict(read_json(folder / "config.json"), supported)
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], supported: Collection[str] | None = None) -> "ModelConfig":
+    def from_dict(cls, raw: Mapping[str, Any], supported: Mapping[str, Architecture]) -> "ModelConfig":
         """Read the fields of a config.json; what the engine would have to ignore is refused."""
         architectures = raw.get("architectures") or ["(none)"]
         if not isinstance(architectures, list):
             raise ModelError(f"config.json has architectures={architectures!r}; it must be a list of names")
         architecture = str(architectures[0])
-        if supported is not None and architecture not in supported:
+        if architecture not in supported:
             raise ModelError(f"architecture {architecture!r} is not supported; supported are {', '.join(supported)}")
         for name, without in UNSUPPORTED_UNLESS.items():
             value = raw.get(name, without)
             if value not in (without, None):
                 raise ModelError(f"config.json has {name}={value!r}, which is not supported; use a model without it")
-        defaults = {"num_key_value_heads": raw.get("num_attention_heads"), **DEFAULTS}
+        defaults = {**DEFAULTS, **supported[architecture].config_defaults}
+        raw = {**defaults, **raw}
+        num_heads = _number(raw, "num_attention_heads", int)
+        absent = {"num_key_value_heads": num_heads, "head_dim": _number(raw, "hidden_size", int) // num_heads}
         values: dict[str, Any] = {}
         for field in fields(cls):
-            if field.type in (int, float):
-                values[field.name] = _number(raw, field.name, field.type, defaults.get(field.name))
+            if field.type in (int, float) and field.name != "rotary_dim":
+                default = absent.get(field.name, defaults.get(field.name))
+                values[field.name] = _number(raw, field.name, field.type, default)
             elif field.type is bool:
-                flag = raw.get(field.name)
-                if not isinstance(flag, (bool, type(None))):
-                    raise ModelError(f"config.json has {field.name}={flag!r}; it must be true or false")
-                values[field.name] = bool(flag)
-        config = cls(architecture=architecture, dtype=_read_dtype(raw), rope=_read_rope(raw), **values)
-        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+                values[field.name] = _flag(raw, field.name, defaults.get(field.name, False))
+        config = cls(
+            architecture=architecture,
+            dtype=_read_dtype(raw),
+            rope=_read_rope(raw),
+            rotary_dim=_read_rotary_dim(raw, defaults, values["head_dim"]),
+            windows=_read_windows(raw, defaults, values["num_hidden_layers"]),
+            **values,
+        )
+        num_kv_heads = config.num_key_value_heads
         if num_heads % num_kv_heads != 0:
             raise ModelError(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}")
-        if config.head_dim % 2 != 0:
-            raise ModelError(f"head_dim={config.head_dim} is odd; rotary embedding turns pairs of dimensions")
+        for name in ("head_dim", "rotary_dim"):
+            if getattr(config, name) % 2 != 0:
+                raise ModelError(f"{name}={getattr(config, name)} is odd; rotary embedding turns pairs of dimensions")
         length = config.max_model_len
         if not 0 < length <= MAX_SIZE:
             raise ModelError(f"config.json stretches the context to {length} tokens; check its RoPE factor")
@@ -152,6 +176,44 @@ def _number(raw: Mapping[str, Any], name: str, kind: Any, default: Any = None) -
     return kind(value)
 
 
+def _flag(raw: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = raw.get(name)
+    if not isinstance(value, (bool, type(None))):
+        raise ModelError(f"config.json has {name}={value!r}; it must be true or false")
+    return default if value is None else value
+
+
+def _read_windows(raw: Mapping[str, Any], defaults: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Read which layers have a sliding window; only architectures with a default for a field look at it."""
+    none = (None,) * num_layers
+    if "sliding_window" not in defaults or raw["sliding_window"] is None:
+        return none
+    if "use_sliding_window" in defaults and not _flag(raw, "use_sliding_window", False):
+        return none
+    window = _number(raw, "sliding_window", int)
+    layer_types = raw.get("layer_types")
+    if layer_types is None:
+        first = raw["max_window_layers"] if "max_window_layers" in defaults else 0
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise ModelError(f"config.json has max_window_layers={first!r}; it must be a whole number of at least 0")
+        return tuple(window if index >= first else None for index in range(num_layers))
+    kinds = {"sliding_attention": window, "full_attention": None}
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers or not kinds.keys() >= {*layer_types}:
+        raise ModelError(
+            f"config.json has layer_types={layer_types!r:.200}; it must name {' or '.join(kinds)} for each of "
+            f"{num_layers} layers"
+        )
+    return tuple(kinds[kind] for kind in layer_types)
+
+
+def _read_rotary_dim(raw: Mapping[str, Any], defaults: Mapping[str, Any], head_dim: int) -> int:
+    """Read which share of a head's dimensions is rotated."""
+    factor = _number({**raw, **_rope_parameters(raw)}, "partial_rotary_factor", float, 1.0)
+    if factor > 1 or (factor != 1 and "partial_rotary_factor" not in defaults):
+        raise ModelError(f"config.json has partial_rotary_factor={factor}, which is not supported; use another model")
+    return int(head_dim * factor)
+
+
 def _read_dtype(raw: Mapping[str, Any]) -> str:
     """Read `dtype` (transformers 5) or `torch_dtype` (before); float32 where neither is given."""
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -160,20 +222,35 @@ def _read_dtype(raw: Mapping[str, Any]) -> str:
     return dtype
 
 
-def _read_rope(raw: Mapping[str, Any]) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `rope_parameters` (transformers 5) or `rope_scaling` (before) holds; theta may stand outside it."""
     parameters: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         part = raw.get(name) or {}
         if not isinstance(part, Mapping) or any(isinstance(value, Mapping) for value in part.values()):
             raise ModelError(f"config.json has {name}={part!r}; one set of numbers for all layers is supported")
         parameters |= {key: value for key, value in part.items() if value is not None}
+    return parameters
+
+
+def _read_rope(raw: Mapping[str, Any]) -> RopeConfig:
+    """Read the base, the type and the other numbers of a rotary embedding."""
+    parameters = _rope_parameters(raw)
+    parameters.pop("partial_rotary_factor", None)
     old_spelling = parameters.pop("type", None)
     rope_type = parameters.pop("rope_type", old_spelling) or "default"
     theta = {"rope_theta": parameters.pop("rope_theta", None) or raw.get("rope_theta")}
+    original = raw.get("original_max_position_embeddings")
+    if rope_type == "longrope" and original is not None:
+        parameters.setdefault("original_max_position_embeddings", original)
     for name in parameters.keys() & {*ROPE_FLOATS, "mscale", "mscale_all_dim", "original_max_position_embeddings"}:
         if parameters[name] != 0 or not name.startswith("mscale"):  # where 0 means none
             parameters[name] = _number(parameters, name, int if name.startswith("original") else float)
+    for name in parameters.keys() & {*ROPE_LISTS}:
+        factors = parameters[name]
+        if not isinstance(factors, list):
+            raise ModelError(f"config.json has {name}={factors!r}; it must be a list of numbers")
+        parameters[name] = [_number({name: factor}, name, float) for factor in factors]
     if rope_type == "default" and "factor" in parameters:
         raise ModelError(f"config.json has RoPE parameters {parameters!r} and no rope_type; say of which type")
-    return RopeConfig(str(rope_type), _number(theta, "rope_theta", float, 10000.0), parameters)
+    return RopeConfig(str(rope_type), _number(theta, "rope_theta", float, DEFAULTS["rope_theta"]), parameters)

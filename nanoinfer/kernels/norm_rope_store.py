@@ -3,7 +3,8 @@
 The twin is `norm_rope_store` in `layers/attention/layer.py`. Heads of queries and keys are normalised and rotated in
 place. Keys and values are copied to their slots of the paged cache. A program holds a few heads of one token as two
 tiles (heads, head_dim / 2), one for each of the halves that RoPE mixes. So only the sum of squares moves data between
-threads.
+threads. Where only the first dimensions are rotated, the tiles hold the halves of these and the halves of the others,
+which are turned by nothing.
 """
 
 import triton
@@ -24,7 +25,7 @@ def _norm_rope_store_kernel(
     q_weight_ptr,  # None, like k_weight_ptr, for a model without q/k norms
     k_weight_ptr,
     positions_ptr,
-    cos_sin_ptr,  # (max_positions, head_dim) float32: cosines, then sines
+    cos_sin_ptr,  # (max_positions, 2 * rotary_half) float32: cosines, then sines
     k_cache_ptr,
     v_cache_ptr,
     slot_mapping_ptr,
@@ -34,6 +35,7 @@ def _norm_rope_store_kernel(
     num_kv_heads: tl.constexpr,
     block_size: tl.constexpr,
     half_dim: tl.constexpr,
+    rotary_half: tl.constexpr,  # half of the dimensions that are rotated, which come first
     num_groups: tl.constexpr,
     HEADS: tl.constexpr,  # heads for each program
     HALF_DIM: tl.constexpr,  # half_dim, rounded up to a power of two
@@ -51,20 +53,28 @@ def _norm_rope_store_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    # Which dimension of the head each element of the tiles is, and how far its partner lies from it.
+    first_dim = dim
+    distance = half_dim
+    is_turned = mask
+    if rotary_half < half_dim:
+        is_turned = mask & (dim < rotary_half)
+        first_dim = tl.where(dim < rotary_half, dim, dim + rotary_half)
+        distance = tl.where(dim < rotary_half, rotary_half, half_dim - rotary_half)
     slot = tl.load(slot_mapping_ptr + token)  # int64: a large cache has more than 2^31 elements
-    cos_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * half_dim) + dim
-    first_ptr = qkv_ptr + token * token_stride + head * (2 * half_dim) + dim
+    cos_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * rotary_half) + dim
+    first_ptr = qkv_ptr + token * token_stride + head * (2 * half_dim) + first_dim
     first = tl.load(first_ptr, mask=mask, other=0.0)
-    second = tl.load(first_ptr + half_dim, mask=mask, other=0.0)
-    cos = tl.load(cos_ptr, mask=mask)
-    sin = tl.load(cos_ptr + half_dim, mask=mask)
+    second = tl.load(first_ptr + distance, mask=mask, other=0.0)
+    cos = tl.load(cos_ptr, mask=is_turned, other=1.0)
+    sin = tl.load(cos_ptr + rotary_half, mask=is_turned, other=0.0)
 
     x1, x2 = first.to(tl.float32), second.to(tl.float32)
     if q_weight_ptr is not None:
-        q_weight1 = tl.load(q_weight_ptr + dim, mask=mask & is_query)
-        q_weight2 = tl.load(q_weight_ptr + half_dim + dim, mask=mask & is_query)
-        k_weight1 = tl.load(k_weight_ptr + dim, mask=is_key)
-        k_weight2 = tl.load(k_weight_ptr + half_dim + dim, mask=is_key)
+        q_weight1 = tl.load(q_weight_ptr + first_dim, mask=mask & is_query)
+        q_weight2 = tl.load(q_weight_ptr + first_dim + distance, mask=mask & is_query)
+        k_weight1 = tl.load(k_weight_ptr + first_dim, mask=is_key)
+        k_weight2 = tl.load(k_weight_ptr + first_dim + distance, mask=is_key)
         weight1 = tl.where(is_query, q_weight1, k_weight1).to(tl.float32)
         weight2 = tl.where(is_query, q_weight2, k_weight2).to(tl.float32)
         mean_square = tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * half_dim)
@@ -76,16 +86,16 @@ def _norm_rope_store_kernel(
     first = tl.where(is_rotated, (x1 * cos - x2 * sin).to(first.dtype), first)
     second = tl.where(is_rotated, (x2 * cos + x1 * sin).to(first.dtype), second)
     tl.store(first_ptr, first, mask=mask & is_rotated)
-    tl.store(first_ptr + half_dim, second, mask=mask & is_rotated)
+    tl.store(first_ptr + distance, second, mask=mask & is_rotated)
 
     if slot >= 0:
         kv_head = tl.where(is_rotated, head - num_heads, head - num_heads - num_kv_heads)
         block, offset = slot // block_size, slot % block_size
-        target = ((block * num_kv_heads + kv_head) * block_size + offset) * (2 * half_dim) + dim
+        target = ((block * num_kv_heads + kv_head) * block_size + offset) * (2 * half_dim) + first_dim
         tl.store(k_cache_ptr + target, first, mask=is_key)
-        tl.store(k_cache_ptr + target + half_dim, second, mask=is_key)
+        tl.store(k_cache_ptr + target + distance, second, mask=is_key)
         tl.store(v_cache_ptr + target, first, mask=is_value)
-        tl.store(v_cache_ptr + target + half_dim, second, mask=is_value)
+        tl.store(v_cache_ptr + target + distance, second, mask=is_value)
 
 
 def norm_rope_store(
@@ -102,7 +112,8 @@ def norm_rope_store(
 
     qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), rows contiguous; head_dim even.
     norm_weights: of queries and keys, (head_dim,) each, in the dtype of qkv; None for a model without q/k norms.
-    positions: (num_tokens,) int. cos_sin_cache: (max_positions, head_dim) float32, contiguous.
+    positions: (num_tokens,) int. cos_sin_cache: (max_positions, rotary_dim) float32, contiguous; the first rotary_dim
+    dimensions of each head are rotated.
     k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous.
     slot_mapping: (num_tokens,) int64, block_id * block_size + offset.
     Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim), views of qkv.
@@ -136,6 +147,7 @@ def norm_rope_store(
         num_kv_heads=num_kv_heads,
         block_size=block_size,
         half_dim=head_dim // 2,
+        rotary_half=cos_sin_cache.shape[1] // 2,
         num_groups=num_groups,
         HEADS=heads_per_program,
         HALF_DIM=padded_half_dim,

@@ -46,6 +46,11 @@ class ColumnParallelLinear(nn.Module):
     def shards(self) -> tuple[str, ...]:
         return tuple(self.local_sizes)
 
+    def unpack(self, full: Tensor) -> dict[str, Tensor]:
+        """Cut a tensor that is packed in the checkpoint too into its shards, full ones."""
+        check_shape(full, (sum(self.full_sizes.values()), *full.shape[1:]))
+        return dict(zip(self.full_sizes, full.split(list(self.full_sizes.values())), strict=True))
+
     def weight_loader(self, param: Tensor, full: Tensor, shard: str) -> None:
         expected = (self.full_sizes[shard], *param.shape[1:])
         check_shape(full, expected)
@@ -62,8 +67,8 @@ class ColumnParallelLinear(nn.Module):
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Computes the gate and up projections of an MLP in one product."""
 
-    def __init__(self, input_size: int, intermediate_size: int, tp: TensorParallel) -> None:
-        super().__init__(input_size, {"gate": intermediate_size, "up": intermediate_size}, bias=False, tp=tp)
+    def __init__(self, input_size: int, intermediate_size: int, bias: bool, tp: TensorParallel) -> None:
+        super().__init__(input_size, {"gate": intermediate_size, "up": intermediate_size}, bias=bias, tp=tp)
 
 
 class QKVParallelLinear(ColumnParallelLinear):

@@ -11,48 +11,52 @@ from torch import Tensor, nn
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ModelError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "longrope", "yarn")
 
 
 def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
-    """Rotate the two halves of each head by its token's position, in float32.
+    """Rotate the two halves of each head, or of its first dimensions, by its token's position, in float32.
 
-    x: (num_tokens, num_heads, head_dim). positions: (num_tokens,). cos_sin_cache: (max_positions, head_dim).
+    x: (num_tokens, num_heads, head_dim). positions: (num_tokens,). cos_sin_cache: (max_positions, rotary_dim).
     """
-    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)  # (num_tokens, 1, head_dim / 2) each
-    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)  # (num_tokens, 1, rotary_dim / 2) each
+    rotary_dim = cos_sin_cache.shape[1]
+    first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat([half.to(x.dtype) for half in rotated], dim=-1)
+    return torch.cat([*(half.to(x.dtype) for half in rotated), x[..., rotary_dim:]], dim=-1)
 
 
 class RotaryEmbedding(nn.Module):
-    """Holds the cosines and sines of all positions, computed once: (max_positions, head_dim) float32."""
+    """Holds the cosines and sines of all positions, computed once: (max_positions, rotary_dim) float32."""
 
     cos_sin_cache: Tensor
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()
-        inv_freq, scale = rope_frequencies(config)
+        inv_freq, scale = rope_frequencies(config, max_positions)
         angles = torch.arange(max_positions, dtype=torch.float32).unsqueeze(1) * inv_freq
         cache = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)
         self.register_buffer("cos_sin_cache", cache, persistent=False)
 
 
-def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Return the frequency of each pair of dimensions, (head_dim / 2,) float32, and a factor for cosines and sines.
+def rope_frequencies(config: ModelConfig, max_positions: int) -> tuple[Tensor, float]:
+    """Return the frequency of each pair of dimensions, (rotary_dim / 2,) float32, and a factor for cosines and sines.
 
-    A frequency is the angle in radians per position. Raises ModelError for an unknown rope_type or a missing parameter.
+    A frequency is the angle in radians per position. max_positions: how many positions there may be, by which longrope
+    chooses its factors. Raises ModelError for an unknown rope_type or a missing parameter.
     """
     rope = config.rope
     if rope.rope_type not in ROPE_TYPES:
         raise ModelError(f"rope_type={rope.rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
     inv_freq = 1.0 / rope.theta**exponents
     try:
         if rope.rope_type == "linear":
             return inv_freq / rope.parameters["factor"], 1.0
         if rope.rope_type == "llama3":
             return _llama3(inv_freq, config), 1.0
+        if rope.rope_type == "longrope":
+            return _longrope(inv_freq, config, max_positions)
         return _yarn(inv_freq, config) if rope.rope_type == "yarn" else (inv_freq, 1.0)
     except KeyError as error:
         raise ModelError(f"rope_type={rope.rope_type!r} needs the parameter {error} in config.json") from None
@@ -69,9 +73,27 @@ def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:
     return inv_freq * keep + inv_freq / p["factor"] * (1 - keep)
 
 
+def _longrope(inv_freq: Tensor, config: ModelConfig, max_positions: int) -> tuple[Tensor, float]:
+    """Scale by LongRoPE (Ding et al. 2024): divide each frequency by a factor of its own.
+
+    There is a list of factors for sequences within the original context, and one for longer ones. All sequences take
+    the same, because keys of both kinds cannot stand in one cache.
+    """
+    p = config.rope.parameters
+    original = p["original_max_position_embeddings"]
+    name = "long_factor" if max_positions > original else "short_factor"
+    if len(p[name]) != len(inv_freq):
+        raise ModelError(f"{name} of config.json has {len(p[name])} factors, and {len(inv_freq)} pairs are rotated")
+    scale = p.get("attention_factor")
+    if scale is None:
+        factor = p.get("factor") or config.max_position_embeddings / original
+        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return inv_freq / torch.tensor(p[name]), scale
+
+
 def _yarn(inv_freq: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
     """Scale by YaRN (Peng et al. 2023): blend along a ramp over the dimensions, and adjust attention's temperature."""
-    p, dim, base = config.rope.parameters, config.head_dim, config.rope.theta
+    p, dim, base = config.rope.parameters, config.rotary_dim, config.rope.theta
     factor = p["factor"]
     original = p.get("original_max_position_embeddings") or config.max_position_embeddings
 

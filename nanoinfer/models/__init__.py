@@ -5,9 +5,17 @@ To add one, write a file beside qwen3.py that says how it differs from the commo
 
 from nanoinfer.errors import ModelError
 from nanoinfer.models.decoder import DecoderForCausalLM
+from nanoinfer.models.llama import LlamaForCausalLM
+from nanoinfer.models.mistral import MistralForCausalLM
+from nanoinfer.models.phi3 import Phi3ForCausalLM
+from nanoinfer.models.qwen2 import Qwen2ForCausalLM
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 
 REGISTRY: dict[str, type[DecoderForCausalLM]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": MistralForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
 }
 

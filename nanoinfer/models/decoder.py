@@ -4,8 +4,9 @@ What differs between architectures is in a `DecoderSpec`; a file beside this one
 names are those of the checkpoint, except for the packed projections (see `packed_modules_mapping`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -27,9 +28,12 @@ class DecoderSpec:
     """How an architecture differs from the common decoder.
 
     qk_norm: whether each head of the queries and keys is normalised before its rotation.
+    qkv_bias: whether queries, keys and values have biases, also without attention_bias in config.json, which would give
+    the output product one as well.
     """
 
     qk_norm: bool = False
+    qkv_bias: bool = False
 
 
 class DecoderAttention(nn.Module):
@@ -37,15 +41,15 @@ class DecoderAttention(nn.Module):
         self,
         config: ModelConfig,
         spec: DecoderSpec,
+        window: int | None,
         rotary_emb: RotaryEmbedding,
         backends: AttentionBackends,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, head_dim, num_heads, num_kv_heads, bias=config.attention_bias, tp=tp
-        )
+        qkv_bias = spec.qkv_bias or config.attention_bias
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, head_dim, num_heads, num_kv_heads, bias=qkv_bias, tp=tp)
         self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, bias=config.attention_bias, tp=tp)
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
@@ -54,6 +58,7 @@ class DecoderAttention(nn.Module):
             num_kv_heads=tp.split_of_kv_heads(num_kv_heads).shard_size(num_kv_heads, "KV heads"),
             head_dim=head_dim,
             scale=head_dim**-0.5,
+            window=window,
         )
         self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(attention))
 
@@ -67,8 +72,9 @@ class DecoderAttention(nn.Module):
 class DecoderMLP(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, config.intermediate_size, tp)
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, bias=False, tp=tp)
+        hidden_size, intermediate_size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, intermediate_size, bias=bias, tp=tp)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, tp=tp)
 
     def forward(self, hidden: Tensor) -> PartialSum:
         return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
@@ -81,12 +87,13 @@ class DecoderLayer(nn.Module):
         self,
         config: ModelConfig,
         spec: DecoderSpec,
+        window: int | None,
         rotary_emb: RotaryEmbedding,
         backends: AttentionBackends,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
-        self.self_attn = DecoderAttention(config, spec, rotary_emb, backends, tp)
+        self.self_attn = DecoderAttention(config, spec, window, rotary_emb, backends, tp)
         self.mlp = DecoderMLP(config, tp)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -116,9 +123,9 @@ class Decoder(nn.Module):
         super().__init__()
         rotary_emb = RotaryEmbedding(config, max_positions)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, spec, rotary_emb, backends, tp) for _ in range(config.num_hidden_layers)
-        )
+        # A window that no sequence outgrows is none.
+        windows = (window if window and window < max_positions else None for window in config.windows)
+        self.layers = nn.ModuleList(DecoderLayer(config, spec, window, rotary_emb, backends, tp) for window in windows)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
@@ -131,12 +138,16 @@ class Decoder(nn.Module):
 
 
 class DecoderForCausalLM(nn.Module):
-    """A decoder and its head: the whole model, or one rank's share of it. An architecture is a subclass with a `spec`.
+    """A decoder and its head: the whole model, or one rank's share of it.
+
+    An architecture is a subclass with a `spec`, and the defaults of its config.json: see `Architecture` in
+    `checkpoint/model_config.py`.
 
     max_positions: positions that the rotary tables cover. backends: how attention is computed, layer by layer.
     """
 
     spec: ClassVar[DecoderSpec]
+    config_defaults: ClassVar[Mapping[str, Any]]
     # Name in the checkpoint -> (our packed module, the shard of it that the weight fills).
     packed_modules_mapping: ClassVar[dict[str, tuple[str, str]]] = {
         "q_proj": ("qkv_proj", "q"),

@@ -1,9 +1,12 @@
 """Qwen3, dense: the common decoder with normalised queries and keys."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanoinfer.models.qwen2 import Qwen2ForCausalLM
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
     spec: ClassVar = DecoderSpec(qk_norm=True)
+    config_defaults: ClassVar[Mapping[str, Any]] = {**Qwen2ForCausalLM.config_defaults, "head_dim": 128}

@@ -7,11 +7,13 @@ import pytest
 from nanoinfer.bench.floor import Rates, compute_floor, count_weights, decode_steps
 from nanoinfer.bench.workloads import LOADS, Workload, draw_workload, write_config
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.models import REGISTRY
 
 UNIT_RATES = Rates(bandwidth=1, matrix_rate=1, bytes_per_value=2, method="given")
 # q, o: 4 x 4 each; k, v: 4 x 2 each; three MLP matrices of 4 x 8; lm_head 10 x 4
 TINY = ModelConfig.from_dict(
     {
+        "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": 10,
         "hidden_size": 4,
         "intermediate_size": 8,
@@ -19,7 +21,8 @@ TINY = ModelConfig.from_dict(
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 2,
-    }
+    },
+    REGISTRY,
 )
 LAYERS, LM_HEAD = 16 + 16 + 8 + 8 + 96, 40
 
@@ -88,6 +91,6 @@ def test_the_floor_of_the_standard_workload_on_an_h200(
     write_config(size, tmp_path)
     workload = draw_workload(0, LOADS["cuda"]["default"][0], vocab_size=151936)
     h200 = Rates(bandwidth=4.3e12, matrix_rate=790e12, bytes_per_value=2, method="given")
-    floor = compute_floor(ModelConfig.from_folder(tmp_path), workload, h200)
+    floor = compute_floor(ModelConfig.from_folder(tmp_path, REGISTRY), workload, h200)
     assert floor.seconds == pytest.approx(seconds, rel=0.01)
     assert floor.decode_kv_seconds / floor.seconds == pytest.approx(kv_share, abs=0.015)

@@ -16,6 +16,7 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.attention.selection import AttentionBackends
+from nanoinfer.models import REGISTRY
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -37,7 +38,7 @@ SIZES = {
 
 def tiny_config(**overrides: Any) -> ModelConfig:
     """One layer: vocabulary of 8, 6 dimensions, 4 query heads over 2 KV heads of 2 dimensions, an MLP of 10."""
-    return ModelConfig.from_dict({**SIZES, **overrides})
+    return ModelConfig.from_dict({**SIZES, **overrides}, REGISTRY)
 
 
 def checkpoint_tensors(bias: bool = False, head: bool = True, vocab_size: int = 8) -> dict[str, Tensor]:

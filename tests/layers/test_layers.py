@@ -165,7 +165,7 @@ def test_qkv_is_cut_by_heads_and_gate_and_up_together() -> None:
     for name, rows in (("q", q), ("k", k), ("v", v)):
         qkv.weight_loader(qkv.weight, rows.unsqueeze(1), name)
     assert qkv(torch.ones(1)).tolist() == [4, 5, 6, 7, 12, 13, 22, 23]
-    gate_up = MergedColumnParallelLinear(1, intermediate_size=2, tp=RANKS[1])
+    gate_up = MergedColumnParallelLinear(1, intermediate_size=2, bias=False, tp=RANKS[1])
     gate_up.weight_loader(gate_up.weight, torch.tensor([[1.0], [2.0]]), "gate")
     gate_up.weight_loader(gate_up.weight, torch.tensor([[3.0], [4.0]]), "up")
     assert gate_up(torch.ones(1)).tolist() == [2.0, 4.0]

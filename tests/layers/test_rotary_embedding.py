@@ -14,8 +14,10 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.attention.layer import norm_rope_store
 from nanoinfer.layers.rotary_embedding import ROPE_TYPES, RotaryEmbedding, rope_frequencies, rotate
+from nanoinfer.models import REGISTRY
 
-SIZES = {
+SIZES: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 8,
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -62,7 +64,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def both_configs(rope_scaling: dict[str, Any] | None, head_dim: int, theta: float) -> tuple[Qwen3Config, ModelConfig]:
     options = {**SIZES, "head_dim": head_dim, "rope_theta": theta, "rope_scaling": rope_scaling}
-    return Qwen3Config(**options), ModelConfig.from_dict(options)
+    return Qwen3Config(**options), ModelConfig.from_dict(options, REGISTRY)
 
 
 @pytest.mark.parametrize(("head_dim", "theta"), [(64, 10000.0), (128, 1000000.0)])
@@ -71,7 +73,7 @@ def test_the_frequencies_are_those_of_transformers(case: str, head_dim: int, the
     if "not truncated" in case and not TRANSFORMERS_TRUNCATES:
         pytest.skip("transformers knows `truncate` from 4.55 on")
     theirs, ours = both_configs(CASES[case], head_dim, theta)
-    inv_freq, scale = rope_frequencies(ours)
+    inv_freq, scale = rope_frequencies(ours, 4096)
     if ours.rope.rope_type == "default":
         expected, expected_scale = 1.0 / theta ** (torch.arange(0, head_dim, 2) / head_dim), 1.0
     else:
@@ -83,7 +85,8 @@ def test_the_frequencies_are_those_of_transformers(case: str, head_dim: int, the
 
 def test_the_cases_reach_every_type_and_differ_in_their_frequencies_or_scale() -> None:
     configs = [both_configs(rope_scaling, 64, 10000.0)[1] for rope_scaling in CASES.values()]
-    assert {config.rope.rope_type for config in configs} == set(ROPE_TYPES)
+    # longrope needs factors for each pair of dimensions; tests/models has it.
+    assert {config.rope.rope_type for config in configs} == {*ROPE_TYPES} - {"longrope"}
     seen = {(tuple(inv_freq.tolist()), scale) for inv_freq, scale in map(rope_frequencies, configs)}
     # Three say what another says: an old spelling, and two forms of mscale that fall back on the default.
     assert len(seen) >= len(CASES) - 4
@@ -148,13 +151,13 @@ def test_sixteen_bits_are_rotated_in_float32_and_rounded_once(dtype: torch.dtype
     assert torch.equal(rotate(x, positions, cos_sin_cache), exact.to(dtype))
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "mrope"])
+@pytest.mark.parametrize("rope_type", ["dynamic", "mrope"])
 def test_an_unknown_type_is_refused_with_the_list(rope_type: str) -> None:
-    config = ModelConfig.from_dict({**SIZES, "rope_scaling": {"rope_type": rope_type, "factor": 2.0}})
+    config = ModelConfig.from_dict({**SIZES, "rope_scaling": {"rope_type": rope_type, "factor": 2.0}}, REGISTRY)
     with pytest.raises(ModelError) as error:
-        rope_frequencies(config)
+        rope_frequencies(config, 4096)
     assert str(error.value) == (
-        f"rope_type='{rope_type}' is not supported; supported are default, linear, llama3, yarn"
+        f"rope_type='{rope_type}' is not supported; supported are default, linear, llama3, longrope, yarn"
     )
 
 
@@ -172,14 +175,14 @@ def test_an_unknown_type_is_refused_with_the_list(rope_type: str) -> None:
 def test_a_missing_parameter_is_refused_by_name(rope_scaling: dict[str, Any], name: str) -> None:
     without = {key: value for key, value in rope_scaling.items() if key != name}
     with pytest.raises(ModelError) as error:
-        rope_frequencies(ModelConfig.from_dict({**SIZES, "rope_scaling": without}))
+        rope_frequencies(ModelConfig.from_dict({**SIZES, "rope_scaling": without}, REGISTRY), 4096)
     assert str(error.value) == f"rope_type='{rope_scaling['rope_type']}' needs the parameter '{name}' in config.json"
 
 
 def test_yarn_without_an_original_context_stretches_the_models_own() -> None:
     without = {key: value for key, value in YARN.items() if key != "original_max_position_embeddings"}
     written = {**YARN, "original_max_position_embeddings": SIZES["max_position_embeddings"]}
-    inv_freq, scale = rope_frequencies(both_configs(without, 64, 10000.0)[1])
-    expected, expected_scale = rope_frequencies(both_configs(written, 64, 10000.0)[1])
+    inv_freq, scale = rope_frequencies(both_configs(without, 64, 10000.0)[1], 4096)
+    expected, expected_scale = rope_frequencies(both_configs(written, 64, 10000.0)[1], 4096)
     assert torch.equal(inv_freq, expected)
     assert scale == expected_scale

@@ -60,6 +60,7 @@ def norm_rope_store(
 
     qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), which may be overwritten.
     norm_weights: (head_dim,) each, of queries and of keys; None for a model without norms.
+    cos_sin_cache: (max_positions, rotary_dim) float32; the first rotary_dim dimensions of each head are rotated.
     k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim). slot_mapping: (num_tokens,) int64; -1 skips the
     write. Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim).
     """

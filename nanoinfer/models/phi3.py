@@ -1,0 +1,17 @@
+"""Phi-3, Phi-3.5 and Phi-4-mini: the common decoder, packed in the checkpoint as it is here, often rotated in part."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
+
+
+class Phi3ForCausalLM(DecoderForCausalLM):
+    spec: ClassVar = DecoderSpec()
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
+        "sliding_window": None,
+    }

@@ -1,0 +1,17 @@
+"""Qwen2 and Qwen2.5, dense: the common decoder with biases on queries, keys and values."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
+
+
+class Qwen2ForCausalLM(DecoderForCausalLM):
+    spec: ClassVar = DecoderSpec(qkv_bias=True)
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,  # the first of them attend to all tokens
+    }

@@ -1,0 +1,137 @@
+"""Every architecture against transformers: greedy tokens of random small models, in float32 on a CPU."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.models import REGISTRY
+
+VOCAB_SIZE = 256
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+# Prompts of these lengths cross blocks of 16 tokens, windows, and each other.
+LENGTHS = (1, 2, 15, 16, 17, 40, 63, 90)
+
+
+def draw_options(architecture: str, seed: int) -> dict[str, Any]:
+    """Draw the sizes and switches of a small model: heads, biases, windows, partial rotary, what else there is."""
+    rng = random.Random(f"{architecture} {seed}")
+    group, num_kv_heads = rng.choice((1, 2, 3, 4, 8)), rng.choice((1, 2, 3))
+    head_dim = rng.choice((8, 16, 24, 32))
+    options: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": group * num_kv_heads * head_dim,
+        "intermediate_size": rng.choice((32, 48, 80)),
+        "num_hidden_layers": rng.choice((2, 3)),
+        "num_attention_heads": group * num_kv_heads,
+        "num_key_value_heads": num_kv_heads,
+        "tie_word_embeddings": rng.random() < 0.5,
+        "rms_norm_eps": rng.choice((1e-6, 1e-5)),
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+    }
+    window = rng.choice((None, 1, 7, 16, 50))
+    if architecture == "LlamaForCausalLM":
+        options |= {"attention_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5}
+        if rng.random() < 0.5:
+            options["head_dim"] = 8 + head_dim
+        if rng.random() < 0.5:
+            llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+            options["rope_scaling"] = {"rope_type": "llama3", "factor": 4.0, "rope_theta": 10000.0, **llama3}
+    elif architecture == "MistralForCausalLM":
+        options |= {"sliding_window": window, "head_dim": rng.choice((None, 16))}
+    elif architecture == "Qwen2ForCausalLM":
+        options |= {"use_sliding_window": window is not None, "sliding_window": window or 4096, "max_window_layers": 1}
+    elif architecture == "Qwen3ForCausalLM":
+        options |= {"use_sliding_window": window is not None, "sliding_window": window or 4096, "max_window_layers": 1}
+        options |= {"head_dim": head_dim, "attention_bias": rng.random() < 0.5}
+    elif architecture == "Phi3ForCausalLM":
+        options |= {"sliding_window": window, "pad_token_id": 0}
+        factor = rng.choice((1.0, 0.5))
+        options["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": factor}
+    return options
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """`checkpoint(architecture, seed)`: the folder of a random float32 model as transformers saves it."""
+
+    def build(architecture: str, seed: int, **overrides: Any) -> Path:
+        folder = tmp_path_factory.mktemp(architecture)
+        model_class = getattr(transformers, architecture)
+        options = draw_options(architecture, seed) | overrides
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            model = model_class(model_class.config_class(**options))
+            for name, param in model.named_parameters():
+                if param.dim() == 1:  # or a norm or a bias that is left out would not be missed
+                    param.normal_(mean=1.0 if name.endswith("norm.weight") else 0.0, std=0.2)
+            model.save_pretrained(folder)
+        return folder
+
+    return build
+
+
+def draw_prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def reference_tokens(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy decoding by transformers, a whole forward pass for each token, so without a cache of its own."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
+    results = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(GREEDY.max_tokens or 0):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        results.append(ids[len(prompt) :])
+    return results
+
+
+def generate(folder: Path, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    with LLM(folder, device="cpu", dtype="float32", **options) as llm:
+        return [output.token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("architecture", sorted(REGISTRY))
+def test_greedy_tokens_equal_those_of_transformers(
+    checkpoint: Callable[..., Path], architecture: str, seed: int
+) -> None:
+    folder, prompts = checkpoint(architecture, seed), draw_prompts(seed)
+    small = {"kvcache_block_size": 16, "max_num_batched_tokens": 48, "max_num_seqs": 3}
+    assert generate(folder, prompts, **small) == reference_tokens(folder, prompts)
+
+
+def test_longrope_takes_the_factors_for_the_longest_sequence_that_the_engine_may_have(
+    checkpoint: Callable[..., Path],
+) -> None:
+    """transformers chooses by the length of each sequence: the two agree where all are short or all are long."""
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors, "original_max_position_embeddings": 64}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": None}
+    extent = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    folder = checkpoint("Phi3ForCausalLM", 0, **sizes, **extent, rope_parameters={**rope, "partial_rotary_factor": 1.0})
+    short, long = draw_prompts(0, (3, 17, 50)), draw_prompts(1, (65, 90, 130))
+    assert generate(folder, short, max_model_len=64) == reference_tokens(folder, short)
+    assert generate(folder, long) == reference_tokens(folder, long)
+    assert generate(folder, short) != reference_tokens(folder, short)
+
+
+@pytest.mark.parametrize("architecture", sorted(REGISTRY))
+def test_what_a_config_leaves_out_is_what_transformers_takes(architecture: str) -> None:
+    """A config with its structural sizes alone means the same here and there, also as transformers writes it out."""
+    sizes = {"vocab_size": 512, "hidden_size": 4096, "intermediate_size": 512, "num_hidden_layers": 30}
+    sizes["num_attention_heads"] = 32
+    theirs = getattr(transformers, architecture).config_class(**sizes, pad_token_id=0)
+    short = {"architectures": [architecture], **sizes}
+    full = {**theirs.to_dict(), "architectures": [architecture]}
+    assert ModelConfig.from_dict(short, REGISTRY) == ModelConfig.from_dict(full, REGISTRY)
