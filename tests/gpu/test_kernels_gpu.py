@@ -113,11 +113,26 @@ def test_silu_and_mul_equals_its_twin_on_the_cpu(size: int, num_tokens: int, dty
 @pytest.mark.parametrize("num_tokens", ROWS)
 @pytest.mark.parametrize("has_norms", [True, False])
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim"),
-    [(16, 8, 128), (32, 8, 128), (8, 2, 64), (10, 5, 96), (9, 3, 80), (3, 1, 256), (2, 1, 100)],
+    ("num_heads", "num_kv_heads", "head_dim", "rotary_dim"),
+    [
+        (16, 8, 128, 128),
+        (32, 8, 128, 128),
+        (24, 8, 128, 96),
+        (8, 2, 64, 64),
+        (10, 5, 96, 72),
+        (9, 3, 80, 80),
+        (3, 1, 256, 256),
+        (2, 1, 100, 100),
+    ],
 )
 def test_norm_rope_store_equals_its_twin_on_the_cpu(
-    num_heads: int, num_kv_heads: int, head_dim: int, has_norms: bool, num_tokens: int, dtype: torch.dtype
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    has_norms: bool,
+    num_tokens: int,
+    dtype: torch.dtype,
 ) -> None:
     torch.manual_seed(0)
     qkv = 3 * randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
@@ -125,7 +140,7 @@ def test_norm_rope_store_equals_its_twin_on_the_cpu(
     if has_norms:
         weights = tuple(1 + 0.3 * randn(head_dim, dtype=dtype) for _ in "qk")
         weights_on_cpu = tuple(weight.cpu() for weight in weights)
-    angles = torch.randn(5000, head_dim // 2, device="cuda")
+    angles = torch.randn(5000, rotary_dim // 2, device="cuda")
     table = torch.cat([angles.cos(), angles.sin()], dim=1)
     positions = torch.randint(0, 5000, (num_tokens,), device="cuda")
     slots = torch.randperm(320 * 16, device="cuda")[:num_tokens]

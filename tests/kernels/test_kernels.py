@@ -7,7 +7,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import pytest
@@ -250,6 +250,7 @@ class HeadsStep:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     has_norms: bool = True
+    rotary_dim: int | None = None  # of head_dim; None for all
     slots: tuple[int, ...] = (33, -1, 0, 15, -1, 16, 47, -1)  # of 48, out of order; -1: no slot
 
     def run(self, norm_rope_store: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
@@ -260,7 +261,7 @@ class HeadsStep:
         if self.has_norms:
             weights = tuple(1 + 0.3 * randn(self.head_dim, seed=seed, dtype=self.dtype) for seed in (1, 2))
         positions = torch.tensor([0, 1, 2, 39, 39, 7, 20, 0])[:num_tokens]
-        angles = randn(40, self.head_dim // 2, seed=3)
+        angles = randn(40, (self.rotary_dim or self.head_dim) // 2, seed=3)
         table = torch.cat([angles.cos(), angles.sin()], dim=1)
         shape = (48 // self.block_size, self.num_kv_heads, self.block_size, self.head_dim)
         k_cache, v_cache = (torch.full(shape, -7.0, dtype=self.dtype) for _ in "kv")
@@ -298,6 +299,17 @@ def test_heads_of_any_size_are_normalised_rotated_and_stored_as_by_the_twin(
         written = (out[f"{side}_cache"] != -7.0).any(dim=-1)
         assert written.sum() == 5 * 2, "nothing else is written"
         assert torch.equal(out[f"{side}_cache"][2, :, 1], out[side][0]), "slot 33 of blocks of 16"
+
+
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 32), (96, 72), (100, 2), (128, 126)])
+def test_the_first_dimensions_of_heads_are_rotated_as_by_the_twin(
+    head_dim: int, rotary_dim: int, has_norms: bool
+) -> None:
+    step = HeadsStep(head_dim=head_dim, rotary_dim=rotary_dim, has_norms=has_norms)
+    assert_step_equals_its_twin(step)
+    whole = replace(step, rotary_dim=None).run(attention_layer.norm_rope_store)
+    assert not torch.equal(whole["q"], step.run(attention_layer.norm_rope_store)["q"])
 
 
 @pytest.mark.parametrize(

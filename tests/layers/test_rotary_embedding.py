@@ -87,7 +87,8 @@ def test_the_cases_reach_every_type_and_differ_in_their_frequencies_or_scale() -
     configs = [both_configs(rope_scaling, 64, 10000.0)[1] for rope_scaling in CASES.values()]
     # longrope needs factors for each pair of dimensions; tests/models has it.
     assert {config.rope.rope_type for config in configs} == {*ROPE_TYPES} - {"longrope"}
-    seen = {(tuple(inv_freq.tolist()), scale) for inv_freq, scale in map(rope_frequencies, configs)}
+    frequencies = [rope_frequencies(config, 4096) for config in configs]
+    seen = {(tuple(inv_freq.tolist()), scale) for inv_freq, scale in frequencies}
     # Three say what another says: an old spelling, and two forms of mscale that fall back on the default.
     assert len(seen) >= len(CASES) - 4
 
