@@ -110,14 +110,56 @@ def draw_workload(seed: int, load: Load, vocab_size: int) -> Workload:
     return Workload(seed, prompts, max_tokens, load.shared_prefix, load.num_samples)
 
 
-# hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, tie_word_embeddings
+def _qwen3(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, is_tied: bool) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": is_tied,
+    }
+
+
+# What the config.json of a size says; those without another name are Qwen3's.
 SIZES = {
-    "0.6B": (1024, 3072, 28, 16, True),
-    "1.7B": (2048, 6144, 28, 16, True),
-    "4B": (2560, 9728, 36, 32, True),
-    "8B": (4096, 12288, 36, 32, False),
-    "14B": (5120, 17408, 40, 40, False),
-    "32B": (5120, 25600, 64, 64, False),
+    "0.6B": _qwen3(1024, 3072, 28, 16, True),
+    "1.7B": _qwen3(2048, 6144, 28, 16, True),
+    "4B": _qwen3(2560, 9728, 36, 32, True),
+    "8B": _qwen3(4096, 12288, 36, 32, False),
+    "14B": _qwen3(5120, 17408, 40, 40, False),
+    "32B": _qwen3(5120, 25600, 64, 64, False),
+    "llama-8B": {  # Llama 3.1
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+    },
+    "qwen2-7B": {  # Qwen2.5
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+    },
 }
 
 
@@ -148,34 +190,18 @@ def choose_model(model: str | None, size: str | None, device: str, scratch: Path
     if model is None and (size or device == "cuda"):
         size = size or "0.6B"
         write_config(size, scratch)
-        return Model(f"Qwen3-{size}", scratch, ModelConfig.from_folder(scratch, REGISTRY), random_weights=True)
+        name = f"Qwen3-{size}" if size[0].isdigit() else size
+        return Model(name, scratch, ModelConfig.from_folder(scratch, REGISTRY), random_weights=True)
     folder = resolve_model_folder(model or str(tiny_model_path()))
     return Model(model or "tiny-qwen3", folder, ModelConfig.from_folder(folder, REGISTRY), random_weights=False)
 
 
 def write_config(size: str, folder: Path) -> None:
-    """Write the config.json of a Qwen3 size, with the tokenizer of the tiny checkpoint beside it.
+    """Write the config.json of a size, with the tokenizer of the tiny checkpoint beside it.
 
     With a tokenizer every engine turns its output into text, as nano-vllm does in its own benchmark.
     """
-    hidden_size, intermediate_size, num_layers, num_heads, is_tied = SIZES[size]
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": is_tied,
-        "torch_dtype": "bfloat16",
-    }
+    config = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", **SIZES[size]}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_model_path() / name, folder / name)
