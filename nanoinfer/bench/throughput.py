@@ -54,7 +54,8 @@ def time_load(
     """Time the runs of one load, and return their figures and the median of their speeds."""
     if load.shared_prefix or load.num_samples > 1:
         # Steps whose rows share a prefix run kernels of their own, which the first one compiles. Its prompts are drawn
-        # from a seed that is not timed, because not every engine can forget them.
+        # from a seed that is not timed, because not every engine can forget them. The first timed run still captures
+        # the CUDA graphs of smaller batches.
         short, unused_seed = replace(load, output_len=(2, 2)), args.seed + args.runs
         engine.generate(draw_workload(unused_seed, short, model.config.vocab_size))
     runs = [time_run(engine, model, name, load, rates, args.seed + number) for number in range(args.runs)]

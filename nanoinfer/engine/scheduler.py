@@ -18,7 +18,7 @@ from nanoinfer.engine.batch import NO_TOKEN, NewBlock, PrefillChunk, ScheduledBa
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.request import reason_to_end, set_limits
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.shared_prefixes import SharedPrefixes
+from nanoinfer.engine.shared_prefixes import PrefixGrouper
 
 # Under a long queue, rows are refilled in groups: one prefill step for each finished sequence would stall all others.
 ADMISSION_GROUP = 16
@@ -56,7 +56,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.stop_token_ids = stop_token_ids
         self.reserved_tokens = reserved_tokens
-        self.shared_prefixes = SharedPrefixes(max_group_rows, block_manager.block_size)
+        self.shared_prefixes = PrefixGrouper(max_group_rows, block_manager.block_size)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on (-priority, seq_id)

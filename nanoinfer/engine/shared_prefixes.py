@@ -20,7 +20,7 @@ from nanoinfer.engine.sequence import Sequence
 # A pass of its own over the shared blocks costs about as much as reading so many tokens (measured on an H200 with 8 KV
 # heads of 128).
 MIN_SAVED_TOKENS = 8192
-# Where fewer rows than this share of those last grouped are left, small groups may be joined.
+# Groups are looked for again when fewer than this share of the rows is left: small ones may then fit into one.
 REGROUP_BELOW = 0.75
 
 
@@ -36,7 +36,7 @@ class Group(NamedTuple):
         return (len(self.seqs) - 1) * self.num_blocks
 
 
-class SharedPrefixes:
+class PrefixGrouper:
     """Arranges the sequences of each decode step by what they share, and remembers the last arrangement.
 
     max_group_rows: the most rows of a group; below 2 there are none. block_size: tokens in a block. min_saved_tokens:
@@ -47,8 +47,8 @@ class SharedPrefixes:
         self.max_group_rows = max_group_rows
         self.block_size = block_size
         self.min_saved_tokens = min_saved_tokens
-        self._decode: list[Sequence] = []  # as the last step's were given
-        self._num_grouped = 0  # how many there were when groups were last looked for
+        self._decode: list[Sequence] = []  # the sequences of the last decode step, in the order they came
+        self._num_searched = 0  # how many there were when groups were last looked for
         self._groups: list[Group] = []
         self._arranged: tuple[list[Sequence], list[PrefixGroup]] = ([], [])
         self._is_stale = True
@@ -66,9 +66,9 @@ class SharedPrefixes:
         if self.max_group_rows < 2:
             return decode, []
         if self._is_stale or decode != self._decode:
-            if self._is_stale or len(decode) < REGROUP_BELOW * self._num_grouped:
+            if self._is_stale or len(decode) < REGROUP_BELOW * self._num_searched:
                 groups = self._find_groups(decode)
-                self._num_grouped = len(decode)
+                self._num_searched = len(decode)
             else:
                 groups = self._groups_without_leavers(decode)
             num_saved_blocks = sum(group.num_saved_blocks for group in groups)
@@ -87,13 +87,15 @@ class SharedPrefixes:
 
     def _find_groups(self, decode: list[Sequence]) -> list[Group]:
         """Return the groups of a step, worth it or not, by the block tables alone."""
-        families: dict[int, list[Sequence]] = {}  # by their first block
-        if len({seq.block_table[0] for seq in decode}) < len(decode):
-            for seq in decode:
-                families.setdefault(seq.block_table[0], []).append(seq)
+        # Usually nothing is shared, and this is the fastest way to see it.
+        if len({seq.block_table[0] for seq in decode}) == len(decode):
+            return []
+        by_first_block: dict[int, list[Sequence]] = {}
+        for seq in decode:
+            by_first_block.setdefault(seq.block_table[0], []).append(seq)
         groups = []
-        for family in families.values():
-            for seqs in _split_family(family) if len(family) > 1 else ():
+        for family in by_first_block.values():
+            for seqs in _split_family(family):
                 # A single row that is left over is no group.
                 for first in range(0, len(seqs) - 1, self.max_group_rows):
                     groups.append(self._group(seqs[first : first + self.max_group_rows]))
@@ -110,7 +112,7 @@ class SharedPrefixes:
 
 
 def _split_family(family: list[Sequence]) -> list[list[Sequence]]:
-    """Cut sequences with a common first block into sorted groups of at least two, of any size.
+    """Cut sequences with a common first block into sorted groups of at least two, of any size; one alone is none.
 
     Sorted by block table, sequences that share much are neighbours, and runs of neighbours with a common prefix lie
     within runs with a shorter one. They are looked at from the inside out: r sequences with n common blocks save

@@ -14,6 +14,8 @@ Decode is bound by the memory bandwidth for reading keys and values, so all prog
   pass's result by its log-sum-exp. Both passes are the same two kernels: what a row is to the second pass, a group is
   to the first.
 
+Below, `group_size` counts the query heads of a KV head. Every other group is one of rows that share a prefix.
+
 Equal steps give equal bits. But where a row is split, and so how its sums are rounded, depends on the lengths of the
 other rows.
 """
@@ -35,6 +37,9 @@ PROGRAMS_PER_SM = 2  # what fits, each with three tiles in flight or in use
 STAGES = 5  # a tile's slot is read two stages before the tile, and the tile two stages before its use
 FEW_QUERIES = 32  # more queries take so much shared memory that one program fills a multiprocessor
 GROUP_QUERIES = 64  # queries that read a shared prefix together: the rows of a group x query heads of a KV head
+# A tile's flags: it is the last of its row; its row does not attend from the first token on. Above these bits stands
+# how many of its tokens lie before the first one that the row attends to.
+ENDS_ROW, BEGINS_LATER, HIDDEN_SHIFT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(2)
 MASKED = tl.constexpr(-3e38)  # the score of tokens past the context; finite, so that an empty context gives no NaN
 
 
@@ -78,8 +83,8 @@ def _plan_kernel(
         tl.store(entry_ptr, block * block_size + token % block_size, mask=is_tile)
         tl.store(entry_ptr + 1, tl.maximum(tl.minimum(context_len - token, TILE), 0), mask=is_tile)
         tl.store(entry_ptr + 2, tl.zeros_like(tile) + row, mask=is_tile)
-        ends_row = (tile == num_tiles - 1).to(tl.int32)
-        tl.store(entry_ptr + 3, ends_row + 2 * tl.minimum(first_token, 1) + 4 * num_hidden, mask=is_tile)
+        flags = (tile == num_tiles - 1).to(tl.int32) * ENDS_ROW + tl.minimum(first_token, 1) * BEGINS_LATER
+        tl.store(entry_ptr + 3, flags + (num_hidden << HIDDEN_SHIFT), mask=is_tile)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_shares"])
@@ -106,7 +111,7 @@ def _paged_decode_kernel(
     num_shares,
     num_kv_heads: tl.constexpr,
     group_size: tl.constexpr,
-    num_queries: tl.constexpr,  # the most queries of a row: group_size, times the rows of a group
+    num_queries: tl.constexpr,  # of a row: its heads of a KV head; in the pass over groups GROUP_QUERIES
     block_size: tl.constexpr,
     head_dim: tl.constexpr,
     HEAD_DIM: tl.constexpr,  # head_dim, padded
@@ -147,7 +152,7 @@ def _paged_decode_kernel(
         num_visible = tl.load(tiles_ptr + tile * 4 + 1)
         row = tl.load(tiles_ptr + tile * 4 + 2)
         flags = tl.load(tiles_ptr + tile * 4 + 3)
-        ends_row = (flags & 1) != 0
+        ends_row = (flags & ENDS_ROW) != 0
         if group_rows_ptr is not None:  # it is enough that the rows exist: those after the group are not stored
             is_query = query < (num_rows - row) * group_size
         q_row_ptr = q_ptr + row.to(tl.int64) * q_row_stride
@@ -157,7 +162,7 @@ def _paged_decode_kernel(
         # Masked loads, because what lies past the context may be NaN, and 0 x NaN is NaN. Shared blocks are full.
         visible = token < num_visible if group_rows_ptr is None else tl.full((TILE,), True, tl.int1)
         if WINDOWED:
-            visible &= token >= flags >> 2
+            visible &= token >= flags >> HIDDEN_SHIFT
         k = tl.load(k_cache_ptr + start * head_dim + tile_offsets, mask=visible[:, None] & is_dim, other=0.0)
         v = tl.load(v_cache_ptr + start * head_dim + tile_offsets, mask=visible[:, None] & is_dim, other=0.0)
         if k_scales_ptr is None:
@@ -184,7 +189,7 @@ def _paged_decode_kernel(
                 is_query = query < tl.load(group_rows_ptr + row) * group_size
             mask = is_query[:, None] & is_dim
             if prefix_out_ptr is not None:
-                has_prefix = query < ((flags >> 1) & 1) * group_size
+                has_prefix = query < (flags & BEGINS_LATER) // BEGINS_LATER * group_size
                 prefix_lse = tl.load(prefix_lse_ptr + first_line + line, mask=has_prefix, other=float("-inf"))
                 prefix_ptr = prefix_out_ptr + first_line * head_dim
                 prefix = tl.load(prefix_ptr + line_offsets, mask=has_prefix[:, None] & is_dim, other=0.0)
@@ -303,8 +308,7 @@ def plan_decode(
 
     Returns
     - tiles, (max_tiles, 4) int32: the slot of the tile's first token, how many of its tokens lie within the context,
-      its row, and flags: 1 if it is the last tile of that row, 2 if the row does not attend from its first token on,
-      4 times how many tokens of the tile lie before the first one that it attends to.
+      its row, and its flags.
     - row_starts, (num_rows + 1,) int32: the index of each row's first tile, then the number of all tiles.
     """
     num_rows, max_blocks = block_tables.shape
@@ -477,8 +481,8 @@ def _tile_size(block_size: int, head_dim: int) -> int:
 
 def _num_stages(device: torch.device, queries: int, head_dim: int) -> int:
     """Return how deep a pipeline fits into shared memory."""
-    fits = queries <= FEW_QUERIES or (head_dim <= 128 and queries <= GROUP_QUERIES and has_large_shared_memory(device))
-    return STAGES if fits else 3
+    always, on_hopper = (FEW_QUERIES, GROUP_QUERIES) if head_dim <= 128 else (QUERY_TILE, FEW_QUERIES)
+    return STAGES if queries <= (on_hopper if has_large_shared_memory(device) else always) else 3
 
 
 @cache

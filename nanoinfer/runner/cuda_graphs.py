@@ -5,6 +5,7 @@ that holds it, padded. Steps whose rows share prefixes run other kernels, so the
 captured when they are first needed.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from nanoinfer.layers.attention.metadata import SharedPrefixes
 from nanoinfer.runner.step_tables import PADDING_ROW
+
+logger = logging.getLogger("nanoinfer")
 
 Forward = Callable[[Tensor, SharedPrefixes | None], None]
 
@@ -61,6 +64,7 @@ class DecodeGraphs:
         size = self._size_for[shares_prefixes][len(rows)]
         key = size, shares_prefixes
         if key not in self._graphs:
+            logger.info("capturing the CUDA graph of decode steps of up to %d rows that share prefixes", size)
             self._graphs[key] = self._capture(size, shares_prefixes)
         columns = rows, *(shared_prefixes or ())
         for column, inputs, padding in zip(columns, self._inputs, self._padding, strict=False):
@@ -73,7 +77,8 @@ class DecodeGraphs:
         shared_prefixes = SharedPrefixes(*shared) if shares_prefixes else None
         self._forward(rows, shared_prefixes)  # compiles and warms up outside the capture
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Steps that share prefixes are captured in the middle of a run, when the user's other threads may use the GPU.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._forward(rows, shared_prefixes)
         self._pool = self._pool or graph.pool()
         return graph

@@ -21,7 +21,7 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import cpu_threads, current_device, default_dtype, is_out_of_memory, select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.batch import Header, Packet, PacketSections, read_header, split
+from nanoinfer.engine.batch import DecodeRow, Header, Packet, PacketSections, read_header, split
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.metadata import PrefillMetadata, SharedPrefixes
 from nanoinfer.layers.attention.selection import AttentionBackends
@@ -105,9 +105,11 @@ class ModelRunner:
             self.sampler.admit(header, on_host, on_device)
             if header.num_chunks:
                 return self._launch_prefill(header, on_host, on_device)
-            rows, *shared = on_device.decode_rows.unbind(1)
+            rows, num_shared_blocks, num_group_rows = on_device.decode_rows.unbind(1)
+            shares = on_host.decode_rows[:, DecodeRow._fields.index("num_shared_blocks")].any()
+            shared_prefixes = SharedPrefixes(num_shared_blocks, num_group_rows) if shares else None
             forward = self.graphs.replay if self.graphs else self._decode
-            forward(rows, SharedPrefixes(*shared) if on_host.decode_rows[:, 1].any() else None)
+            forward(rows, shared_prefixes)
             return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=[])
 
     def sample(self, pending: PendingStep) -> StepHandle:
@@ -257,7 +259,8 @@ class ModelRunner:
         graph_bytes = 0
         if self._uses_graphs:
             max_num_seqs = self.config.max_num_seqs
-            count = num_graphs(max_num_seqs, share_prefixes=self.max_group_rows > 0)
+            share_prefixes = self.max_group_rows > 1 and self.config.enable_prefix_caching
+            count = num_graphs(max_num_seqs, share_prefixes)
             graph_bytes = measure_graph_bytes(self._decode, graph_sizes(max_num_seqs), count, self.device)
         return memory.grantable_bytes(self.config.gpu_memory_utilization, self.device) - step_bytes - graph_bytes
 

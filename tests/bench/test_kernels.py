@@ -76,7 +76,7 @@ def test_a_shared_prefix_is_timed_without_groups_and_with_the_largest_in_both_pa
         plans = (call.arguments["metadata"].plans for call in (apart, together))
         assert [plan.groups is not None for by_layer in plans for plan in by_layer.values()] == [False, True]
         assert first_pass.arguments["group_rows"].tolist() == [size, *[0] * (size - 1)] * (256 // size)
-        assert together.arguments["metadata"].shared_prefixes.num_blocks.tolist() == [8] * 256
+        assert together.arguments["metadata"].shared_prefixes.num_shared_blocks.tolist() == [8] * 256
         context_lens = together.arguments["metadata"].context_lens
         assert (context_lens.min(), context_lens.max()) == (2048 + 100, 2048 + 1024)
         tables = together.arguments["metadata"].block_tables

@@ -6,7 +6,7 @@ import pytest
 
 from nanoinfer.engine.batch import PrefixGroup
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.shared_prefixes import MIN_SAVED_TOKENS, SharedPrefixes
+from nanoinfer.engine.shared_prefixes import MIN_SAVED_TOKENS, PrefixGrouper
 from tests.engine.helpers import make_sequence
 
 BLOCK_SIZE = 4
@@ -21,11 +21,11 @@ def with_tables(*block_tables: list[int]) -> list[Sequence]:
     return seqs
 
 
-def make_prefixes(max_group_rows: int = 64) -> SharedPrefixes:
-    return SharedPrefixes(max_group_rows, BLOCK_SIZE, min_saved_tokens=0)
+def make_prefixes(max_group_rows: int = 64) -> PrefixGrouper:
+    return PrefixGrouper(max_group_rows, BLOCK_SIZE, min_saved_tokens=0)
 
 
-def arrange(prefixes: SharedPrefixes, decode: list[Sequence]) -> tuple[list[int], list[PrefixGroup]]:
+def arrange(prefixes: PrefixGrouper, decode: list[Sequence]) -> tuple[list[int], list[PrefixGroup]]:
     order, groups = prefixes.arrange(decode)
     return [seq.seq_id for seq in order], groups
 
@@ -114,19 +114,19 @@ def test_a_group_cut_for_its_size_shares_all_that_its_rows_have_in_common() -> N
 def test_a_step_that_would_save_less_than_the_threshold_has_no_groups() -> None:
     decode = with_tables([1, 10], [1, 11], [2, 3, 12], [2, 3, 13])  # 1 block and 2 blocks
     for min_saved_tokens, num_groups in ((3 * BLOCK_SIZE, 2), (3 * BLOCK_SIZE + 1, 0)):
-        order, groups = arrange(SharedPrefixes(64, BLOCK_SIZE, min_saved_tokens), decode)
+        order, groups = arrange(PrefixGrouper(64, BLOCK_SIZE, min_saved_tokens), decode)
         assert (order, len(groups)) == ([0, 1, 2, 3], num_groups)
 
 
 def test_by_default_two_rows_with_a_short_prefix_are_not_worth_it() -> None:
     decode = with_tables([1, 10], [1, 11])
-    assert arrange(SharedPrefixes(64, BLOCK_SIZE), decode)[1] == []
+    assert arrange(PrefixGrouper(64, BLOCK_SIZE), decode)[1] == []
     assert MIN_SAVED_TOKENS > BLOCK_SIZE
 
 
 def test_groups_that_come_under_the_threshold_as_rows_leave_are_dissolved() -> None:
     decode = with_tables([1, 10], [9], [1, 11], [1, 12])
-    prefixes = SharedPrefixes(64, BLOCK_SIZE, min_saved_tokens=2 * BLOCK_SIZE)
+    prefixes = PrefixGrouper(64, BLOCK_SIZE, min_saved_tokens=2 * BLOCK_SIZE)
     assert arrange(prefixes, decode) == ([0, 2, 3, 1], [PrefixGroup(0, 3, 1)])
     assert arrange(prefixes, decode[:3]) == ([0, 1, 2], [])
 
@@ -213,7 +213,7 @@ def num_common_blocks(seqs: list[Sequence]) -> int:
     return next(n for n in range(len(tables[0]), -1, -1) if all(table[:n] == tables[0][:n] for table in tables))
 
 
-def check(prefixes: SharedPrefixes, decode: list[Sequence]) -> int:
+def check(prefixes: PrefixGrouper, decode: list[Sequence]) -> int:
     """Whatever was asked for before, an arrangement keeps all rules; return how many block reads it saves."""
     order, groups = prefixes.arrange(decode)
     assert len(order) == len(decode)
@@ -244,7 +244,7 @@ def best_level(decode: list[Sequence]) -> int:
 @pytest.mark.parametrize("seed", range(100))
 def test_random_rows_that_come_and_go_are_arranged_by_the_rules(seed: int) -> None:
     random = Random(seed)
-    prefixes = SharedPrefixes(random.choice([2, 3, 5, 64]), BLOCK_SIZE, random.choice([0, 20, 60]))
+    prefixes = PrefixGrouper(random.choice([2, 3, 5, 64]), BLOCK_SIZE, random.choice([0, 20, 60]))
     decode: list[Sequence] = []
     for step in range(40):
         if random.random() < 0.3:

@@ -33,7 +33,7 @@ class Forward:
         self.replays: list[list[list[int]]] = []
 
         @contextmanager
-        def capture(graph: Any, pool: object) -> Iterator[None]:
+        def capture(graph: Any, **options: object) -> Iterator[None]:
             yield
             graph.inputs, graph.replays = self.calls[-1], self.replays
 

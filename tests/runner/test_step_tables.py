@@ -41,7 +41,7 @@ def test_a_decode_step_computes_the_newest_token_of_each_row(tables: StepTables)
 
 
 def test_a_decode_step_hands_on_which_rows_share_blocks(tables: StepTables) -> None:
-    shared = SharedPrefixes(num_blocks=torch.tensor([1, 1]), group_rows=torch.tensor([2, 0]))
+    shared = SharedPrefixes(num_shared_blocks=torch.tensor([1, 1]), num_group_rows=torch.tensor([2, 0]))
     assert tables.decode_inputs(torch.tensor([2, 0]), shared).metadata.shared_prefixes is shared
     assert tables.decode_inputs(torch.tensor([2, 0])).metadata.shared_prefixes is None
 

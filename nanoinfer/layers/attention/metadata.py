@@ -87,7 +87,7 @@ class TileList(NamedTuple):
 
 
 class DecodePlan(NamedTuple):
-    """What the rows of a decode step read each for itself, and what groups of rows read together, if there are any."""
+    """Lists the tiles that each row reads for itself, and those that groups of rows read together, if there are any."""
 
     rows: TileList
     groups: TileList | None
@@ -96,8 +96,8 @@ class DecodePlan(NamedTuple):
 class SharedPrefixes(NamedTuple):
     """Says which rows of a decode step begin with the same blocks. They lie side by side, as a group."""
 
-    num_blocks: Tensor  # (num_rows,) int32: blocks that a row shares with its group; 0 for a row that is in none
-    group_rows: Tensor  # (num_rows,) int32: rows of the group that begins with this row; 0 where none begins
+    num_shared_blocks: Tensor  # (num_rows,) int32: blocks that a row shares with its group; 0 for one that is in none
+    num_group_rows: Tensor  # (num_rows,) int32: rows of the group that begins with this row; 0 where none begins
 
 
 @dataclass(frozen=True, slots=True)

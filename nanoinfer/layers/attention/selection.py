@@ -108,7 +108,10 @@ def _obstacle(
             "use another model"
         )
     if backend == "triton" and spec.group_size > MAX_GROUP_SIZE:
-        return f"takes at most {MAX_GROUP_SIZE} query heads for a KV head, and the model has {spec.group_size}"
+        return (
+            f"takes at most {MAX_GROUP_SIZE} query heads for a KV head, and the model has {spec.group_size}; "
+            "use another model"
+        )
     if backend == "flash_attn" and block_size % 256 != 0:
         return f"needs kvcache_block_size to be a multiple of 256, not {block_size}; use 256"
     if backend == "flash_attn" and (reason := _flash_attn_lacks(spec, device, dtype)):

@@ -48,7 +48,7 @@ class TritonBackend(AttentionBackend):
         return replace(metadata, plans={**metadata.plans, self.spec: plan})
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
-        if self.for_prefill is not None:
+        if self.for_prefill is not None and not cache.is_rounded:
             return self.for_prefill.prefill(q, k, v, cache, metadata)
         return paged_prefill_attention(
             q,
@@ -67,7 +67,7 @@ class TritonBackend(AttentionBackend):
         tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
         prefix = None
         if plan.groups is not None and shared is not None:
-            prefix = shared_prefix_attention(*tensors, *plan.groups, shared.group_rows, self.spec.scale)
+            prefix = shared_prefix_attention(*tensors, *plan.groups, shared.num_group_rows, self.spec.scale)
         windowed = self.spec.window is not None
         return paged_decode_attention(*tensors, *plan.rows, self.spec.scale, windowed, prefix)
 
@@ -78,7 +78,7 @@ class TritonBackend(AttentionBackend):
         if self.spec.window is not None:
             first_tokens = (lens - self.spec.window).clamp(min=0)
         elif shared is not None:
-            first_tokens = shared.num_blocks * block_size
-            prefix_lens = torch.where(shared.group_rows > 0, first_tokens, 0)
+            first_tokens = shared.num_shared_blocks * block_size
+            prefix_lens = torch.where(shared.num_group_rows > 0, first_tokens, 0)
             groups = TileList(*plan_decode(prefix_lens, tables, block_size, head_dim, least_tiles=0))
         return DecodePlan(TileList(*plan_decode(lens, tables, block_size, head_dim, first_tokens)), groups)
