@@ -129,12 +129,9 @@ class RowParallelLinear(nn.Module):
 
     def _across_ranks(self, x: Tensor) -> PartialSum:
         bias = self.bias if self.tp.rank == 0 else None  # one rank adds it, so that the sum has it once
-        memory = self.tp.memory
-        # The number of tokens alone decides: in two shots a rank updates only its own rows of the residual, so all
-        # sums of a forward pass must be of the same kind.
-        if memory is None or len(x) > memory.max_tokens:
+        buffers = sum_buffers(self.tp, len(x))
+        if buffers is None:
             return PartialSum(self.tp.all_reduced_product(x, self.weight, bias).unsqueeze(0))
-        buffers = memory.next_buffers(len(x))
         if bias is None:
             torch.mm(x, self.weight.t(), out=buffers.input)
         else:
@@ -148,6 +145,17 @@ class RowParallelLinear(nn.Module):
             return 1
         num_splits = 4 if len(self.weight) < 4096 else 2
         return num_splits if x.shape[1] % (8 * num_splits) == 0 else 1
+
+
+def sum_buffers(tp: TensorParallel, num_tokens: int) -> SymmetricBuffers | None:
+    """Return where the ranks leave their partial sums if the next norm is to all-reduce them; None if NCCL is to.
+
+    The number of tokens alone decides: in two shots a rank updates only its own rows of the residual, so all sums of a
+    forward pass must be of the same kind.
+    """
+    if tp.memory is None or num_tokens > tp.memory.max_tokens:
+        return None
+    return tp.memory.next_buffers(num_tokens)
 
 
 def check_shape(full: Tensor, expected: tuple[int, ...]) -> None:
