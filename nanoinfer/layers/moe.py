@@ -1,0 +1,173 @@
+"""The mixture-of-experts MLP (Shazeer et al. 2017): a router sends each token to a few of many SwiGLU experts.
+
+Under tensor parallelism every rank holds a share of the inner size of every expert, so all ranks do equal work however
+the tokens are spread over the experts.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.layers.activation import silu_and_mul
+from nanoinfer.layers.linear import PartialSum, check_shape, sum_buffers
+
+# Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a
+# vector of its own until they are added up, half a gigabyte in all for a hidden size of 2048.
+MAX_PAIRS = 2**17
+
+
+class Routing(NamedTuple):
+    """Says which experts compute each token."""
+
+    expert_ids: (
+        Tensor  # (num_tokens, num_experts_per_tok) int32; num_experts, that is none, for a token without experts
+    )
+    weights: Tensor  # (num_tokens, num_experts_per_tok) float32: what each expert's result is multiplied by
+
+
+@triton_on_cuda("nanoinfer.kernels.moe_routing")
+def route(
+    logits: Tensor, num_experts_per_tok: int, norm_topk_prob: bool, row_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Choose the likeliest experts of each token, in order; of equally likely ones, those of the lowest ids.
+
+    Returns their ids and weights, as `Routing` has them.
+
+    logits: (num_tokens, num_experts). norm_topk_prob: whether the weights of a token are made to sum to 1.
+    row_mask: (num_tokens,) bool, False for rows without a token (padding), which get no experts.
+    A token whose logits have a NaN gets experts that exist, and NaN as their weights.
+    """
+    probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    weights, expert_ids = torch.sort(probs, dim=-1, descending=True, stable=True)
+    weights, expert_ids = weights[:, :num_experts_per_tok], expert_ids[:, :num_experts_per_tok].int()
+    if norm_topk_prob:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    if row_mask is not None:
+        no_token = ~row_mask.unsqueeze(1)
+        expert_ids, weights = expert_ids.masked_fill(no_token, logits.shape[1]), weights.masked_fill(no_token, 0.0)
+    return expert_ids, weights
+
+
+@triton_on_cuda("nanoinfer.kernels.moe_experts")
+def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    """Return what each expert of a token adds to it, (num_experts_per_tok, num_tokens, hidden_size), weighted.
+
+    hidden: (num_tokens, hidden_size). expert_ids, weights: see Routing; a token without experts gets zeros.
+    gate_up: (num_experts, 2 * inner_size, hidden_size), gate before up. down: (num_experts, hidden_size, inner_size).
+    """
+    num_tokens, num_experts_per_tok = expert_ids.shape
+    terms = hidden.new_zeros(num_experts_per_tok, num_tokens, hidden.shape[1])
+    for expert in expert_ids[expert_ids < len(gate_up)].unique().tolist():
+        token, choice = (expert_ids == expert).nonzero(as_tuple=True)
+        result = F.linear(silu_and_mul(F.linear(hidden[token], gate_up[expert])), down[expert])
+        terms[choice, token] = (result * weights[token, choice].unsqueeze(1)).to(terms.dtype)
+    return terms
+
+
+class Router(nn.Module):
+    """Scores the experts for each token. All ranks hold all of it, and route alike: their tokens have equal bits."""
+
+    def __init__(self, hidden_size: int, num_experts: int, num_experts_per_tok: int, norm_topk_prob: bool) -> None:
+        super().__init__()
+        assert 0 < num_experts_per_tok <= num_experts, f"{num_experts_per_tok} of {num_experts} experts for each token"
+        self.num_experts_per_tok = num_experts_per_tok
+        self.norm_topk_prob = norm_topk_prob
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
+
+    def forward(self, hidden: Tensor, row_mask: Tensor | None) -> Routing:
+        logits = F.linear(hidden, self.weight)
+        return Routing(*route(logits, self.num_experts_per_tok, self.norm_topk_prob, row_mask))
+
+
+class PackedExperts(nn.Module):
+    """Holds this rank's share of one or two projections of all experts, packed in one weight.
+
+    parts: the names of the projections. A shard is named by expert and part, such as "7.gate".
+    full_shape: the shape of one projection of one expert. split_dim: the dimension of it that the ranks split.
+    """
+
+    def __init__(
+        self, num_experts: int, parts: tuple[str, ...], full_shape: tuple[int, int], split_dim: int, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.parts = parts
+        self.full_shape = full_shape
+        self.split_dim = split_dim
+        shape = list(full_shape)
+        shape[split_dim] = tp.shard_size(full_shape[split_dim], "inner size of an expert")
+        self.part_size = shape[0]
+        self.weight = nn.Parameter(torch.empty(num_experts, len(parts) * self.part_size, shape[1]), requires_grad=False)
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        return tuple(f"{expert}.{part}" for expert in range(len(self.weight)) for part in self.parts)
+
+    def weight_loader(self, param: Tensor, full: Tensor, shard: str) -> None:
+        check_shape(full, self.full_shape)
+        expert, _, part = shard.partition(".")
+        place = param[int(expert)].narrow(0, self.parts.index(part) * self.part_size, self.part_size)
+        place.copy_(self.tp.shard(full, self.split_dim))
+
+
+class Experts(nn.Module):
+    """The experts' weights, under the names that checkpoints give them."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, tp: TensorParallel) -> None:
+        super().__init__()
+        # (num_experts, 2 * local inner size, hidden_size) and (num_experts, hidden_size, local inner size)
+        self.gate_up_proj = PackedExperts(num_experts, ("gate", "up"), (intermediate_size, hidden_size), 0, tp)
+        self.down_proj = PackedExperts(num_experts, ("down",), (hidden_size, intermediate_size), 1, tp)
+
+    def forward(self, hidden: Tensor, routing: Routing) -> Tensor:
+        """Return terms to be added up, (num_terms, num_tokens, hidden_size): one for each choice, or their sum."""
+        max_tokens = max(1, MAX_PAIRS // routing.expert_ids.shape[1])
+        weights = self.gate_up_proj.weight, self.down_proj.weight
+        if len(hidden) <= max_tokens:
+            return expert_mlp(hidden, *weights, *routing)
+        total = torch.empty_like(hidden)
+        slices = (tensor.split(max_tokens) for tensor in (hidden, *routing, total))
+        for some, expert_ids, pair_weights, out in zip(*slices, strict=True):
+            torch.sum(expert_mlp(some, *weights, expert_ids, pair_weights), 0, out=out)
+        return total.unsqueeze(0)
+
+
+class SparseMoE(nn.Module):
+    """The MLP of a layer with experts.
+
+    The terms of a token's experts are left to the next norm to add up: it reads them once, as a kernel between would,
+    and that kernel is saved. Several ranks add up their own first, to exchange one sum for each token.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        norm_topk_prob: bool,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.gate = Router(hidden_size, num_experts, num_experts_per_tok, norm_topk_prob)
+        self.experts = Experts(hidden_size, intermediate_size, num_experts, tp)
+
+    def forward(self, hidden: Tensor, row_mask: Tensor | None = None) -> PartialSum:
+        """(num_tokens, hidden_size) -> the same, to be added up by the next norm.
+
+        row_mask: (num_tokens,) bool, False for rows without a token, such as the padding of a CUDA graph. No expert is
+        read for them, and their sums are zero. None: all rows have tokens.
+        """
+        terms = self.experts(hidden, self.gate(hidden, row_mask))
+        if self.tp.size == 1:
+            return PartialSum(terms)
+        buffers = sum_buffers(self.tp, len(hidden))
+        if buffers is None:
+            return PartialSum(self.tp.all_reduce(terms.sum(0)).unsqueeze(0))
+        torch.sum(terms, 0, out=buffers.input)
+        return PartialSum(buffers.input.unsqueeze(0), buffers)
