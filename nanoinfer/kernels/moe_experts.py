@@ -1,0 +1,265 @@
+"""The experts' MLPs as two grouped matrix products. Twin: `layers/moe.py`.
+
+The pairs of a token and an expert are sorted into tiles of one expert each (`moe_routing.py`), and each product is one
+kernel over tiles and columns. Rows are gathered where they are read, and nothing is copied into order.
+
+- Decode is bound by reading the weights of the chosen experts. Most experts then have few tokens: one tile of 16 rows,
+  so that each weight is read once. The columns are cut so narrow that one token keeps all multiprocessors busy.
+- Prefill is bound by the tensor cores, and has tiles of 128 rows.
+- SwiGLU is computed where gate and up are: each program has a column of the gate next to the same column of up, so that
+  one thread holds both.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.moe_routing import plan_tiles
+from nanoinfer.kernels.paged_decode_attention import has_large_shared_memory
+from nanoinfer.kernels.programmatic_launch import overlap_options
+
+
+@triton.jit
+def _tile_product(
+    x_ptr,
+    weight_ptr,
+    x_rows,
+    is_pair,
+    weight_rows,
+    x_row_stride,
+    num_rows: tl.constexpr,  # of the weight
+    depth: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Return x W^T in float32 for a few rows of both, (len(x_rows), len(weight_rows))."""
+    k = tl.arange(0, DEPTH)
+    x_ptrs = x_ptr + x_rows.to(tl.int64)[:, None] * x_row_stride + k[None, :]
+    weight_ptrs = weight_ptr + weight_rows[None, :] * depth + k[:, None]
+    is_row = weight_rows < num_rows
+    acc = tl.zeros((x_rows.shape[0], weight_rows.shape[0]), tl.float32)
+    for start in tl.range(0, depth, DEPTH, num_stages=STAGES):
+        if depth % DEPTH == 0:
+            x = tl.load(x_ptrs + start, mask=is_pair[:, None], other=0.0)
+            weight = tl.load(weight_ptrs + start, mask=is_row[None, :], other=0.0)
+        else:
+            is_inside = start + k < depth
+            x = tl.load(x_ptrs + start, mask=is_pair[:, None] & is_inside[None, :], other=0.0)
+            weight = tl.load(weight_ptrs + start, mask=is_row[None, :] & is_inside[:, None], other=0.0)
+        acc = tl.dot(x, weight, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _gate_up_kernel(
+    x_ptr,
+    weight_ptr,
+    pairs_ptr,
+    tile_experts_ptr,
+    num_tiles_ptr,
+    out_ptr,
+    x_row_stride,
+    num_pairs,
+    num_choices: tl.constexpr,
+    num_experts: tl.constexpr,
+    hidden_size: tl.constexpr,
+    inner_size: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of gate and up together
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    tile = tl.program_id(1)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if tile >= tl.load(num_tiles_ptr):
+        return
+    expert = tl.load(tile_experts_ptr + tile)
+    if expert == num_experts:
+        return
+    pair = tl.load(pairs_ptr + tile * ROWS + tl.arange(0, ROWS))
+    is_pair = pair < num_pairs
+    line = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # a column of the gate, the same column of up, and so on
+    acc = _tile_product(
+        x_ptr,
+        weight_ptr + expert.to(tl.int64) * (2 * inner_size * hidden_size),
+        pair // num_choices,
+        is_pair,
+        line // 2 + line % 2 * inner_size,
+        x_row_stride,
+        2 * inner_size,
+        hidden_size,
+        DEPTH,
+        STAGES,
+    )
+    dtype = out_ptr.dtype.element_ty
+    gate, up = tl.split(tl.reshape(acc, (ROWS, COLUMNS // 2, 2)))
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)  # rounded as two products would leave them
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    column = tl.program_id(0) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+    out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * inner_size + column[None, :]
+    tl.store(out_ptrs, (silu * up).to(dtype), mask=is_pair[:, None] & (column < inner_size)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _down_kernel(
+    x_ptr,
+    weight_ptr,
+    pairs_ptr,
+    tile_experts_ptr,
+    num_tiles_ptr,
+    pair_weights_ptr,
+    out_ptr,
+    num_pairs,
+    num_choices: tl.constexpr,
+    num_experts: tl.constexpr,
+    inner_size: tl.constexpr,
+    hidden_size: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    tile = tl.program_id(1)
+    # The kernel before began when the plan was complete, so it is there before that kernel is done.
+    if tile >= tl.load(num_tiles_ptr):
+        return
+    expert = tl.load(tile_experts_ptr + tile)
+    pair = tl.load(pairs_ptr + tile * ROWS + tl.arange(0, ROWS))
+    is_pair = pair < num_pairs
+    pair_weight = tl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    out_row = (pair % num_choices).to(tl.int64) * (num_pairs // num_choices) + pair // num_choices
+    out_ptrs = out_ptr + out_row[:, None] * hidden_size + column[None, :]
+    out_mask = is_pair[:, None] & (column < hidden_size)[None, :]
+    dtype = out_ptr.dtype.element_ty
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if expert == num_experts:
+        tl.store(out_ptrs, tl.zeros((ROWS, COLUMNS), dtype), mask=out_mask)
+        return
+    acc = _tile_product(
+        x_ptr,
+        weight_ptr + expert.to(tl.int64) * (hidden_size * inner_size),
+        pair,
+        is_pair,
+        column,
+        inner_size,
+        hidden_size,
+        inner_size,
+        DEPTH,
+        STAGES,
+    )
+    tl.store(out_ptrs, (acc * pair_weight[:, None]).to(dtype), mask=out_mask)
+
+
+class Tiling(NamedTuple):
+    """How a grouped product is cut: the tile of a program, and how much of it is read ahead."""
+
+    rows: int  # pairs
+    columns: int  # rows of the weight
+    depth: int  # of the inner dimension, at a time
+    stages: int
+    warps: int
+
+
+def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    """Return what each expert of a token adds to it, (num_experts_per_tok, num_tokens, hidden_size), weighted.
+
+    hidden: (num_tokens, hidden_size), rows contiguous. expert_ids, weights: from `route`.
+    gate_up: (num_experts, 2 * inner_size, hidden_size), gate before up. down: (num_experts, hidden_size, inner_size).
+    Both contiguous. The host does not wait for the device, so a CUDA graph can capture this.
+    """
+    num_tokens, num_choices = expert_ids.shape
+    num_experts, hidden_size, inner_size = down.shape
+    for name, tensor in (("gate_up", gate_up), ("down", down), ("expert_ids", expert_ids), ("weights", weights)):
+        assert tensor.is_contiguous(), f"{name} must be contiguous, strides {tensor.stride()}"
+    assert hidden.stride(1) == 1, f"the rows of hidden must be contiguous, strides {hidden.stride()}"
+    num_pairs = expert_ids.numel()
+    gated = hidden.new_empty(num_pairs, inner_size)
+    out = hidden.new_empty(num_choices, num_tokens, hidden_size)
+    if num_pairs == 0:
+        return out
+    rows = tile_rows(num_pairs, num_experts, hidden.dtype)
+    plan = plan_tiles(expert_ids, num_experts, rows)
+    num_slots = len(plan.tile_experts)
+    options = overlap_options(hidden.device)
+    tiling = choose_tiling(rows, num_slots, 2 * inner_size, hidden.dtype, hidden.device)
+    _gate_up_kernel[(triton.cdiv(2 * inner_size, tiling.columns), num_slots)](
+        hidden,
+        gate_up,
+        *plan,
+        gated,
+        hidden.stride(0),
+        num_pairs,
+        num_choices=num_choices,
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        inner_size=inner_size,
+        ROWS=rows,
+        COLUMNS=tiling.columns,
+        DEPTH=tiling.depth,
+        STAGES=tiling.stages,
+        num_warps=tiling.warps,
+        **options,
+    )
+    tiling = choose_tiling(rows, num_slots, hidden_size, hidden.dtype, hidden.device)
+    _down_kernel[(triton.cdiv(hidden_size, tiling.columns), num_slots)](
+        gated,
+        down,
+        *plan,
+        weights,
+        out,
+        num_pairs,
+        num_choices=num_choices,
+        num_experts=num_experts,
+        inner_size=inner_size,
+        hidden_size=hidden_size,
+        ROWS=rows,
+        COLUMNS=tiling.columns,
+        DEPTH=tiling.depth,
+        STAGES=tiling.stages,
+        num_warps=tiling.warps,
+        **options,
+    )
+    return out
+
+
+def tile_rows(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
+    """Return how many pairs a tile has: twice what an expert gets on average, so that most experts have one tile."""
+    if dtype == torch.float32:
+        return 16
+    return min(128, max(16, triton.next_power_of_2(2 * num_pairs // num_experts)))
+
+
+def choose_tiling(rows: int, num_tiles: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tiling:
+    """Return how to cut a product of `num_tiles` tiles of rows with `num_columns` columns.
+
+    What is read ahead has to fit into shared memory, and the sums into registers.
+    """
+    if dtype == torch.float32:  # for comparisons: tensor cores would round it
+        return Tiling(rows, 64, 32, 2, 4)
+    is_hopper_sized = has_large_shared_memory(device)
+    if rows == 128:
+        return Tiling(rows, 256 if is_hopper_sized else 128, 64, 4, 8)
+    if rows == 64:
+        return Tiling(rows, 128, 64, 4 if is_hopper_sized else 3, 4)
+    # Too few programs cannot ask for enough bytes at a time to fill the memory's bandwidth.
+    few = num_tiles * triton.cdiv(num_columns, 64) < num_multiprocessors(device)
+    return Tiling(rows, 32 if few else 64, 128, 4, 4)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors the device has; for Triton's interpreter, a few."""
+    if device.type != "cuda":
+        return 8
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,177 @@
+"""Routing of a mixture of experts: which experts each token goes to, and which tokens each expert gets.
+
+A pair is a token and one of its experts. Its id is token * num_experts_per_tok + choice. `plan_tiles` sorts the pairs
+by expert and cuts them into tiles of one expert each. Only the device learns how many tiles there are. A kernel over
+tiles is launched for the most that there can be, and the programs that have none exit.
+
+Twin of `route`: `layers/moe.py`.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.programmatic_launch import overlap_options
+
+MIN_CHUNK, MAX_CHUNK = 128, 2048  # pairs that a program sorts at a time
+MIN_BINS = 32  # of a histogram: one for each thread of a warp
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    row_mask_ptr,  # None: all rows have tokens
+    expert_ids_ptr,
+    weights_ptr,
+    logits_row_stride,
+    num_experts: tl.constexpr,
+    num_choices: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    EXPERTS: tl.constexpr,  # num_experts, padded
+    CHOICES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    choice = tl.arange(0, CHOICES)
+    is_expert = expert < num_experts
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    logits_ptrs = logits_ptr + row.to(tl.int64) * logits_row_stride + expert
+    logits = tl.load(logits_ptrs, mask=is_expert, other=float("-inf")).to(tl.float32)
+    exps = tl.exp(logits - tl.max(logits, axis=0))
+    probs = exps / tl.sum(exps, axis=0)
+    # One NaN makes all of them NaN. They still have to be ordered, and experts that do not exist come last.
+    left = tl.where(is_expert, tl.where(probs == probs, probs, 0.0), -1.0)
+    ids = tl.zeros((CHOICES,), tl.int32)
+    weights = tl.zeros((CHOICES,), tl.float32)
+    for index in tl.static_range(num_choices):
+        best = tl.argmax(left, axis=0)  # of equal ones the first
+        ids = tl.where(choice == index, best, ids)
+        weights = tl.where(choice == index, tl.sum(tl.where(expert == best, probs, 0.0), axis=0), weights)
+        left = tl.where(expert == best, -1.0, left)
+    if NORMALISED:
+        weights /= tl.sum(weights, axis=0)
+    if row_mask_ptr is not None:
+        has_token = tl.load(row_mask_ptr + row)
+        ids = tl.where(has_token, ids, num_experts)
+        weights = tl.where(has_token, weights, 0.0)
+    tl.store(expert_ids_ptr + row * num_choices + choice, ids, mask=choice < num_choices)
+    tl.store(weights_ptr + row * num_choices + choice, weights, mask=choice < num_choices)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _plan_kernel(
+    expert_ids_ptr,
+    pairs_ptr,
+    tile_experts_ptr,
+    num_tiles_ptr,
+    num_pairs,
+    num_experts: tl.constexpr,
+    TILE: tl.constexpr,
+    BINS: tl.constexpr,  # num_experts, padded
+    CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """List the pairs of one expert per program, after those of the experts before it. The last has pairs of none."""
+    expert = tl.program_id(0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    counts = tl.zeros((BINS,), tl.int32)
+    for first in range(0, num_pairs, CHUNK):
+        pair = first + tl.arange(0, CHUNK)
+        ids = tl.load(expert_ids_ptr + pair, mask=pair < num_pairs, other=num_experts)
+        counts += tl.histogram(ids, BINS, mask=ids < num_experts)
+    bins = tl.arange(0, BINS)
+    first_tile = tl.sum(tl.where(bins < expert, tl.cdiv(counts, TILE), 0), axis=0)
+    count = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
+    if expert == num_experts:
+        count = num_pairs - tl.sum(counts, axis=0)
+    num_tiles = tl.cdiv(count, TILE)
+    if expert == num_experts:
+        tl.store(num_tiles_ptr, first_tile + num_tiles)
+    for first in range(0, num_tiles, CHUNK):
+        tile = first + tl.arange(0, CHUNK)
+        tl.store(tile_experts_ptr + first_tile + tile, tl.zeros_like(tile) + expert, mask=tile < num_tiles)
+    padding = count + tl.arange(0, TILE)
+    end = num_tiles * TILE
+    tl.store(pairs_ptr + first_tile * TILE + padding, tl.zeros_like(padding) + num_pairs, mask=padding < end)
+    position = first_tile * TILE
+    if count > 0:
+        for first in range(0, num_pairs, CHUNK):
+            pair = first + tl.arange(0, CHUNK)
+            ids = tl.load(expert_ids_ptr + pair, mask=pair < num_pairs, other=-1)
+            is_mine = (ids == expert).to(tl.int32)
+            tl.store(pairs_ptr + position + tl.cumsum(is_mine, axis=0) - 1, pair, mask=is_mine != 0)
+            position += tl.sum(is_mine, axis=0)
+
+
+class TilePlan(NamedTuple):
+    """Lists the pairs of a token and an expert by expert, in tiles of equal size."""
+
+    pairs: Tensor  # (max_tiles * tile_size,) int32: the pairs of each tile; beyond its last pair, num_pairs
+    tile_experts: Tensor  # (max_tiles,) int32: the expert of each tile; num_experts for pairs without an expert
+    num_tiles: Tensor  # (1,) int32: what lies beyond is undefined
+
+
+def route(
+    logits: Tensor, num_experts_per_tok: int, norm_topk_prob: bool, row_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the ids of each token's experts, int32, and their weights, float32: (num_tokens, num_experts_per_tok).
+
+    logits: (num_tokens, num_experts), rows contiguous. row_mask: (num_tokens,) bool, False for rows that get no
+    experts: the id num_experts, and weights of 0.
+    """
+    num_rows, num_experts = logits.shape
+    assert logits.stride(1) == 1, f"the rows of logits must be contiguous, strides {logits.stride()}"
+    expert_ids = logits.new_empty((num_rows, num_experts_per_tok), dtype=torch.int32)
+    weights = logits.new_empty((num_rows, num_experts_per_tok), dtype=torch.float32)
+    if num_rows > 0:
+        _route_kernel[(num_rows,)](
+            logits,
+            row_mask,
+            expert_ids,
+            weights,
+            logits.stride(0),
+            num_experts=num_experts,
+            num_choices=num_experts_per_tok,
+            NORMALISED=norm_topk_prob,
+            EXPERTS=triton.next_power_of_2(num_experts),
+            CHOICES=triton.next_power_of_2(num_experts_per_tok),
+            num_warps=1,
+            **overlap_options(logits.device),
+        )
+    return expert_ids, weights
+
+
+def max_tiles(num_pairs: int, num_experts: int, tile_size: int) -> int:
+    """Return the most tiles that there can be: the pairs without an expert, if any, have tiles of their own.
+
+    The first pair of each expert opens a tile, and so does every further `tile_size` of its pairs.
+    """
+    num_opened = min(num_pairs, num_experts + 1)
+    return num_opened + (num_pairs - num_opened) // tile_size
+
+
+def plan_tiles(expert_ids: Tensor, num_experts: int, tile_size: int) -> TilePlan:
+    """Sort all pairs by expert into tiles. expert_ids: as `route` returns them, contiguous."""
+    num_pairs = expert_ids.numel()
+    num_slots = max_tiles(num_pairs, num_experts, tile_size)
+    plan = TilePlan(*(expert_ids.new_empty(size) for size in (num_slots * tile_size, num_slots, 1)))
+    _plan_kernel[(num_experts + 1,)](
+        expert_ids,
+        *plan,
+        num_pairs,
+        num_experts=num_experts,
+        TILE=tile_size,
+        BINS=max(MIN_BINS, triton.next_power_of_2(num_experts)),
+        CHUNK=min(MAX_CHUNK, max(MIN_CHUNK, triton.next_power_of_2(num_pairs))),
+        num_warps=4,
+        **overlap_options(expert_ids.device),
+    )
+    return plan
