@@ -1,0 +1,208 @@
+"""The mixture-of-experts kernels in Triton's interpreter, on the CPU, against their twins. On a GPU: tests/gpu."""
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoinfer.layers import moe
+
+triton = pytest.importorskip("triton")
+
+from nanoinfer.kernels import moe_experts as expert_kernels  # noqa: E402
+from nanoinfer.kernels import moe_routing as routing_kernels  # noqa: E402
+from nanoinfer.kernels.moe_routing import max_tiles, plan_tiles  # noqa: E402
+from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
+
+CPU = torch.device("cpu")
+NAN = float("nan")
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize(("twin", "kernels"), [(moe.route, routing_kernels), (moe.expert_mlp, expert_kernels)])
+def test_on_cuda_the_layer_runs_the_kernel_of_its_name_with_its_parameters(
+    twin: Callable[..., object], kernels: ModuleType
+) -> None:
+    kernel = getattr(kernels, twin.__name__)
+    assert inspect.getclosurevars(twin).nonlocals["on_cuda"]() is kernel
+    assert inspect.signature(kernel) == inspect.signature(twin)
+
+
+# --- route ---
+
+
+def assert_equal_routing(logits: Tensor, num_choices: int, norm: bool, mask: Tensor | None = None) -> None:
+    ids, weights = routing_kernels.route(logits, num_choices, norm, mask)
+    expected_ids, expected = moe.route(logits, num_choices, norm, mask)
+    assert ids.dtype == torch.int32
+    assert torch.equal(ids, expected_ids)
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_choices", "norm"),
+    [(8, 2, True), (128, 8, True), (60, 4, False), (5, 1, False), (1, 1, True), (6, 6, False)],
+)
+def test_route_equals_its_twin(num_experts: int, num_choices: int, norm: bool) -> None:
+    logits = 3 * randn(6, num_experts)
+    assert_equal_routing(logits, num_choices, norm)
+    assert_equal_routing(logits.half(), num_choices, norm, torch.tensor([True, False, True, True, True, False]))
+    assert_equal_routing(torch.cat([logits, logits], dim=1)[:, :num_experts], num_choices, norm)
+
+
+def test_route_takes_equal_logits_by_their_ids() -> None:
+    logits = torch.randint(0, 3, (20, 12), generator=torch.Generator().manual_seed(0)).float()
+    assert_equal_routing(logits, 5, True)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, in the interpreter
+def test_route_gives_rows_of_nan_and_infinities_experts_that_exist() -> None:
+    logits = randn(6, 5)
+    logits[0, 2] = logits[1] = NAN
+    logits[2, 3] = float("inf")
+    logits[3] = float("-inf")
+    logits[4, 1:] = float("-inf")  # one expert is certain, the others impossible
+    assert_equal_routing(logits, 3, True)
+    ids, weights = routing_kernels.route(logits, 3, True)
+    assert ((ids >= 0) & (ids < 5)).all()
+    assert weights[:4].isnan().all()
+    assert weights[4].tolist() == [1.0, 0.0, 0.0]
+
+
+# --- plan_tiles ---
+
+
+def random_ids(num_tokens: int, num_experts: int, num_choices: int, share_of_padding: float = 0.0) -> Tensor:
+    generator = torch.Generator().manual_seed(num_tokens)
+    ids = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :num_choices].int()
+    padding = torch.rand(num_tokens, 1, generator=generator) < share_of_padding
+    return ids.masked_fill(padding, num_experts).contiguous()
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("share_of_padding", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_choices", "tile_size"),
+    [(1, 8, 2, 16), (1, 1, 1, 16), (19, 40, 8, 16), (50, 3, 2, 32), (400, 20, 6, 128)],
+)
+def test_a_plan_has_every_pair_once_in_a_tile_of_its_expert(
+    num_tokens: int, num_experts: int, num_choices: int, tile_size: int, share_of_padding: float
+) -> None:
+    ids = random_ids(num_tokens, num_experts, num_choices, share_of_padding)
+    plan = plan_tiles(ids, num_experts, tile_size)
+    num_tiles = int(plan.num_tiles)
+    counts = ids.flatten().bincount()
+    assert num_tiles == int((-(-counts // tile_size)).sum())
+    assert num_tiles <= len(plan.tile_experts) == max_tiles(ids.numel(), num_experts, tile_size)
+    pairs, tile_experts = plan.pairs[: num_tiles * tile_size], plan.tile_experts[:num_tiles]
+    is_pair = pairs < ids.numel()
+    assert torch.equal(pairs[is_pair], ids.flatten().sort(stable=True).indices.int())
+    assert (pairs[~is_pair] == ids.numel()).all()
+    experts = tile_experts.repeat_interleave(tile_size)
+    assert torch.equal(experts[is_pair], ids.flatten()[pairs[is_pair].long()])
+    assert is_pair.view(-1, tile_size)[:, 0].all(), "no tile is empty"
+
+
+@loops_are_interpreted
+def test_the_most_tiles_are_needed_when_each_expert_has_one_pair_and_one_has_the_rest() -> None:
+    ids = torch.tensor([0, 1, 2, 3, *[3] * 32]).int().unsqueeze(1)  # 3 is no expert: there are three
+    assert int(plan_tiles(ids, 3, 16).num_tiles) == max_tiles(36, 3, 16) == 4 + 2
+    assert max_tiles(8, 128, 16) == 8
+    assert max_tiles(0, 128, 16) == 0
+
+
+# --- expert_mlp ---
+
+
+def weights_of(num_experts: int, hidden_size: int, inner_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    gate_up = randn(num_experts, 2 * inner_size, hidden_size, seed=1) / hidden_size**0.5
+    return gate_up.to(dtype), (randn(num_experts, hidden_size, inner_size, seed=2) / inner_size**0.5).to(dtype)
+
+
+def assert_equal_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, pair_weights: Tensor) -> Tensor:
+    actual = expert_kernels.expert_mlp(x, gate_up, down, ids, pair_weights)
+    expected = moe.expert_mlp(x, gate_up, down, ids, pair_weights)
+    assert actual.dtype == x.dtype
+    tolerance = 8 * torch.finfo(x.dtype).eps
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    return actual
+
+
+CASES = [  # tokens, experts, choices, hidden size, inner size: the tiles have 16 rows, but in the last two
+    (1, 8, 2, 96, 80),
+    (5, 5, 1, 64, 48),
+    (3, 10, 8, 32, 24),
+    (20, 6, 2, 200, 33),
+    (40, 3, 2, 40, 72),
+    (150, 2, 1, 72, 40),
+]
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "num_choices", "hidden_size", "inner_size"), CASES)
+def test_expert_mlp_equals_its_twin(
+    num_tokens: int, num_experts: int, num_choices: int, hidden_size: int, inner_size: int, dtype: torch.dtype
+) -> None:
+    x = randn(num_tokens, hidden_size + 8, dtype=dtype)[:, :hidden_size]  # rows out of wider ones
+    weights = weights_of(num_experts, hidden_size, inner_size, dtype)
+    ids = random_ids(num_tokens, num_experts, num_choices, share_of_padding=0.2)
+    assert_equal_mlp(x, *weights, ids, torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)))
+
+
+def test_the_cases_reach_all_sizes_of_tiles() -> None:
+    rows = {expert_kernels.tile_rows(case[0] * case[2], case[1], torch.float16) for case in CASES}
+    assert rows >= {16, 64, 128}
+    assert expert_kernels.tile_rows(256 * 8, 128, torch.float16) == 32
+
+
+@loops_are_interpreted
+def test_one_expert_takes_all_tokens_and_the_others_are_not_read() -> None:
+    x, (gate_up, down) = randn(20, 32), weights_of(4, 32, 24, torch.float32)
+    gate_up[[0, 1, 3]] = down[[0, 1, 3]] = NAN
+    ids = torch.full((20, 1), 2, dtype=torch.int32)
+    assert assert_equal_mlp(x, gate_up, down, ids, torch.ones(20, 1)).isfinite().all()
+
+
+@loops_are_interpreted
+def test_rows_without_experts_get_zeros_whatever_they_hold() -> None:
+    x, weights = randn(20, 32), weights_of(4, 32, 24, torch.float32)
+    x[::2] = NAN
+    mask = torch.arange(20) % 2 == 1
+    ids, pair_weights = routing_kernels.route(randn(20, 4), 2, True, mask)
+    out = assert_equal_mlp(x, *weights, ids, pair_weights)
+    assert (out[:, ~mask] == 0).all()
+    assert out.isfinite().all()
+
+
+@loops_are_interpreted
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_a_row_with_nan_stays_alone_with_it() -> None:
+    x, weights = randn(6, 32), weights_of(3, 32, 24, torch.float32)
+    x[4, 7] = NAN
+    ids, pair_weights = routing_kernels.route(x @ randn(32, 3), 2, True)
+    out = assert_equal_mlp(x, *weights, ids, pair_weights)
+    assert out[:, 4].isnan().all()
+    assert out[:, [0, 1, 2, 3, 5]].isfinite().all()
+
+
+def test_no_tokens_give_no_rows() -> None:
+    ids, pair_weights = routing_kernels.route(randn(0, 4), 2, True)
+    assert ids.shape == pair_weights.shape == (0, 2)
+    out = expert_kernels.expert_mlp(randn(0, 32), *weights_of(4, 32, 24, torch.float32), ids, pair_weights)
+    assert out.shape == (2, 0, 32)
+
+
+def test_few_tiles_are_cut_into_more_columns() -> None:
+    """The interpreter stands for a GPU of eight multiprocessors."""
+    few, many = (expert_kernels.choose_tiling(16, num_tiles, 128, torch.float16, CPU) for num_tiles in (2, 8))
+    assert (few.columns, many.columns) == (32, 64)
