@@ -234,10 +234,10 @@ def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor
 
 
 def tile_rows(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
-    """Return how many pairs a tile has: twice what an expert gets on average, so that most experts have one tile."""
+    """Return how many pairs a tile has: half more than an expert gets on average, so that most experts have one tile."""
     if dtype == torch.float32:
         return 16
-    return min(128, max(16, triton.next_power_of_2(2 * num_pairs // num_experts)))
+    return min(128, max(16, triton.next_power_of_2(3 * num_pairs // (2 * num_experts))))
 
 
 def choose_tiling(rows: int, num_tiles: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tiling:
@@ -252,9 +252,9 @@ def choose_tiling(rows: int, num_tiles: int, num_columns: int, dtype: torch.dtyp
         return Tiling(rows, 256 if is_hopper_sized else 128, 64, 4, 8)
     if rows == 64:
         return Tiling(rows, 128, 64, 4 if is_hopper_sized else 3, 4)
-    # Too few programs cannot ask for enough bytes at a time to fill the memory's bandwidth.
-    few = num_tiles * triton.cdiv(num_columns, 64) < num_multiprocessors(device)
-    return Tiling(rows, 32 if few else 64, 128, 4, 4)
+    if num_tiles * triton.cdiv(num_columns, 64) < num_multiprocessors(device):
+        return Tiling(rows, 32, 128, 6, 4)  # few programs, which together ask for enough bytes at a time
+    return Tiling(rows, 64, 128, 4, 4)
 
 
 @cache
