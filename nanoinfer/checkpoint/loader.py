@@ -21,8 +21,8 @@ SHOWN = 8  # names listed in a message
 def load_model(model: Any, folder: Path) -> None:
     """Fill every parameter of `model`, an nn.Module, from the safetensors files in `folder`.
 
-    `model.packed_modules_mapping` renames the parts of packed modules, `model.ignored_weights` lists tensors to skip,
-    and a module with a `weight_loader(param, tensor[, shard])` places its own share. Raises ModelError where tensors
+    `model.locate(name)` says which parameter, or shard of one, a tensor fills; `model.ignored_weights` lists tensors to
+    skip; a module with a `weight_loader(param, tensor[, shard])` places its own share. Raises ModelError where tensors
     are missing, left over, or of another shape.
     """
     missing: dict[tuple[str, str | None], tuple[Any, Tensor]] = {}  # parameter and shard -> its module, the parameter
@@ -36,12 +36,9 @@ def load_model(model: Any, folder: Path) -> None:
         seen.add(name)
         if name in model.ignored_weights or name.endswith("rotary_emb.inv_freq"):  # a table that we compute
             continue
-        module_name, _, kind = name.rpartition(".")
-        parent, _, part = module_name.rpartition(".")
-        packed, shard = model.packed_modules_mapping.get(part, (part, None))
-        target = f"{parent}.{packed}.{kind}" if shard else name
+        target, shard = model.locate(name)
         try:
-            parts = {shard: tensor} if shard else _unpack(model, name, tensor)
+            parts = {shard: tensor} if shard else _unpack(model, target, tensor)
             if not all((target, key) in missing for key in parts):
                 left_over.append(name)
                 continue

@@ -34,9 +34,24 @@ class Architecture(Protocol):
     """What reading a config.json needs to know of an architecture; a model class has it."""
 
     # What config.json may leave out, by the values that transformers then takes. Some fields count only for an
-    # architecture that has a default for them here: sliding_window, use_sliding_window, max_window_layers and
-    # partial_rotary_factor.
+    # architecture that has a default for them here: sliding_window, use_sliding_window, max_window_layers,
+    # partial_rotary_factor, and num_experts with all that belongs to it.
     config_defaults: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """Describes the mixture-of-experts MLPs of a model.
+
+    norm_topk_prob: whether the weights of a token's experts are made to sum to 1. is_sparse: whether a layer has
+    experts, by layer; the others have a dense MLP.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int  # of an expert
+    norm_topk_prob: bool
+    is_sparse: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +85,7 @@ class ModelConfig:
     rope: RopeConfig
     rotary_dim: int  # how many dimensions of a head, the first ones, are rotated
     windows: tuple[int | None, ...]  # how many tokens each token attends to, by layer; None for all before it
+    moe: MoEConfig | None = None
 
     @classmethod
     def from_folder(cls, folder: Path, supported: Mapping[str, Architecture]) -> "ModelConfig":
@@ -112,6 +128,7 @@ class ModelConfig:
             rope=_read_rope(raw),
             rotary_dim=_read_rotary_dim(raw, defaults, values["head_dim"]),
             windows=_read_windows(raw, defaults, values["num_hidden_layers"]),
+            moe=_read_moe(raw, values["num_hidden_layers"]) if "num_experts" in defaults else None,
             **values,
         )
         num_kv_heads = config.num_key_value_heads
@@ -138,16 +155,23 @@ class ModelConfig:
 
     def check_tensor_parallel_size(self, size: int) -> None:
         """Raise ConfigError where heads or MLP cannot be split over `size` ranks, with the sizes that would do."""
-        heads, kv_heads, mlp = self.num_attention_heads, self.num_key_value_heads, self.intermediate_size
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        mlps = {}
+        if self.moe is None or not all(self.moe.is_sparse):
+            mlps["intermediate_size"] = self.intermediate_size
+        if self.moe is not None:
+            mlps["moe_intermediate_size"] = self.moe.intermediate_size
 
         def fits(n: int) -> bool:  # ranks may share a KV head
-            return heads % n == 0 and mlp % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+            fit = all(mlp % n == 0 for mlp in mlps.values())
+            return heads % n == 0 and fit and (kv_heads % n == 0 or n % kv_heads == 0)
 
         if not fits(size):
             sizes = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
+            of_mlps = " and ".join(f"{name}={mlp}" for name, mlp in mlps.items())
             raise ConfigError(
                 f"tensor_parallel_size={size} cannot split num_attention_heads={heads}, num_key_value_heads="
-                f"{kv_heads} and intermediate_size={mlp} of this model; use one of {sizes}"
+                f"{kv_heads} and {of_mlps} of this model; use one of {sizes}"
             )
 
 
@@ -204,6 +228,26 @@ def _read_windows(raw: Mapping[str, Any], defaults: Mapping[str, Any], num_layer
             f"{num_layers} layers"
         )
     return tuple(kinds[kind] for kind in layer_types)
+
+
+def _read_moe(raw: Mapping[str, Any], num_layers: int) -> MoEConfig:
+    """Read the sizes of the experts, and which layers have any."""
+    names = ("num_local_experts", "num_experts")  # Mixtral's, and transformers 5's; Qwen's
+    num_experts = _number({"num_experts": next(raw[name] for name in names if raw.get(name))}, "num_experts", int)
+    per_token = _number(raw, "num_experts_per_tok", int)
+    if per_token > num_experts:
+        raise ModelError(f"config.json has num_experts_per_tok={per_token}, more than its num_experts={num_experts}")
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
+        raise ModelError(f"config.json has mlp_only_layers={dense!r:.200}; it must be a list of layers")
+    step = _number(raw, "decoder_sparse_step", int, 1)
+    return MoEConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=per_token,
+        intermediate_size=_number(raw, "moe_intermediate_size", int, raw.get("intermediate_size")),
+        norm_topk_prob=_flag(raw, "norm_topk_prob", False),
+        is_sparse=tuple(index not in dense and (index + 1) % step == 0 for index in range(num_layers)),
+    )
 
 
 def _read_rotary_dim(raw: Mapping[str, Any], defaults: Mapping[str, Any], head_dim: int) -> int:

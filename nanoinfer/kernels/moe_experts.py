@@ -234,7 +234,7 @@ def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor
 
 
 def tile_rows(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
-    """Return how many pairs a tile has: half more than an expert gets on average, so that most experts have one tile."""
+    """Return how many pairs a tile has: half more than an expert gets on average, so most experts have one tile."""
     if dtype == torch.float32:
         return 16
     return min(128, max(16, triton.next_power_of_2(3 * num_pairs // (2 * num_experts))))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.checkpoint.model_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.layers.activation import silu_and_mul
@@ -143,19 +144,11 @@ class SparseMoE(nn.Module):
     and that kernel is saved. Several ranks add up their own first, to exchange one sum for each token.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        num_experts_per_tok: int,
-        norm_topk_prob: bool,
-        tp: TensorParallel,
-    ) -> None:
+    def __init__(self, hidden_size: int, moe: MoEConfig, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
-        self.gate = Router(hidden_size, num_experts, num_experts_per_tok, norm_topk_prob)
-        self.experts = Experts(hidden_size, intermediate_size, num_experts, tp)
+        self.gate = Router(hidden_size, moe.num_experts, moe.num_experts_per_tok, moe.norm_topk_prob)
+        self.experts = Experts(hidden_size, moe.intermediate_size, moe.num_experts, tp)
 
     def forward(self, hidden: Tensor, row_mask: Tensor | None = None) -> PartialSum:
         """(num_tokens, hidden_size) -> the same, to be added up by the next norm.

@@ -7,16 +7,20 @@ from nanoinfer.errors import ModelError
 from nanoinfer.models.decoder import DecoderForCausalLM
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.mistral import MistralForCausalLM
+from nanoinfer.models.mixtral import MixtralForCausalLM
 from nanoinfer.models.phi3 import Phi3ForCausalLM
 from nanoinfer.models.qwen2 import Qwen2ForCausalLM
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
+from nanoinfer.models.qwen3_moe import Qwen3MoeForCausalLM
 
 REGISTRY: dict[str, type[DecoderForCausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
+    "MixtralForCausalLM": MixtralForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
 }
 
 

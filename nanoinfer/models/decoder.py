@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.model_config import ModelConfig, MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel, VocabShard
 from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.attention.backend import AttentionSpec
@@ -20,6 +20,7 @@ from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
+from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 
 
@@ -70,45 +71,58 @@ class DecoderAttention(nn.Module):
 
 
 class DecoderMLP(nn.Module):
+    """The dense MLP. It computes padding rows too, which cost nothing beside the weights."""
+
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         hidden_size, intermediate_size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, intermediate_size, bias=bias, tp=tp)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, tp=tp)
 
-    def forward(self, hidden: Tensor) -> PartialSum:
+    def forward(self, hidden: Tensor, _row_mask: Tensor | None = None) -> PartialSum:
         return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
 
 
 class DecoderLayer(nn.Module):
-    """One layer. Each norm adds to the residual stream what came before it, then normalises."""
+    """One layer. Each norm adds to the residual stream what came before it, then normalises.
+
+    window: how many tokens each token attends to, or None for all. moe: its experts; None for a dense MLP.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         spec: DecoderSpec,
         window: int | None,
+        moe: MoEConfig | None,
         rotary_emb: RotaryEmbedding,
         backends: AttentionBackends,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
         self.self_attn = DecoderAttention(config, spec, window, rotary_emb, backends, tp)
-        self.mlp = DecoderMLP(config, tp)
+        self.mlp: nn.Module = DecoderMLP(config, tp) if moe is None else SparseMoE(config.hidden_size, moe, tp)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, positions: Tensor, hidden: PartialSum | None, residual: Tensor, cache: LayerCache, metadata: Metadata
+        self,
+        positions: Tensor,
+        hidden: PartialSum | None,
+        residual: Tensor,
+        cache: LayerCache,
+        metadata: Metadata,
+        row_mask: Tensor | None,
     ) -> tuple[PartialSum, Tensor]:
         """Return what this layer's MLP adds to the residual stream, and the stream.
 
-        hidden: what the layer before adds; None in the first. residual: (num_tokens, hidden_size).
+        hidden: what the layer before adds; None in the first. residual: (num_tokens, hidden_size). row_mask:
+        (num_tokens,) bool, False where a row is padding, for which no expert is read; None if there are no experts.
         """
         normed, residual = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(positions, normed, cache, metadata)
         normed, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(normed), residual
+        return self.mlp(normed, row_mask), residual
 
 
 class Decoder(nn.Module):
@@ -124,15 +138,21 @@ class Decoder(nn.Module):
         rotary_emb = RotaryEmbedding(config, max_positions)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
         # A window that no sequence outgrows is none.
-        windows = (window if window and window < max_positions else None for window in config.windows)
-        self.layers = nn.ModuleList(DecoderLayer(config, spec, window, rotary_emb, backends, tp) for window in windows)
+        windows = [window if window and window < max_positions else None for window in config.windows]
+        has_experts = config.moe.is_sparse if config.moe else (False,) * len(windows)
+        self.has_experts = any(has_experts)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, spec, window, config.moe if sparse else None, rotary_emb, backends, tp)
+            for window, sparse in zip(windows, has_experts, strict=True)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
         residual = self.embed_tokens(token_ids)  # (num_tokens, hidden_size)
         hidden: PartialSum | None = None
+        row_mask = metadata.slot_mapping >= 0 if self.has_experts else None
         for index, layer in enumerate(self.layers):
-            hidden, residual = layer(positions, hidden, residual, kv_cache.layer(index), metadata)
+            hidden, residual = layer(positions, hidden, residual, kv_cache.layer(index), metadata, row_mask)
         normed, _ = self.norm(hidden, residual)
         return normed
 
@@ -148,8 +168,10 @@ class DecoderForCausalLM(nn.Module):
 
     spec: ClassVar[DecoderSpec]
     config_defaults: ClassVar[Mapping[str, Any]]
+    # Name of a module in the checkpoint -> ours, where they differ.
+    renamed_modules: ClassVar[Mapping[str, str]] = {}
     # Name in the checkpoint -> (our packed module, the shard of it that the weight fills).
-    packed_modules_mapping: ClassVar[dict[str, tuple[str, str]]] = {
+    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
         "v_proj": ("qkv_proj", "v"),
@@ -167,6 +189,17 @@ class DecoderForCausalLM(nn.Module):
         self.ignored_weights = ("lm_head.weight",) if config.tie_word_embeddings else ()
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def locate(self, name: str) -> tuple[str, str | None]:
+        """Return which parameter a checkpoint's tensor belongs to, and which shard of it; None where it is whole.
+
+        All experts of a layer are packed in one parameter, so that "experts.7.gate_proj.weight" is the shard "7.gate".
+        """
+        *path, part, kind = (self.renamed_modules.get(part, part) for part in name.split("."))
+        packed, shard = self.packed_modules_mapping.get(part, (part, None))
+        if path[-2:-1] == ["experts"]:
+            shard = f"{path.pop()}.{shard or part.removesuffix('_proj')}"
+        return ".".join((*path, packed, kind)), shard
 
     @property
     def vocab_shard(self) -> VocabShard:

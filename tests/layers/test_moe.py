@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.checkpoint.model_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
 from nanoinfer.layers import moe
@@ -36,7 +37,7 @@ def checkpoint(num_experts: int = EXPERTS) -> dict[str, Tensor]:
 
 
 def build(tp: TensorParallel, weights: dict[str, Tensor], num_choices: int = CHOICES, norm: bool = True) -> SparseMoE:
-    layer = SparseMoE(HIDDEN, INNER, len(weights["gate"]), num_choices, norm, tp)
+    layer = SparseMoE(HIDDEN, MoEConfig(len(weights["gate"]), num_choices, INNER, norm, is_sparse=(True,)), tp)
     layer.gate.weight.copy_(weights["gate"])
     for module in (layer.experts.gate_up_proj, layer.experts.down_proj):
         module.weight.fill_(NAN)
@@ -196,7 +197,7 @@ def test_sums_of_few_tokens_go_to_the_symmetric_memory() -> None:
 
 
 def test_shards_are_named_by_expert_and_part_and_their_shapes_are_checked() -> None:
-    layer = SparseMoE(HIDDEN, INNER, 2, 1, True, RANKS[0])
+    layer = SparseMoE(HIDDEN, MoEConfig(2, 1, INNER, norm_topk_prob=True, is_sparse=(True,)), RANKS[0])
     gate_up, down = layer.experts.gate_up_proj, layer.experts.down_proj
     assert gate_up.shards == ("0.gate", "0.up", "1.gate", "1.up")
     assert down.shards == ("0.down", "1.down")

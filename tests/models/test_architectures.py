@@ -51,6 +51,13 @@ def draw_options(architecture: str, seed: int) -> dict[str, Any]:
     elif architecture == "Qwen3ForCausalLM":
         options |= {"use_sliding_window": window is not None, "sliding_window": window or 4096, "max_window_layers": 1}
         options |= {"head_dim": head_dim, "attention_bias": rng.random() < 0.5}
+    elif architecture == "Qwen3MoeForCausalLM":
+        sizes = {"moe_intermediate_size": rng.choice((8, 24)), "num_experts": rng.choice((3, 8))}
+        options |= {"head_dim": head_dim, **sizes, "num_experts_per_tok": rng.choice((1, 2, 3))}
+        options |= {"norm_topk_prob": rng.random() < 0.5, "decoder_sparse_step": rng.choice((1, 2))}
+        options |= {"mlp_only_layers": rng.choice(([], [0]))}
+    elif architecture == "MixtralForCausalLM":
+        options |= {"sliding_window": window, "num_local_experts": rng.choice((2, 5)), "num_experts_per_tok": 2}
     elif architecture == "Phi3ForCausalLM":
         options |= {"sliding_window": window, "pad_token_id": 0}
         factor = rng.choice((1.0, 0.5))

@@ -1,0 +1,27 @@
+"""Mixtral: Mistral's decoder with experts in all layers."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
+
+
+class MixtralForCausalLM(DecoderForCausalLM):
+    spec: ClassVar = DecoderSpec()
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
+    renamed_modules: ClassVar[Mapping[str, str]] = {"block_sparse_moe": "mlp"}
+    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {
+        **DecoderForCausalLM.packed_modules_mapping,
+        "w1": ("gate_up_proj", "gate"),
+        "w3": ("gate_up_proj", "up"),
+        "w2": ("down_proj", "down"),
+    }

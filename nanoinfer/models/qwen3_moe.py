@@ -1,0 +1,20 @@
+"""Qwen3 with a mixture of experts: the decoder of Qwen3, with experts in most layers."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
+
+
+class Qwen3MoeForCausalLM(DecoderForCausalLM):
+    spec: ClassVar = DecoderSpec(qk_norm=True)
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+    }
