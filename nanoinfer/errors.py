@@ -52,7 +52,7 @@ def check_names(owner: str, names: Iterable[str], known: Collection[str], foreig
     for name in names:
         if name in known:
             continue
-        meant = foreign.get(name) or _similar(name, known)
+        meant = foreign.get(name) or find_similar(name, known)
         if name in foreign and foreign[name] is None:
             hint = "nanoinfer does not support it. "
         else:
@@ -60,8 +60,8 @@ def check_names(owner: str, names: Iterable[str], known: Collection[str], foreig
         raise TypeError(f"{owner} has no option {name!r}; {hint}Options: {', '.join(known)}")
 
 
-def _similar(name: str, known: Collection[str]) -> str | None:
-    """Find the one that is spelt almost like `name`, or has all of its words."""
+def find_similar(name: str, known: Collection[str]) -> str | None:
+    """Return the one of `known` that is spelt almost like `name`, or has all of its words; None if there is none."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     words = set(name.split("_"))
     return next(iter([*close, *(item for item in known if words <= set(item.split("_")))]), None)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanoinfer.checkpoint.hub import GGUF_REMEDY, read_json
+from nanoinfer.checkpoint.overrides import read_overridden
 from nanoinfer.config import DTYPES
 from nanoinfer.errors import ConfigError, ModelError
 
@@ -88,15 +89,18 @@ class ModelConfig:
     moe: MoEConfig | None = None
 
     @classmethod
-    def from_folder(cls, folder: Path, supported: Mapping[str, Architecture]) -> "ModelConfig":
+    def from_folder(
+        cls, folder: Path, supported: Mapping[str, Architecture], overrides: Mapping[str, Any] | None = None
+    ) -> "ModelConfig":
         """Read `folder`/config.json. Raises ModelError where it is missing, not JSON, or lacks a size.
 
         supported: the architectures that can be run, by name; any other is refused first, since its config.json may
-        name its sizes differently.
+        name its sizes differently. overrides: fields that replace those of the file.
         """
         if not (folder / "config.json").exists():
             raise ModelError(f"{folder} {_what_it_is_instead(folder)}")
-        return cls.from_dict(read_json(folder / "config.json"), supported)
+        raw = read_json(folder / "config.json")
+        return read_overridden(raw, overrides, lambda fields: cls.from_dict(fields, supported))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], supported: Mapping[str, Architecture]) -> "ModelConfig":
