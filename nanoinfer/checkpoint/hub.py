@@ -1,10 +1,11 @@
 """Where a model's files are: in a local folder, or in the Hugging Face hub's cache after a download."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.errors import ModelError
+from nanoinfer.errors import ConfigError, ModelError
 
 PATTERNS = ["*.json", "*.txt", "*.jinja", "*.model"]
 WEIGHTS = ["*.safetensors"]  # no pickled ones
@@ -14,36 +15,53 @@ GGUF_REMEDY = (
 )
 
 
-def resolve_model_folder(model: str, with_weights: bool = True) -> Path:
+def resolve_model_folder(
+    model: str,
+    with_weights: bool = True,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    option: str = "model",
+) -> Path:
     """Return the local folder of `model`, a path or a hub id such as "Qwen/Qwen3-0.6B".
 
-    What is in the hub's cache is not fetched again. Raises ModelError where there is no such folder and the hub has no
-    such model, or cannot be reached.
+    revision: a branch, tag or commit on the hub. download_dir: the cache of downloads, if not the hub's own. option:
+    what messages call `model`. What is in the cache is not fetched again. Raises ModelError where there is no such
+    folder and the hub has no such model, or cannot be reached; ConfigError for a revision of a local folder.
     """
+    named = f"{option}={model!r}"
     try:
         folder = Path(model).expanduser()
         if model and folder.is_dir():
+            if revision is not None:
+                raise ConfigError(
+                    f"revision={revision!r} is of a model on the hub, and {named} is a local folder; leave revision "
+                    "out, or give a hub id"
+                )
             return folder
         if folder.is_file() and folder.suffix == ".gguf":
-            raise ModelError(f"model={model!r} is a GGUF file; {GGUF_REMEDY}")
+            raise ModelError(f"{named} is a GGUF file; {GGUF_REMEDY}")
         if folder.is_file():
-            raise ModelError(f"model={model!r} is a file; give the folder that holds config.json")
+            raise ModelError(f"{named} is a file; give the folder that holds it")
     except (OSError, RuntimeError) as error:  # a name too long for any file, the home of nobody
-        raise ModelError(f"model={model!r} cannot be a folder ({error}); give another") from None
+        raise ModelError(f"{named} cannot be a folder ({error}); give another") from None
     parts = model.split("/")
     if len(parts) != 2 or not all(parts) or model.startswith((".", "~")) or "\\" in model:
-        raise ModelError(f"model={model!r}: there is no such folder; give one, or a hub id such as 'Qwen/Qwen3-0.6B'")
+        raise ModelError(f"{named}: there is no such folder; give one, or a hub id such as 'Qwen/Qwen3-0.6B'")
 
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=PATTERNS + WEIGHTS * with_weights))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        cache = None if download_dir is None else os.path.expanduser(download_dir)
+        patterns = PATTERNS + WEIGHTS * with_weights
+        return Path(snapshot_download(model, revision=revision, cache_dir=cache, allow_patterns=patterns))
+    except (HfHubHTTPError, ValueError, OSError) as error:  # the last two also for what is not in the cache
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        at = "" if revision is None else f" at revision={revision!r}"
         raise ModelError(
-            f"model={model!r} is no folder here, and could not be fetched from the hub ({reason}); check the spelling "
-            "and the connection, or give a local folder"
+            f"{named} is no folder here, and could not be fetched from the hub{at} ({reason}); check the spelling and "
+            "the connection, or give a local folder"
         ) from error
 
 

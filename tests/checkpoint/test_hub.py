@@ -1,5 +1,6 @@
 """Where a model's files are found: a local folder, the hub's cache, or an error that says what to do."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 
 import nanoinfer
 from nanoinfer.checkpoint.hub import resolve_model_folder
-from nanoinfer.errors import ModelError
+from nanoinfer.errors import ConfigError, ModelError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NOBODY = "http://127.0.0.1:9"  # where no hub answers
@@ -27,7 +28,7 @@ def test_a_local_folder_comes_before_a_hub_id(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("config.json", "is a file; give the folder that holds config.json"),
+        ("config.json", "is a file; give the folder that holds it"),
         ("model.gguf", "is a GGUF file; give the original checkpoint in safetensors"),
     ],
 )
@@ -57,33 +58,38 @@ def test_a_missing_folder_is_named_and_the_hub_is_not_asked(
 # --- hub ids, in an interpreter of their own: the hub's library reads its settings once ---
 
 
-def resolve_elsewhere(model: str, cwd: Path, **settings: str) -> str:
+def resolve_elsewhere(model: str, cwd: Path, options: dict[str, str] | None = None, **settings: str) -> str:
     """The folder of `model`, or the type and message of the error, in an interpreter with these HF settings."""
     source = (
-        "import sys\n"
+        "import json, sys\n"
         "from nanoinfer.checkpoint.hub import resolve_model_folder\n"
         "try:\n"
-        "    print(resolve_model_folder(sys.argv[1]))\n"
+        "    print(resolve_model_folder(sys.argv[1], **json.loads(sys.argv[2])))\n"
         "except Exception as error:\n"
         "    print(f'{type(error).__name__}: {error}')\n"
     )
     others = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment = {**others, "PYTHONPATH": str(Path(nanoinfer.__file__).parents[1]), **settings}
     result = subprocess.run(
-        [sys.executable, "-c", source, model], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", source, model, json.dumps(options or {})],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
 
-def cached_model(cache: Path) -> Path:
+def cached_model(cache: Path, revision: str = "main", commit: str = COMMIT) -> Path:
     """Lay out org/name as the hub's library does; the folder of its snapshot."""
     repository = cache / "models--org--name"
-    snapshot = repository / "snapshots" / COMMIT
+    snapshot = repository / "snapshots" / commit
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(COMMIT)
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs" / revision).write_text(commit)
     return snapshot
 
 
@@ -102,6 +108,39 @@ def test_a_hub_id_that_is_neither_cached_nor_reachable_is_an_error_with_the_reme
     said = resolve_elsewhere("org/name", tmp_path, HF_HUB_CACHE=str(tmp_path), **settings)
     assert "ModelError: model='org/name' is no folder here, and could not be fetched from the hub (" in said
     assert said.endswith("check the spelling and the connection, or give a local folder")
+
+
+def test_a_branch_or_commit_and_the_folder_of_downloads_are_those_asked_for(tmp_path: Path) -> None:
+    other = "f" * 40
+    snapshots = {"main": cached_model(tmp_path / "mine"), "v2": cached_model(tmp_path / "mine", "v2", other)}
+    settings = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub"), "HOME": str(tmp_path)}
+    for revision, snapshot in [("v2", snapshots["v2"]), (other, snapshots["v2"]), (COMMIT, snapshots["main"])]:
+        options = {"revision": revision, "download_dir": "~/mine"}
+        assert resolve_elsewhere("org/name", tmp_path, options, **settings) == str(snapshot)
+    missing = resolve_elsewhere("org/name", tmp_path, {"revision": "v3", "download_dir": "mine"}, **settings)
+    assert missing.startswith(
+        "ModelError: model='org/name' is no folder here, and could not be fetched from the hub at "
+    )
+    assert "at revision='v3' (" in missing
+    assert resolve_elsewhere("org/name", tmp_path, **settings).startswith("ModelError: model='org/name' is no folder")
+
+
+@pytest.mark.parametrize("options", [{"download_dir": "file"}, {"download_dir": "a\0b"}, {"revision": "\ud800"}])
+def test_a_folder_of_downloads_or_a_revision_that_cannot_be_is_a_model_error(
+    options: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    said = resolve_elsewhere("org/name", tmp_path, options, HF_HUB_CACHE=str(tmp_path), HF_ENDPOINT=NOBODY)
+    assert said.startswith("ModelError: model='org/name' is no folder here, and could not be fetched from the hub")
+
+
+def test_a_revision_of_a_local_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve_model_folder(str(tmp_path), revision="v2")
+    assert str(error.value) == (
+        f"revision='v2' is of a model on the hub, and model={str(tmp_path)!r} is a local folder; leave revision out, "
+        "or give a hub id"
+    )
 
 
 @pytest.mark.parametrize("model", ["my models/qwen3", "org/name--x", "org/-name"])
