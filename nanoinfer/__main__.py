@@ -1,8 +1,10 @@
 """The command line: `nanoinfer COMMAND`, or `python -m nanoinfer COMMAND`."""
 
 import argparse
+import json
 import logging
 import sys
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -37,8 +39,9 @@ Results come in the order in which they finish; a line without a custom_id gets 
 the same custom_id are two requests.
 
 If a job is killed or stopped at any moment, the same command goes on where it was: nothing that is written is done
-again, and nothing is lost. It needs the same input, model, --load-format, --seed, --max-tokens and --temperature; other
-options may change. Lines may be added at the end of the input, such as corrected versions of those that had errors."""
+again, and nothing is lost. It needs the same input, model, --revision, --tokenizer, --hf-overrides, --load-format,
+--seed, --max-tokens and --temperature; other options may change. Lines may be added at the end of the input, such as
+corrected versions of those that had errors."""
 
 MEND = "add mended lines at the end of the input, and the same command answers them; old errors still count"
 
@@ -94,7 +97,7 @@ def add_run_batch(commands: Any) -> None:
 
 def add_engine_options(group: Any) -> None:
     """Add an option for each field of EngineConfig, explained as there; what is not given stays out of the result."""
-    metavars = {int: "N", float: "SHARE"}
+    metavars: dict[Any, str] = {int: "N", float: "SHARE", Mapping[str, Any]: "JSON"}
     for field in fields(EngineConfig):
         kind = (*get_args(field.type), field.type)[0]  # int for `int | None`
         options: dict[str, Any] = {"required": field.default is MISSING, "default": argparse.SUPPRESS}
@@ -103,7 +106,8 @@ def add_engine_options(group: Any) -> None:
             options["action"] = argparse.BooleanOptionalAction
             default = "on" if default else "off"
         else:
-            options |= {"type": kind, "choices": field.metadata["choices"], "metavar": metavars.get(kind)}
+            reader = json_object if kind == Mapping[str, Any] else kind
+            options |= {"type": reader, "choices": field.metadata["choices"], "metavar": metavars.get(kind)}
         if default not in (MISSING, None):
             explained += f" Default: {default}."
         group.add_argument(f"--{field.name.replace('_', '-')}", help=explained.replace("%", "%%"), **options)
@@ -116,8 +120,26 @@ def a_file(text: str) -> Path:
     return Path(text)
 
 
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.200} is no JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"""{text!r:.200} is no JSON object; give one such as '{{"name": 1}}'""")
+    return value
+
+
 def number_or_none(text: str) -> int | None:
     return None if text == "none" else int(text)
+
+
+def what_answers_depend_on(config: EngineConfig) -> list[str]:
+    """Return the values of these options; of those that came later, only what is given, so that older jobs go on."""
+    tokenizer = config.tokenizer and Path(config.tokenizer)
+    later = {"revision": config.revision, "tokenizer": tokenizer, "hf_overrides": config.hf_overrides}
+    given = [f"{name}={value}" for name, value in later.items() if value]
+    return [str(Path(config.model)), config.load_format, str(config.seed), *given]
 
 
 def show_log() -> None:
@@ -144,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         config = EngineConfig(**options)
-        settings = f"{Path(config.model)} {config.load_format} {config.seed}"  # what the answers depend on
+        settings = " ".join(what_answers_depend_on(config))
         summary = run_batch(
             load, args.input, args.output, settings=settings, overrides=overrides, max_errors=args.max_errors
         )

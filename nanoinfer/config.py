@@ -4,6 +4,7 @@ Nothing that a run finds out (how many blocks fit, how long a sequence may be) i
 explained where it is declared; docstrings and the command line's --help are made from that.
 """
 
+import json
 import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -17,8 +18,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Options of vLLM's: those that nanoinfer does not have, and all with our name for the same thing, or else None.
 UNSUPPORTED = """
     quantization kv_cache_dtype enable_lora max_loras max_lora_rank pipeline_parallel_size data_parallel_size
-    enable_expert_parallel distributed_executor_backend speculative_config compilation_config hf_overrides
-    trust_remote_code revision tokenizer tokenizer_mode skip_tokenizer_init swap_space cpu_offload_gb runner task
+    enable_expert_parallel distributed_executor_backend speculative_config compilation_config
+    trust_remote_code tokenizer_revision tokenizer_mode skip_tokenizer_init swap_space cpu_offload_gb runner task
     limit_mm_per_prompt disable_custom_all_reduce enable_chunked_prefill max_logprobs logits_processors
 """
 VLLM_NAMES = {
@@ -81,6 +82,24 @@ class EngineConfig:
         '"auto" and "safetensors" read the checkpoint; "dummy" draws random weights and needs only config.json.',
         ("auto", "safetensors", "dummy"),
     )
+    revision: str | None = option(
+        None,
+        "The branch, tag or commit of the model on the hub; if not given, the main branch. The tokenizer's too, unless "
+        "`tokenizer` names another one.",
+    )
+    tokenizer: str | None = option(
+        None,
+        "A local folder, or the id of a repository on the hub, that has the tokenizer and its chat template; if not "
+        "given, the model's own.",
+    )
+    download_dir: str | None = option(
+        None, "The folder that keeps what is downloaded from the hub; if not given, the cache of huggingface_hub."
+    )
+    hf_overrides: Mapping[str, Any] | None = option(
+        None,
+        "A dict, in JSON on the command line, of fields that replace those of config.json. A dict for a nested config, "
+        "such as text_config, replaces fields of that one. A field that nanoinfer does not read is an error.",
+    )
     seed: int = option(0, "The number from which the random streams of all requests derive.")
 
     def __post_init__(self) -> None:
@@ -88,12 +107,18 @@ class EngineConfig:
         object.__setattr__(self, "model", str(self.model))
         object.__setattr__(self, "device", str(self.device))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        if self.hf_overrides is not None:
+            object.__setattr__(self, "hf_overrides", _as_json(self.hf_overrides))
         for item in fields(self):
             name, value, choices = item.name, getattr(self, item.name), item.metadata["choices"]
             if choices and value not in choices:
                 raise ConfigError(f"{name}={value!r} is not known; use one of {', '.join(choices)}")
             if item.type is bool and not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} is not a bool; use True or False")
+            if item.type == str | None and value is not None:
+                if not isinstance(value, str | Path) or not str(value):
+                    raise ConfigError(f"{name}={value!r} is no text; use a string that is not empty")
+                object.__setattr__(self, name, str(value))
             is_count = int in (item.type, *get_args(item.type)) and name != "seed"
             if is_count and (value is not None or item.default is not None):
                 if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 2**31:
@@ -116,6 +141,17 @@ class EngineConfig:
         """Build the config of `LLM(model, **options)`; an unknown option is a TypeError that names a similar one."""
         check_names("LLM", options, [item.name for item in fields(cls) if item.name != "model"], VLLM_NAMES)
         return cls(model=str(model), **options)
+
+
+def _as_json(overrides: Any) -> dict[str, Any]:
+    """Return a copy that later changes do not reach, with what a config.json could hold and nothing else."""
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(f"hf_overrides={overrides!r} is no dict; use one such as {{'max_position_embeddings': 8192}}")
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(dict(overrides), sort_keys=True))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"hf_overrides has what JSON cannot hold ({error}); use values as in config.json") from None
+    return copy
 
 
 def describe_options() -> str:

@@ -36,7 +36,7 @@ from nanoinfer.text.prompts import (
     as_request_ids,
     one_for_each,
 )
-from nanoinfer.text.tokenizer import load_tokenizer, read_stop_token_ids
+from nanoinfer.text.tokenizer import find_tokenizer, load_tokenizer, read_stop_token_ids
 
 logger = logging.getLogger("nanoinfer")
 
@@ -66,14 +66,20 @@ class LLM:
         started = time.perf_counter()
         self.config = EngineConfig.from_options(model, options)
         is_random = self.config.load_format == "dummy"
-        folder = resolve_model_folder(self.config.model, with_weights=not is_random)
-        model_config = ModelConfig.from_folder(folder, supported=REGISTRY)
+        folder = resolve_model_folder(
+            self.config.model,
+            with_weights=not is_random,
+            revision=self.config.revision,
+            download_dir=self.config.download_dir,
+        )
+        model_config = ModelConfig.from_folder(folder, supported=REGISTRY, overrides=self.config.hf_overrides)
+        tokenizer_folder = find_tokenizer(self.config, folder)
         self._generation_config = read_json(folder / "generation_config.json")
         vocab_size = None if is_random else model_config.vocab_size  # random weights fit any tokenizer
         with ExitStack() as on_failure:
             # What the tokenizer imports takes as long as loading the weights, so both happen at the same time.
             with ThreadPoolExecutor(1) as background:
-                loading = background.submit(load_tokenizer, folder, vocab_size)
+                loading = background.submit(load_tokenizer, tokenizer_folder, vocab_size)
                 runner = _make_runner(self.config, model_config, folder)
                 on_failure.callback(runner.close)
                 loaded = time.perf_counter()
@@ -250,7 +256,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer, from transformers; None where the model's folder has none."""
+        """The tokenizer, from transformers; None where the model's folder has none."""
         return self._prompts.tokenizer.hf if self._prompts.tokenizer else None
 
     @property

@@ -63,6 +63,17 @@ QWEN3 = {"architectures": ["Qwen3ForCausalLM"], **SIZES}
         ({"gpu_memory_utilization": 90}, "gpu_memory_utilization=90 must lie in (0, 1]; 0.9 suits"),
         ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization=nan must lie in (0, 1]; 0.9 suits"),
         ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization='0.9' must lie in (0, 1]; 0.9 suits"),
+        ({"revision": 2}, "revision=2 is no text; use a string that is not empty"),
+        ({"tokenizer": ""}, "tokenizer='' is no text; use a string that is not empty"),
+        ({"download_dir": True}, "download_dir=True is no text; use a string that is not empty"),
+        (
+            {"hf_overrides": '{"head_dim": 64}'},
+            "hf_overrides='{\"head_dim\": 64}' is no dict; use one such as {'max_position_embeddings': 8192}",
+        ),
+        (
+            {"hf_overrides": {"dtype": torch.float16}},
+            "hf_overrides has what JSON cannot hold (Object of type dtype is not JSON serializable); use values as in",
+        ),
     ],
 )
 def test_an_option_out_of_range_is_refused_with_value_rule_and_remedy(options: dict[str, Any], message: str) -> None:
@@ -78,6 +89,8 @@ def test_an_option_out_of_range_is_refused_with_value_rule_and_remedy(options: d
         {"max_model_len": 2, "num_kvcache_blocks": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1},
         {"gpu_memory_utilization": 1, "kvcache_block_size": 48, "seed": 2**63 - 1},
         {"gpu_memory_utilization": np.float32(0.5)},
+        {"revision": "refs/pr/1", "tokenizer": "org/name", "download_dir": "/tmp", "hf_overrides": {"a": {"b": [1]}}},
+        {"revision": None, "tokenizer": None, "download_dir": None, "hf_overrides": {}},
     ],
 )
 def test_values_at_the_edge_of_their_range_are_accepted(options: dict[str, Any]) -> None:
@@ -96,6 +109,8 @@ def test_values_at_the_edge_of_their_range_are_accepted(options: dict[str, Any])
         ("num_gpu_blocks_override", "did you mean 'num_kvcache_blocks'? "),
         ("enable_lora", "nanoinfer does not support it. "),
         ("quantization", "nanoinfer does not support it. "),
+        ("trust_remote_code", "nanoinfer does not support it. "),
+        ("hf_override", "did you mean 'hf_overrides'? "),
         ("wishes", ""),
     ],
 )
@@ -122,6 +137,8 @@ def test_every_option_is_explained_once_with_its_default() -> None:
         ("device", torch.device("cuda", 1), "cuda:1"),
         ("model", Path("some") / "model", str(Path("some") / "model")),
         ("model", "torch.models/qwen3", "torch.models/qwen3"),
+        ("tokenizer", Path("some") / "words", str(Path("some") / "words")),
+        ("download_dir", Path("some") / "folder", str(Path("some") / "folder")),
     ],
 )
 def test_a_path_a_dtype_and_a_device_mean_what_they_say_as_strings(name: str, value: Any, meant: str) -> None:

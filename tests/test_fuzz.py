@@ -109,6 +109,21 @@ def test_config_json(num_cases: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_cases", NUM_CASES)
+def test_overrides_of_config_json(num_cases: int, tmp_path: Path) -> None:
+    others = ["rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype", "hidden_act", "text_config"]
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "rope_parameters": {"rope_theta": 7.0}}))
+
+    def check(overrides: dict[str, Any], rope: dict[str, Any]) -> None:
+        try:
+            config = EngineConfig(model="m", hf_overrides={**overrides, **({"rope_scaling": rope} if rope else {})})
+            ModelConfig.from_folder(tmp_path, overrides=config.hf_overrides)
+        except NanoinferError:
+            pass
+
+    fuzz(num_cases, check, named([*SIZES, *others]), named(ROPE))
+
+
+@pytest.mark.parametrize("num_cases", NUM_CASES)
 def test_weights(num_cases: int, tmp_path: Path) -> None:
     valid = save(checkpoint_tensors())
     (length,) = struct.unpack("<Q", valid[:8])

@@ -36,7 +36,9 @@ class PromptProcessor:
     def require_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises RequestError where the model has none."""
         if self.tokenizer is None:
-            raise RequestError(f"{self._model} has no tokenizer; give the prompt as a list of token ids")
+            raise RequestError(
+                f"{self._model} has no tokenizer; give the prompt as a list of token ids, or name a tokenizer to LLM"
+            )
         return self.tokenizer
 
     def encode(self, prompts: list[Prompt], add_special_tokens: bool = True, what: str = "prompt") -> list[list[int]]:

@@ -7,7 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.checkpoint.hub import read_json
+from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
+from nanoinfer.config import EngineConfig
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, cache_bytes, find_byte_format
 
@@ -113,19 +114,45 @@ def _tokenizer_class(folder: Path) -> Any:
     return getattr(transformers, name.removesuffix("Fast") + "Fast", None) or transformers.AutoTokenizer
 
 
+def find_tokenizer(config: EngineConfig, model_folder: Path) -> Path:
+    """Return the folder of the tokenizer that the options name; else the model's own, which may lack one.
+
+    Raises ModelError where they name a place without a tokenizer.
+    """
+    if config.tokenizer is None:
+        return model_folder
+    folder = model_folder
+    if config.tokenizer != config.model:
+        folder = resolve_model_folder(
+            config.tokenizer, with_weights=False, download_dir=config.download_dir, option="tokenizer"
+        )
+    if not _has_tokenizer(folder):
+        raise ModelError(
+            f"tokenizer={config.tokenizer!r} has none of {', '.join(TOKENIZER_FILES)}; give the folder or the hub id "
+            "of a tokenizer"
+        )
+    return folder
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in TOKENIZER_FILES)
+
+
 def load_tokenizer(folder: Path, vocab_size: int | None = None) -> Tokenizer | None:
     """Load the tokenizer in `folder`; None where there is none, and prompts must be token ids.
 
     It is slow, because it imports transformers, and safe to call in a thread while another loads the weights. Raises
     ModelError where the tokenizer cannot be loaded, or has more tokens than `vocab_size`, the model's.
     """
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+    if not _has_tokenizer(folder):
         return None
     tokenizer = Tokenizer(folder)
     num_tokens = len(tokenizer.hf)
     if vocab_size is not None and num_tokens > vocab_size:
-        excess = f"{num_tokens} tokens, and config.json vocab_size={vocab_size}"
-        raise ModelError(f"the tokenizer in {folder} has {excess}; they are not of one model, download both again")
+        raise ModelError(
+            f"the tokenizer in {folder} has {num_tokens} tokens, and config.json vocab_size={vocab_size}; they are not "
+            "of one model: give the model's own tokenizer, or download both again"
+        )
     return tokenizer
 
 
