@@ -116,7 +116,7 @@ def test_overrides_of_config_json(num_cases: int, tmp_path: Path) -> None:
     def check(overrides: dict[str, Any], rope: dict[str, Any]) -> None:
         try:
             config = EngineConfig(model="m", hf_overrides={**overrides, **({"rope_scaling": rope} if rope else {})})
-            ModelConfig.from_folder(tmp_path, overrides=config.hf_overrides)
+            ModelConfig.from_folder(tmp_path, REGISTRY, overrides=config.hf_overrides)
         except NanoinferError:
             pass
 

@@ -10,7 +10,6 @@ from typing import Any
 from nanoinfer import tiny_model_path
 from nanoinfer.checkpoint.hub import resolve_model_folder
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.models import REGISTRY
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +186,8 @@ def choose_model(model: str | None, size: str | None, device: str, scratch: Path
     A size gets random weights, and its config.json is written to the folder `scratch`: a forward pass is as fast with
     random weights as with trained ones.
     """
+    from nanoinfer.models import REGISTRY  # imports PyTorch, which --help need not wait for
+
     if model is None and (size or device == "cuda"):
         size = size or "0.6B"
         write_config(size, scratch)
