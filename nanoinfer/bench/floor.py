@@ -63,37 +63,79 @@ def compute_floor(config: ModelConfig, workload: Workload, rates: Rates, max_num
     What is shared counts once: a prompt is computed once for all its samples, and a prefix that all prompts begin with
     once for all prompts. A decode step reads their keys and values once for all sequences that run.
 
+    Of a mixture of experts, a token is multiplied by its own experts alone, and a step reads those that its tokens go
+    to, as many as if each token chose them evenly and by chance.
+
     All requests are prefilled first, then decode together (in waves, beyond `max_num_seqs`). Activations, norms,
     sampling, launches and the host count as nothing, and no cache is large enough to hold weights from step to step.
+    Windows are not considered: for contexts beyond them the floor is too high.
     """
-    layers, lm_head = count_weights(config)
+    weights = count_weights(config)
     query_width = config.num_attention_heads * config.head_dim
     kv_values_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     shared, num_repeats = workload.shared_prefix, len(workload.prompts) - 1
     num_pairs = sum(comb(len(prompt) + 1, 2) for prompt in workload.prompts) - num_repeats * comb(shared + 1, 2)
     num_prefill_tokens = workload.num_input_tokens - num_repeats * shared
-    products = 2 * layers * num_prefill_tokens + 2 * lm_head * len(workload.prompts)
+    products = 2 * weights.layers_of_a_token * num_prefill_tokens + 2 * weights.lm_head * len(workload.prompts)
     attention = 4 * config.num_hidden_layers * query_width * num_pairs
 
     steps = decode_steps(workload, max_num_seqs)
     num_kv_bytes = sum(step.num_kv_reads for step in steps) * kv_values_per_token * rates.bytes_per_value
-    read_weights = (layers + lm_head) * rates.bytes_per_value / rates.bandwidth
-    multiply_one = 2 * (layers + lm_head) / rates.matrix_rate
+    multiply_one = 2 * (weights.layers_of_a_token + weights.lm_head) / rates.matrix_rate
+
+    def read_weights(num_seqs: int) -> float:
+        return (weights.layers_read_by(num_seqs) + weights.lm_head) * rates.bytes_per_value / rates.bandwidth
+
     return Floor(
         prefill_seconds=(products + attention) / rates.matrix_rate,
-        decode_matrix_seconds=sum(max(read_weights, multiply_one * step.num_seqs) for step in steps),
+        decode_matrix_seconds=sum(max(read_weights(step.num_seqs), multiply_one * step.num_seqs) for step in steps),
         decode_kv_seconds=num_kv_bytes / rates.bandwidth,
         num_decode_steps=len(steps),
     )
 
 
-def count_weights(config: ModelConfig) -> tuple[int, int]:
-    """Count the values in the layers' matrices, and in the lm_head (or the embedding, as large) without the norms."""
+class Weights(NamedTuple):
+    """Counts the values in a model's matrices, norms left out.
+
+    dense: of all layers, experts left out. lm_head: also of the embedding, which is as large. expert: of one expert in
+    each layer that has any.
+    """
+
+    dense: int
+    lm_head: int
+    expert: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+
+    @property
+    def layers_of_a_token(self) -> int:
+        """Values of the layers that one token is multiplied by."""
+        return self.dense + self.num_experts_per_tok * self.expert
+
+    def layers_read_by(self, num_tokens: int) -> float:
+        """Return how many values of the layers a step of so many tokens reads, if each chooses its experts evenly."""
+        if not self.num_experts:
+            return self.dense
+        spared = (1 - self.num_experts_per_tok / self.num_experts) ** num_tokens
+        return self.dense + self.num_experts * (1 - spared) * self.expert
+
+
+def count_weights(config: ModelConfig) -> Weights:
+    """Count the values in a model's matrices."""
     attention_width = config.num_attention_heads * config.head_dim
     kv_width = config.num_key_value_heads * config.head_dim
     attention = config.hidden_size * (2 * attention_width + 2 * kv_width)  # q and o, k and v
     mlp = 3 * config.hidden_size * config.intermediate_size
-    return config.num_hidden_layers * (attention + mlp), config.vocab_size * config.hidden_size
+    lm_head = config.vocab_size * config.hidden_size
+    moe = config.moe
+    if moe is None:
+        return Weights(config.num_hidden_layers * (attention + mlp), lm_head)
+    num_sparse = sum(moe.is_sparse)
+    num_dense = config.num_hidden_layers - num_sparse
+    routers = num_sparse * moe.num_experts * config.hidden_size
+    expert = num_sparse * 3 * config.hidden_size * moe.intermediate_size
+    dense = config.num_hidden_layers * attention + num_dense * mlp + routers
+    return Weights(dense, lm_head, expert, moe.num_experts, moe.num_experts_per_tok)
 
 
 class DecodeStep(NamedTuple):

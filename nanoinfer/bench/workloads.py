@@ -134,6 +134,18 @@ SIZES = {
     "8B": _qwen3(4096, 12288, 36, 32, False),
     "14B": _qwen3(5120, 17408, 40, 40, False),
     "32B": _qwen3(5120, 25600, 64, 64, False),
+    "30B-A3B": {
+        **_qwen3(2048, 6144, 48, 32, False),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
     "llama-8B": {  # Llama 3.1
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoinfer.bench.floor import Rates, compute_floor, count_weights, decode_steps
+from nanoinfer.bench.floor import Rates, Weights, compute_floor, count_weights, decode_steps
 from nanoinfer.bench.workloads import LOADS, Workload, draw_workload, write_config
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.models import REGISTRY
@@ -28,7 +28,7 @@ LAYERS, LM_HEAD = 16 + 16 + 8 + 8 + 96, 40
 
 
 def test_the_floor_of_a_model_that_can_be_counted_by_hand() -> None:
-    assert count_weights(TINY) == (LAYERS, LM_HEAD)
+    assert count_weights(TINY) == Weights(LAYERS, LM_HEAD)
     floor = compute_floor(TINY, Workload(seed=0, prompts=[[1, 2]], max_tokens=[2]), UNIT_RATES)
     # products of 2 tokens and one row of logits; 3 pairs of positions, 4 values of a query, 4 FLOPs
     assert floor.prefill_seconds == 2 * LAYERS * 2 + 2 * LM_HEAD + 4 * 4 * 3
@@ -94,3 +94,11 @@ def test_the_floor_of_the_standard_workload_on_an_h200(
     floor = compute_floor(ModelConfig.from_folder(tmp_path, REGISTRY), workload, h200)
     assert floor.seconds == pytest.approx(seconds, rel=0.01)
     assert floor.decode_kv_seconds / floor.seconds == pytest.approx(kv_share, abs=0.015)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_go_to() -> None:
+    """Of 128 experts a token goes to 8: 4 tokens reach 29 of them on average, and 16 reach 82."""
+    weights = Weights(dense=0, lm_head=0, expert=1, num_experts=128, num_experts_per_tok=8)
+    assert weights.layers_of_a_token == 8
+    reads = [weights.layers_read_by(num_tokens) for num_tokens in (0, 1, 4, 16, 1000)]
+    assert reads == pytest.approx([0, 8, 29.1, 82.4, 128], abs=0.1)

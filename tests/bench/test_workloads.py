@@ -60,15 +60,17 @@ def test_sizes_given_take_the_place_of_a_loads_own() -> None:
         ("8B", 8.19),
         ("14B", 14.77),
         ("32B", 32.76),
+        ("30B-A3B", 30.53),
         ("llama-8B", 8.03),
         ("qwen2-7B", 7.62),
     ],
 )
 def test_every_size_has_the_parameters_of_its_name(size: str, billions: float, tmp_path: Path) -> None:
     model = choose_model(None, size, "cpu", tmp_path)
-    layers, lm_head = count_weights(model.config)
-    num_parameters = layers + lm_head * (1 if model.config.tie_word_embeddings else 2)
+    weights = count_weights(model.config)
+    num_parameters = weights.dense + weights.expert * weights.num_experts
+    num_parameters += weights.lm_head * (1 if model.config.tie_word_embeddings else 2)
     assert num_parameters / 1e9 == pytest.approx(billions, rel=5e-3)
-    assert str(model) == f"{size if '-' in size else f'Qwen3-{size}'} (random weights)"
+    assert str(model) == f"{f'Qwen3-{size}' if size[0].isdigit() else size} (random weights)"
     defaults = [choose_model(None, None, device, tmp_path).name for device in ("cuda", "cpu")]
     assert defaults == ["Qwen3-0.6B", "tiny-qwen3"]
