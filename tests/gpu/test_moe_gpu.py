@@ -1,0 +1,183 @@
+"""The mixture-of-experts kernels, compiled for the GPU, against their twins in float32; and inside a CUDA graph."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.layers.layernorm import add_rms_norm
+from nanoinfer.layers.moe import SparseMoE, expert_mlp, route
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+NAN = float("nan")
+
+
+class Sizes(NamedTuple):
+    hidden: int
+    inner: int
+    experts: int
+    choices: int
+
+
+QWEN3_30B = Sizes(2048, 768, 128, 8)
+QWEN3_30B_OVER_4 = Sizes(2048, 192, 128, 8)
+MIXTRAL_OVER_8 = Sizes(4096, 1792, 8, 2)
+ODD = Sizes(104, 40, 6, 3)
+ONE_CHOICE = Sizes(256, 200, 20, 1)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=CUDA).to(dtype)
+
+
+def build(sizes: Sizes, dtype: torch.dtype = torch.bfloat16, tp: TensorParallel | None = None) -> SparseMoE:
+    with CUDA:
+        layer = SparseMoE(*sizes, norm_topk_prob=True, tp=tp or TensorParallel()).to(dtype)
+    for param in layer.parameters():
+        param.normal_(0.0, param.shape[-1] ** -0.5)
+    return layer
+
+
+def in_float32(layer: SparseMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    experts = layer.experts
+    gate_up, down = experts.gate_up_proj.weight.float(), experts.down_proj.weight.float()
+    return expert_mlp.__wrapped__(x.float(), gate_up, down, ids, weights)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    """Within a few roundings of a number of the result's size."""
+    assert actual.shape == expected.shape
+    size = expected.square().mean().sqrt().item()
+    eps = torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual.float(), expected, rtol=4 * eps, atol=max(4 * eps, 1e-5) * size)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("num_tokens", [1, 7, 1000])
+@pytest.mark.parametrize(("num_experts", "num_choices"), [(128, 8), (8, 2), (60, 4), (5, 1), (1, 1), (512, 10)])
+@pytest.mark.parametrize("norm", [True, False])
+def test_route_equals_its_twin(
+    num_experts: int, num_choices: int, norm: bool, num_tokens: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    logits = randn(num_tokens, num_experts, dtype=dtype)  # in 16 bits many are equal
+    mask = torch.rand(num_tokens, device=CUDA) < 0.8
+    for row_mask in (None, mask):
+        ids, weights = route(logits, num_choices, norm, row_mask)
+        expected_ids, expected = route(logits.cpu(), num_choices, norm, None if row_mask is None else row_mask.cpu())
+        # Logits that differ in their last bits may have equal probabilities on one of the two.
+        assert (ids.cpu() != expected_ids).float().mean() < 0.001
+        torch.testing.assert_close(weights.cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 16, 40, 128, 256, 600, 3000])
+@pytest.mark.parametrize("sizes", [QWEN3_30B, QWEN3_30B_OVER_4, MIXTRAL_OVER_8, ODD, ONE_CHOICE])
+def test_experts_in_bfloat16_equal_their_twin_in_float32(sizes: Sizes, num_tokens: int) -> None:
+    torch.manual_seed(num_tokens)
+    layer, x = build(sizes), randn(num_tokens, sizes.hidden, dtype=torch.bfloat16)
+    mask = torch.rand(num_tokens, device=CUDA) < 0.9
+    routing = layer.gate(x, mask)
+    terms = layer.experts(x, routing)
+    assert_close(terms, in_float32(layer, x, *routing))
+    assert (terms[:, ~mask] == 0).all()
+    assert torch.equal(terms, layer.experts(x, routing)), "equal steps give equal bits"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("num_tokens", [3, 300])
+def test_experts_in_other_types_equal_their_twin_in_float32(num_tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    layer, x = build(ODD, dtype), randn(num_tokens, ODD.hidden, dtype=dtype)
+    routing = layer.gate(x, None)
+    assert_close(layer.experts(x, routing), in_float32(layer, x, *routing))
+
+
+@pytest.mark.parametrize("num_tokens", [5, 300])
+@pytest.mark.parametrize("sizes", [QWEN3_30B, MIXTRAL_OVER_8])
+def test_experts_without_tokens_are_not_read(sizes: Sizes, num_tokens: int) -> None:
+    torch.manual_seed(0)
+    layer, x = build(sizes), randn(num_tokens, sizes.hidden, dtype=torch.bfloat16)
+    chosen = torch.arange(sizes.choices, device=CUDA).int() * 3 % sizes.experts
+    others = torch.ones(sizes.experts, dtype=torch.bool, device=CUDA).index_fill_(0, chosen.long(), False)
+    layer.experts.gate_up_proj.weight[others] = NAN
+    layer.experts.down_proj.weight[others] = NAN
+    ids = chosen.repeat(num_tokens, 1)
+    weights = torch.rand(num_tokens, sizes.choices, device=CUDA)
+    terms = expert_mlp(x, layer.experts.gate_up_proj.weight, layer.experts.down_proj.weight, ids, weights)
+    assert_close(terms, in_float32(layer, x, ids, weights))
+
+
+def test_a_row_with_nan_stays_alone_with_it() -> None:
+    torch.manual_seed(0)
+    layer, x = build(QWEN3_30B), randn(20, QWEN3_30B.hidden, dtype=torch.bfloat16)
+    expected = layer(x).terms
+    x[7, 100] = NAN
+    terms = layer(x).terms
+    assert terms[:, 7].isnan().all()
+    others = torch.arange(20, device=CUDA) != 7
+    assert torch.equal(terms[:, others], expected[:, others])
+
+
+def test_the_next_norm_adds_up_the_terms() -> None:
+    torch.manual_seed(0)
+    layer, x = build(QWEN3_30B), randn(9, QWEN3_30B.hidden, dtype=torch.bfloat16)
+    residual, weight = randn(9, QWEN3_30B.hidden, dtype=torch.bfloat16), torch.ones(2048, device=CUDA).bfloat16()
+    _, total = add_rms_norm(layer(x).terms, residual, weight, 1e-6)
+    expected = in_float32(layer, x, *layer.gate(x, None)).sum(0) + residual.float()
+    assert_close(total, expected)
+
+
+def test_the_shares_of_two_ranks_add_up_to_the_whole() -> None:
+    torch.manual_seed(0)
+    whole, x = build(QWEN3_30B), randn(30, QWEN3_30B.hidden, dtype=torch.bfloat16)
+    routing = whole.gate(x, None)
+    gate_up, down = whole.experts.gate_up_proj.weight, whole.experts.down_proj.weight
+    total = torch.zeros(30, QWEN3_30B.hidden, device=CUDA)
+    for rank in range(2):
+        share = build(QWEN3_30B, tp=TensorParallel(rank, size=2)).experts
+        for expert in range(QWEN3_30B.experts):
+            gate, up = gate_up[expert].chunk(2)
+            for module, part, full in (
+                (share.gate_up_proj, "gate", gate),
+                (share.gate_up_proj, "up", up),
+                (share.down_proj, "down", down[expert]),
+            ):
+                module.weight_loader(module.weight, full, f"{expert}.{part}")
+        total += share(x, routing).float().sum(0)
+    expected = in_float32(whole, x, *routing).sum(0)
+    torch.testing.assert_close(total, expected, rtol=0.03, atol=0.03 * expected.square().mean().sqrt().item())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 48, 256])
+@pytest.mark.parametrize("sizes", [QWEN3_30B, MIXTRAL_OVER_8])
+def test_a_captured_graph_follows_its_inputs(sizes: Sizes, num_tokens: int) -> None:
+    """Other tokens go to other experts, into other tiles; other rows are padding."""
+    torch.manual_seed(0)
+    layer = build(sizes)
+    x = randn(num_tokens, sizes.hidden, dtype=torch.bfloat16)
+    mask = torch.zeros(num_tokens, dtype=torch.bool, device=CUDA)
+    layer(x, mask)  # compiles outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        routing = layer.gate(x, mask)
+        terms = layer.experts(x, routing)
+    alike = x.new_ones(num_tokens, 1)
+    inputs = [
+        (randn(num_tokens, sizes.hidden), torch.ones_like(mask)),
+        (randn(1, sizes.hidden) * alike, torch.ones_like(mask)),  # all tokens go to the same experts
+        (randn(num_tokens, sizes.hidden), torch.arange(num_tokens, device=CUDA) % 3 == 0),
+        (torch.full_like(x, NAN), torch.zeros_like(mask)),
+    ]
+    for new_x, new_mask in inputs:
+        x.copy_(new_x)
+        mask.copy_(new_mask)
+        terms.fill_(NAN)
+        graph.replay()
+        assert torch.equal((routing.expert_ids < sizes.experts).all(1), mask)
+        assert torch.equal(terms, layer.experts(x, routing))
+        assert_close(terms, in_float32(layer, x, *routing))
