@@ -49,11 +49,11 @@ def in_float32(layer: SparseMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Ten
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """Within a few roundings of a number of the result's size."""
+    """Within a few roundings of numbers of the size of their row."""
     assert actual.shape == expected.shape
-    size = expected.square().mean().sqrt().item()
-    eps = torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.float(), expected, rtol=4 * eps, atol=max(4 * eps, 1e-5) * size)
+    size = expected.square().mean(dim=-1, keepdim=True).sqrt()
+    eps = max(torch.finfo(actual.dtype).eps, 1e-6)
+    assert ((actual.float() - expected).abs() <= 4 * eps * (expected.abs() + size)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -150,7 +150,7 @@ def test_the_shares_of_two_ranks_add_up_to_the_whole() -> None:
                 module.weight_loader(module.weight, full, f"{expert}.{part}")
         total += share(x, routing).float().sum(0)
     expected = in_float32(whole, x, *routing).sum(0)
-    torch.testing.assert_close(total, expected, rtol=0.03, atol=0.03 * expected.square().mean().sqrt().item())
+    torch.testing.assert_close(total, expected, rtol=0.03, atol=0.05 * expected.square().mean().sqrt().item())
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 48, 256])
