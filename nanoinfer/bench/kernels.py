@@ -1,4 +1,4 @@
-"""`nanoinfer bench kernels`: attention and matrix products on a GPU, or all-reduces over several.
+"""`nanoinfer bench kernels`: attention, matrix products and experts on a GPU, or all-reduces over several.
 
 It prints the tables of docs/performance.md. Each figure is the median over replays of a CUDA graph whose calls all read
 other weights or another layer's cache, as in a decode step, so that nothing is found in the L2 cache.
@@ -33,6 +33,11 @@ MODELS = {  # hidden size, intermediate size, query heads, splits of o's and dow
     "4B": (2560, 9728, 32, 4),
     "8B": (4096, 12288, 32, 2),
 }
+MOE_MODELS = {  # hidden size, inner size of an expert, experts, experts per token
+    "Qwen3-30B-A3B": (2048, 768, 128, 8),
+    "Mixtral-8x7B": (4096, 14336, 8, 2),
+}
+MOE_TOKENS = (1, 4, 16, 64, 128, 256, 1024, 8192)
 ALL_REDUCE_SHAPE = (512, 4096)  # most tokens, hidden size of 8B
 
 
@@ -49,6 +54,7 @@ def run(num_gpus: int) -> None:
             shared_prefix()
             prefill_attention()
             products()
+            experts()
         return
     from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT
 
@@ -219,6 +225,27 @@ def products() -> None:
             del weights
         for rows, figures in table.items():
             print_row(name, rows, *figures)
+
+
+def experts() -> None:
+    """Print microseconds of the MLPs of a layer's experts, which tokens choose at random, and the floor."""
+    from nanoinfer.kernels.moe_experts import expert_mlp
+
+    print_row("experts, us / floor; tokens", *MOE_TOKENS)
+    for name, (hidden, inner, num_experts, num_choices) in MOE_MODELS.items():
+        layers = [(randn(num_experts, 2 * inner, hidden), randn(num_experts, hidden, inner)) for _ in range(4)]
+        figures = []
+        for num_tokens in MOE_TOKENS:
+            x, calls, num_read = randn(num_tokens, hidden), [], 0
+            for layer in layers:
+                weights, ids = torch.rand(num_tokens, num_experts, device="cuda").topk(num_choices)
+                calls.append(partial(expert_mlp, x, *layer, ids.int(), weights))
+                num_read += len(ids.unique())
+            num_bytes = DTYPE.itemsize * 3 * hidden * inner * num_read / len(layers)
+            num_flops = 2 * 3 * hidden * inner * num_tokens * num_choices
+            floor = max(num_bytes / RATES.bandwidth, num_flops / RATES.matrix_rate) * 1e6
+            figures.append(f"{microseconds(calls):.1f} / {floor:.1f}")
+        print_row(name, *figures)
 
 
 def floor_microseconds(rows: int, inputs: int, outputs: int) -> float:

@@ -22,12 +22,10 @@ MAX_PAIRS = 2**17
 
 
 class Routing(NamedTuple):
-    """Says which experts compute each token."""
+    """Says which experts compute each token. Both are (num_tokens, num_experts_per_tok)."""
 
-    expert_ids: (
-        Tensor  # (num_tokens, num_experts_per_tok) int32; num_experts, that is none, for a token without experts
-    )
-    weights: Tensor  # (num_tokens, num_experts_per_tok) float32: what each expert's result is multiplied by
+    expert_ids: Tensor  # int32; a token without experts has the id num_experts
+    weights: Tensor  # float32: what each expert's result is multiplied by
 
 
 @triton_on_cuda("nanoinfer.kernels.moe_routing")

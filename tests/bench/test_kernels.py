@@ -1,4 +1,4 @@
-"""The tables of attention call the kernels as these ask to be called. Here no kernel runs, and nothing is timed."""
+"""The tables of attention and experts call the kernels as these ask to be called. No kernel runs, nothing is timed."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -121,6 +121,20 @@ def test_prefill_attention_is_timed_beside_flash_attn_where_there_is_one(
         assert (paged["max_query_len"], paged["max_context_len"], paged["spec"].group_size) == (1024, 1024, 2)
         assert (contiguous["block_tables"], paged["block_tables"].shape) == (None, (16, 4))
         assert ours["k_cache"].data_ptr() == contiguous["k"].data_ptr() == paged["k"].data_ptr()
+
+
+def test_experts_are_timed_beside_the_time_that_their_weights_or_their_products_take(
+    calls: list[inspect.BoundArguments], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "MOE_MODELS", {"tiny": (1000, 100, 4, 4)})
+    monkeypatch.setattr(kernels, "MOE_TOKENS", (1, 100_000))
+    kernels.experts()
+    assert [call.arguments["expert_ids"].shape for call in calls] == [(1, 4), (100_000, 4)]
+    one, many = calls[0].arguments, rows_of(capsys.readouterr().out)[1]
+    assert (one["hidden"].shape, one["gate_up"].shape, one["down"].shape) == ((1, 1000), (4, 200, 1000), (4, 1000, 100))
+    assert one["expert_ids"].dtype == torch.int32
+    # 4 experts x 300,000 weights of 2 bytes at 4.39 TB/s; 100,000 tokens x 4 experts x 600,000 FLOPs at 790 TFLOP/s
+    assert many == ["tiny", "1000.0 / 0.5", "1000.0 / 303.8"]
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 5, 9])

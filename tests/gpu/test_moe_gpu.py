@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoinfer.checkpoint.model_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.layernorm import add_rms_norm
 from nanoinfer.layers.moe import SparseMoE, expert_mlp, route
@@ -36,7 +37,8 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def build(sizes: Sizes, dtype: torch.dtype = torch.bfloat16, tp: TensorParallel | None = None) -> SparseMoE:
     with CUDA:
-        layer = SparseMoE(*sizes, norm_topk_prob=True, tp=tp or TensorParallel()).to(dtype)
+        moe = MoEConfig(sizes.experts, sizes.choices, sizes.inner, norm_topk_prob=True, is_sparse=(True,))
+        layer = SparseMoE(sizes.hidden, moe, tp or TensorParallel()).to(dtype)
     for param in layer.parameters():
         param.normal_(0.0, param.shape[-1] ** -0.5)
     return layer
