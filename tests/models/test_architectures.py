@@ -15,8 +15,8 @@ from nanoinfer.models import REGISTRY
 
 VOCAB_SIZE = 256
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-# Prompts of these lengths cross blocks of 16 tokens, windows, and each other.
-LENGTHS = (1, 2, 15, 16, 17, 40, 63, 90)
+# Prompts of these lengths cross blocks of 16 tokens, windows and each other; the first three together outgrow 7 blocks.
+LENGTHS = (29, 30, 31, 1, 16, 40, 63, 90)
 
 
 def draw_options(architecture: str, seed: int) -> dict[str, Any]:
@@ -113,9 +113,25 @@ def generate(folder: Path, prompts: list[list[int]], **options: Any) -> list[lis
 def test_greedy_tokens_equal_those_of_transformers(
     checkpoint: Callable[..., Path], architecture: str, seed: int
 ) -> None:
+    """In chunks; in a cache so small that sequences are preempted; and a second time, from cached prefixes."""
     folder, prompts = checkpoint(architecture, seed), draw_prompts(seed)
-    small = {"kvcache_block_size": 16, "max_num_batched_tokens": 48, "max_num_seqs": 3}
-    assert generate(folder, prompts, **small) == reference_tokens(folder, prompts)
+    expected = reference_tokens(folder, prompts)
+    options = {"max_model_len": 112, "kvcache_block_size": 16, "max_num_batched_tokens": 48, "max_num_seqs": 3}
+    for num_blocks in (7, 200):
+        with LLM(folder, device="cpu", dtype="float32", num_kvcache_blocks=num_blocks, **options) as llm:
+            llm.engine.scheduler.reserved_tokens = 0
+            for _ in range(2):
+                outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+                assert [output.token_ids for output in outputs] == expected
+            metrics = llm.get_metrics()
+            assert metrics.num_preemptions if num_blocks == 7 else metrics.cached_tokens
+
+
+@pytest.mark.parametrize("architecture", sorted(REGISTRY))
+def test_two_ranks_give_the_tokens_of_transformers(checkpoint: Callable[..., Path], architecture: str) -> None:
+    even = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    folder, prompts = checkpoint(architecture, 0, **even), draw_prompts(0)
+    assert generate(folder, prompts, tensor_parallel_size=2, max_model_len=112) == reference_tokens(folder, prompts)
 
 
 def test_longrope_takes_the_factors_for_the_longest_sequence_that_the_engine_may_have(
