@@ -33,9 +33,8 @@ from nanoinfer.runner.step_tables import PADDING_ROW, StepTables, cumulative_len
 from nanoinfer.sampling.sampler import PromptLogprobs, SampleLogprobs, Sampler
 
 MIN_THREADED_PARAMETERS = 2**24  # threads slow the steps of smaller models down
-# Kept for the largest graph of a step that shares prefixes, beyond the memory of all graphs: not captured to measure it,
-# since its kernels would have to be compiled for users who share none. 512 rows of Qwen3-8B take about 22 MiB.
-SHARING_BYTES = 64 * 2**20
+# Kept for graphs of steps that share prefixes; to measure them would compile kernels that many users never need.
+SHARING_BYTES = 64 * 2**20  # 512 rows of Qwen3-8B take about 22 MiB
 
 
 @dataclass(frozen=True, slots=True)
