@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.real.make_smollm2 import HOW_TO_INSTALL, missing_packages
+
 NUM_GPUS = torch.cuda.device_count()
 
 # A shell starts its background jobs without Ctrl-C, which some tests send.
@@ -46,6 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if item.get_closest_marker("multi_gpu") and NUM_GPUS < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
+        if item.get_closest_marker("real") and (missing := missing_packages()):
+            item.add_marker(pytest.mark.skip(reason=f"needs the packages {', '.join(missing)}: {HOW_TO_INSTALL}"))
 
 
 @pytest.fixture(scope="module", autouse=True)
