@@ -9,10 +9,7 @@ from nanoinfer.errors import ConfigError, ModelError
 
 PATTERNS = ["*.json", "*.txt", "*.jinja", "*.model"]
 WEIGHTS = ["*.safetensors"]  # no pickled ones
-GGUF_REMEDY = (
-    "give the original checkpoint in safetensors, or make one by transformers' from_pretrained(folder, gguf_file=...) "
-    "and save_pretrained"
-)
+GGUF_REMEDY = "give the original checkpoint in safetensors, or make one by transformers as docs/models.md shows"
 
 
 def resolve_model_folder(
