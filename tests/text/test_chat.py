@@ -47,6 +47,18 @@ def test_tools_and_the_generation_prompt_are_the_templates_business(llm: LLM) ->
     assert output.prompt.endswith("<|im_end|>\n")
 
 
+def test_of_several_templates_the_default_is_used_or_the_one_for_tools(tmp_path: Path) -> None:
+    shutil.copytree(tiny_model_path(), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    templates = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools[0].function.name }}"}
+    listed = [{"name": name, "template": template} for name, template in templates.items()]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": listed}))
+    tool = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
+    with LLM(tmp_path, device="cpu") as llm:
+        assert chat(llm, SUM)[0].prompt == SUM[0]["content"]
+        assert chat(llm, SUM, tools=[tool])[0].prompt == "add"
+
+
 def test_a_template_of_ones_own_replaces_the_tokenizers_and_may_know_other_roles(llm: LLM) -> None:
     messages = [{"role": "developer", "content": "What is 312 + 48?"}]
     template = "{{ messages[0].role }}: {{ messages[0].content }}{{ mark }}"
