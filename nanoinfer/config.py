@@ -15,7 +15,7 @@ from typing import Any, get_args
 from nanoinfer.errors import ConfigError, check_names
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Options of vLLM's: those that nanoinfer does not have, and all with our name for the same thing, or else None.
+# Options of vLLM that nanoinfer does not have. VLLM_NAMES adds those that it has under another name.
 UNSUPPORTED = """
     quantization kv_cache_dtype enable_lora max_loras max_lora_rank pipeline_parallel_size data_parallel_size
     enable_expert_parallel distributed_executor_backend speculative_config compilation_config

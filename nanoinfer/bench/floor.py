@@ -64,7 +64,8 @@ def compute_floor(config: ModelConfig, workload: Workload, rates: Rates, max_num
     once for all prompts. A decode step reads their keys and values once for all sequences that run.
 
     Of a mixture of experts, a token is multiplied by its own experts alone, and a step reads those that its tokens go
-    to, as many as if each token chose them evenly and by chance.
+    to, as many as if each token chose them evenly and by chance. Where tokens choose alike, fewer are read, and the
+    floor is too high.
 
     All requests are prefilled first, then decode together (in waves, beyond `max_num_seqs`). Activations, norms,
     sampling, launches and the host count as nothing, and no cache is large enough to hold weights from step to step.
@@ -130,7 +131,7 @@ def count_weights(config: ModelConfig) -> Weights:
     moe = config.moe
     if moe is None:
         return Weights(config.num_hidden_layers * (attention + mlp), lm_head)
-    num_sparse = sum(moe.is_sparse)
+    num_sparse = sum(moe.has_experts)
     num_dense = config.num_hidden_layers - num_sparse
     routers = num_sparse * moe.num_experts * config.hidden_size
     expert = num_sparse * 3 * config.hidden_size * moe.intermediate_size

@@ -9,6 +9,7 @@ from nanoinfer.errors import ConfigError, ModelError
 
 PATTERNS = ["*.json", "*.txt", "*.jinja", "*.model"]
 WEIGHTS = ["*.safetensors"]  # no pickled ones
+SECOND_COPIES = ["consolidated*", "original/*"]  # the same weights in the layout of Mistral's and Llama's own code
 GGUF_REMEDY = "give the original checkpoint in safetensors, or make one by transformers as docs/models.md shows"
 
 
@@ -52,7 +53,8 @@ def resolve_model_folder(
     try:
         cache = None if download_dir is None else os.path.expanduser(download_dir)
         patterns = PATTERNS + WEIGHTS * with_weights
-        return Path(snapshot_download(model, revision=revision, cache_dir=cache, allow_patterns=patterns))
+        options = {"revision": revision, "cache_dir": cache, "allow_patterns": patterns}
+        return Path(snapshot_download(model, **options, ignore_patterns=SECOND_COPIES))
     except (HfHubHTTPError, ValueError, OSError) as error:  # the last two also for what is not in the cache
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         at = "" if revision is None else f" at revision={revision!r}"

@@ -44,7 +44,7 @@ class Architecture(Protocol):
 class MoEConfig:
     """Describes the mixture-of-experts MLPs of a model.
 
-    norm_topk_prob: whether the weights of a token's experts are made to sum to 1. is_sparse: whether a layer has
+    norm_topk_prob: whether the weights of a token's experts are made to sum to 1. has_experts: whether a layer has
     experts, by layer; the others have a dense MLP.
     """
 
@@ -52,7 +52,7 @@ class MoEConfig:
     num_experts_per_tok: int
     intermediate_size: int  # of an expert
     norm_topk_prob: bool
-    is_sparse: tuple[bool, ...]
+    has_experts: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class ModelConfig:
             rope=_read_rope(raw),
             rotary_dim=_read_rotary_dim(raw, defaults, values["head_dim"]),
             windows=_read_windows(raw, defaults, values["num_hidden_layers"]),
-            moe=_read_moe(raw, values["num_hidden_layers"]) if "num_experts" in defaults else None,
+            moe=_read_moe(raw, defaults, values["num_hidden_layers"]) if "num_experts" in defaults else None,
             **values,
         )
         num_kv_heads = config.num_key_value_heads
@@ -161,7 +161,7 @@ class ModelConfig:
         """Raise ConfigError where heads or MLP cannot be split over `size` ranks, with the sizes that would do."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         mlps = {}
-        if self.moe is None or not all(self.moe.is_sparse):
+        if self.moe is None or not all(self.moe.has_experts):
             mlps["intermediate_size"] = self.intermediate_size
         if self.moe is not None:
             mlps["moe_intermediate_size"] = self.moe.intermediate_size
@@ -234,15 +234,15 @@ def _read_windows(raw: Mapping[str, Any], defaults: Mapping[str, Any], num_layer
     return tuple(kinds[kind] for kind in layer_types)
 
 
-def _read_moe(raw: Mapping[str, Any], num_layers: int) -> MoEConfig:
+def _read_moe(raw: Mapping[str, Any], defaults: Mapping[str, Any], num_layers: int) -> MoEConfig:
     """Read the sizes of the experts, and which layers have any."""
-    names = ("num_local_experts", "num_experts")  # Mixtral's, and transformers 5's; Qwen's
-    num_experts = _number({"num_experts": next(raw[name] for name in names if raw.get(name))}, "num_experts", int)
+    name = "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"  # Mixtral's name for it
+    num_experts = _number(raw, name, int, defaults["num_experts"])
     per_token = _number(raw, "num_experts_per_tok", int)
     if per_token > num_experts:
         raise ModelError(f"config.json has num_experts_per_tok={per_token}, more than its num_experts={num_experts}")
     dense = raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
+    if not isinstance(dense, list) or not all(type(index) is int for index in dense):
         raise ModelError(f"config.json has mlp_only_layers={dense!r:.200}; it must be a list of layers")
     step = _number(raw, "decoder_sparse_step", int, 1)
     return MoEConfig(
@@ -250,7 +250,7 @@ def _read_moe(raw: Mapping[str, Any], num_layers: int) -> MoEConfig:
         num_experts_per_tok=per_token,
         intermediate_size=_number(raw, "moe_intermediate_size", int, raw.get("intermediate_size")),
         norm_topk_prob=_flag(raw, "norm_topk_prob", False),
-        is_sparse=tuple(index not in dense and (index + 1) % step == 0 for index in range(num_layers)),
+        has_experts=tuple(index not in dense and (index + 1) % step == 0 for index in range(num_layers)),
     )
 
 
@@ -287,6 +287,8 @@ def _read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     parameters.pop("partial_rotary_factor", None)
     old_spelling = parameters.pop("type", None)
     rope_type = parameters.pop("rope_type", old_spelling) or "default"
+    if rope_type == "su":  # its first name
+        rope_type = "longrope"
     theta = {"rope_theta": parameters.pop("rope_theta", None) or raw.get("rope_theta")}
     original = raw.get("original_max_position_embeddings")
     if rope_type == "longrope" and original is not None:

@@ -61,8 +61,8 @@ def read_overridden(raw: Fields, overrides: Fields | None, read: Callable[[Field
 def override(raw: Fields, overrides: Fields, is_nested: bool = False) -> dict[str, Any]:
     """Return the fields of a config.json with some replaced, in whichever spelling either has them.
 
-    As in vLLM, a dict replaces the one before, but for nested configs, and all dicts in them: their fields are replaced
-    one by one. The base of RoPE stays as it is when only its scaling is replaced.
+    A dict replaces the one before, as in vLLM. In a nested config, such as text_config, fields are replaced one by one,
+    at any depth. The base of RoPE stays as it is when only its scaling is replaced.
     """
     changed = _with_rope_theta_apart(raw)
     for name, value in overrides.items():
@@ -98,7 +98,7 @@ def _with_rope_theta_apart(raw: Fields) -> dict[str, Any]:
 
 
 def _replaced(overrides: Fields, above: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield each field that is replaced; of nested configs and of RoPE, each with the value in it."""
+    """Yield the path and value of each replaced field. Nested configs and RoPE parameters are taken apart."""
     for name, value in overrides.items():
         path = (*above, name)
         inside = value if isinstance(value, dict) else {}

@@ -47,7 +47,7 @@ class ColumnParallelLinear(nn.Module):
         return tuple(self.local_sizes)
 
     def unpack(self, full: Tensor) -> dict[str, Tensor]:
-        """Cut a tensor that is packed in the checkpoint too into its shards, full ones."""
+        """Cut a tensor that the checkpoint also packs into full shards."""
         check_shape(full, (sum(self.full_sizes.values()), *full.shape[1:]))
         return dict(zip(self.full_sizes, full.split(list(self.full_sizes.values())), strict=True))
 

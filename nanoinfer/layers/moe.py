@@ -138,8 +138,8 @@ class Experts(nn.Module):
 class SparseMoE(nn.Module):
     """The MLP of a layer with experts.
 
-    The terms of a token's experts are left to the next norm to add up: it reads them once, as a kernel between would,
-    and that kernel is saved. Several ranks add up their own first, to exchange one sum for each token.
+    The terms of a token's experts are left to the next norm to add up: it reads them anyway, so no kernel is needed in
+    between. Several ranks add up their own first, to exchange one sum for each token.
     """
 
     def __init__(self, hidden_size: int, moe: MoEConfig, tp: TensorParallel) -> None:

@@ -29,8 +29,8 @@ class DecoderSpec:
     """How an architecture differs from the common decoder.
 
     qk_norm: whether each head of the queries and keys is normalised before its rotation.
-    qkv_bias: whether queries, keys and values have biases, also without attention_bias in config.json, which would give
-    the output product one as well.
+    qkv_bias: whether queries, keys and values have biases whatever config.json says. Its attention_bias adds them to
+    the output product too.
     """
 
     qk_norm: bool = False
@@ -139,7 +139,7 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
         # A window that no sequence outgrows is none.
         windows = [window if window and window < max_positions else None for window in config.windows]
-        has_experts = config.moe.is_sparse if config.moe else (False,) * len(windows)
+        has_experts = config.moe.has_experts if config.moe else (False,) * len(windows)
         self.has_experts = any(has_experts)
         self.layers = nn.ModuleList(
             DecoderLayer(config, spec, window, config.moe if sparse else None, rotary_emb, backends, tp)
@@ -195,6 +195,8 @@ class DecoderForCausalLM(nn.Module):
 
         All experts of a layer are packed in one parameter, so that "experts.7.gate_proj.weight" is the shard "7.gate".
         """
+        if "." not in name:
+            return name, None
         *path, part, kind = (self.renamed_modules.get(part, part) for part in name.split("."))
         packed, shard = self.packed_modules_mapping.get(part, (part, None))
         if path[-2:-1] == ["experts"]:

@@ -176,6 +176,7 @@ K_PROJ = "model.layers.0.self_attn.k_proj"
         ([*checkpoint_tensors()][1:], [], False, " and 5 more; "),
         ([], [f"{K_PROJ}.bias"], False, f"has weights that the model does not know: {K_PROJ}.bias"),
         ([], ["model.layers.1.x.weight"], False, "has weights that the model does not know: model.layers.1.x.weight"),
+        ([], ["stray"], False, "has weights that the model does not know: stray"),
     ],
 )
 def test_a_missing_part_of_a_packed_weight_and_a_left_over_layer_are_named(

@@ -37,7 +37,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def build(sizes: Sizes, dtype: torch.dtype = torch.bfloat16, tp: TensorParallel | None = None) -> SparseMoE:
     with CUDA:
-        moe = MoEConfig(sizes.experts, sizes.choices, sizes.inner, norm_topk_prob=True, is_sparse=(True,))
+        moe = MoEConfig(sizes.experts, sizes.choices, sizes.inner, norm_topk_prob=True, has_experts=(True,))
         layer = SparseMoE(sizes.hidden, moe, tp or TensorParallel()).to(dtype)
     for param in layer.parameters():
         param.normal_(0.0, param.shape[-1] ** -0.5)

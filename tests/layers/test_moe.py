@@ -37,7 +37,7 @@ def checkpoint(num_experts: int = EXPERTS) -> dict[str, Tensor]:
 
 
 def build(tp: TensorParallel, weights: dict[str, Tensor], num_choices: int = CHOICES, norm: bool = True) -> SparseMoE:
-    layer = SparseMoE(HIDDEN, MoEConfig(len(weights["gate"]), num_choices, INNER, norm, is_sparse=(True,)), tp)
+    layer = SparseMoE(HIDDEN, MoEConfig(len(weights["gate"]), num_choices, INNER, norm, has_experts=(True,)), tp)
     layer.gate.weight.copy_(weights["gate"])
     for module in (layer.experts.gate_up_proj, layer.experts.down_proj):
         module.weight.fill_(NAN)
@@ -197,7 +197,7 @@ def test_sums_of_few_tokens_go_to_the_symmetric_memory() -> None:
 
 
 def test_shards_are_named_by_expert_and_part_and_their_shapes_are_checked() -> None:
-    layer = SparseMoE(HIDDEN, MoEConfig(2, 1, INNER, norm_topk_prob=True, is_sparse=(True,)), RANKS[0])
+    layer = SparseMoE(HIDDEN, MoEConfig(2, 1, INNER, norm_topk_prob=True, has_experts=(True,)), RANKS[0])
     gate_up, down = layer.experts.gate_up_proj, layer.experts.down_proj
     assert gate_up.shards == ("0.gate", "0.up", "1.gate", "1.up")
     assert down.shards == ("0.down", "1.down")

@@ -11,6 +11,7 @@ import transformers
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.errors import ModelError
 from nanoinfer.models import REGISTRY
 
 VOCAB_SIZE = 256
@@ -158,3 +159,39 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(architecture: str) 
     short = {"architectures": [architecture], **sizes}
     full = {**theirs.to_dict(), "architectures": [architecture]}
     assert ModelConfig.from_dict(short, REGISTRY) == ModelConfig.from_dict(full, REGISTRY)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "entry", "message"),
+    [
+        ("Qwen3MoeForCausalLM", {"num_experts": 0}, "num_experts=0; it must be a whole number of at least 1"),
+        (
+            "MixtralForCausalLM",
+            {"num_local_experts": 0},
+            "num_local_experts=0; it must be a whole number of at least 1",
+        ),
+        ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "num_experts_per_tok=9, more than its num_experts=8"),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [True]}, "mlp_only_layers=[True]; it must be a list of layers"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5, which is not supported"),
+        ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, which is not supported"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_by_field_and_value(
+    architecture: str, entry: dict[str, Any], message: str
+) -> None:
+    sizes = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 2}
+    with pytest.raises(ModelError) as error:
+        ModelConfig.from_dict({"architectures": [architecture], "num_attention_heads": 8, **sizes, **entry}, REGISTRY)
+    assert message in str(error.value)
+
+
+def test_longrope_is_known_by_its_first_name() -> None:
+    sizes = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 2}
+    raw = {"architectures": ["Phi3ForCausalLM"], "num_attention_heads": 8, **sizes}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    first, later = (
+        ModelConfig.from_dict({**raw, "rope_scaling": {"type": name, **factors}}, REGISTRY)
+        for name in ("su", "longrope")
+    )
+    assert first == later
+    assert first.rope.rope_type == "longrope"
