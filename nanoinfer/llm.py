@@ -66,12 +66,8 @@ class LLM:
         started = time.perf_counter()
         self.config = EngineConfig.from_options(model, options)
         is_random = self.config.load_format == "dummy"
-        folder = resolve_model_folder(
-            self.config.model,
-            with_weights=not is_random,
-            revision=self.config.revision,
-            download_dir=self.config.download_dir,
-        )
+        model, revision, download_dir = self.config.model, self.config.revision, self.config.download_dir
+        folder = resolve_model_folder(model, not is_random, revision=revision, download_dir=download_dir)
         model_config = ModelConfig.from_folder(folder, supported=REGISTRY, overrides=self.config.hf_overrides)
         tokenizer_folder = find_tokenizer(self.config, folder)
         self._generation_config = read_json(folder / "generation_config.json")
