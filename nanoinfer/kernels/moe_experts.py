@@ -54,6 +54,14 @@ def _tile_product(
     return acc
 
 
+@triton.jit
+def _tile_pairs(pairs_ptr, tile, num_pairs, ROWS: tl.constexpr):
+    """Return the pairs of a tile; beyond its last pair, num_pairs."""
+    row = tl.arange(0, ROWS)
+    # Without a list, the tile has one pair, of its own number.
+    return tl.where(row == 0, tile, num_pairs) if pairs_ptr is None else tl.load(pairs_ptr + tile * ROWS + row)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_kernel(
     x_ptr,
@@ -78,12 +86,13 @@ def _gate_up_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if tile >= tl.load(num_tiles_ptr):
+    num_tiles = tl.num_programs(1) if num_tiles_ptr is None else tl.load(num_tiles_ptr)
+    if tile >= num_tiles:
         return
     expert = tl.load(tile_experts_ptr + tile)
     if expert == num_experts:
         return
-    pair = tl.load(pairs_ptr + tile * ROWS + tl.arange(0, ROWS))
+    pair = _tile_pairs(pairs_ptr, tile, num_pairs, ROWS)
     is_pair = pair < num_pairs
     line = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # a column of the gate, the same column of up, and so on
     acc = _tile_product(
@@ -129,10 +138,11 @@ def _down_kernel(
 ):
     tile = tl.program_id(1)
     # The kernel before began when the plan was complete, so it is there before that kernel is done.
-    if tile >= tl.load(num_tiles_ptr):
+    num_tiles = tl.num_programs(1) if num_tiles_ptr is None else tl.load(num_tiles_ptr)
+    if tile >= num_tiles:
         return
     expert = tl.load(tile_experts_ptr + tile)
-    pair = tl.load(pairs_ptr + tile * ROWS + tl.arange(0, ROWS))
+    pair = _tile_pairs(pairs_ptr, tile, num_pairs, ROWS)
     is_pair = pair < num_pairs
     pair_weight = tl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

@@ -114,9 +114,10 @@ def _plan_kernel(
 class TilePlan(NamedTuple):
     """Lists the pairs of a token and an expert by expert, in tiles of equal size."""
 
-    pairs: Tensor  # (max_tiles * tile_size,) int32: the pairs of each tile; beyond its last pair, num_pairs
+    # (max_tiles * tile_size,) int32: the pairs of each tile; beyond its last pair, num_pairs. None: tile i has pair i.
+    pairs: Tensor | None
     tile_experts: Tensor  # (max_tiles,) int32: the expert of each tile; num_experts for pairs without an expert
-    num_tiles: Tensor  # (1,) int32: what lies beyond is undefined
+    num_tiles: Tensor | None  # (1,) int32: what lies beyond is undefined. None: there are max_tiles.
 
 
 def route(
@@ -161,6 +162,8 @@ def max_tiles(num_pairs: int, num_experts: int, tile_size: int) -> int:
 def plan_tiles(expert_ids: Tensor, num_experts: int, tile_size: int) -> TilePlan:
     """Sort all pairs by expert into tiles. expert_ids: as `route` returns them, contiguous."""
     num_pairs = expert_ids.numel()
+    if len(expert_ids) == 1:  # the experts of one token differ, so nothing needs to be sorted
+        return TilePlan(None, expert_ids.view(-1), None)
     num_slots = max_tiles(num_pairs, num_experts, tile_size)
     plan = TilePlan(*(expert_ids.new_empty(size) for size in (num_slots * tile_size, num_slots, 1)))
     _plan_kernel[(num_experts + 1,)](

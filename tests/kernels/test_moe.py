@@ -92,7 +92,7 @@ def random_ids(num_tokens: int, num_experts: int, num_choices: int, share_of_pad
 @pytest.mark.parametrize("share_of_padding", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "num_choices", "tile_size"),
-    [(1, 8, 2, 16), (1, 1, 1, 16), (19, 40, 8, 16), (50, 3, 2, 32), (400, 20, 6, 128)],
+    [(2, 8, 2, 16), (2, 1, 1, 16), (19, 40, 8, 16), (50, 3, 2, 32), (400, 20, 6, 128)],
 )
 def test_a_plan_has_every_pair_once_in_a_tile_of_its_expert(
     num_tokens: int, num_experts: int, num_choices: int, tile_size: int, share_of_padding: float
@@ -110,6 +110,14 @@ def test_a_plan_has_every_pair_once_in_a_tile_of_its_expert(
     experts = tile_experts.repeat_interleave(tile_size)
     assert torch.equal(experts[is_pair], ids.flatten()[pairs[is_pair].long()])
     assert is_pair.view(-1, tile_size)[:, 0].all(), "no tile is empty"
+
+
+def test_the_plan_of_one_token_is_its_experts() -> None:
+    """Each of its pairs is a tile, so there is nothing to sort."""
+    ids = random_ids(1, 8, 3)
+    plan = plan_tiles(ids, 8, 16)
+    assert plan.pairs is plan.num_tiles is None
+    assert plan.tile_experts.tolist() == ids[0].tolist()
 
 
 @loops_are_interpreted
