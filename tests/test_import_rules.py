@@ -14,6 +14,7 @@ PACKAGE = Path(nanoinfer.__file__).parent
 
 # Each part may import itself and the parts that its line names. Parts are folders, and the files of the top folder.
 EVERYBODY = {"errors", "config", "device", "outputs", "sampling_params", "checkpoint"}
+STEP_DATA = {"engine.batch", "constraints.rules"}  # what the host says of a step
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
@@ -22,22 +23,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling_params": {"errors"},
     "checkpoint": {"errors", "config"},
     "text": EVERYBODY,
-    "engine": EVERYBODY | {"text"},
+    "constraints": EVERYBODY | {"text"},
+    "engine": EVERYBODY | {"text", "constraints"},
     "distributed": EVERYBODY,
     "kernels": EVERYBODY | {"distributed"},
     "layers": EVERYBODY | {"kernels", "distributed"},
     "models": EVERYBODY | {"layers", "kernels", "distributed"},
-    "sampling": EVERYBODY | {"engine.batch", "models", "layers", "kernels", "distributed"},
-    "runner": EVERYBODY | {"engine.batch", "sampling", "models", "layers", "kernels", "distributed"},
-    "executor": EVERYBODY | {"engine.batch", "runner", "distributed"},
+    "sampling": EVERYBODY | STEP_DATA | {"models", "layers", "kernels", "distributed"},
+    "runner": EVERYBODY | STEP_DATA | {"sampling", "models", "layers", "kernels", "distributed"},
+    "executor": EVERYBODY | STEP_DATA | {"runner", "distributed"},
     "progress": EVERYBODY,
-    "llm": EVERYBODY | {"engine", "executor", "runner", "models", "text", "progress"},
+    "llm": EVERYBODY | {"constraints", "engine", "executor", "runner", "models", "text", "progress"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "executor", "text", "progress"},
     "bench": EVERYBODY | {*nanoinfer.__all__, "__version__", "engine", "models", "layers", "kernels", "distributed"},
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "batch", "bench"},
 }
-WITHOUT_TORCH = {"engine", "config", "sampling_params", "outputs", "errors"}
+WITHOUT_TORCH = {"constraints", "engine", "config", "sampling_params", "outputs", "errors"}
 CUDA_ONLY = ("kernels.", "layers.attention.flash_attn", "layers.attention.triton")
 
 

@@ -4,6 +4,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from nanoinfer.constraints.rules import Constraint
 from nanoinfer.sampling_params import SamplingParams
 
 
@@ -31,6 +32,7 @@ class Sequence:
     request_id: int = 0
     sample: int = 0  # which of the request's completions it is
     prompt_logprobs_start: int | None = None  # first prompt token whose log-probability is wanted; None: no more are
+    constraint: Constraint | None = None  # what limits its tokens beside sampling_params
     max_num_tokens: int = 0  # it ends with so many tokens; `request.set_limits` sets this and the stop tokens
     stop_token_ids: Set[int] = frozenset()
     token_ids: list[int] = field(init=False)  # prompt and collected completion

@@ -1,0 +1,48 @@
+"""What the host decides about a step between its forward pass and its draw: which tokens each row may get.
+
+These types are all that the engine, the runner and the sampler know of constraints.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+UserFunction = Callable[[list[int], Any], Any]  # of the completion's token ids and its logits (vocab_size,), float32
+
+
+class RowMasks(NamedTuple):
+    """Says which tokens some of a step's rows may get."""
+
+    lines: list[int]  # which of the step's tokens
+    bits: NDArray[np.int32]  # (num_lines, ceil(vocab_size / 32)): token i is bit i % 32 of word i // 32, 1 if allowed
+
+
+class StepRules(NamedTuple):
+    """Says which tokens a step may draw, where that is not left to the model alone.
+
+    grammars: by grammars; a row's log-probabilities are those under its mask. token_sets: by allowed_token_ids and
+    bad_words; log-probabilities are those before. functions: by line, a user's functions and the completion so far.
+    """
+
+    grammars: RowMasks | None = None
+    token_sets: RowMasks | None = None
+    functions: dict[int, tuple[tuple[UserFunction, ...], list[int]]] = {}  # noqa: RUF012 (never changed)
+
+
+class Constraint(Protocol):
+    """Follows one sample, and says what it may get next. It stays with its sequence when that is preempted."""
+
+    follows_tokens: bool  # whether the next rules depend on the newest token
+    error: str | None  # why it can say nothing more; it gets no token then, which ends it
+
+    def append(self, token_id: int) -> bool:
+        """Take the sample's newest token; return whether the text is complete with it."""
+
+
+class ConstraintPlan(Protocol):
+    """What one request asks for, checked and compiled."""
+
+    def start(self) -> Constraint:
+        """Return the constraint of a new sample."""
