@@ -22,11 +22,13 @@ MIN_BINS = 32  # of a histogram: one for each thread of a warp
 
 @triton.jit
 def _route_kernel(
-    logits_ptr,
+    terms_ptr,
     row_mask_ptr,  # None: all rows have tokens
     expert_ids_ptr,
     weights_ptr,
-    logits_row_stride,
+    term_stride,
+    row_stride,
+    num_terms: tl.constexpr,
     num_experts: tl.constexpr,
     num_choices: tl.constexpr,
     NORMALISED: tl.constexpr,
@@ -41,8 +43,10 @@ def _route_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    logits_ptrs = logits_ptr + row.to(tl.int64) * logits_row_stride + expert
-    logits = tl.load(logits_ptrs, mask=is_expert, other=float("-inf")).to(tl.float32)
+    logits = tl.where(is_expert, 0.0, float("-inf"))
+    for term in tl.static_range(num_terms):
+        term_ptrs = terms_ptr + term * term_stride + row.to(tl.int64) * row_stride + expert
+        logits += tl.load(term_ptrs, mask=is_expert, other=0.0).to(tl.float32)
     exps = tl.exp(logits - tl.max(logits, axis=0))
     probs = exps / tl.sum(exps, axis=0)
     # One NaN makes all of them NaN. They still have to be ordered, and experts that do not exist come last.
@@ -121,31 +125,33 @@ class TilePlan(NamedTuple):
 
 
 def route(
-    logits: Tensor, num_experts_per_tok: int, norm_topk_prob: bool, row_mask: Tensor | None = None
+    terms: Tensor, num_experts_per_tok: int, norm_topk_prob: bool, row_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the ids of each token's experts, int32, and their weights, float32: (num_tokens, num_experts_per_tok).
 
-    logits: (num_tokens, num_experts), rows contiguous. row_mask: (num_tokens,) bool, False for rows that get no
-    experts: the id num_experts, and weights of 0.
+    terms: (num_terms, num_tokens, num_experts), whose sum are the logits; rows contiguous. row_mask: (num_tokens,)
+    bool, False for rows that get no experts: the id num_experts, and weights of 0.
     """
-    num_rows, num_experts = logits.shape
-    assert logits.stride(1) == 1, f"the rows of logits must be contiguous, strides {logits.stride()}"
-    expert_ids = logits.new_empty((num_rows, num_experts_per_tok), dtype=torch.int32)
-    weights = logits.new_empty((num_rows, num_experts_per_tok), dtype=torch.float32)
+    num_terms, num_rows, num_experts = terms.shape
+    assert terms.stride(2) == 1, f"the rows of terms must be contiguous, strides {terms.stride()}"
+    expert_ids = terms.new_empty((num_rows, num_experts_per_tok), dtype=torch.int32)
+    weights = terms.new_empty((num_rows, num_experts_per_tok), dtype=torch.float32)
     if num_rows > 0:
         _route_kernel[(num_rows,)](
-            logits,
+            terms,
             row_mask,
             expert_ids,
             weights,
-            logits.stride(0),
+            terms.stride(0),
+            terms.stride(1),
+            num_terms=num_terms,
             num_experts=num_experts,
             num_choices=num_experts_per_tok,
             NORMALISED=norm_topk_prob,
             EXPERTS=triton.next_power_of_2(num_experts),
             CHOICES=triton.next_power_of_2(num_experts_per_tok),
             num_warps=1,
-            **overlap_options(logits.device),
+            **overlap_options(terms.device),
         )
     return expert_ids, weights
 

@@ -69,11 +69,22 @@ def test_route_equals_its_twin(
     logits = randn(num_tokens, num_experts, dtype=dtype)  # in 16 bits many are equal
     mask = torch.rand(num_tokens, device=CUDA) < 0.8
     for row_mask in (None, mask):
-        ids, weights = route(logits, num_choices, norm, row_mask)
-        expected_ids, expected = route(logits.cpu(), num_choices, norm, None if row_mask is None else row_mask.cpu())
+        ids, weights = route(logits[None], num_choices, norm, row_mask)
+        mask_on_host = None if row_mask is None else row_mask.cpu()
+        expected_ids, expected = route(logits[None].cpu(), num_choices, norm, mask_on_host)
         # Logits that differ in their last bits may have equal probabilities on one of the two.
         assert (ids.cpu() != expected_ids).float().mean() < 0.001
         torch.testing.assert_close(weights.cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_router_scores_small_steps_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer, x = build(QWEN3_30B, dtype), randn(5, QWEN3_30B.hidden, dtype=dtype)
+    terms = layer.gate._terms(x)
+    assert terms.shape[0] > 1
+    assert terms.dtype == torch.float32
+    torch.testing.assert_close(terms.sum(0), x.float() @ layer.gate.weight.float().t(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 16, 40, 128, 256, 600, 3000])

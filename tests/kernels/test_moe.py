@@ -40,8 +40,8 @@ def test_on_cuda_the_layer_runs_the_kernel_of_its_name_with_its_parameters(
 
 
 def assert_equal_routing(logits: Tensor, num_choices: int, norm: bool, mask: Tensor | None = None) -> None:
-    ids, weights = routing_kernels.route(logits, num_choices, norm, mask)
-    expected_ids, expected = moe.route(logits, num_choices, norm, mask)
+    ids, weights = routing_kernels.route(logits[None], num_choices, norm, mask)
+    expected_ids, expected = moe.route(logits[None], num_choices, norm, mask)
     assert ids.dtype == torch.int32
     assert torch.equal(ids, expected_ids)
     assert weights.dtype == torch.float32
@@ -59,6 +59,14 @@ def test_route_equals_its_twin(num_experts: int, num_choices: int, norm: bool) -
     assert_equal_routing(torch.cat([logits, logits], dim=1)[:, :num_experts], num_choices, norm)
 
 
+def test_route_adds_up_the_terms_of_the_logits() -> None:
+    terms = randn(16, 6, 40)
+    ids, weights = routing_kernels.route(terms, 4, True)
+    expected_ids, expected = moe.route(terms.sum(0, keepdim=True), 4, True)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
+
+
 def test_route_takes_equal_logits_by_their_ids() -> None:
     logits = torch.randint(0, 3, (20, 12), generator=torch.Generator().manual_seed(0)).float()
     assert_equal_routing(logits, 5, True)
@@ -72,7 +80,7 @@ def test_route_gives_rows_of_nan_and_infinities_experts_that_exist() -> None:
     logits[3] = float("-inf")
     logits[4, 1:] = float("-inf")  # one expert is certain, the others impossible
     assert_equal_routing(logits, 3, True)
-    ids, weights = routing_kernels.route(logits, 3, True)
+    ids, weights = routing_kernels.route(logits[None], 3, True)
     assert ((ids >= 0) & (ids < 5)).all()
     assert weights[:4].isnan().all()
     assert weights[4].tolist() == [1.0, 0.0, 0.0]
@@ -186,7 +194,7 @@ def test_rows_without_experts_get_zeros_whatever_they_hold() -> None:
     x, weights = randn(20, 32), weights_of(4, 32, 24, torch.float32)
     x[::2] = NAN
     mask = torch.arange(20) % 2 == 1
-    ids, pair_weights = routing_kernels.route(randn(20, 4), 2, True, mask)
+    ids, pair_weights = routing_kernels.route(randn(1, 20, 4), 2, True, mask)
     out = assert_equal_mlp(x, *weights, ids, pair_weights)
     assert (out[:, ~mask] == 0).all()
     assert out.isfinite().all()
@@ -197,20 +205,20 @@ def test_rows_without_experts_get_zeros_whatever_they_hold() -> None:
 def test_a_row_with_nan_stays_alone_with_it() -> None:
     x, weights = randn(6, 32), weights_of(3, 32, 24, torch.float32)
     x[4, 7] = NAN
-    ids, pair_weights = routing_kernels.route(x @ randn(32, 3), 2, True)
+    ids, pair_weights = routing_kernels.route((x @ randn(32, 3))[None], 2, True)
     out = assert_equal_mlp(x, *weights, ids, pair_weights)
     assert out[:, 4].isnan().all()
     assert out[:, [0, 1, 2, 3, 5]].isfinite().all()
 
 
 def test_no_tokens_give_no_rows() -> None:
-    ids, pair_weights = routing_kernels.route(randn(0, 4), 2, True)
+    ids, pair_weights = routing_kernels.route(randn(1, 0, 4), 2, True)
     assert ids.shape == pair_weights.shape == (0, 2)
     out = expert_kernels.expert_mlp(randn(0, 32), *weights_of(4, 32, 24, torch.float32), ids, pair_weights)
     assert out.shape == (2, 0, 32)
 
 
-def test_few_tiles_are_cut_into_more_columns() -> None:
+def test_few_tiles_are_cut_so_that_all_multiprocessors_have_equal_work() -> None:
     """The interpreter stands for a GPU of eight multiprocessors."""
-    few, many = (expert_kernels.choose_tiling(16, num_tiles, 128, torch.float16, CPU) for num_tiles in (2, 8))
-    assert (few.columns, many.columns) == (32, 64)
+    tilings = [expert_kernels.choose_tiling(16, num_tiles, 128, torch.float16, CPU) for num_tiles in (2, 8, 12)]
+    assert [tiling.columns for tiling in tilings] == [32, 128, 64]

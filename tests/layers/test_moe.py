@@ -108,16 +108,16 @@ def test_the_layer_computes_what_transformers_does(architecture: str, norm: bool
 
 def test_the_likeliest_experts_come_first_and_equal_ones_by_their_ids() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [5.0, 5.0, 5.0, 5.0]])
-    ids, weights = route(logits, 3, False)
+    ids, weights = route(logits[None], 3, False)
     assert ids.dtype == torch.int32
     assert ids.tolist() == [[1, 3, 2], [0, 1, 2]]
     torch.testing.assert_close(weights[1], torch.full((3,), 0.25))
-    torch.testing.assert_close(route(logits, 3, True)[1].sum(1), torch.ones(2))
+    torch.testing.assert_close(route(logits[None], 3, True)[1].sum(1), torch.ones(2))
 
 
 def test_weights_are_computed_in_float32_for_logits_in_16_bits() -> None:
     logits = randn(3, 8).bfloat16()
-    _, weights = route(logits, 2, False)
+    _, weights = route(logits[None], 2, False)
     assert torch.equal(weights, torch.softmax(logits.float(), dim=1).topk(2).values)
 
 
