@@ -41,6 +41,7 @@ def _all_reduce_add_rms_norm_kernel(
     epochs_ptr,
     residual_ptr,
     weight_ptr,
+    sum_weight_ptr,  # None, unless the sum is normalised by itself before the addition
     total_ptr,
     residual_row_stride,
     eps,
@@ -56,6 +57,8 @@ def _all_reduce_add_rms_norm_kernel(
     column = tl.arange(0, SIZE)
     mask = column < size
     weight = tl.load(weight_ptr + column, mask=mask)
+    if sum_weight_ptr is not None:
+        sum_weight = tl.load(sum_weight_ptr + column, mask=mask, other=0.0)  # what it scales stays zero beyond `size`
     # One thread per rank, so that all ranks are signalled, or waited for, at the same time.
     ranks = tl.arange(0, num_ranks)
     flags_of_all = tl.load(flag_addresses_ptr + ranks).to(tl.pointer_type(tl.int64))
@@ -76,6 +79,9 @@ def _all_reduce_add_rms_norm_kernel(
         # Bypass the L1 cache, which is not coherent with what other GPUs write.
         x = tl.load(input_ptrs[peer] + row * size + column, mask=mask, other=0.0, cache_modifier=".cg")
         wide += x.to(tl.float32)
+    if sum_weight_ptr is not None:
+        wide = normalised(wide.to(residual.dtype).to(tl.float32), sum_weight, size, eps)
+        wide = wide.to(residual.dtype).to(tl.float32)
     total = (wide + residual.to(tl.float32)).to(residual.dtype)
     tl.store(total_ptr + row * size + column, total, mask=mask)
     out = normalised(total.to(tl.float32), weight, size, eps)
@@ -88,14 +94,15 @@ def _all_reduce_add_rms_norm_kernel(
 
 
 def all_reduce_add_rms_norm(
-    residual: Tensor, buffers: SymmetricBuffers, weight: Tensor, eps: float
+    residual: Tensor, buffers: SymmetricBuffers, weight: Tensor, eps: float, sum_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """All-reduce the ranks' partial sums, add the residual, and return the RMSNorm of the total, and the total.
 
     Every rank must call it with the same number of tokens and the same variant. The norm is returned in
     `buffers.output`. In two-shot the total holds only the rows that this rank owns.
 
-    residual: (num_tokens, size), like `buffers.input`. weight: (size,). All have the same dtype.
+    residual: (num_tokens, size), like `buffers.input`. weight: (size,). All have the same dtype, except that weight may
+    be in float32. sum_weight: like weight, of a norm of the sum by itself before the residual is added; None for none.
     """
     num_rows, size = residual.shape
     total = residual.new_empty(residual.shape)
@@ -108,6 +115,7 @@ def all_reduce_add_rms_norm(
         buffers.epochs,
         residual,
         weight,
+        sum_weight,
         total,
         residual.stride(0),
         eps,

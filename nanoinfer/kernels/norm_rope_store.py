@@ -80,8 +80,8 @@ def _norm_rope_store_kernel(
         mean_square = tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * half_dim)
         scale = tl.rsqrt(mean_square + eps)[:, None]
         # Rounded after the division and after the weight, as PyTorch does it.
-        x1 = (x1 * scale).to(first.dtype).to(tl.float32) * weight1
-        x2 = (x2 * scale).to(first.dtype).to(tl.float32) * weight2
+        x1 = (x1 * scale).to(q_weight1.dtype).to(tl.float32) * weight1
+        x2 = (x2 * scale).to(q_weight2.dtype).to(tl.float32) * weight2
         x1, x2 = x1.to(first.dtype).to(tl.float32), x2.to(first.dtype).to(tl.float32)
     first = tl.where(is_rotated, (x1 * cos - x2 * sin).to(first.dtype), first)
     second = tl.where(is_rotated, (x2 * cos + x1 * sin).to(first.dtype), second)
@@ -111,7 +111,8 @@ def norm_rope_store(
     """Normalise and rotate queries and keys in place, and write keys and values to their slots. Slot -1 is skipped.
 
     qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), rows contiguous; head_dim even.
-    norm_weights: of queries and keys, (head_dim,) each, in the dtype of qkv; None for a model without q/k norms.
+    norm_weights: of queries and keys, (head_dim,) each, in the dtype of qkv, or both in float32; None for a model
+    without q/k norms.
     positions: (num_tokens,) int. cos_sin_cache: (max_positions, rotary_dim) float32, contiguous; the first rotary_dim
     dimensions of each head are rotated.
     k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous.

@@ -30,6 +30,7 @@ def _rms_norm_kernel(
     x_ptr,
     residual_ptr,  # None for a norm without addition
     weight_ptr,
+    sum_weight_ptr,  # None, unless x is normalised by itself before the addition
     out_ptr,
     total_ptr,
     x_split_stride,
@@ -45,6 +46,8 @@ def _rms_norm_kernel(
     column = tl.arange(0, SIZE)
     mask = column < size
     weight = tl.load(weight_ptr + column, mask=mask)  # before the wait: no kernel writes it
+    if sum_weight_ptr is not None:
+        sum_weight = tl.load(sum_weight_ptr + column, mask=mask, other=0.0)  # what it scales stays zero beyond `size`
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     x_ptrs = x_ptr + row * x_row_stride + column
@@ -53,6 +56,9 @@ def _rms_norm_kernel(
         wide += tl.load(x_ptrs + split * x_split_stride, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
+        if sum_weight_ptr is not None:
+            wide = normalised(wide.to(residual.dtype).to(tl.float32), sum_weight, size, eps)
+            wide = wide.to(residual.dtype).to(tl.float32)
         total = (wide + residual.to(tl.float32)).to(residual.dtype)
         tl.store(total_ptr + row * size + column, total, mask=mask)
         wide = total.to(tl.float32)
@@ -62,28 +68,39 @@ def _rms_norm_kernel(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / rms(x) * weight over the last dimension, computed in float32, in the shape and dtype of x.
 
-    x: (..., size), the last dimension contiguous. weight: (size,) in the dtype of x.
+    x: (..., size), the last dimension contiguous. weight: (size,) in the dtype of x, or in float32.
     """
     out = x.new_empty(x.shape)
-    _launch(x.reshape(1, -1, x.shape[-1]), None, weight, out, None, eps)
+    _launch(x.reshape(1, -1, x.shape[-1]), None, weight, None, out, None, eps)
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, sum_weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the norm of x + residual, and x + residual, which is rounded to its dtype before it is normalised.
 
     x: (..., size) like residual, or (num_splits, ..., size), the partial sums of a split-K product, in any dtype. The
     last dimension is contiguous.
-    residual: (..., size). weight: (size,) in the dtype of residual, as are the results.
+    residual: (..., size), in the dtype of the results. weight: (size,) in that dtype, or in float32.
+    sum_weight: the same, of a norm of x by itself before the residual is added; None for no such norm.
     """
     size = x.shape[-1]
     out, total = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
     splits = x.reshape(len(x) if x.dim() > residual.dim() else 1, -1, size)
-    _launch(splits, residual.reshape(-1, size), weight, out, total, eps)
+    _launch(splits, residual.reshape(-1, size), weight, sum_weight, out, total, eps)
     return out, total
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float) -> None:
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    sum_weight: Tensor | None,
+    out: Tensor,
+    total: Tensor | None,
+    eps: float,
+) -> None:
     """Launch the kernel. x: (num_splits, num_rows, size). residual: (num_rows, size)."""
     num_splits, num_rows, size = x.shape
     for name, tensor in (("x", x), ("residual", residual)):
@@ -95,6 +112,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
         x,
         residual,
         weight,
+        sum_weight,
         out,
         total,
         x.stride(0),

@@ -10,31 +10,41 @@ from nanoinfer.layers.linear import PartialSum
 
 @triton_on_cuda("nanoinfer.kernels.rms_norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight over the last dimension, computed in float32; shape and dtype of `x`."""
+    """Return x / rms(x) * weight over the last dimension, computed in float32; shape and dtype of `x`.
+
+    The quotient is rounded to the weight's dtype: that of `x`, or float32, which rounds only the product.
+    """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return wide.to(x.dtype) * weight
+    return (wide.to(weight.dtype) * weight).to(x.dtype)
 
 
 @triton_on_cuda("nanoinfer.kernels.rms_norm")
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the norm of x + residual, and x + residual; an `x` with one dimension more is summed over it first."""
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, sum_weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of x + residual, and x + residual; an `x` with one dimension more is summed over it first.
+
+    sum_weight: (size,), of a norm of `x` by itself before the residual is added; None for no such norm.
+    """
     if x.dim() > residual.dim():
         x = x.sum(0)
+    if sum_weight is not None:
+        x = rms_norm(x.to(residual.dtype), sum_weight, eps)
     total = (x + residual).to(residual.dtype)
     return rms_norm(total, weight, eps), total
 
 
 @triton_on_cuda("nanoinfer.kernels.all_reduce_rms_norm")
 def all_reduce_add_rms_norm(
-    residual: Tensor, buffers: SymmetricBuffers, weight: Tensor, eps: float
+    residual: Tensor, buffers: SymmetricBuffers, weight: Tensor, eps: float, sum_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """All-reduce the ranks' partial sums, then `add_rms_norm`. All ranks must call it: they wait for each other.
 
     In two-shot x + residual holds only the rows that this rank owns, which are all that its next all-reduce needs.
     """
     inputs = [partial[: len(residual)] for partial in buffers.inputs if isinstance(partial, Tensor)]
-    return add_rms_norm(torch.stack(inputs).float(), residual, weight, eps)
+    return add_rms_norm(torch.stack(inputs).float(), residual, weight, eps, sum_weight)
 
 
 class RMSNorm(nn.Module):
@@ -53,5 +63,5 @@ class RMSNorm(nn.Module):
         if hidden is None:
             return rms_norm(residual, self.weight, self.eps), residual
         if hidden.all_ranks is not None:
-            return all_reduce_add_rms_norm(residual, hidden.all_ranks, self.weight, self.eps)
-        return add_rms_norm(hidden.terms, residual, self.weight, self.eps)
+            return all_reduce_add_rms_norm(residual, hidden.all_ranks, self.weight, self.eps, hidden.sum_weight)
+        return add_rms_norm(hidden.terms, residual, self.weight, self.eps, hidden.sum_weight)

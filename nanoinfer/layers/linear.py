@@ -89,10 +89,12 @@ class PartialSum:
 
     terms: (num_terms, num_tokens, hidden_size) to be added: one complete sum, or the partial sums of split-K.
     all_ranks: the buffers with the terms of all ranks, if the kernel of the norm does the all-reduce too.
+    sum_weight: (hidden_size,), of a norm of the sum by itself before it is added to the residual stream; None for none.
     """
 
     terms: Tensor
     all_ranks: SymmetricBuffers | None = None
+    sum_weight: Tensor | None = None
 
 
 class RowParallelLinear(nn.Module):

@@ -130,15 +130,16 @@ def test_norm_rope_store_equals_its_twin_on_the_cpu(
     num_kv_heads: int,
     head_dim: int,
     rotary_dim: int,
-    has_norms: bool,
+    norms: str | None,
     num_tokens: int,
     dtype: torch.dtype,
 ) -> None:
     torch.manual_seed(0)
     qkv = 3 * randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     weights = weights_on_cpu = None
-    if has_norms:
-        weights = tuple(1 + 0.3 * randn(head_dim, dtype=dtype) for _ in "qk")
+    if norms:
+        weight_dtype = torch.float32 if norms == "in float32" else dtype
+        weights = tuple(1 + 0.3 * randn(head_dim, dtype=weight_dtype) for _ in "qk")
         weights_on_cpu = tuple(weight.cpu() for weight in weights)
     angles = torch.randn(5000, rotary_dim // 2, device="cuda")
     table = torch.cat([angles.cos(), angles.sin()], dim=1)

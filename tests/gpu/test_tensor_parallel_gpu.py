@@ -244,25 +244,28 @@ def _all_reduce_in_all_ways(rank: int, size: int, folder: str) -> None:
     assert tp.memory is not None
     first_residual = torch.ones(max_tokens, hidden_size, dtype=dtype, device="cuda")
     weight = torch.linspace(-2, 2, hidden_size, dtype=dtype, device="cuda")
+    in_float32 = torch.linspace(1, 2, hidden_size, device="cuda")
     torch.manual_seed(rank)
     for step in range(40):
         num_tokens = (1, 2, 7, 64, tp.memory.max_tokens)[step % 5]
         two_shot = step // 5 % 2 == 1
+        weights = (weight, 1e-6) if step < 20 else (in_float32, 1e-6, in_float32)  # the latter of the sum by itself
         residual, ours = first_residual[:num_tokens], []
         for index in range(6):  # as in a step, an even number of sums of as many tokens, with nothing else in between
             buffers = replace(tp.memory.next_buffers(num_tokens), two_shot=two_shot)
             buffers.input.random_(-8, 9)  # whose sums are exact
-            out, residual = all_reduce_add_rms_norm(residual, buffers, weight, 1e-6)
+            out, residual = all_reduce_add_rms_norm(residual, buffers, *weights)
             if (step + index) % size == rank:
                 torch.cuda._sleep(2_000_000)  # a millisecond
             ours.append((buffers.input.clone(), out.clone(), residual))
         expected_residual = first_residual[:num_tokens]
         for part, out, residual in ours:
             total = tp.all_reduce(part.float()).unsqueeze(0)
-            expected, expected_residual = add_rms_norm(total, expected_residual, weight, 1e-6)
+            expected, expected_residual = add_rms_norm(total, expected_residual, *weights)
             torch.testing.assert_close(out, expected)
             owned = slice(rank, None, size) if two_shot else slice(None)
-            assert torch.equal(residual[owned], expected_residual[owned])
+            tolerance = 0 if step < 20 else 0.02  # sums are exact, and their norms are not
+            torch.testing.assert_close(residual[owned], expected_residual[owned], rtol=tolerance, atol=tolerance)
     x = torch.randn(3 * SLICE_TOKENS, 256, dtype=dtype, device="cuda")
     matrix = torch.randn(hidden_size, 256, dtype=dtype, device="cuda")
     overlapped, whole = tp.all_reduced_product(x, matrix, None), tp.all_reduce((x @ matrix.t()).float())

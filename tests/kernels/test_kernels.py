@@ -105,6 +105,24 @@ def test_add_rms_norm_adds_up_partial_sums_in_float32(dtype: torch.dtype) -> Non
     assert_nearly_equal(total, (parts[0] + parts[1] + parts[2] + parts[3] + residual).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [96, 1024, 1025])
+def test_float32_weights_multiply_before_rounding_and_a_sum_is_normalised_before_its_addition(
+    size: int, dtype: torch.dtype
+) -> None:
+    x, residual = randn(3, size, dtype=dtype), randn(3, size, seed=1, dtype=dtype)
+    weight, sum_weight, parts = 1 + 0.3 * randn(size, seed=2), 1 + 0.3 * randn(size, seed=3), randn(4, 3, size, seed=4)
+    out = rms_norm_kernels.rms_norm(x, weight, 1e-5)
+    assert_nearly_equal(out, layernorm.rms_norm(x, weight, 1e-5))
+    assert not torch.equal(out, layernorm.rms_norm(x, weight.to(dtype), 1e-5))
+    for terms in (x, parts, parts.to(dtype)):
+        results = rms_norm_kernels.add_rms_norm(terms, residual, weight, 1e-5, sum_weight)
+        expected = layernorm.add_rms_norm(terms, residual, weight, 1e-5, sum_weight)
+        for ours, twin in zip(results, expected, strict=True):
+            assert_nearly_equal(ours, twin)
+        assert not torch.equal(results[1], layernorm.add_rms_norm(terms, residual, weight, 1e-5)[1])
+
+
 def test_rms_norm_reads_rows_out_of_wider_ones() -> None:
     wide, wider, weight = randn(4, 100), randn(4, 200, seed=1), randn(60)
     x, residual = wide[:, 20:80], wider[:, 100:160]
@@ -158,14 +176,22 @@ def buffers_of_all_ranks(size: int, two_shot: bool) -> list[SymmetricBuffers]:
     ]
 
 
+def weights_of_norms(size: int, normalises_sum: bool) -> tuple[Tensor, float, Tensor | None]:
+    """What an all-reduce takes for its norms: a weight in 16 bits, or one in float32 and one for the sum by itself."""
+    if normalises_sum:
+        return 1 + 0.3 * randn(size, seed=10), 1e-5, 1 + 0.3 * randn(size, seed=11)
+    return randn(size, dtype=torch.bfloat16), 1e-5, None
+
+
 @loops_are_interpreted
-def test_in_one_shot_a_rank_reduces_all_rows_for_itself() -> None:
+@pytest.mark.parametrize("normalises_sum", [False, True])
+def test_in_one_shot_a_rank_reduces_all_rows_for_itself(normalises_sum: bool) -> None:
     size = 96
     all_buffers = buffers_of_all_ranks(size, two_shot=False)
     buffers, others = all_buffers[1], all_buffers[:1] + all_buffers[2:]
-    residual, weight = randn(NUM_TOKENS, size, seed=9, dtype=torch.bfloat16), randn(size, dtype=torch.bfloat16)
-    out, total = all_reduce_kernels.all_reduce_add_rms_norm(residual, buffers, weight, 1e-5)
-    expected, expected_total = layernorm.all_reduce_add_rms_norm(residual, buffers, weight, 1e-5)
+    residual, weights = randn(NUM_TOKENS, size, seed=9, dtype=torch.bfloat16), weights_of_norms(size, normalises_sum)
+    out, total = all_reduce_kernels.all_reduce_add_rms_norm(residual, buffers, *weights)
+    expected, expected_total = layernorm.all_reduce_add_rms_norm(residual, buffers, *weights)
     assert_nearly_equal(out, expected)
     assert_nearly_equal(total, expected_total)
     assert out is buffers.output
@@ -176,16 +202,16 @@ def test_in_one_shot_a_rank_reduces_all_rows_for_itself() -> None:
 
 
 @loops_are_interpreted
-@pytest.mark.parametrize("size", [1024])
-def test_in_two_shot_a_rank_reduces_its_rows_for_all(size: int) -> None:
+@pytest.mark.parametrize(("size", "normalises_sum"), [(1024, False), (1000, True)])
+def test_in_two_shot_a_rank_reduces_its_rows_for_all(size: int, normalises_sum: bool) -> None:
     all_buffers = buffers_of_all_ranks(size, two_shot=True)
-    residual, weight = randn(NUM_TOKENS, size, seed=9, dtype=torch.bfloat16), randn(size, dtype=torch.bfloat16)
-    expected, expected_total = layernorm.all_reduce_add_rms_norm(residual, all_buffers[0], weight, 1e-5)
+    residual, weights = randn(NUM_TOKENS, size, seed=9, dtype=torch.bfloat16), weights_of_norms(size, normalises_sum)
+    expected, expected_total = layernorm.all_reduce_add_rms_norm(residual, all_buffers[0], *weights)
     for rank, buffers in enumerate(all_buffers):
         of_rank = slice(rank, None, NUM_RANKS)
         own_residual = torch.full_like(residual, torch.nan)
         own_residual[of_rank] = residual[of_rank]
-        out, total = all_reduce_kernels.all_reduce_add_rms_norm(own_residual, buffers, weight, 1e-5)
+        out, total = all_reduce_kernels.all_reduce_add_rms_norm(own_residual, buffers, *weights)
         assert out is buffers.output
         assert_nearly_equal(total[of_rank], expected_total[of_rank])
         for of_peer in all_buffers:
@@ -250,6 +276,7 @@ class HeadsStep:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     has_norms: bool = True
+    weight_dtype: torch.dtype | None = None  # of the norms; None for that of the heads
     rotary_dim: int | None = None  # of head_dim; None for all
     slots: tuple[int, ...] = (33, -1, 0, 15, -1, 16, 47, -1)  # of 48, out of order; -1: no slot
 
@@ -259,7 +286,8 @@ class HeadsStep:
         qkv = 3 * randn(num_tokens, size + 16, dtype=self.dtype)[:, :size]
         weights = None
         if self.has_norms:
-            weights = tuple(1 + 0.3 * randn(self.head_dim, seed=seed, dtype=self.dtype) for seed in (1, 2))
+            dtype = self.weight_dtype or self.dtype
+            weights = tuple(1 + 0.3 * randn(self.head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
         positions = torch.tensor([0, 1, 2, 39, 39, 7, 20, 0])[:num_tokens]
         angles = randn(40, (self.rotary_dim or self.head_dim) // 2, seed=3)
         table = torch.cat([angles.cos(), angles.sin()], dim=1)
@@ -299,6 +327,12 @@ def test_heads_of_any_size_are_normalised_rotated_and_stored_as_by_the_twin(
         written = (out[f"{side}_cache"] != -7.0).any(dim=-1)
         assert written.sum() == 5 * 2, "nothing else is written"
         assert torch.equal(out[f"{side}_cache"][2, :, 1], out[side][0]), "slot 33 of blocks of 16"
+
+
+def test_float32_weights_multiply_heads_of_16_bits_before_these_are_rounded() -> None:
+    step = HeadsStep(head_dim=256, dtype=torch.bfloat16, weight_dtype=torch.float32)
+    rounded_before = replace(step, weight_dtype=None).run(attention_layer.norm_rope_store)
+    assert not torch.equal(assert_step_equals_its_twin(step)["q"], rounded_before["q"])
 
 
 @pytest.mark.parametrize("has_norms", [True, False])
