@@ -23,10 +23,10 @@ from nanoinfer.sampling.gumbel_max import sample
 triton = pytest.importorskip("triton")
 
 from nanoinfer.kernels import all_reduce_rms_norm as all_reduce_kernels  # noqa: E402
+from nanoinfer.kernels import gated_activation as gated_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
-from nanoinfer.kernels import silu_and_mul as silu_kernels  # noqa: E402
 from nanoinfer.kernels import top_k_top_p as threshold_kernels  # noqa: E402
 from nanoinfer.kernels.gumbel_max import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
@@ -61,7 +61,8 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (layernorm.rms_norm, rms_norm_kernels),
         (layernorm.add_rms_norm, rms_norm_kernels),
         (layernorm.all_reduce_add_rms_norm, all_reduce_kernels),
-        (activation.silu_and_mul, silu_kernels),
+        (activation.silu_and_mul, gated_kernels),
+        (activation.gelu_tanh_and_mul, gated_kernels),
         (attention_layer.norm_rope_store, norm_rope_store_kernels),
         (gumbel_max.sample_and_append, sample_kernels),
         (top_k_top_p.thresholds, threshold_kernels),
@@ -246,21 +247,29 @@ def test_a_rank_waits_for_what_others_have_not_announced(two_shot: bool, late_fl
     timer.join()
 
 
-# --- silu_and_mul ---
+# --- silu_and_mul, gelu_tanh_and_mul ---
+
+EXP_OVERFLOWS = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # in the interpreter
 
 
+@EXP_OVERFLOWS
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
 @pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
-def test_silu_and_mul_of_any_size_equals_its_twin(size: int, dtype: torch.dtype) -> None:
+def test_a_gated_activation_of_any_size_equals_its_twin(size: int, dtype: torch.dtype, name: str) -> None:
+    kernel, twin = getattr(gated_kernels, name), getattr(activation, name)
     for gate_up in (4 * randn(3, 2 * size, dtype=dtype), randn(4, 2 * size + 10)[:, 5:-5], randn(0, 2 * size)):
         unchanged = gate_up.clone()
-        assert_nearly_equal(silu_kernels.silu_and_mul(gate_up), activation.silu_and_mul(gate_up))
+        # In float32, PyTorch's GELU loses digits where the gate is nearly closed.
+        exact = gate_up.double() if gate_up.dtype == torch.float32 else gate_up
+        assert_nearly_equal(kernel(gate_up), twin(exact).to(gate_up.dtype))
         assert torch.equal(gate_up, unchanged)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # by the interpreter
-def test_silu_closes_the_gate_where_its_exponential_overflows() -> None:
+@EXP_OVERFLOWS
+def test_a_gate_is_closed_where_its_exponential_overflows() -> None:
     gate_up = torch.tensor([[-200.0, 200.0, 1.0, 2.0]])  # gates, then ups
-    assert silu_kernels.silu_and_mul(gate_up).tolist() == [[0.0, 400.0]]
+    assert gated_kernels.silu_and_mul(gate_up).tolist() == [[0.0, 400.0]]
+    assert gated_kernels.gelu_tanh_and_mul(gate_up).tolist() == [[0.0, 400.0]]
 
 
 # --- norm_rope_store ---
