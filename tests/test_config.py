@@ -214,7 +214,13 @@ def test_a_config_of_qwen3_0_6b_is_read_field_by_field() -> None:
     others |= {"rope_theta": 1000000, "sliding_window": None, "torch_dtype": "bfloat16", "use_sliding_window": False}
     rope = RopeConfig("default", 1000000.0, {})
     assert ModelConfig.from_dict({"architectures": ["Qwen3ForCausalLM"], **sizes, **others}, REGISTRY) == ModelConfig(
-        architecture="Qwen3ForCausalLM", dtype="bfloat16", rope=rope, rotary_dim=128, windows=(None,) * 28, **sizes
+        architecture="Qwen3ForCausalLM",
+        dtype="bfloat16",
+        rope=rope,
+        rotary_dim=128,
+        attention_scale=128**-0.5,
+        windows=(None,) * 28,
+        **sizes,
     )
 
 

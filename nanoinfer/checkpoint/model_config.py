@@ -17,6 +17,8 @@ ROPE_LISTS = ("short_factor", "long_factor")  # of longrope: a number for each p
 UNSUPPORTED_UNLESS = {
     "quantization_config": None,
     "hidden_act": "silu",
+    "hidden_activation": "gelu_pytorch_tanh",  # Gemma's name for it
+    "use_bidirectional_attention": False,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
@@ -36,7 +38,8 @@ class Architecture(Protocol):
 
     # What config.json may leave out, by the values that transformers then takes. Some fields count only for an
     # architecture that has a default for them here: sliding_window, use_sliding_window, max_window_layers,
-    # partial_rotary_factor, and num_experts with all that belongs to it.
+    # sliding_window_pattern, partial_rotary_factor, query_pre_attn_scalar, rope_local_base_freq, and num_experts with
+    # all that belongs to it.
     config_defaults: Mapping[str, Any]
 
 
@@ -85,6 +88,8 @@ class ModelConfig:
     dtype: str
     rope: RopeConfig
     rotary_dim: int  # how many dimensions of a head, the first ones, are rotated
+    local_rope: RopeConfig | None = None  # of layers with a window, where it is not that of the others
+    attention_scale: float  # the factor of the scores
     windows: tuple[int | None, ...]  # how many tokens each token attends to, by layer; None for all before it
     moe: MoEConfig | None = None
 
@@ -117,11 +122,14 @@ class ModelConfig:
                 raise ModelError(f"config.json has {name}={value!r}, which is not supported; use a model without it")
         defaults = {**DEFAULTS, **supported[architecture].config_defaults}
         raw = {**defaults, **raw}
+        raw_of_windows = None
+        if "rope_local_base_freq" in defaults:
+            raw, raw_of_windows = _by_type_of_layer(raw)
         num_heads = _number(raw, "num_attention_heads", int)
         absent = {"num_key_value_heads": num_heads, "head_dim": _number(raw, "hidden_size", int) // num_heads}
         values: dict[str, Any] = {}
         for field in fields(cls):
-            if field.type in (int, float) and field.name != "rotary_dim":
+            if field.type in (int, float) and field.name not in ("rotary_dim", "attention_scale"):
                 default = absent.get(field.name, defaults.get(field.name))
                 values[field.name] = _number(raw, field.name, field.type, default)
             elif field.type is bool:
@@ -130,7 +138,9 @@ class ModelConfig:
             architecture=architecture,
             dtype=_read_dtype(raw),
             rope=_read_rope(raw),
+            local_rope=_read_rope(raw_of_windows) if raw_of_windows else None,
             rotary_dim=_read_rotary_dim(raw, defaults, values["head_dim"]),
+            attention_scale=_read_attention_scale(raw, defaults, values["head_dim"]),
             windows=_read_windows(raw, defaults, values["num_hidden_layers"]),
             moe=_read_moe(raw, defaults, values["num_hidden_layers"]) if "num_experts" in defaults else None,
             **values,
@@ -151,11 +161,15 @@ class ModelConfig:
         """Return the longest sequence, in tokens, that the model's positions are made for."""
         factor = self.rope.parameters.get("factor", 1.0)
         original = self.rope.parameters.get("original_max_position_embeddings")
-        if self.rope.rope_type == "linear":
+        if self.rope.rope_type == "linear" and self.local_rope is None:  # Gemma counts the factor in already
             return int(self.max_position_embeddings * factor)
         if self.rope.rope_type == "yarn" and original:
             return int(original * factor)
         return self.max_position_embeddings
+
+    def windows_within(self, max_positions: int) -> tuple[int | None, ...]:
+        """Return the windows of the layers; one that no sequence of so many positions outgrows is none."""
+        return tuple(window if window and window < max_positions else None for window in self.windows)
 
     def check_tensor_parallel_size(self, size: int) -> None:
         """Raise ConfigError where heads or MLP cannot be split over `size` ranks, with the sizes that would do."""
@@ -220,6 +234,9 @@ def _read_windows(raw: Mapping[str, Any], defaults: Mapping[str, Any], num_layer
         return none
     window = _number(raw, "sliding_window", int)
     layer_types = raw.get("layer_types")
+    if layer_types is None and "sliding_window_pattern" in defaults:
+        step = _number(raw, "sliding_window_pattern", int, defaults["sliding_window_pattern"])
+        return tuple(window if (index + 1) % step else None for index in range(num_layers))
     if layer_types is None:
         first = raw["max_window_layers"] if "max_window_layers" in defaults else 0
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
@@ -262,6 +279,12 @@ def _read_rotary_dim(raw: Mapping[str, Any], defaults: Mapping[str, Any], head_d
     return int(head_dim * factor)
 
 
+def _read_attention_scale(raw: Mapping[str, Any], defaults: Mapping[str, Any], head_dim: int) -> float:
+    """Read what scores are multiplied by: 1 / sqrt(head_dim), unless the architecture names another number."""
+    default = defaults.get("query_pre_attn_scalar")
+    return (head_dim if default is None else _number(raw, "query_pre_attn_scalar", float, default)) ** -0.5
+
+
 def _read_dtype(raw: Mapping[str, Any]) -> str:
     """Read `dtype` (transformers 5) or `torch_dtype` (before); float32 where neither is given."""
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -279,6 +302,24 @@ def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
             raise ModelError(f"config.json has {name}={part!r}; one set of numbers for all layers is supported")
         parameters |= {key: value for key, value in part.items() if value is not None}
     return parameters
+
+
+def _by_type_of_layer(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields as they are for layers that attend to all tokens, and the RoPE fields of layers with a window.
+
+    transformers 5 has a set of RoPE parameters for each type of layer. Before, rope_theta and rope_scaling were of the
+    layers that attend to all tokens, and the others had a base.
+    """
+    sets = raw.get("rope_parameters") or {}
+    types = ("full_attention", "sliding_attention")
+    if not isinstance(sets, Mapping) or not sets.keys() <= {*types}:
+        raise ModelError(f"config.json has rope_parameters={sets!r:.200}; it must have a set for each of {types}")
+    full, sliding = (sets.get(name) or {} for name in types)
+    theta = _number(raw, "rope_local_base_freq", float, DEFAULTS["rope_theta"])
+    of_windows = {"rope_theta": theta, "rope_parameters": sliding}
+    _read_rotary_dim(of_windows, {}, 0)  # refuses to rotate only a part
+    _number(raw, "sliding_window", int)  # refuses null: which RoPE a layer has would not be known
+    return {**raw, "rope_parameters": full}, of_windows
 
 
 def _read_rope(raw: Mapping[str, Any]) -> RopeConfig:

@@ -5,6 +5,7 @@ To add one, write a file beside qwen3.py that says how it differs from the commo
 
 from nanoinfer.errors import ModelError
 from nanoinfer.models.decoder import DecoderForCausalLM
+from nanoinfer.models.gemma3 import Gemma3ForCausalLM
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.mistral import MistralForCausalLM
 from nanoinfer.models.mixtral import MixtralForCausalLM
@@ -14,6 +15,7 @@ from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.models.qwen3_moe import Qwen3MoeForCausalLM
 
 REGISTRY: dict[str, type[DecoderForCausalLM]] = {
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,

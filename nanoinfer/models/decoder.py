@@ -28,12 +28,12 @@ from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 class DecoderSpec:
     """How an architecture differs from the common decoder.
 
-    qk_norm: whether each head of the queries and keys is normalised before its rotation.
+    qk_norm: the norm of each head of the queries and keys before its rotation; None for none.
     qkv_bias: whether queries, keys and values have biases whatever config.json says. Its attention_bias adds them to
     the output product too.
     """
 
-    qk_norm: bool = False
+    qk_norm: type[RMSNorm] | None = None
     qkv_bias: bool = False
 
 
@@ -52,13 +52,13 @@ class DecoderAttention(nn.Module):
         qkv_bias = spec.qkv_bias or config.attention_bias
         self.qkv_proj = QKVParallelLinear(config.hidden_size, head_dim, num_heads, num_kv_heads, bias=qkv_bias, tp=tp)
         self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, bias=config.attention_bias, tp=tp)
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
+        self.q_norm = spec.qk_norm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
+        self.k_norm = spec.qk_norm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
         attention = AttentionSpec(
             num_heads=tp.shard_size(num_heads, "query heads"),
             num_kv_heads=tp.split_of_kv_heads(num_kv_heads).shard_size(num_kv_heads, "KV heads"),
             head_dim=head_dim,
-            scale=head_dim**-0.5,
+            scale=config.attention_scale,
             window=window,
         )
         self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(attention))
@@ -137,13 +137,11 @@ class Decoder(nn.Module):
         super().__init__()
         rotary_emb = RotaryEmbedding(config, max_positions)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        # A window that no sequence outgrows is none.
-        windows = [window if window and window < max_positions else None for window in config.windows]
-        has_experts = config.moe.has_experts if config.moe else (False,) * len(windows)
+        has_experts = config.moe.has_experts if config.moe else (False,) * config.num_hidden_layers
         self.has_experts = any(has_experts)
         self.layers = nn.ModuleList(
             DecoderLayer(config, spec, window, config.moe if sparse else None, rotary_emb, backends, tp)
-            for window, sparse in zip(windows, has_experts, strict=True)
+            for window, sparse in zip(config.windows_within(max_positions), has_experts, strict=True)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -167,6 +165,7 @@ class DecoderForCausalLM(nn.Module):
     """
 
     spec: ClassVar[DecoderSpec]
+    decoder_class: ClassVar[type[Any]] = Decoder  # gemma3.py has another
     config_defaults: ClassVar[Mapping[str, Any]]
     # Name of a module in the checkpoint -> ours, where they differ.
     renamed_modules: ClassVar[Mapping[str, str]] = {}
@@ -183,7 +182,7 @@ class DecoderForCausalLM(nn.Module):
         self, config: ModelConfig, max_positions: int, backends: AttentionBackends, tp: TensorParallel
     ) -> None:
         super().__init__()
-        self.model = Decoder(config, self.spec, max_positions, backends, tp)
+        self.model = self.decoder_class(config, self.spec, max_positions, backends, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
         # A tied checkpoint may repeat the embedding under the head's name: there is nothing to load there.
         self.ignored_weights = ("lm_head.weight",) if config.tie_word_embeddings else ()

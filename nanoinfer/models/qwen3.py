@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
 from nanoinfer.models.qwen2 import Qwen2ForCausalLM
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
-    spec: ClassVar = DecoderSpec(qk_norm=True)
+    spec: ClassVar = DecoderSpec(qk_norm=RMSNorm)
     config_defaults: ClassVar[Mapping[str, Any]] = {**Qwen2ForCausalLM.config_defaults, "head_dim": 128}

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
-    spec: ClassVar = DecoderSpec(qk_norm=True)
+    spec: ClassVar = DecoderSpec(qk_norm=RMSNorm)
     config_defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,

@@ -63,6 +63,14 @@ def draw_options(architecture: str, seed: int) -> dict[str, Any]:
         options |= {"sliding_window": window, "pad_token_id": 0}
         factor = rng.choice((1.0, 0.5))
         options["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": factor}
+    elif architecture == "Gemma3ForCausalLM":
+        options |= {"head_dim": rng.choice((8, 16, 32)), "attention_bias": seed > 1}
+        options["initializer_range"] = 0.05  # or scaled, tied embeddings would repeat the last token
+        options |= {"query_pre_attn_scalar": rng.choice((6, 20, 64)), "sliding_window": rng.choice((1, 7, 50, 200))}
+        options |= {"num_hidden_layers": 4, "sliding_window_pattern": 2 + seed % 2}
+        scaling = {"rope_type": "default"} if seed % 2 else {"rope_type": "linear", "factor": 4.0}
+        sliding = {"rope_type": "default", "rope_theta": rng.choice((100.0, 10000.0))}
+        options["rope_parameters"] = {"full_attention": {**scaling, "rope_theta": 1e6}, "sliding_attention": sliding}
     return options
 
 
