@@ -14,6 +14,8 @@ Config = TypeVar("Config", bound=Any)  # a dataclass
 SPELLINGS = {"rope_scaling": "rope_parameters", "torch_dtype": "dtype"}
 SPELLINGS |= {new: old for old, new in SPELLINGS.items()}
 ROPE_FIELDS = ("rope_scaling", "rope_parameters")
+# The types of layers that have RoPE parameters of their own in transformers 5, and where transformers 4 has their base.
+ROPE_BASES = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
 # All that transformers knows in them. What is read of these depends on rope_type.
 ROPE_PARAMETERS = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
@@ -77,7 +79,7 @@ def override(raw: Fields, overrides: Fields, is_nested: bool = False) -> dict[st
 
 
 def _is_in_rope(path: Path) -> bool:
-    return len(path) > 1 and path[-2] in ROPE_FIELDS
+    return len(path) > 1 and path[-2] in (*ROPE_FIELDS, *ROPE_BASES)
 
 
 def _with(overrides: Fields, path: Path, value: Any) -> Fields:
@@ -87,13 +89,18 @@ def _with(overrides: Fields, path: Path, value: Any) -> Fields:
 
 
 def _with_rope_theta_apart(raw: Fields) -> dict[str, Any]:
-    """Return a copy in which rope_theta stands where transformers 4 has it, beside the dict of the scaling."""
+    """Return a copy in which bases of RoPE stand where transformers 4 has them, beside the dict of the scaling."""
     changed = dict(raw)
     for name in ROPE_FIELDS:
-        part = changed.get(name)
-        if isinstance(part, dict) and part.get("rope_theta"):
-            changed[name] = {key: value for key, value in part.items() if key != "rope_theta"}
-            changed["rope_theta"] = part["rope_theta"]
+        if not isinstance(changed.get(name), dict):
+            continue
+        changed[name] = part = dict(changed[name])
+        if part.get("rope_theta"):
+            changed["rope_theta"] = part.pop("rope_theta")
+        for kind, base in ROPE_BASES.items():
+            if isinstance(part.get(kind), dict) and part[kind].get("rope_theta"):
+                part[kind] = dict(part[kind])
+                changed[base] = part[kind].pop("rope_theta")
     return changed
 
 
@@ -102,8 +109,7 @@ def _replaced(overrides: Fields, above: Path = ()) -> Iterator[tuple[Path, Any]]
     for name, value in overrides.items():
         path = (*above, name)
         inside = value if isinstance(value, dict) else {}
-        has_parameters = name in ROPE_FIELDS and not any(isinstance(item, dict) for item in inside.values())
-        if inside and (has_parameters or name.endswith("_config")):
+        if inside and (name in (*ROPE_FIELDS, *ROPE_BASES) or name.endswith("_config")):
             yield from _replaced(inside, path)
         else:
             yield path, value

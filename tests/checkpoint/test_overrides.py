@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.model_config import ModelConfig, RopeConfig
 from nanoinfer.checkpoint.overrides import override, read_overridden
 from nanoinfer.errors import ConfigError, ModelError, NanoinferError
 from nanoinfer.models import REGISTRY
@@ -80,6 +80,22 @@ def test_an_override_in_either_spelling_replaces_a_field_in_either_spelling(
 def test_another_scaling_keeps_the_base_and_nothing_else_of_the_one_before(raw: dict[str, Any]) -> None:
     rope = read(raw, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}).rope
     assert (rope.theta, rope.rope_type, rope.parameters) == (1e6, "yarn", {"factor": 4.0})
+
+
+def test_where_types_of_layers_have_rope_parameters_of_their_own_another_scaling_keeps_both_bases() -> None:
+    sets = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}, "sliding_attention": {"rope_theta": 5e3}}
+    new = {**NEW, "architectures": ["Gemma3ForCausalLM"], "rope_parameters": sets}
+    linear = {"rope_type": "linear", "factor": 8.0}
+    for overrides in ({"rope_scaling": linear}, {"rope_parameters": {"full_attention": linear}}):
+        config = read(new, overrides)
+        assert config.rope == RopeConfig("linear", 5e5, {"factor": 8.0})
+        assert config.local_rope == RopeConfig("default", 5e3, {})
+    assert read(new, {"rope_local_base_freq": 7.0}).local_rope == RopeConfig("default", 7.0, {})
+    assert sets["full_attention"] == {"rope_type": "default", "rope_theta": 5e5}, "the file's own stay"
+    message = "hf_overrides has rope_parameters.full_attention.fctor=8.0, which changes nothing"
+    assert message in refusal(
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "fctor": 8.0}}}, new
+    )
 
 
 def test_a_dict_for_a_nested_config_replaces_fields_of_it_and_a_dict_elsewhere_all_of_it() -> None:
