@@ -1,0 +1,53 @@
+"""Every architecture in bfloat16 on a GPU: its errors are those of the format, as transformers has them too."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.models import REGISTRY
+from tests.models.test_architectures import checkpoint, draw_prompts  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.gpu
+
+PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False)
+
+
+@torch.inference_mode()
+def reference_logprobs(folder: Path, sequences: list[list[int]], device: str, dtype: torch.dtype) -> Tensor:
+    """Return transformers' log-probability of each token after the first, of all sequences end to end."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
+    found = []
+    for ids in sequences:
+        logits = model.to(device).eval()(torch.tensor([ids], device=device), use_cache=False).logits[0, :-1]
+        found.append(logits.float().log_softmax(-1).cpu().gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("architecture", sorted(REGISTRY))
+def test_errors_in_bfloat16_are_no_larger_than_those_of_transformers(
+    checkpoint: Callable[..., Path],  # noqa: F811
+    architecture: str,
+    seed: int,
+) -> None:
+    """Those of prompts, some of them in chunks, and of tokens from decode steps."""
+    folder, prompts = checkpoint(architecture, seed), draw_prompts(seed)
+    options = {"dtype": "bfloat16", "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 100}
+    with LLM(folder, enforce_eager=seed == 1, num_kvcache_blocks=40, **options) as llm:
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+    sequences, found = [], []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        [completion] = output.outputs
+        sequences.append(prompt + completion.token_ids)
+        entries = [*(output.prompt_logprobs or [])[1:], *(completion.logprobs or [])]
+        found += [entry[token_id].logprob for entry, token_id in zip(entries, sequences[-1][1:], strict=True)]
+    exact = reference_logprobs(folder, sequences, "cpu", torch.float32)
+    ours = (torch.tensor(found) - exact).abs().mean()
+    theirs = (reference_logprobs(folder, sequences, "cuda", torch.bfloat16) - exact).abs().mean()
+    print(f"{architecture}: {ours:.4f}, transformers {theirs:.4f}")
+    assert ours <= 1.3 * theirs + 0.002
