@@ -262,11 +262,8 @@ def choose_tiling(rows: int, num_tiles: int, num_columns: int, dtype: torch.dtyp
         return Tiling(rows, 256 if is_hopper_sized else 128, 64, 4, 8)
     if rows == 64:
         return Tiling(rows, 128, 64, 4 if is_hopper_sized else 3, 4)
-    num_programs = num_tiles * triton.cdiv(num_columns, 64)
-    if num_programs < num_multiprocessors(device):
+    if num_tiles * triton.cdiv(num_columns, 64) < num_multiprocessors(device):
         return Tiling(rows, 32, 128, 6, 4)  # few programs, which together ask for enough bytes at a time
-    if num_programs <= 2 * num_multiprocessors(device):
-        return Tiling(rows, 128, 64, 6, 4)  # one program each, which end at the same time
     return Tiling(rows, 64, 128, 4, 4)
 
 
