@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import math
 import threading
 import time
 import weakref
@@ -21,10 +20,11 @@ from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import REGISTRY
-from nanoinfer.outputs import EngineMetrics, Logprob, RequestOutput, Score, StreamChunk
+from nanoinfer.outputs import EngineMetrics, RequestOutput, Score, StreamChunk
 from nanoinfer.progress import Progress
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.sampling_params import SamplingParams, is_whole_number
+from nanoinfer.scoring import score, scoring_request
 from nanoinfer.text.chat import Conversation, render_chats
 from nanoinfer.text.prompts import (
     GivenPrompt,
@@ -45,7 +45,6 @@ import_seconds: list[float] = []  # how long `from nanoinfer import LLM` took; t
 Prompts = GivenPrompt | Sequence[GivenPrompt]
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
 OnFinish = Callable[[RequestOutput], object]
-SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 TURN_SECONDS = 0.01  # so long a thread waits for its turn; another's step serves its requests too
 
 
@@ -197,14 +196,8 @@ class LLM:
         self.engine.check_open()
         with self._lock:
             pairs = self._prompts.encode_pairs(prompts, completions)
-        requests = [
-            PreparedRequest(
-                prompt=None, token_ids=before + after, sampling_params=SCORING, prompt_logprobs_start=len(before)
-            )
-            for before, after in pairs
-        ]
-        outputs = self._complete(requests, use_tqdm, on_finish=None)
-        return [_score(output, len(before)) for output, (before, _) in zip(outputs, pairs, strict=True)]
+        outputs = self._complete([*map(scoring_request, pairs)], use_tqdm, on_finish=None)
+        return [*map(score, outputs, pairs)]
 
     def abort(self, request_ids: int | Sequence[int]) -> None:
         """Have the next step finish these requests as they are, with finish_reason "abort".
@@ -386,13 +379,3 @@ LLM.__doc__ = f"{inspect.cleandoc(LLM.__doc__ or '')}\n\n{describe_options()}\n"
 def _make_runner(config: EngineConfig, model_config: ModelConfig, folder: Path) -> ModelRunner | ParallelRunner:
     runner_class = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
     return runner_class(config, model_config, folder)
-
-
-def _score(output: RequestOutput, first: int) -> Score:
-    """Score the prompt's tokens from position `first` on."""
-    token_ids, found = output.prompt_token_ids[first:], (output.prompt_logprobs or [])[first:]
-    unknown = Logprob(math.nan, rank=0)  # of what was aborted
-    entries = [(entry or {}).get(token_id, unknown) for token_id, entry in zip(token_ids, found, strict=True)]
-    logprobs = [entry.logprob for entry in entries]
-    total = sum(logprobs)
-    return Score(token_ids, logprobs, total, all(entry.rank == 1 for entry in entries) and not math.isnan(total))
