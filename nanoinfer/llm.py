@@ -305,9 +305,7 @@ class LLM:
         add_special_tokens: bool = True,
     ) -> list[PreparedRequest]:
         """Check everything that a user can get wrong, before anything is queued."""
-        params = one_for_each(sampling_params, len(prompts))
-        for item in params:
-            self._prompts.check_params(item)
+        params = self._prompts.check_all_params(one_for_each(sampling_params, len(prompts)))
         priorities = as_priorities(priority, len(prompts))
         self.engine.check_open()
         with self._lock:  # tokenizers do not serve two threads at once

@@ -1,14 +1,20 @@
 """What a user can get wrong about prompts and what goes with them, checked before anything is queued."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any, cast
 
 from nanoinfer.errors import RequestError
-from nanoinfer.sampling_params import SamplingParams, check_against_model, is_whole_number
+from nanoinfer.sampling_params import LOGPROBS, SamplingParams, check_against_model, is_whole_number
 from nanoinfer.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
+NEED_TOKENIZER = {
+    "stop": "use stop_token_ids",
+    "bad_words": "use logit_bias",
+    "structured_outputs": "use allowed_token_ids",
+}
 GivenPrompt = Prompt | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_ids": ...}, as vLLM's users write it
 
 
@@ -73,14 +79,20 @@ class PromptProcessor:
         self.encode([before + after for before, after in pairs])  # checks their lengths
         return pairs
 
-    def check_params(self, sampling_params: SamplingParams) -> None:
-        """Raise RequestError for sampling options that this model cannot serve."""
-        if sampling_params.stop and self.tokenizer is None:
-            raise RequestError(
-                f"stop={sampling_params.stop!r} is found in text, and {self._model} has no tokenizer; "
-                "use stop_token_ids"
-            )
+    def check_all_params(self, sampling_params: list[SamplingParams]) -> list[SamplingParams]:
+        """Return what `check_params` makes of each; what stands there for many prompts is checked once."""
+        distinct = {id(params): params for params in sampling_params}
+        checked = {key: self.check_params(params) for key, params in distinct.items()}
+        return [checked[id(params)] for params in sampling_params]
+
+    def check_params(self, sampling_params: SamplingParams) -> SamplingParams:
+        """Return sampling options with their -1 spelt out. Raises RequestError where this model cannot serve them."""
+        for name, remedy in NEED_TOKENIZER.items():
+            if self.tokenizer is None and (value := getattr(sampling_params, name)):
+                raise RequestError(f"{name}={value!r} is about text, and {self._model} has no tokenizer; {remedy}")
         check_against_model(sampling_params, self.vocab_size, self._stop_token_ids)
+        counts: dict[str, Any] = {name: self.vocab_size for name in LOGPROBS if getattr(sampling_params, name) == -1}
+        return replace(sampling_params, **counts) if counts else sampling_params
 
     def _check_token_ids(self, token_ids: list[int], which: str) -> list[int]:
         """Return the ids of "prompt 0", say, as a list of our own. Raises RequestError for what cannot be served."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoinfer import RequestError, SamplingParams
+from nanoinfer import RequestError, SamplingParams, StructuredOutputsParams
 from nanoinfer.text.prompts import PromptProcessor, split_whole
 from nanoinfer.text.tokenizer import Tokenizer
 from tests.text.test_tokenizer import save_tokenizer
@@ -62,8 +62,21 @@ def test_without_a_tokenizer_token_ids_are_served_and_texts_are_not() -> None:
     assert prompts.encode([[1, 2]]) == [[1, 2]]
     with pytest.raises(RequestError, match="a model has no tokenizer; give the prompt as a list of token ids"):
         prompts.encode(["one"])
-    with pytest.raises(RequestError, match=r"stop=\('a',\) is found in text, and a model has no tokenizer; use stop_"):
-        prompts.check_params(SamplingParams(stop="a"))
+    for options, said in (
+        ({"stop": "a"}, r"stop=\('a',\) is about text, and a model has no tokenizer; use stop_token_ids"),
+        ({"bad_words": ["a"]}, r"bad_words=\('a',\) is about text, and a model has no tokenizer; use logit_bias"),
+        ({"structured_outputs": StructuredOutputsParams(regex="a")}, "structured_outputs=Str.* use allowed_token_ids"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            prompts.check_params(SamplingParams(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_minus_one_is_all_of_the_vocabulary(prompts: PromptProcessor, name: str) -> None:
+    params = SamplingParams(**{name: -1})  # type: ignore[arg-type]
+    assert prompts.check_params(params) == SamplingParams(**{name: 10})  # type: ignore[arg-type]
+    few = SamplingParams(**{name: 2})  # type: ignore[arg-type]
+    assert prompts.check_params(few) is few
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
