@@ -319,5 +319,5 @@ class LLMEngine:
             logger.warning("request %d ends in an error: its logits are NaN or infinite", seq.request_id)
         self._watched.pop(seq.seq_id, None)
         request = self._requests[seq.request_id]
-        request.completions[seq.sample].finish()
+        request.completions[seq.sample].finish(self.tokenizer.eos_token_id if self.tokenizer else None)
         return request.output()

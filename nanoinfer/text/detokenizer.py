@@ -152,8 +152,8 @@ class CompletionText:
     """Holds the text of one completion, which grows with its tokens and ends at the first stop string.
 
     detokenizer: None makes no text. stop: strings that end it. include_stop: whether the text keeps the one that did.
-    `stop_string` is that one, or None: the one that is complete first, and of several that end together the longest,
-    however the text is cut into tokens.
+    `stop_string` is that one, or None: the one that is complete first, and of several that are complete with the same
+    token, the first in `stop`.
     """
 
     def __init__(self, detokenizer: Detokenizer | None, stop: Sequence[str] = (), include_stop: bool = False) -> None:
@@ -175,7 +175,15 @@ class CompletionText:
         """
         if self._detokenizer is None or self.stop_string is not None:
             return
-        new = self._detokenizer.decode(token_ids, final)
+        # With stop strings it matters which token completes one.
+        for piece in [[token_id] for token_id in token_ids] if self.stop else [token_ids]:
+            self._add(self._detokenizer.decode(piece), may_stop=may_stop)
+        if final:
+            self._add(self._detokenizer.decode([], final=True), final=True, may_stop=may_stop)
+
+    def _add(self, new: str, final: bool = False, may_stop: bool = True) -> None:
+        if self.stop_string is not None:
+            return
         text = self._held + new
         end = self._find_stop(text, len(self._held)) if self.stop and may_stop and new else None
         if end is None:
@@ -193,16 +201,13 @@ class CompletionText:
         return "".join(self._parts)
 
     def _find_stop(self, text: str, num_held: int) -> int | None:
-        """Note the stop string that is complete first, after the held text; return where the text ends, or None."""
-        found = []
+        """Note the first stop string that is complete after the held text; return where the text ends, or None."""
         for string in self.stop:
             start = text.find(string, max(0, num_held - len(string) + 1))
             if start >= 0:
-                found.append((start + len(string), start, string))
-        if not found:
-            return None
-        end, start, self.stop_string = min(found)
-        return end if self._include_stop else start
+                self.stop_string = string
+                return start + len(string) if self._include_stop else start
+        return None
 
     def _num_open(self, text: str) -> int:
         """Return the length of the longest end of `text` that is the beginning of a stop string."""

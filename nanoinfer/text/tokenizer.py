@@ -40,6 +40,11 @@ class Tokenizer:
             self._bytes_of_plain = cache_bytes(self._byte_format, backend.id_to_token, skipped=special)
 
     @cached_property
+    def eos_token_id(self) -> int | None:
+        """Return the one that the tokenizer itself names; the model's files may have others."""
+        return self.hf.eos_token_id
+
+    @cached_property
     def longest_token(self) -> int:
         """Return the most characters that one token may stand for; some tokenizers may drop any number of them."""
         return max(map(len, self.hf.get_vocab())) if self._is_byte_level else sys.maxsize
