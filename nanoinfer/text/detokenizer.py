@@ -116,11 +116,13 @@ class WindowDetokenizer:
     """Decodes the last few tokens again with each new one, and gives what is new in their text.
 
     decode: the tokenizer's own. Tokens are held back while the text ends in replacement characters: these may become a
-    character that is not whole yet.
+    character that is not whole yet. joined: tokens, by id, that follow one another without a space between them.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], joined: Mapping[int, str] | None = None) -> None:
         self._decode = decode
+        self._joined = joined or {}
+        self._is_after_joined = False
         self._window: list[int] = []  # the tokens whose text was shown last, as context, and those after them
         self._num_context = 0  # tokens
         self._num_shown = 0  # characters of the window's text
@@ -140,6 +142,10 @@ class WindowDetokenizer:
         self._num_shown = min(self._num_shown, len(text))  # bytes shown as no character may have become one
         new = text[self._num_shown :]
         if new:
+            is_joined = token_id in self._joined
+            if is_joined and self._is_after_joined:
+                new = self._joined[token_id]
+            self._is_after_joined = is_joined
             self._window = self._window[self._num_context :]
             self._num_context = len(self._window)
             self._num_shown = len(self._decode(self._window))

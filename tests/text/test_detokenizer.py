@@ -154,6 +154,17 @@ def test_byte_level_text_is_the_tokenizers_own_for_any_tokens(
     assert stream(window, token_ids, seed) == expected
 
 
+def test_special_tokens_side_by_side_may_do_without_the_spaces_that_a_tokenizer_writes(tmp_path: Path) -> None:
+    tokenizer = with_decoder(KINDS["word pieces"], tmp_path)
+    token_ids = [WORDS, SPECIAL, SPECIAL, SPECIAL, WORDS, SPECIAL]
+    assert tokenizer.hf.decode(token_ids) == "▁the <s> <s> <s> ▁the <s>"
+    assert stream(tokenizer.detokenizer(False, spaces_between_special_tokens=False), token_ids) == (
+        "▁the <s><s><s> ▁the <s>"
+    )
+    assert stream(tokenizer.detokenizer(False), token_ids) == "▁the <s> <s> <s> ▁the <s>"
+    assert stream(tokenizer.detokenizer(True, spaces_between_special_tokens=False), token_ids) == "▁the ▁the"
+
+
 def test_a_newline_before_half_a_character_stays(llama: Tokenizer) -> None:
     """The tokenizer itself replaces all bytes of such a run, also those that a stream has shown."""
     token_ids = [WORDS, *fallback_ids(b"\n\xf0\x9f")]
