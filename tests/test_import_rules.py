@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scoring": EVERYBODY | {"engine"},
     "llm": EVERYBODY | {"constraints", "engine", "executor", "runner", "models", "text", "progress", "scoring"},
     "__init__": EVERYBODY | {"llm", "constraints.structured_outputs"},
-    "batch": EVERYBODY | {"llm", "executor", "text", "progress"},
+    "batch": EVERYBODY | {"llm", "executor", "text", "progress", "constraints.structured_outputs"},
     "bench": EVERYBODY | {*nanoinfer.__all__, "__version__", "engine", "models", "layers", "kernels", "distributed"},
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "batch", "bench"},
 }
