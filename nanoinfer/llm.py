@@ -84,7 +84,7 @@ class LLM:
             if isinstance(runner, ParallelRunner):
                 weakref.finalize(self.engine, runner.close)  # when the engine is forgotten, and when the script ends
             on_failure.pop_all()
-        self.max_model_len = runner.max_model_len
+        self.max_model_len = runner.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = runner.info
         self._prompts = PromptProcessor(
             tokenizer, self.config.model, model_config.vocab_size, self.max_model_len, stop_token_ids
