@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
 from nanoinfer.errors import (
     ConfigError,
     EngineClosedError,
@@ -50,6 +51,7 @@ __all__ = [
     "SamplingParams",
     "Score",
     "StreamChunk",
+    "StructuredOutputsParams",
     "WorkerError",
     "tiny_model_path",
 ]

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import math
 import threading
 import time
 import weakref
@@ -21,10 +20,11 @@ from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import REGISTRY
-from nanoinfer.outputs import EngineMetrics, Logprob, RequestOutput, Score, StreamChunk
+from nanoinfer.outputs import EngineMetrics, RequestOutput, Score, StreamChunk
 from nanoinfer.progress import Progress
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.sampling_params import SamplingParams, is_whole_number
+from nanoinfer.scoring import score, scoring_request
 from nanoinfer.text.chat import Conversation, render_chats
 from nanoinfer.text.prompts import (
     GivenPrompt,
@@ -45,7 +45,6 @@ import_seconds: list[float] = []  # how long `from nanoinfer import LLM` took; t
 Prompts = GivenPrompt | Sequence[GivenPrompt]
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
 OnFinish = Callable[[RequestOutput], object]
-SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 TURN_SECONDS = 0.01  # so long a thread waits for its turn; another's step serves its requests too
 
 
@@ -85,7 +84,7 @@ class LLM:
             if isinstance(runner, ParallelRunner):
                 weakref.finalize(self.engine, runner.close)  # when the engine is forgotten, and when the script ends
             on_failure.pop_all()
-        self.max_model_len = runner.max_model_len
+        self.max_model_len = runner.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = runner.info
         self._prompts = PromptProcessor(
             tokenizer, self.config.model, model_config.vocab_size, self.max_model_len, stop_token_ids
@@ -117,19 +116,23 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
         on_finish: OnFinish | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; the outputs come in the order of the prompts.
 
-        prompts: a string, a list of token ids, either as vLLM's {"prompt": ...} or {"prompt_token_ids": ...}, or a list
-        of these. sampling_params: for all, or a list with one for each. use_tqdm: show finished requests and tokens a
-        second. priority: a whole number for each prompt (0 for all is the default); higher runs first, equal ones first
-        come first served, and lower ones give way first when memory is short. on_finish: called with each output as its
-        request finishes; what it raises ends the call. Raises RequestError for a prompt that cannot be served; nothing
-        is queued then, and nothing is left behind if the call fails later.
+        prompts: a string, a list of token ids, either as vLLM's {"prompt": ...} or {"prompt_token_ids": ...}, or a
+        list, an array or a column of these. sampling_params: for all, or a list with one for each. use_tqdm: show
+        finished requests and tokens a second. priority: a whole number for each prompt (0 for all is the default);
+        higher runs first, equal ones first come first served, and lower ones give way first when memory is short.
+        on_finish: called with each output as its request finishes; what it raises ends the call. tokenization_kwargs:
+        {"truncate_prompt_tokens": n} keeps the last n tokens of a prompt, -1 as many as fit; {"add_special_tokens":
+        False} adds none. Raises RequestError for a prompt that cannot be served; nothing is queued then, and nothing is
+        left behind if the call fails later.
         """
         if on_finish is not None and not callable(on_finish):
             raise RequestError(f"on_finish={on_finish!r} cannot be called; give a function of an output")
-        requests = self._prepare(as_list_of_prompts(prompts), sampling_params, priority)
+        prompts = as_list_of_prompts(prompts)
+        requests = self._prepare(prompts, sampling_params, priority, tokenization_kwargs=tokenization_kwargs)
         return self._complete(requests, use_tqdm, on_finish)
 
     def chat(
@@ -140,29 +143,33 @@ class LLM:
         *,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
         on_finish: OnFinish | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, written out by the tokenizer's own chat template.
 
-        messages: a list of {"role": ..., "content": ...}, or a list of such lists. tools: functions, or their JSON
-        schemas, that the model is told of. add_generation_prompt: end with the beginning of an answer. chat_template:
-        in place of the tokenizer's own. chat_template_kwargs: what else the template understands, such as
-        {"enable_thinking": False}. The rest is as in `generate`, and so are the errors; RequestError also for a
-        message without role or content, and where there is no tokenizer or no template.
+        messages: a list of {"role": ..., "content": ...}, or a list or a column of such lists. tools: functions, or
+        their JSON schemas, that the model is told of. add_generation_prompt: end with the beginning of an answer;
+        continue_final_message, with add_generation_prompt=False: go on with the last message instead. chat_template: in
+        place of the tokenizer's own. chat_template_kwargs: what else the template understands, such as
+        {"enable_thinking": False}. The rest is as in `generate`, and so are the errors; RequestError also for a message
+        without role or content, and where there is no tokenizer or no template.
         """
         texts = render_chats(
             self._prompts.require_tokenizer(),
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
         )
         # The template has already written the special tokens.
-        requests = self._prepare([*texts], sampling_params, priority, add_special_tokens=False)
+        requests = self._prepare([*texts], sampling_params, priority, False, tokenization_kwargs)
         return self._complete(requests, use_tqdm, on_finish)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamChunk]:
@@ -197,14 +204,8 @@ class LLM:
         self.engine.check_open()
         with self._lock:
             pairs = self._prompts.encode_pairs(prompts, completions)
-        requests = [
-            PreparedRequest(
-                prompt=None, token_ids=before + after, sampling_params=SCORING, prompt_logprobs_start=len(before)
-            )
-            for before, after in pairs
-        ]
-        outputs = self._complete(requests, use_tqdm, on_finish=None)
-        return [_score(output, len(before)) for output, (before, _) in zip(outputs, pairs, strict=True)]
+        outputs = self._complete([*map(scoring_request, pairs)], use_tqdm, on_finish=None)
+        return [*map(score, outputs, pairs)]
 
     def abort(self, request_ids: int | Sequence[int]) -> None:
         """Have the next step finish these requests as they are, with finish_reason "abort".
@@ -310,15 +311,14 @@ class LLM:
         sampling_params: Params,
         priority: Sequence[int] | None = None,
         add_special_tokens: bool = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PreparedRequest]:
         """Check everything that a user can get wrong, before anything is queued."""
-        params = one_for_each(sampling_params, len(prompts))
-        for item in params:
-            self._prompts.check_params(item)
+        params = self._prompts.check_all_params(one_for_each(sampling_params, len(prompts)))
         priorities = as_priorities(priority, len(prompts))
         self.engine.check_open()
         with self._lock:  # tokenizers do not serve two threads at once
-            encoded = self._prompts.encode(prompts, add_special_tokens)
+            encoded = self._prompts.encode(prompts, add_special_tokens, tokenization_kwargs=tokenization_kwargs)
         return [
             PreparedRequest(
                 prompt=prompt if isinstance(prompt, str) else None,
@@ -386,13 +386,3 @@ LLM.__doc__ = f"{inspect.cleandoc(LLM.__doc__ or '')}\n\n{describe_options()}\n"
 def _make_runner(config: EngineConfig, model_config: ModelConfig, folder: Path) -> ModelRunner | ParallelRunner:
     runner_class = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
     return runner_class(config, model_config, folder)
-
-
-def _score(output: RequestOutput, first: int) -> Score:
-    """Score the prompt's tokens from position `first` on."""
-    token_ids, found = output.prompt_token_ids[first:], (output.prompt_logprobs or [])[first:]
-    unknown = Logprob(math.nan, rank=0)  # of what was aborted
-    entries = [(entry or {}).get(token_id, unknown) for token_id, entry in zip(token_ids, found, strict=True)]
-    logprobs = [entry.logprob for entry in entries]
-    total = sum(logprobs)
-    return Score(token_ids, logprobs, total, all(entry.rank == 1 for entry in entries) and not math.isnan(total))

@@ -30,8 +30,8 @@ class CompletionOutput:
     token_ids: the generated ids, the stop token or those of the stop string included.
     finish_reason: "stop" (a stop token or a stop string), "length" (max_tokens or max_model_len reached), "abort", or
         "error" (the model's logits were NaN or infinite; the tokens before that are kept).
-    stop_reason: the string of `stop` or the id of `stop_token_ids` that ended it; None for all other ends, the model's
-        own stop tokens among them.
+    stop_reason: the string of `stop` or the id of the stop token that ended it; None for all other ends, the
+        tokenizer's own EOS among them.
     logprobs: for each of `token_ids`, where SamplingParams ask for them; their sum for these is cumulative_logprob.
     error: why it ended with "error"; None for all other ends.
     """

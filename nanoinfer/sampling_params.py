@@ -2,22 +2,28 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.errors import RequestError, check_names
 
+if TYPE_CHECKING:
+    from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
+
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 MAX_TEMPERATURE = 1e6  # far past where every token is as likely as any other
+TOKEN_ID = re.compile("[0-9]{1,10}")
+MAX_BIAS = 1e30  # a logit stays finite with it, in float32
 
 # Parameters of vLLM and transformers: those that nanoinfer does not have, and all with our name for the same thing, or
 # else None.
 UNSUPPORTED = """
-    best_of use_beam_search length_penalty early_stopping bad_words logit_bias allowed_token_ids logits_processors
-    guided_decoding structured_outputs truncate_prompt_tokens output_kind spaces_between_special_tokens flat_logprobs
-    extra_args do_sample num_beams no_repeat_ngram_size typical_p
+    best_of use_beam_search length_penalty early_stopping output_kind flat_logprobs logprob_token_ids extra_args
+    thinking_token_budget repetition_detection skip_reading_prefix_cache routed_experts_prompt_start skip_clone
+    output_text_buffer_length do_sample num_beams no_repeat_ngram_size typical_p
 """
 FOREIGN_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -26,6 +32,9 @@ FOREIGN_NAMES = {
     "num_return_sequences": "n",
     "stop_strings": "stop",
     "eos_token_id": "stop_token_ids",
+    "bad_words_ids": "bad_words",
+    "guided_decoding": "structured_outputs",
+    "truncate_prompt_tokens": "tokenization_kwargs of generate and chat",
     **dict.fromkeys(UNSUPPORTED.split()),
 }
 
@@ -42,14 +51,15 @@ FLOATS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "frequency_penalty": (lambda value: -2 <= value <= 2, "between -2 and 2", "use 0 for none"),
     "repetition_penalty": (lambda value: 1e-3 <= value <= 1e3, "between 0.001 and 1000", "use 1 for none"),
 }
+LOGPROBS = ("logprobs", "prompt_logprobs")
+LOGPROBS_REMEDY = "use None for none, 0 for those of the tokens themselves, or -1 for all of the vocabulary"
 # Each whole number has a least and a greatest value, and words on what to use instead.
 INTS: dict[str, tuple[int, float, str]] = {
     "max_tokens": (1, math.inf, "a request generates one token or more; use None for up to the model's limit"),
     "n": (1, 10_000, "a request has one sample or more; for more than these, ask again"),
     "top_k": (-1, math.inf, "use 0 for all tokens"),
     "min_tokens": (0, math.inf, "use 0 for no such limit"),
-    "logprobs": (0, 1000, "use None for none, or 0 for those of the tokens themselves"),
-    "prompt_logprobs": (0, 1000, "use None for none, or 0 for those of the tokens themselves"),
+    **dict.fromkeys(LOGPROBS, (-1, math.inf, LOGPROBS_REMEDY)),
     "seed": (-(2**63), 2**63 - 1, "it must fit in 64 bits; use None for any"),
 }
 MAY_BE_NONE = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
@@ -73,13 +83,14 @@ def with_checked_names(cls: type) -> type:
 class SamplingParams:
     """Holds the sampling options of one request.
 
-    Penalties come first, then temperature, top_k, top_p and min_p, each on what the one before has left; tokens as
-    likely as the last that stays, stay too.
+    logit_bias and penalties come first, then what allowed_token_ids and bad_words forbid, then temperature, min_p,
+    top_k and top_p, each on what the one before has left; tokens as likely as the last that stays, stay too.
 
     temperature: scale of the randomness; 1 samples from the model's own distribution, 0 is greedy.
     max_tokens: the most tokens to generate, the stop token included; at least 1. None is up to the model's limit.
     ignore_eos: go on past the model's stop tokens, up to max_tokens (for benchmarks).
-    stop: a string or several that end the text, wherever their tokens begin and end; kept as a tuple.
+    stop: a string or several that end the text, wherever their tokens begin and end; of several that are complete with
+        the same token, the first in the list; kept as a tuple.
     stop_token_ids: token ids that end the completion besides the model's own; kept as a tuple.
     include_stop_str_in_output: leave in the text what ended it, a stop string or a stop token.
     skip_special_tokens: leave special tokens out of the text.
@@ -90,12 +101,23 @@ class SamplingParams:
     min_p: draw from the tokens with this share of the likeliest one's probability, or more; 0 is all of them.
     seed: of the request's random numbers; the same request with the same seed draws the same tokens, alone or in any
         batch, where the logits are the same to the bit. None, or -1, is a seed of its own for each request.
-    min_tokens: tokens to generate before a stop token can be drawn or a stop string ends the text.
+    min_tokens: tokens to generate before a stop token can be drawn, one that is ignored included, or a stop string ends
+        the text.
     presence_penalty: taken off the logit of each token generated before; frequency_penalty: once for each time.
     repetition_penalty: logits of tokens in the prompt or generated before are divided by it where they are positive,
         and multiplied where they are negative; 1 is none.
     logprobs: for each generated token, its log-probability and those of this many of the likeliest tokens, by the
-        model's own distribution (temperature 1, no penalties). prompt_logprobs: the same for the prompt's tokens.
+        model's own distribution (temperature 1, no penalties). -1 is all of the vocabulary, True is 1.
+        prompt_logprobs: the same for the prompt's tokens.
+    spaces_between_special_tokens: keep the spaces that the tokenizer writes between special tokens side by side, where
+        the text has these. Tokenizers of most models write none.
+    logit_bias: a number for each of some token ids, added to their logits; kept as a dict of int to float, and no part
+        of the hash. Ids may be written as strings, as in JSON.
+    allowed_token_ids: draw from these tokens only, and from stop tokens only if they are among them; kept as a tuple.
+    bad_words: strings that are not generated, each forbidden where its last token would complete it; kept as a tuple.
+    structured_outputs: what form the text has (a JSON schema, a regular expression, ...): a StructuredOutputsParams.
+    logits_processors: functions of the completion's token ids, a list of int, and its logits, a float32 tensor
+        (vocab_size,), that return the logits to go on with; they see logits after logit_bias. Kept as a tuple.
 
     Raises RequestError (a ValueError) for a value out of range.
     """
@@ -119,6 +141,12 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    spaces_between_special_tokens: bool = True
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    structured_outputs: "StructuredOutputsParams | None" = field(default=None, hash=False)
+    logits_processors: Sequence[Callable[[list[int], Any], Any]] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for name, (is_in_range, rule, remedy) in FLOATS.items():
@@ -129,6 +157,8 @@ class SamplingParams:
                 raise RequestError(f"{name}={value} must be {rule}; {remedy}")
         for name, (least, most, remedy) in INTS.items():
             value = getattr(self, name)
+            if value is True and name in LOGPROBS:
+                value = 1
             if value is None and name in MAY_BE_NONE:
                 continue
             if not is_whole_number(value):
@@ -144,10 +174,11 @@ class SamplingParams:
             raise RequestError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}; raise that")
         if self.n > 1 and self.temperature == 0:
             raise RequestError(f"n={self.n} samples at temperature=0 are all the same; use n=1, or a temperature")
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}={getattr(self, name)!r} is not a bool; use True or False")
+        for item in fields(self):
+            if isinstance(item.default, bool) and not isinstance(getattr(self, item.name), bool):
+                raise RequestError(f"{item.name}={getattr(self, item.name)!r} is not a bool; use True or False")
         self._check_stops()
+        self._check_rules()
 
     @property
     def is_filtered(self) -> bool:
@@ -175,27 +206,90 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         if not isinstance(stop, (list, tuple)) or not all(isinstance(item, str) and item for item in stop):
             raise RequestError(f"stop={self.stop!r} must be a string or a list of them, none empty; use ['\\n'], say")
-        ids = () if self.stop_token_ids is None else self.stop_token_ids
-        if not isinstance(ids, (list, tuple)) or not all(is_whole_number(item) and 0 <= item < 2**31 for item in ids):
-            raise RequestError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids; use [0], say")
+        stop_token_ids = self._token_ids("stop_token_ids")
         if stop and not self.detokenize:
             raise RequestError(f"stop={self.stop!r} is found in text, and detokenize=False makes none; leave one out")
         object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(int(item) for item in ids))
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+
+    def _check_rules(self) -> None:
+        """Check what limits the tokens beside their probability; what is empty becomes None."""
+        object.__setattr__(self, "logit_bias", self._bias())
+        if self.allowed_token_ids is not None:
+            allowed = self._token_ids("allowed_token_ids")
+            if not allowed:
+                raise RequestError("allowed_token_ids is empty, and no token could be drawn; use None for all tokens")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        words = () if self.bad_words is None else self.bad_words
+        if not isinstance(words, (list, tuple)) or not all(isinstance(item, str) and item.strip() for item in words):
+            raise RequestError(f"bad_words={words!r} must be a list of strings, none empty or blank; use ['no'], say")
+        functions = () if self.logits_processors is None else self.logits_processors
+        if not isinstance(functions, (list, tuple)) or not all(map(callable, functions)):
+            raise RequestError(
+                f"logits_processors={functions!r} must be a list of functions of (output_token_ids, logits); use "
+                "[lambda token_ids, logits: logits], say"
+            )
+        object.__setattr__(self, "bad_words", tuple(words) or None)
+        object.__setattr__(self, "logits_processors", tuple(functions) or None)
+        if self.structured_outputs is not None:
+            from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
+
+            if not isinstance(self.structured_outputs, StructuredOutputsParams):
+                raise RequestError(
+                    f"structured_outputs={self.structured_outputs!r} is a {type(self.structured_outputs).__name__}; "
+                    "use StructuredOutputsParams(json=...), say"
+                )
+
+    def _bias(self) -> dict[int, float] | None:
+        given = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(given, Mapping):
+            raise RequestError(f"logit_bias={given!r} must be a dict from token ids to numbers; use {{0: -100}}, say")
+        bias: dict[int, float] = {}
+        for token_id, value in given.items():
+            key = int(token_id) if isinstance(token_id, str) and TOKEN_ID.fullmatch(token_id) else token_id
+            if not is_token_id(key):
+                raise RequestError(f"logit_bias has {token_id!r} in place of a token id; use whole numbers from 0 on")
+            if isinstance(value, bool) or not isinstance(value, Real) or not abs(value) <= MAX_BIAS:
+                raise RequestError(
+                    f"logit_bias has {value!r} for token {token_id}; use a finite number between -{MAX_BIAS:g} and "
+                    f"{MAX_BIAS:g}, -100 to all but forbid the token"
+                )
+            bias[int(key)] = float(value)
+        return bias or None
+
+    def _token_ids(self, name: str) -> tuple[int, ...]:
+        given = getattr(self, name)
+        ids: list[Any] | None = [] if given is None else None
+        if isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping)):
+            ids = list(given)
+        if ids is None or not all(map(is_token_id, ids)):
+            raise RequestError(f"{name}={given!r} must be a list of token ids; use [0], say")
+        return tuple(map(int, ids))
 
 
 def check_against_model(params: SamplingParams, vocab_size: int, stop_token_ids: Collection[int]) -> None:
     """Raise RequestError for what no model with this vocabulary and these stop tokens can serve."""
-    for name in ("logprobs", "prompt_logprobs"):
+    for name in LOGPROBS:
         value = getattr(params, name) or 0
         if value > vocab_size:
             raise RequestError(f"{name}={value} is more than the vocabulary of {vocab_size} tokens; use 20, say")
-    stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else stop_token_ids)}
-    if params.min_tokens > 0 and len(stops) >= vocab_size and stops.issuperset(range(vocab_size)):
+    for name in ("logit_bias", "allowed_token_ids"):
+        if outside := [token_id for token_id in getattr(params, name) or () if token_id >= vocab_size]:
+            raise RequestError(
+                f"{name} has token id {outside[0]}, outside the vocabulary; ids are 0 to {vocab_size - 1}"
+            )
+    stops = {*(params.stop_token_ids or ()), *stop_token_ids}
+    drawable = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+    if params.min_tokens > 0 and len(stops) >= len(drawable) and stops.issuperset(drawable):
         raise RequestError(
-            f"min_tokens={params.min_tokens} forbids all stop tokens at first, and stop_token_ids has all {vocab_size} "
-            "tokens of the vocabulary; leave one of the two out"
+            f"min_tokens={params.min_tokens} forbids all stop tokens at first, and these are all "
+            f"{len(drawable)} tokens that may be drawn; leave out min_tokens, stop_token_ids or allowed_token_ids"
         )
+
+
+def is_token_id(item: object) -> bool:
+    """Return whether it may be a token id of some model."""
+    return is_whole_number(item) and 0 <= item < 2**31  # type: ignore[operator]
 
 
 def is_whole_number(item: object) -> bool:

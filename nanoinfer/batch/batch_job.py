@@ -32,7 +32,7 @@ class Asked(NamedTuple):
     line: Line
     custom_id: str
     is_chat: bool
-    num_best: int  # likeliest tokens that it wants log-probabilities of
+    num_best: float  # likeliest tokens that it wants log-probabilities of; infinity is all
 
 
 @dataclass(slots=True)
@@ -151,7 +151,8 @@ class Job:
                 request_id = self._llm.add_chat_request(body["messages"], params, **options)
             else:
                 request_id = self._llm.add_request(body["prompt"], params)
-            self.asked[request_id] = Asked(line, custom_id, is_chat, params.logprobs or 0)
+            num_best = math.inf if params.logprobs == -1 else params.logprobs or 0
+            self.asked[request_id] = Asked(line, custom_id, is_chat, num_best)
         except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
             self._fail(line, custom_id, "invalid_request", str(error))
 

@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from nanoinfer.batch.job_files import MAX_LINE_BYTES, Line
+from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
 from nanoinfer.errors import RequestError
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from nanoinfer.sampling_params import SamplingParams
@@ -18,7 +19,7 @@ from nanoinfer.sampling_params import SamplingParams
 ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 IGNORED = {"model", "user", "metadata"}  # of a body
 CHAT_OPTIONS = ("tools", "chat_template_kwargs")
-SAMPLING_FIELDS = [field.name for field in fields(SamplingParams)]
+SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name != "logits_processors"]
 LOWEST_LOGPROB = -9999.0  # OpenAI's for a token that is all but impossible; JSON has no minus infinity
 
 
@@ -70,16 +71,45 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
         if "max_tokens" in body:
             raise RequestError("there are max_tokens and max_completion_tokens; give one of them")
         body["max_tokens"] = body.pop("max_completion_tokens")
+    form = _structured_outputs(body.pop("structured_outputs", None), body.pop("response_format", None))
+    body |= {} if form is None else {"structured_outputs": form}
     others = given if given == ["prompt"] else [*given, *CHAT_OPTIONS]
     if unknown := sorted(set(body) - {*SAMPLING_FIELDS, *others}):
         raise RequestError(f"unknown fields: {', '.join(unknown)}; known are {', '.join(sorted(SAMPLING_FIELDS))}")
     return body
 
 
-def response_body(output: RequestOutput, is_chat: bool, num_best: int, **entries: Any) -> dict[str, Any]:
+def _structured_outputs(given: Any, response_format: Any) -> StructuredOutputsParams | None:
+    """Return the form of an answer, from vLLM's structured_outputs or from OpenAI's response_format."""
+    match response_format:
+        case None | {"type": "text"}:
+            options = given
+        case {"type": "json_object"}:
+            options = {"json_object": True}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            options = {"json": schema}
+        case _:
+            raise RequestError(
+                f"response_format={response_format!r}; served are the types text, json_object, and json_schema with "
+                '"json_schema": {"name": ..., "schema": {...}}'
+            )
+    if options is None:
+        return None
+    if options is not given and given is not None:
+        raise RequestError("there are structured_outputs and response_format; give one of them")
+    if not isinstance(options, dict):
+        raise RequestError(f'structured_outputs={options!r} is not an object; give {{"regex": "[a-z]+"}}, say')
+    try:
+        return StructuredOutputsParams(**{name: value for name, value in options.items() if value is not None})
+    except TypeError as error:
+        raise RequestError(f"structured_outputs={options!r}: {error}") from None
+
+
+def response_body(output: RequestOutput, is_chat: bool, num_best: float, **entries: Any) -> dict[str, Any]:
     """Return the body of an answer.
 
-    num_best: the number of likeliest tokens that were asked for. entries: what else is in it: id, model, created.
+    num_best: the number of likeliest tokens that were asked for; infinity is all. entries: what else is in it: id,
+    model, created.
     """
     num_in, num_out = len(output.prompt_token_ids), sum(len(choice.token_ids) for choice in output.outputs)
     body = {
@@ -93,7 +123,7 @@ def response_body(output: RequestOutput, is_chat: bool, num_best: int, **entries
     return body
 
 
-def _choice(choice: CompletionOutput, is_chat: bool, num_best: int) -> dict[str, Any]:
+def _choice(choice: CompletionOutput, is_chat: bool, num_best: float) -> dict[str, Any]:
     text = {"message": {"role": "assistant", "content": choice.text}} if is_chat else {"text": choice.text}
     token_ids = {} if choice.text else {"token_ids": choice.token_ids}
     logprobs = None
@@ -105,7 +135,7 @@ def _choice(choice: CompletionOutput, is_chat: bool, num_best: int) -> dict[str,
     return {"index": choice.index, **text, **token_ids, "logprobs": logprobs, **reasons}
 
 
-def _chat_logprobs(token_ids: list[int], logprobs: list[TokenLogprobs], num_best: int) -> dict[str, Any]:
+def _chat_logprobs(token_ids: list[int], logprobs: list[TokenLogprobs], num_best: float) -> dict[str, Any]:
     """Give each token an entry, with the likeliest ones in it."""
     content = []
     for token_id, found in zip(token_ids, logprobs, strict=True):

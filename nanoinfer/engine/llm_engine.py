@@ -304,7 +304,8 @@ class LLMEngine:
 
     def _completion_text(self, params: SamplingParams) -> CompletionText:
         tokenizer = self.tokenizer if params.detokenize else None
-        detokenizer = tokenizer.detokenizer(params.skip_special_tokens) if tokenizer else None
+        how = params.skip_special_tokens, params.spaces_between_special_tokens
+        detokenizer = tokenizer.detokenizer(*how) if tokenizer else None
         return CompletionText(detokenizer, params.stop or (), params.include_stop_str_in_output)
 
     def _discard(self, *batches: ScheduledBatch) -> None:
@@ -319,5 +320,5 @@ class LLMEngine:
             logger.warning("request %d ends in an error: its logits are NaN or infinite", seq.request_id)
         self._watched.pop(seq.seq_id, None)
         request = self._requests[seq.request_id]
-        request.completions[seq.sample].finish()
+        request.completions[seq.sample].finish(self.tokenizer.eos_token_id if self.tokenizer else None)
         return request.output()

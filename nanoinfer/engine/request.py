@@ -20,20 +20,21 @@ from nanoinfer.text.detokenizer import CompletionText
 
 
 def set_limits(seq: Sequence, model_stop_ids: frozenset[int], max_model_len: int) -> None:
-    """Work out with how many tokens a sequence ends, and which tokens end it."""
+    """Work out with how many tokens a sequence ends, and which tokens end it or would, were they not ignored."""
     params = seq.sampling_params
     seq.max_num_tokens = max_model_len
     if params.max_tokens is not None:
         seq.max_num_tokens = min(seq.num_prompt_tokens + params.max_tokens, max_model_len)
-    stop_ids = frozenset[int]() if params.ignore_eos else model_stop_ids
-    seq.stop_token_ids = stop_ids.union(params.stop_token_ids) if params.stop_token_ids else stop_ids
+    seq.stop_token_ids = model_stop_ids.union(params.stop_token_ids) if params.stop_token_ids else model_stop_ids
 
 
 def reason_to_end(seq: Sequence, token_id: int) -> str | None:
     """Return why a sequence ends with `token_id`, its newest token; None where it goes on."""
     if token_id == NO_TOKEN:
         return "error"
-    if token_id in seq.stop_token_ids:
+    if token_id in seq.stop_token_ids and (
+        not seq.sampling_params.ignore_eos or token_id in (seq.sampling_params.stop_token_ids or ())
+    ):
         return "stop"
     if len(seq.token_ids) >= seq.max_num_tokens:
         return "length"
@@ -67,15 +68,15 @@ class Completion:
         self._stream(token_ids, finish_reason=None)
         return False
 
-    def finish(self) -> None:
-        """Read the rest, end the stream, and make the output."""
+    def finish(self, eos_token_id: int | None) -> None:
+        """Read the rest, end the stream, and make the output; `eos_token_id`, the tokenizer's, is no stop_reason."""
         seq, params, text = self.seq, self.seq.sampling_params, self.text
         reason = seq.finish_reason
         stop_reason: str | int | None = None
         assert reason is not None, f"sequence {seq.seq_id} is returned before it finished"
         rest = unread = self._unread()
         if reason == "stop" and text.stop_string is None:  # by its last token
-            stop_reason = seq.token_ids[-1] if seq.token_ids[-1] in (params.stop_token_ids or ()) else None
+            stop_reason = seq.token_ids[-1] if seq.token_ids[-1] != eos_token_id or params.ignore_eos else None
             rest = rest if params.include_stop_str_in_output else rest[:-1]
         if self._read(rest, final=True):  # the token that completes a stop string may also be the last one allowed
             reason, stop_reason = "stop", text.stop_string

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanoinfer.errors import RequestError
+from nanoinfer.text.columns import as_list
 from nanoinfer.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -17,15 +18,22 @@ def render_chats(
     *,
     tools: Sequence[Any] | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Return the text of one conversation, or of each of several.
 
-    tools: functions, or their JSON schemas, that the template describes to the model. chat_template: in place of the
-    tokenizer's own. chat_template_kwargs: what else the template understands. Raises RequestError where there is no
-    template, for a message without role or content, and for what the template refuses.
+    tools: functions, or their JSON schemas, that the template describes to the model. continue_final_message: end
+    within the last message, so that the model goes on with it. chat_template: in place of the tokenizer's own.
+    chat_template_kwargs: what else the template understands. Raises RequestError where there is no template, for a
+    message without role or content, and for what the template refuses.
     """
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "continue_final_message=True goes on with the last message, and add_generation_prompt=True begins another; "
+            "use add_generation_prompt=False with it"
+        )
     if chat_template is None and tokenizer.hf.chat_template is None:
         raise RequestError("the tokenizer has no chat template; give one as chat_template, or use generate")
     texts = []
@@ -37,6 +45,7 @@ def render_chats(
                 tools=None if tools is None else list(tools),
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=bool(continue_final_message),
                 tokenize=False,
                 **(chat_template_kwargs or {}),
             )
@@ -49,13 +58,14 @@ def render_chats(
 
 
 def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    messages = as_list(messages)
     if not isinstance(messages, (list, tuple)):
         raise RequestError(
             f"messages is a {type(messages).__name__}; give a list of messages such as "
             "{'role': 'user', 'content': 'Hello'}, or a list of such lists"
         )
     one = bool(messages) and all(isinstance(item, Mapping) for item in messages)
-    return [messages] if one else list(messages)
+    return [messages] if one else [as_list(conversation) for conversation in messages]
 
 
 def _check(conversation: Any, index: int, has_own_template: bool) -> None:

@@ -116,11 +116,13 @@ class WindowDetokenizer:
     """Decodes the last few tokens again with each new one, and gives what is new in their text.
 
     decode: the tokenizer's own. Tokens are held back while the text ends in replacement characters: these may become a
-    character that is not whole yet.
+    character that is not whole yet. joined: tokens, by id, that follow one another without a space between them.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], joined: Mapping[int, str] | None = None) -> None:
         self._decode = decode
+        self._joined = joined or {}
+        self._is_after_joined = False
         self._window: list[int] = []  # the tokens whose text was shown last, as context, and those after them
         self._num_context = 0  # tokens
         self._num_shown = 0  # characters of the window's text
@@ -140,6 +142,10 @@ class WindowDetokenizer:
         self._num_shown = min(self._num_shown, len(text))  # bytes shown as no character may have become one
         new = text[self._num_shown :]
         if new:
+            is_joined = token_id in self._joined
+            if is_joined and self._is_after_joined:
+                new = self._joined[token_id]
+            self._is_after_joined = is_joined
             self._window = self._window[self._num_context :]
             self._num_context = len(self._window)
             self._num_shown = len(self._decode(self._window))
@@ -152,8 +158,8 @@ class CompletionText:
     """Holds the text of one completion, which grows with its tokens and ends at the first stop string.
 
     detokenizer: None makes no text. stop: strings that end it. include_stop: whether the text keeps the one that did.
-    `stop_string` is that one, or None: the one that is complete first, and of several that end together the longest,
-    however the text is cut into tokens.
+    `stop_string` is that one, or None: the one that is complete first, and of several that are complete with the same
+    token, the first in `stop`.
     """
 
     def __init__(self, detokenizer: Detokenizer | None, stop: Sequence[str] = (), include_stop: bool = False) -> None:
@@ -175,7 +181,15 @@ class CompletionText:
         """
         if self._detokenizer is None or self.stop_string is not None:
             return
-        new = self._detokenizer.decode(token_ids, final)
+        # With stop strings it matters which token completes one.
+        for piece in [[token_id] for token_id in token_ids] if self.stop else [token_ids]:
+            self._add(self._detokenizer.decode(piece), may_stop=may_stop)
+        if final:
+            self._add(self._detokenizer.decode([], final=True), final=True, may_stop=may_stop)
+
+    def _add(self, new: str, final: bool = False, may_stop: bool = True) -> None:
+        if self.stop_string is not None:
+            return
         text = self._held + new
         end = self._find_stop(text, len(self._held)) if self.stop and may_stop and new else None
         if end is None:
@@ -193,16 +207,13 @@ class CompletionText:
         return "".join(self._parts)
 
     def _find_stop(self, text: str, num_held: int) -> int | None:
-        """Note the stop string that is complete first, after the held text; return where the text ends, or None."""
-        found = []
+        """Note the first stop string that is complete after the held text; return where the text ends, or None."""
         for string in self.stop:
             start = text.find(string, max(0, num_held - len(string) + 1))
             if start >= 0:
-                found.append((start + len(string), start, string))
-        if not found:
-            return None
-        end, start, self.stop_string = min(found)
-        return end if self._include_stop else start
+                self.stop_string = string
+                return start + len(string) if self._include_stop else start
+        return None
 
     def _num_open(self, text: str) -> int:
         """Return the length of the longest end of `text` that is the beginning of a stop string."""

@@ -1,14 +1,23 @@
 """What a user can get wrong about prompts and what goes with them, checked before anything is queued."""
 
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any, cast
 
-from nanoinfer.errors import RequestError
-from nanoinfer.sampling_params import SamplingParams, check_against_model, is_whole_number
-from nanoinfer.text.tokenizer import Tokenizer
+from nanoinfer.errors import RequestError, check_names
+from nanoinfer.sampling_params import LOGPROBS, SamplingParams, check_against_model, is_whole_number
+from nanoinfer.text.columns import as_list
+from nanoinfer.text.tokenizer import Tokenizer, keep_last
 
 Prompt = str | list[int]
+TOKENIZATION_OPTIONS = ("truncate_prompt_tokens", "add_special_tokens")
+NEED_TOKENIZER = {
+    "stop": "use stop_token_ids",
+    "bad_words": "use logit_bias",
+    "structured_outputs": "use allowed_token_ids",
+}
 GivenPrompt = Prompt | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_ids": ...}, as vLLM's users write it
 
 
@@ -41,23 +50,39 @@ class PromptProcessor:
             )
         return self.tokenizer
 
-    def encode(self, prompts: list[Prompt], add_special_tokens: bool = True, what: str = "prompt") -> list[list[int]]:
+    def encode(
+        self,
+        prompts: list[Prompt],
+        add_special_tokens: bool = True,
+        what: str = "prompt",
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[list[int]]:
         """Return the token ids of each prompt, checked. Raises RequestError for one that cannot be served.
 
-        what: the word for a prompt in error messages.
+        what: the word for a prompt in error messages. tokenization_kwargs: of TOKENIZATION_OPTIONS.
         """
-        all_ids = self.tokenize(prompts, add_special_tokens)
+        options = tokenization_kwargs or {}
+        check_names("tokenization_kwargs", options, TOKENIZATION_OPTIONS, {})
+        add_special_tokens = options.get("add_special_tokens", add_special_tokens)
+        max_tokens = self._most_tokens(options.get("truncate_prompt_tokens"))
+        all_ids = self.tokenize(prompts, add_special_tokens, max_tokens)
         return [self._check_token_ids(ids, f"{what} {index}") for index, ids in enumerate(all_ids)]
 
-    def tokenize(self, prompts: list[Prompt], add_special_tokens: bool = True) -> list[list[int]]:
-        """Encode the prompts that are texts, in one batch; return the others as they are."""
+    def tokenize(
+        self, prompts: list[Prompt], add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[list[int]]:
+        """Encode the prompts that are texts, in one batch; of each, and of the others, keep the last `max_tokens`."""
         texts = {index: prompt for index, prompt in enumerate(prompts) if isinstance(prompt, str)}
         encoded: dict[int, list[int]] = {}
         if texts:
             tokenizer = self.require_tokenizer()
-            check_texts(texts, self.max_model_len * tokenizer.longest_token)
-            encoded = dict(zip(texts, tokenizer.encode([*texts.values()], add_special_tokens), strict=True))
-        return [encoded[index] if isinstance(prompt, str) else prompt for index, prompt in enumerate(prompts)]
+            longest = self.max_model_len * tokenizer.longest_token if max_tokens is None else sys.maxsize
+            check_texts(texts, longest)
+            encoded = dict(zip(texts, tokenizer.encode([*texts.values()], add_special_tokens, max_tokens), strict=True))
+        return [
+            encoded[index] if isinstance(prompt, str) else keep_last(prompt, max_tokens)
+            for index, prompt in enumerate(prompts)
+        ]
 
     def encode_pairs(self, prompts: list[Prompt], completions: list[Prompt]) -> list[tuple[list[int], list[int]]]:
         """Return the token ids of each prompt and of its completion, as the model reads them one after the other.
@@ -73,14 +98,32 @@ class PromptProcessor:
         self.encode([before + after for before, after in pairs])  # checks their lengths
         return pairs
 
-    def check_params(self, sampling_params: SamplingParams) -> None:
-        """Raise RequestError for sampling options that this model cannot serve."""
-        if sampling_params.stop and self.tokenizer is None:
-            raise RequestError(
-                f"stop={sampling_params.stop!r} is found in text, and {self._model} has no tokenizer; "
-                "use stop_token_ids"
-            )
+    def check_all_params(self, sampling_params: list[SamplingParams]) -> list[SamplingParams]:
+        """Return what `check_params` makes of each; what stands there for many prompts is checked once."""
+        distinct = {id(params): params for params in sampling_params}
+        checked = {key: self.check_params(params) for key, params in distinct.items()}
+        return [checked[id(params)] for params in sampling_params]
+
+    def check_params(self, sampling_params: SamplingParams) -> SamplingParams:
+        """Return sampling options with their -1 spelt out. Raises RequestError where this model cannot serve them."""
+        for name, remedy in NEED_TOKENIZER.items():
+            if self.tokenizer is None and (value := getattr(sampling_params, name)):
+                raise RequestError(f"{name}={value!r} is about text, and {self._model} has no tokenizer; {remedy}")
         check_against_model(sampling_params, self.vocab_size, self._stop_token_ids)
+        counts: dict[str, Any] = {name: self.vocab_size for name in LOGPROBS if getattr(sampling_params, name) == -1}
+        return replace(sampling_params, **counts) if counts else sampling_params
+
+    def _most_tokens(self, truncate_prompt_tokens: Any) -> int | None:
+        """Return how many tokens of a prompt are kept, at most as many as leave room for one more; None is all."""
+        number, limit = truncate_prompt_tokens, self.max_model_len
+        if number is None:
+            return None
+        if not is_whole_number(number) or not (number == -1 or 1 <= number <= limit):
+            raise RequestError(
+                f"truncate_prompt_tokens={number!r} must be a whole number of at least 1 and at most max_model_len="
+                f"{limit}; use -1 for as many tokens as the model takes"
+            )
+        return limit - 1 if number == -1 else min(int(number), limit - 1)
 
     def _check_token_ids(self, token_ids: list[int], which: str) -> list[int]:
         """Return the ids of "prompt 0", say, as a list of our own. Raises RequestError for what cannot be served."""
@@ -106,13 +149,14 @@ class PromptProcessor:
 
 
 def as_list_of_prompts(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[Prompt]:
-    """Return one prompt or several as a list."""
+    """Return one prompt or several, perhaps in an array or a column, as a list."""
+    prompts = as_list(prompts)
     if isinstance(prompts, (str, Mapping)):
         return [as_prompt(prompts)]
     if not isinstance(prompts, (list, tuple)):
         raise RequestError(
-            f"prompts is a {type(prompts).__name__}; give a string, a list of token ids, or a list of these (list() "
-            "or .tolist() makes one)"
+            f"prompts is a {type(prompts).__name__}; give a string, a list of token ids, or a list, an array or a "
+            "column of these"
         )
     is_token_ids = bool(prompts) and all(isinstance(item, Integral) for item in prompts)
     return [cast("Prompt", list(prompts))] if is_token_ids else [as_prompt(cast("Prompt", item)) for item in prompts]
@@ -123,8 +167,8 @@ def as_prompt(prompt: GivenPrompt) -> Prompt:
     if isinstance(prompt, Mapping) and len(prompt) == 1:
         [(name, value)] = prompt.items()
         if name == "prompt" or (name == "prompt_token_ids" and not isinstance(value, str)):
-            return cast("Prompt", value)
-    return cast("Prompt", prompt)
+            return cast("Prompt", as_list(value))
+    return cast("Prompt", as_list(prompt))
 
 
 def as_priorities(priority: Sequence[int] | None, count: int) -> list[int]:

@@ -40,14 +40,26 @@ class Tokenizer:
             self._bytes_of_plain = cache_bytes(self._byte_format, backend.id_to_token, skipped=special)
 
     @cached_property
+    def eos_token_id(self) -> int | None:
+        """Return the one that the tokenizer itself names; the model's files may have others."""
+        return self.hf.eos_token_id
+
+    @cached_property
+    def _added_tokens(self) -> dict[int, str]:
+        return {token_id: str(token) for token_id, token in self.hf.added_tokens_decoder.items()}
+
+    @cached_property
     def longest_token(self) -> int:
         """Return the most characters that one token may stand for; some tokenizers may drop any number of them."""
         return max(map(len, self.hf.get_vocab())) if self._is_byte_level else sys.maxsize
 
-    def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+    def encode(
+        self, texts: list[str], add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[list[int]]:
         """Encode plain texts in one batch, with the special tokens that the tokenizer adds, or as they are.
 
-        A text that begins with the tokenizer's BOS, as one rendered by a chat template may, does not get a second.
+        A text that begins with the tokenizer's BOS, as one rendered by a chat template may, does not get a second. Of
+        more than `max_tokens` a BOS that the tokenizer adds is kept, and the last of the others.
         """
         if not texts:
             return []
@@ -57,11 +69,11 @@ class Tokenizer:
             raise
         except BaseException as error:
             raise RequestError(f"the tokenizer cannot encode a prompt ({error}); shorten it") from error
-        if not add_special_tokens:
-            return batch
         bos, bos_id = self.hf.bos_token, self.hf.bos_token_id
-        adds_bos = bos is not None and self.hf("")["input_ids"][:1] == [bos_id]
-        return [ids[1:] if adds_bos and text.startswith(bos) else ids for text, ids in zip(texts, batch, strict=True)]
+        adds_bos = add_special_tokens and bos is not None and self.hf("")["input_ids"][:1] == [bos_id]
+        if adds_bos:
+            batch = [ids[1:] if text.startswith(bos) else ids for text, ids in zip(texts, batch, strict=True)]
+        return [keep_last(ids, max_tokens, num_first=int(adds_bos)) for ids in batch]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Decode a whole completion as `detokenizer` does bit by bit. Raises RequestError where that fails."""
@@ -84,7 +96,7 @@ class Tokenizer:
                 self._texts[token_id] = ""
         return self._texts[token_id]
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+    def detokenizer(self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> Detokenizer:
         """Return what decodes one completion bit by bit."""
         if self._byte_format:
             bytes_of = self._bytes_of_plain if skip_special_tokens else self._bytes_of_all
@@ -96,7 +108,16 @@ class Tokenizer:
             except RequestError:
                 return "".join(map(self.text_of_token, token_ids))
 
-        return WindowDetokenizer(decode)
+        are_joined = not (skip_special_tokens or spaces_between_special_tokens)
+        return WindowDetokenizer(decode, self._added_tokens if are_joined else None)
+
+
+def keep_last(token_ids: list[int], max_tokens: int | None, num_first: int = 0) -> list[int]:
+    """Return at most `max_tokens` of the token ids: the last ones, after the first `num_first`; None is all."""
+    if max_tokens is None or not isinstance(token_ids, (list, tuple)) or len(token_ids) <= max_tokens:
+        return token_ids
+    num_first = min(num_first, max_tokens - 1)
+    return [*token_ids[:num_first], *token_ids[len(token_ids) - max_tokens + num_first :]]
 
 
 def _tokenizer_class(folder: Path) -> Any:

@@ -21,12 +21,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import nanoinfer
-from nanoinfer import LLM, CompletionOutput, Logprob, RequestOutput, SamplingParams, tiny_model_path
+from nanoinfer import (
+    LLM,
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+    tiny_model_path,
+)
 from nanoinfer.__main__ import main
 from nanoinfer.batch import job_files
 from nanoinfer.batch.batch_job import Summary, run_batch
 from nanoinfer.batch.job_files import BatchOutput
-from nanoinfer.batch.openai_format import response_body
+from nanoinfer.batch.openai_format import parse_body, response_body
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import JobError, RequestError
 
@@ -196,6 +204,46 @@ def test_a_token_that_cannot_be_and_one_without_text_are_still_valid_json() -> N
     assert text["logprobs"]["top_logprobs"] == [{"\ufffd": 0.0, "token_id:3": -9999.0}]
 
 
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+            {"json": SCHEMA},
+        ),
+        ({"structured_outputs": {"choice": ["a", "b"], "regex": None}}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"regex": "a+"}, "response_format": {"type": "text"}}, {"regex": "a+"}),
+    ],
+    ids=str,
+)
+def test_the_form_of_an_answer_is_read_as_openai_and_vllm_write_it(
+    given: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
+    body = parse_body({"messages": QUESTION, **given})
+    assert body.get("structured_outputs") == (StructuredOutputsParams(**expected) if expected else None)
+    assert "response_format" not in body
+
+
+def test_a_bias_is_read_as_openai_writes_it() -> None:
+    body = parse_body({"prompt": "a", "logit_bias": {"5": -100}})
+    assert SamplingParams(logit_bias=body["logit_bias"]).logit_bias == {5: -100.0}
+
+
+def test_all_log_probabilities_of_a_chat_can_be_asked_for(llm: LLM, tmp_path: Path) -> None:
+    chat = {"messages": QUESTION, "logprobs": True, "top_logprobs": -1, **GREEDY, "max_tokens": 1}
+    path = write(tmp_path / "in.jsonl", chat)
+    job(llm, path)
+    [choice] = records(path)["line-1"]["response"]["body"]["choices"]
+    [token] = choice["logprobs"]["content"]
+    assert len(token["top_logprobs"]) == 1024
+    assert math.fsum(math.exp(entry["logprob"]) for entry in token["top_logprobs"]) == pytest.approx(1)
+
+
 def test_the_summary_counts_the_answers_that_a_length_limit_cut(llm: LLM, tmp_path: Path) -> None:
     cut = {"prompt": "1, 2, 3,", "max_tokens": 1, "temperature": 0}
     text = {"prompt": '{"finish_reason": "length"}', "max_tokens": 250, "temperature": 0, "stop": [" ", ",", "1", "8"]}
@@ -274,7 +322,21 @@ BAD_LINES = [
     ({"prompt": ""}, "prompt 0 is empty"),
     ({"prompt": [5000]}, "prompt 0 has token id 5000, outside the vocabulary"),
     ({"prompt": [1] * 256}, "prompt 0 has 256 tokens, and with one more exceeds max_model_len=256"),
-    ({"prompt": "a", "temprature": 0, "logit_bias": {}}, "unknown fields: logit_bias, temprature; known are"),
+    ({"prompt": "a", "temprature": 0, "best_of": 2}, "unknown fields: best_of, temprature; known are"),
+    ({"prompt": "a", "logits_processors": ["f"]}, "unknown fields: logits_processors; known are"),
+    ({"prompt": "a", "logit_bias": {"b": 1}}, "logit_bias has 'b' in place of a token id"),
+    ({"prompt": "a", "logit_bias": {"5000": 1}}, "logit_bias has token id 5000, outside the vocabulary"),
+    ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format={'type': 'xml'}; served are the types text"),
+    (
+        {"prompt": "a", "response_format": {"type": "json_schema"}},
+        "response_format={'type': 'json_schema'}; served are",
+    ),
+    ({"prompt": "a", "structured_outputs": "[a-z]"}, "structured_outputs='[a-z]' is not an object; give"),
+    ({"prompt": "a", "structured_outputs": {"regexp": "a"}}, "structured_outputs={'regexp': 'a'}: "),
+    (
+        {"prompt": "a", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "there are structured_outputs and response_format; give one of them",
+    ),
     ({"prompt": "a", "stream": True}, "unknown fields: stream; known are"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens=0 must be at least 1"),
     ({"prompt": "a", "stop": 3}, "stop=3 must be a string or a list of them"),

@@ -302,6 +302,11 @@ def test_before_min_tokens_no_stop_token_is_drawn_and_no_stop_string_counts(over
             assert not stops.intersection(output.token_ids[:min_tokens])
             assert (output.token_ids == short.token_ids) == (min_tokens < num_tokens)
             assert len(output.token_ids) > min_tokens or output.finish_reason == "length"
+        ignored = replace(greedy, max_tokens=num_tokens + 2, ignore_eos=True)
+        [free] = llm.generate(QUESTION, ignored, use_tqdm=False)
+        assert free.token_ids[num_tokens - 1] in stops
+        [output] = llm.generate(QUESTION, replace(ignored, min_tokens=num_tokens), use_tqdm=False)
+        assert not stops.intersection(output.token_ids[:num_tokens]), "a stop token that is ignored is forbidden too"
         primes = "<|im_start|>user\nlist all prime numbers within 100<|im_end|>\n<|im_start|>assistant\n"
         [free] = llm.generate(primes, replace(greedy, stop=", 1"), use_tqdm=False)
         assert free.text == "2, 3, 5, 7"

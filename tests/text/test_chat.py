@@ -47,6 +47,16 @@ def test_tools_and_the_generation_prompt_are_the_templates_business(llm: LLM) ->
     assert output.prompt.endswith("<|im_end|>\n")
 
 
+def test_the_last_message_may_be_the_beginning_of_the_answer(llm: LLM) -> None:
+    messages = [*SUM, {"role": "assistant", "content": "312 + 48"}]
+    [output] = chat(llm, messages, add_generation_prompt=False, continue_final_message=True)
+    assert output.prompt is not None
+    assert output.prompt.endswith("312 + 48")
+    assert output.text == " = 360"
+    with pytest.raises(RequestError, match="begins another; use add_generation_prompt=False with it"):
+        chat(llm, messages, continue_final_message=True)
+
+
 def test_of_several_templates_the_default_is_used_or_the_one_for_tools(tmp_path: Path) -> None:
     shutil.copytree(tiny_model_path(), tmp_path, dirs_exist_ok=True)
     path = tmp_path / "tokenizer_config.json"

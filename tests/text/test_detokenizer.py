@@ -154,6 +154,17 @@ def test_byte_level_text_is_the_tokenizers_own_for_any_tokens(
     assert stream(window, token_ids, seed) == expected
 
 
+def test_special_tokens_side_by_side_may_do_without_the_spaces_that_a_tokenizer_writes(tmp_path: Path) -> None:
+    tokenizer = with_decoder(KINDS["word pieces"], tmp_path)
+    token_ids = [WORDS, SPECIAL, SPECIAL, SPECIAL, WORDS, SPECIAL]
+    assert tokenizer.hf.decode(token_ids) == "▁the <s> <s> <s> ▁the <s>"
+    assert stream(tokenizer.detokenizer(False, spaces_between_special_tokens=False), token_ids) == (
+        "▁the <s><s><s> ▁the <s>"
+    )
+    assert stream(tokenizer.detokenizer(False), token_ids) == "▁the <s> <s> <s> ▁the <s>"
+    assert stream(tokenizer.detokenizer(True, spaces_between_special_tokens=False), token_ids) == "▁the ▁the"
+
+
 def test_a_newline_before_half_a_character_stays(llama: Tokenizer) -> None:
     """The tokenizer itself replaces all bytes of such a run, also those that a stream has shown."""
     token_ids = [WORDS, *fallback_ids(b"\n\xf0\x9f")]
@@ -259,8 +270,7 @@ def reference(text: str, stop: list[str], include_stop: bool) -> tuple[str, str 
     for end in range(1, len(text) + 1):
         met = [string for string in stop if text[:end].endswith(string)]
         if met:
-            longest = max(met, key=len)
-            return text[: end if include_stop else end - len(longest)], longest
+            return text[: end if include_stop else end - len(met[0])], met[0]
     return text, None
 
 
@@ -272,9 +282,23 @@ def test_a_stop_string_across_tokens_is_cut_exactly_and_nothing_after_it_is_show
     assert show("one END two", "END") == (["o", "n", "e", " ", *[""] * 7, "one "], "END")
 
 
-def test_the_stop_string_that_is_complete_first_counts_and_of_equals_the_longest() -> None:
+def test_the_stop_string_that_is_complete_first_counts_and_of_equals_the_first_in_the_list() -> None:
     assert show("abcd", "abcd", "bc", seed=0)[1] == "bc"
-    assert show("abcd", "bc", "abc")[1] == "abc"
+    assert show("abcd", "bc", "abc")[1] == "bc"
+    assert show("abcd", "abc", "bc")[1] == "abc"
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "met"),
+    [(["ort", "sh"], " sh", "ort"), (["sh", "ort"], " ", "sh"), (["no", "short", "h"], " ", "short")],
+)
+def test_of_stop_strings_that_one_token_completes_the_first_in_the_list_counts(
+    stop: list[str], text: str, met: str
+) -> None:
+    [token_id] = TINY.encode([" short"])[0]
+    completion = CompletionText(TINY.detokenizer(), stop)
+    completion.extend([*ids_of_bytes(b"so"), token_id])
+    assert (str(completion), completion.stop_string) == (f"so{text}", met)
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)
@@ -293,7 +317,7 @@ def test_a_stop_string_counts_from_the_token_on_that_may_complete_it(early: str,
     completion.extend([], final=True)
     text = early + late
     ends = [end for end in range(len(early) + 1, len(text) + 1) if text[:end].endswith(tuple(stop))]
-    met = max((string for string in stop if text[: ends[0]].endswith(string)), key=len) if ends else None
+    met = next(string for string in stop if text[: ends[0]].endswith(string)) if ends else None
     assert completion.stop_string == met
     assert str(completion) == (text[: ends[0] - len(met)] if met else text)
 

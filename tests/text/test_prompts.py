@@ -1,10 +1,11 @@
 """A prompt's way to token ids, and what is refused on it, with a tokenizer of seven words."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from nanoinfer import RequestError, SamplingParams
+from nanoinfer import RequestError, SamplingParams, StructuredOutputsParams
 from nanoinfer.text.prompts import PromptProcessor, split_whole
 from nanoinfer.text.tokenizer import Tokenizer
 from tests.text.test_tokenizer import save_tokenizer
@@ -25,6 +26,39 @@ def test_texts_and_token_ids_may_be_mixed(prompts: PromptProcessor) -> None:
     assert encoded == [[BOS, ONE], [9, 8], [BOS, TWO, ONE]]
     assert prompts.encode(["one"], add_special_tokens=False) == [[ONE]]
     assert prompts.encode([]) == []
+
+
+TRUNCATED = [
+    (1, [[ONE], [7]]),
+    (2, [[BOS, ONE], [8, 7]]),  # the BOS that the tokenizer adds stays
+    (3, [[BOS, TWO, ONE], [9, 8, 7]]),
+    (4, [[BOS, TWO, ONE], [9, 8, 7]]),  # one token less than the model takes leaves room for an answer
+    (-1, [[BOS, TWO, ONE], [9, 8, 7]]),
+]
+
+
+@pytest.mark.parametrize(("number", "expected"), TRUNCATED)
+def test_a_prompt_that_is_truncated_keeps_its_last_tokens(
+    prompts: PromptProcessor, number: int, expected: list[list[int]]
+) -> None:
+    options = {"truncate_prompt_tokens": number}
+    assert prompts.encode(["one two two one", [5, 9, 8, 7]], tokenization_kwargs=options) == expected
+    assert prompts.encode(["two", [5]], tokenization_kwargs=options)[1] == [5]
+    plain = {"truncate_prompt_tokens": 2, "add_special_tokens": False}
+    assert prompts.encode(["one two two one"], tokenization_kwargs=plain) == [[TWO, ONE]]
+
+
+@pytest.mark.parametrize("number", [0, -2, 5, 1.0, True, "1"])
+def test_a_wrong_number_of_tokens_to_keep_is_refused(prompts: PromptProcessor, number: object) -> None:
+    message = f"truncate_prompt_tokens={number!r} must be a whole number of at least 1 and at most max_model_len=4"
+    with pytest.raises(RequestError, match=message):
+        prompts.encode(["one"], tokenization_kwargs={"truncate_prompt_tokens": number})
+
+
+def test_an_option_of_tokenizing_that_there_is_not_is_a_type_error(prompts: PromptProcessor) -> None:
+    message = "tokenization_kwargs has no option 'truncate_prompt'; did you mean 'truncate_prompt_tokens'?"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        prompts.encode(["one"], tokenization_kwargs={"truncate_prompt": 1})
 
 
 def test_an_empty_text_can_be_tokenized_but_not_served(prompts: PromptProcessor) -> None:
@@ -62,8 +96,21 @@ def test_without_a_tokenizer_token_ids_are_served_and_texts_are_not() -> None:
     assert prompts.encode([[1, 2]]) == [[1, 2]]
     with pytest.raises(RequestError, match="a model has no tokenizer; give the prompt as a list of token ids"):
         prompts.encode(["one"])
-    with pytest.raises(RequestError, match=r"stop=\('a',\) is found in text, and a model has no tokenizer; use stop_"):
-        prompts.check_params(SamplingParams(stop="a"))
+    for options, said in (
+        ({"stop": "a"}, r"stop=\('a',\) is about text, and a model has no tokenizer; use stop_token_ids"),
+        ({"bad_words": ["a"]}, r"bad_words=\('a',\) is about text, and a model has no tokenizer; use logit_bias"),
+        ({"structured_outputs": StructuredOutputsParams(regex="a")}, "structured_outputs=Str.* use allowed_token_ids"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            prompts.check_params(SamplingParams(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_minus_one_is_all_of_the_vocabulary(prompts: PromptProcessor, name: str) -> None:
+    params = SamplingParams(**{name: -1})  # type: ignore[arg-type]
+    assert prompts.check_params(params) == SamplingParams(**{name: 10})  # type: ignore[arg-type]
+    few = SamplingParams(**{name: 2})  # type: ignore[arg-type]
+    assert prompts.check_params(few) is few
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])

@@ -1,6 +1,9 @@
 """How a request is told to stop, and what its text then is, through the whole engine."""
 
+import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +66,20 @@ def test_a_stop_token_ends_the_completion_and_says_so(llm: LLM, whole: RequestOu
     assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
     assert complete(llm, stop_token_ids=[stop], ignore_eos=True).token_ids == output.token_ids
     assert complete(llm, stop_token_ids=[stop], include_stop_str_in_output=True).text == llm.decode(output.token_ids)
+
+
+def test_the_id_of_a_stop_token_is_the_reason_unless_it_is_the_tokenizers_eos(
+    llm: LLM, whole: RequestOutput, tmp_path: Path
+) -> None:
+    eos, other = whole.token_ids[-1], whole.token_ids[7]
+    assert eos == llm.tokenizer.eos_token_id
+    assert complete(llm, stop_token_ids=[eos]).outputs[0].stop_reason is None
+    assert complete(llm, stop_token_ids=[eos], ignore_eos=True).outputs[0].stop_reason == eos
+    shutil.copytree(tiny_model_path(), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos, other]}))
+    with LLM(tmp_path, device="cpu") as with_two:
+        assert complete(with_two).outputs[0].stop_reason == other
+        assert complete(with_two, ignore_eos=True).finish_reason == "length"
 
 
 def test_without_detokenizing_there_are_ids_and_no_text(llm: LLM, whole: RequestOutput) -> None:
