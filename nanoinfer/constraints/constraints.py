@@ -201,7 +201,7 @@ class SampleConstraint:
         if may_end:
             token_sets.add(row, plan.own_stop_ids)
             token_sets.remove(row, held_back)
-        if (row if set_row is None else row & set_row).any():
+        if np.count_nonzero(row if set_row is None else row & set_row):  # twice as fast as any()
             return
         if may_end and plan.stop_ids:
             token_sets.add(row, plan.stop_ids)

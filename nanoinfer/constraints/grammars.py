@@ -191,7 +191,8 @@ class GrammarCache:
         with self._lock:
             grammars = {params: self._grammars[params] for params in wanted if params in self._grammars}
         missing = [params for params in wanted if params not in grammars]
-        with tqdm(desc="Compiling grammars", total=len(missing), delay=0.5, disable=not use_tqdm) as bar:
+        drawn = {"delay": 0.5, "disable": not use_tqdm}
+        with tqdm(desc="Compiling grammars", unit="grammar", total=len(missing), **drawn) as bar:
             for params, grammar in zip(missing, _map_in_threads(library.compile, missing), strict=True):
                 grammars[params] = grammar
                 bar.update()

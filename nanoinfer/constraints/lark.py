@@ -140,7 +140,7 @@ class _Writer:
             raise RequestError(f"structural_tag has a {kind} without {', '.join(sorted(missing))}: {shorten(form)}")
         for name, value in form.items():
             if name not in {"type", *needed, *known} and WITHOUT_EFFECT.get(name, form) != value:
-                raise RequestError(f"structural_tag has {name}={shorten(value)} in a {kind}; leave out {name}")
+                raise RequestError(f"structural_tag has {name}={shorten(value)} in {kind}; leave out {name}")
         if kind == "any_text":
             return [_AnyText()]
         if kind == "const_string":

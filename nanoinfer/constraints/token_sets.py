@@ -32,13 +32,13 @@ def _from_bools(chosen: NDArray[np.bool_]) -> Bits:
 def add(row: Bits, token_ids: Iterable[int]) -> None:
     words = row.view(np.uint32)
     for token_id in token_ids:
-        words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+        words[token_id >> 5] |= 1 << (token_id & 31)
 
 
 def remove(row: Bits, token_ids: Iterable[int]) -> None:
     words = row.view(np.uint32)
     for token_id in token_ids:
-        words[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+        words[token_id >> 5] &= 0xFFFFFFFF ^ 1 << (token_id & 31)
 
 
 @dataclass(frozen=True)

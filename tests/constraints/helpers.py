@@ -11,6 +11,7 @@ from nanoinfer import SamplingParams, tiny_model_path
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.constraints.rules import StepRules
 from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
+from nanoinfer.constraints.token_sets import all_tokens
 from nanoinfer.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 1024
@@ -45,13 +46,17 @@ def ids_of(bits: NDArray[np.int32]) -> set[int]:
     return {*np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()}
 
 
-def allowed(rules: StepRules, line: int = 0, vocab_size: int = VOCAB_SIZE) -> set[int]:
-    """The tokens that one line may get."""
-    ids = {*range(vocab_size)}
+def allowed_bits(rules: StepRules, line: int, vocab_size: int) -> NDArray[np.int32]:
+    bits = all_tokens(vocab_size)
     for masks in (rules.grammars, rules.token_sets):
         if masks is not None and line in masks.lines:
-            ids &= ids_of(masks.bits[masks.lines.index(line)])
-    return ids
+            bits &= masks.bits[masks.lines.index(line)]
+    return bits
+
+
+def allowed(rules: StepRules, line: int = 0) -> set[int]:
+    """The tokens that one line may get."""
+    return ids_of(allowed_bits(rules, line, VOCAB_SIZE))
 
 
 def next_ids(constraints: Constraints, constraint: Any) -> set[int]:
@@ -96,12 +101,12 @@ def draw(
     for _ in range(max_tokens):
         rules, going_on = constraints.rules([samples[index] for index in live]), []
         for line, index in enumerate(live):
-            ids = sorted(allowed(rules, line, vocab_size))
-            ends = [token_id for token_id in ids if token_id in stop_ids]
-            if not ids or (ends and rng.random() < 0.3):
-                reasons[index] = "stop" if ids else "error"
+            bits = np.unpackbits(allowed_bits(rules, line, vocab_size).view(np.uint8), bitorder="little")
+            ids = np.flatnonzero(bits)
+            if not len(ids) or (any(bits[stop_id] for stop_id in stop_ids) and rng.random() < 0.3):
+                reasons[index] = "stop" if len(ids) else "error"
                 continue
-            token_id = rng.choice(ids)
+            token_id = int(rng.choice(ids))
             if token_id in stop_ids:
                 reasons[index] = "stop"
                 continue

@@ -2,13 +2,17 @@
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanoinfer import SamplingParams
+from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
-from tests.constraints.helpers import draw, new_constraints, tiny_tokenizer
+from nanoinfer.text.tokenizer import Tokenizer
+from tests.constraints.helpers import EOS, VOCAB_SIZE, draw, tiny_tokenizer
+from tests.real.make_smollm2 import save_tokenizer
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -54,8 +58,9 @@ def random_object(rng: random.Random, depth: int) -> dict[str, Any]:
     return {**schema, "additionalProperties": False} if rng.random() < 0.8 else schema
 
 
-def check_random_schemas(num_schemas: int, seed: int) -> None:
-    rng, constraints = random.Random(seed), new_constraints()
+def check_random_schemas(num_schemas: int, seed: int, tokenizer: Tokenizer, vocab_size: int, eos: int) -> float:
+    """Draw a text by each of some random schemas; return which share of them was finished."""
+    rng, constraints = random.Random(seed), Constraints(tokenizer, vocab_size, frozenset({eos}))
     schemas = [random_object(rng, depth=3) for _ in range(num_schemas)]
     for schema in schemas:
         jsonschema.Draft202012Validator.check_schema(schema)
@@ -69,21 +74,28 @@ def check_random_schemas(num_schemas: int, seed: int) -> None:
         )
         for index, schema in enumerate(schemas)
     ]
-    num_finished = 0
-    for schema, (tokens, reason, sample) in zip(schemas, draw(constraints, wanted, seed, 400), strict=True):
+    num_finished, walks = 0, draw(constraints, wanted, seed, 400, vocab_size)
+    for schema, (tokens, reason, sample) in zip(schemas, walks, strict=True):
         assert reason != "error", f"{sample.error} in {schema}"
         if reason == "stop":
             num_finished += 1
-            text = tiny_tokenizer().decode(tokens)
-            jsonschema.Draft202012Validator(schema).validate(json.loads(text))
-    assert num_finished >= 0.8 * num_schemas, f"only {num_finished} of {num_schemas} finished"
+            jsonschema.Draft202012Validator(schema).validate(json.loads(tokenizer.decode(tokens)))
+    return num_finished / num_schemas
 
 
 def test_texts_of_a_hundred_random_schemas_parse_and_validate() -> None:
-    check_random_schemas(100, seed=0)
+    assert check_random_schemas(100, 0, tiny_tokenizer(), VOCAB_SIZE, EOS) > 0.8
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 11))
 def test_texts_of_a_thousand_random_schemas_parse_and_validate(seed: int) -> None:
-    check_random_schemas(100, seed)
+    assert check_random_schemas(100, seed, tiny_tokenizer(), VOCAB_SIZE, EOS) > 0.8
+
+
+@pytest.mark.real
+def test_texts_of_a_real_tokenizer_parse_and_validate(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    # Of so many tokens few are quotes: a drawn string without a limit goes on for long.
+    assert check_random_schemas(50, 0, tokenizer, 49_152, tokenizer.hf.eos_token_id) > 0.5
