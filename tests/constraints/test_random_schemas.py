@@ -1,0 +1,101 @@
+"""Random schemas, and texts drawn by them with any allowed token as likely as another: they parse and validate."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoinfer import SamplingParams
+from nanoinfer.constraints.constraints import Constraints
+from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
+from nanoinfer.text.tokenizer import Tokenizer
+from tests.constraints.helpers import EOS, VOCAB_SIZE, draw, tiny_tokenizer
+from tests.real.make_smollm2 import save_tokenizer
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+
+PATTERNS = ["^[a-z]{2,5}$", r"^\d{3}-\d{4}$", "^(red|green|blue)$", "^[A-Z][a-z]*( [A-Z][a-z]*)?$", r"^\+?[0-9 ]{3,8}$"]
+NAMES = ["id", "name", "größe", "a b", "tags", 'quote"d', "x/y", "$ref me", "n", "日本"]
+
+
+def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
+    kinds = ["boolean", "null", "integer", "number", "string", "enum", "const", "pattern"]
+    kinds += ["object", "object", "array", "anyOf"] if depth else []
+    kind = rng.choice(kinds)
+    if kind == "enum":
+        return {"enum": rng.sample(["a", "b c", "é", 1, 2.5, -7, None, True, [1], {"k": "v"}], rng.randint(1, 4))}
+    if kind == "const":
+        return {"const": rng.choice(["fixed", 0, False, ["x", 1], {"a": {}}])}
+    if kind == "pattern":
+        return {"type": "string", "pattern": rng.choice(PATTERNS)}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randint(2, 3))]}
+    if kind == "string":
+        least = rng.randint(0, 4)
+        return {"type": kind, "minLength": least, "maxLength": least + rng.randint(0, 8)}
+    if kind in ("integer", "number"):
+        least = rng.randint(-1000, 1000)
+        most = least + rng.randint(1, 500)
+        names = rng.choice([("minimum", "maximum"), ("exclusiveMinimum", "maximum"), ("minimum", "exclusiveMaximum")])
+        return {"type": kind, **dict(zip(names, (least, most), strict=True))}
+    if kind == "array":
+        least = rng.randint(0, 2)
+        items = random_schema(rng, depth - 1)
+        return {"type": kind, "items": items, "minItems": least, "maxItems": least + rng.randint(0, 2)}
+    if kind == "object":
+        return random_object(rng, depth)
+    return {"type": kind}
+
+
+def random_object(rng: random.Random, depth: int) -> dict[str, Any]:
+    names = rng.sample(NAMES, rng.randint(1, 4))
+    properties = {name: random_schema(rng, depth - 1) for name in names}
+    required = [name for name in names if rng.random() < 0.7]
+    schema = {"type": "object", "properties": properties, "required": required}
+    return {**schema, "additionalProperties": False} if rng.random() < 0.8 else schema
+
+
+def check_random_schemas(num_schemas: int, seed: int, tokenizer: Tokenizer, vocab_size: int, eos: int) -> float:
+    """Draw a text by each of some random schemas; return which share of them was finished."""
+    rng, constraints = random.Random(seed), Constraints(tokenizer, vocab_size, frozenset({eos}))
+    schemas = [random_object(rng, depth=3) for _ in range(num_schemas)]
+    for schema in schemas:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    wanted = [
+        SamplingParams(
+            structured_outputs=StructuredOutputsParams(
+                json=schema,
+                disable_any_whitespace=index % 2 == 0,
+                disable_additional_properties=rng.random() < 0.8,
+            )
+        )
+        for index, schema in enumerate(schemas)
+    ]
+    num_finished, walks = 0, draw(constraints, wanted, seed, 400, vocab_size)
+    for schema, (tokens, reason, sample) in zip(schemas, walks, strict=True):
+        assert reason != "error", f"{sample.error} in {schema}"
+        if reason == "stop":
+            num_finished += 1
+            jsonschema.Draft202012Validator(schema).validate(json.loads(tokenizer.decode(tokens)))
+    return num_finished / num_schemas
+
+
+def test_texts_of_a_hundred_random_schemas_parse_and_validate() -> None:
+    assert check_random_schemas(100, 0, tiny_tokenizer(), VOCAB_SIZE, EOS) > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_texts_of_a_thousand_random_schemas_parse_and_validate(seed: int) -> None:
+    assert check_random_schemas(100, seed, tiny_tokenizer(), VOCAB_SIZE, EOS) > 0.8
+
+
+@pytest.mark.real
+def test_texts_of_a_real_tokenizer_parse_and_validate(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    # Of so many tokens few are quotes: a drawn string without a limit goes on for long.
+    assert check_random_schemas(50, 0, tokenizer, 49_152, tokenizer.hf.eos_token_id) > 0.5
