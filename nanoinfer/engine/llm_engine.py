@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import xxhash
 
 from nanoinfer.config import EngineConfig
+from nanoinfer.constraints.constraints import Constraints
+from nanoinfer.constraints.rules import ConstraintPlan, StepRules
 from nanoinfer.engine.batch import Packet, ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.request import Completion, Request
@@ -39,10 +41,10 @@ class Runner(Protocol):
     def max_group_rows(self) -> int:
         """The most decode rows that attention can read a shared prefix for at once; 0 where it cannot."""
 
-    def launch(self, packet: Packet) -> Any:
-        """Start the forward pass of a step, up to its logits."""
+    def launch(self, packet: Packet, awaits_rules: bool = False) -> Any:
+        """Start the forward pass of a step, up to its logits; say whether it will be sampled by rules."""
 
-    def sample(self, pending: Any) -> Any:
+    def sample(self, pending: Any, rules: StepRules | None = None) -> Any:
         """Draw the tokens of the step that was just launched."""
 
     def wait(self, handle: Any) -> list[int]:
@@ -61,6 +63,7 @@ class PreparedRequest:
     sampling_params: SamplingParams
     priority: int = 0  # higher runs first
     prompt_logprobs_start: int = 1  # the first prompt token whose log-probability is wanted, if any are
+    constraint: ConstraintPlan | None = None  # what else limits its tokens
 
 
 class Step(NamedTuple):
@@ -75,13 +78,19 @@ class LLMEngine:
     """Holds the requests and drives scheduler and runner. Most users want `LLM`, which wraps it.
 
     runner: runs the steps. tokenizer: makes text of tokens; None where the model has none. stop_token_ids: the model's
-    own, which end a completion.
+    own, which end a completion. constraints: made the plans of requests that have one.
     """
 
     def __init__(
-        self, config: EngineConfig, runner: Runner, tokenizer: Tokenizer | None, stop_token_ids: frozenset[int]
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        stop_token_ids: frozenset[int],
+        constraints: Constraints | None = None,
     ) -> None:
         self.config = config
+        self.constraints = constraints
         self.runner: Runner | None = runner
         self.tokenizer = tokenizer
         self.block_manager = BlockManager(runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
@@ -122,6 +131,7 @@ class LLMEngine:
         for sample in range(params.n):
             seed = self._seed(params, request_id, sample)
             seq = Sequence(self._num_sequences, prepared.token_ids, params, seed, prepared.priority, request_id, sample)
+            seq.constraint = prepared.constraint.start() if prepared.constraint else None
             self._num_sequences += 1
             request.completions.append(Completion(seq, self._completion_text(params), chunks, index))
         if params.prompt_logprobs is not None:
@@ -207,13 +217,22 @@ class LLMEngine:
             return False
         try:
             self._note_admissions(batch, started)
-            pending = runner.launch(pack(batch))
-            # Here is the place to wait for tokens in flight, where what a row may draw depends on them.
-            self._in_flight.append(Step(batch, runner.sample(pending), started))
+            is_constrained = any(seq.constraint for seq in batch.sampled)
+            pending = runner.launch(pack(batch), is_constrained)
+            rules = self._rules(batch) if is_constrained else None
+            self._in_flight.append(Step(batch, runner.sample(pending, rules), started))
         except BaseException:
             self._discard(batch)
             raise
         return True
+
+    def _rules(self, batch: ScheduledBatch) -> StepRules | None:
+        """Return what a launched step may draw; wait for the tokens in flight first, if that depends on them."""
+        sampled = batch.sampled
+        if any(seq.constraint and seq.constraint.follows_tokens and seq.num_pending_tokens > 1 for seq in sampled):
+            self._collect_until(max_in_flight=0)
+        running = [seq.constraint if seq.status is SequenceStatus.RUNNING else None for seq in sampled]
+        return self.constraints.rules(running) if self.constraints else None
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and keep the sequences that it finished."""
@@ -224,6 +243,8 @@ class LLMEngine:
             self._discard()
             raise
         self._in_flight.popleft()
+        for line, error in step.handle.errors.items():
+            step.batch.sampled[line].error = error
         wanted = [seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled]
         self._finished += self.scheduler.update(step.batch, token_ids)
         self._collect_logprobs(step, wanted)
@@ -316,9 +337,10 @@ class LLMEngine:
 
     def _output(self, seq: Sequence) -> RequestOutput | None:
         """Finish a sample; return the output of its request, if it is the last."""
-        if seq.finish_reason == "error":
-            logger.warning("request %d ends in an error: its logits are NaN or infinite", seq.request_id)
         self._watched.pop(seq.seq_id, None)
         request = self._requests[seq.request_id]
-        request.completions[seq.sample].finish(self.tokenizer.eos_token_id if self.tokenizer else None)
+        eos_token_id = self.tokenizer.eos_token_id if self.tokenizer else None
+        output = request.completions[seq.sample].finish(eos_token_id)
+        if output.error:
+            logger.warning("request %d ends in an error: %s", seq.request_id, output.error)
         return request.output()

@@ -2,9 +2,10 @@
 
 A sample of a request ends for one of these reasons, and all rules of that are in this file:
 
-    "stop"    its newest token is a stop token (`reason_to_end`), or a stop string is complete (`Completion.advance`)
+    "stop"    its newest token is a stop token, or completes what its grammar asks for (`reason_to_end`), or a stop
+              string is complete (`Completion.advance`)
     "length"  it has max_tokens, or the sequence has max_model_len tokens (`set_limits`, `reason_to_end`)
-    "error"   its logits were NaN or infinite (`reason_to_end`)
+    "error"   its logits were NaN or infinite, or no token was allowed (`reason_to_end`)
     "abort"   the user aborted the request (`LLMEngine.abort_later`)
 """
 
@@ -32,9 +33,10 @@ def reason_to_end(seq: Sequence, token_id: int) -> str | None:
     """Return why a sequence ends with `token_id`, its newest token; None where it goes on."""
     if token_id == NO_TOKEN:
         return "error"
-    if token_id in seq.stop_token_ids and (
-        not seq.sampling_params.ignore_eos or token_id in (seq.sampling_params.stop_token_ids or ())
-    ):
+    params = seq.sampling_params
+    if token_id in seq.stop_token_ids and (not params.ignore_eos or token_id in (params.stop_token_ids or ())):
+        return "stop"
+    if seq.constraint is not None and seq.constraint.append(token_id):
         return "stop"
     if len(seq.token_ids) >= seq.max_num_tokens:
         return "length"
@@ -68,14 +70,14 @@ class Completion:
         self._stream(token_ids, finish_reason=None)
         return False
 
-    def finish(self, eos_token_id: int | None) -> None:
+    def finish(self, eos_token_id: int | None) -> CompletionOutput:
         """Read the rest, end the stream, and make the output; `eos_token_id`, the tokenizer's, is no stop_reason."""
         seq, params, text = self.seq, self.seq.sampling_params, self.text
         reason = seq.finish_reason
         stop_reason: str | int | None = None
         assert reason is not None, f"sequence {seq.seq_id} is returned before it finished"
         rest = unread = self._unread()
-        if reason == "stop" and text.stop_string is None:  # by its last token
+        if reason == "stop" and text.stop_string is None and seq.token_ids[-1] in seq.stop_token_ids:
             stop_reason = seq.token_ids[-1] if seq.token_ids[-1] != eos_token_id or params.ignore_eos else None
             rest = rest if params.include_stop_str_in_output else rest[:-1]
         if self._read(rest, final=True):  # the token that completes a stop string may also be the last one allowed
@@ -86,8 +88,12 @@ class Completion:
         if params.logprobs is not None:
             logprobs = self.logprobs
             total = sum(entry[token_id].logprob for entry, token_id in zip(logprobs, token_ids, strict=True))
-        error = f"the logits are NaN or infinite after {len(token_ids)} tokens" if reason == "error" else None
+        error = None
+        if reason == "error":
+            limits = seq.constraint.error if seq.constraint else None
+            error = seq.error or limits or f"the logits are NaN or infinite after {len(token_ids)} tokens"
         self.output = CompletionOutput(seq.sample, str(text), token_ids, reason, stop_reason, logprobs, total, error)
+        return self.output
 
     def _read(self, token_ids: list[int], final: bool = False) -> bool:
         """Extend the text; return whether a stop string is complete, which the first min_tokens tokens cannot do."""

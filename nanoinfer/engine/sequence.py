@@ -38,6 +38,7 @@ class Sequence:
     token_ids: list[int] = field(init=False)  # prompt and collected completion
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
+    error: str | None = None  # what the runner says of it where it cannot draw a token
     row: int | None = None  # line in the device tables while running
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
