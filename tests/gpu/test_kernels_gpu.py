@@ -1,5 +1,6 @@
 """Each Triton kernel, compiled for the GPU, against its PyTorch twin."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -416,7 +417,7 @@ LIMITS = [  # temperature, top_k, top_p, min_p
     (1.0, 5000, 0.9, 0.01),
     (0.7, 0, 0.9, 0.0),
     (1.0, 0, 1.0, 0.1),
-    (2.0, 1, 0.5, 0.0),
+    (2.0, 0, 0.8, 0.02),
     (0.0, 20, 0.5, 0.0),
     (1.0, 0, 1.0, 0.0),
 ]
@@ -436,8 +437,10 @@ def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float,
     assert by_kind[:, [1, 4, 6, 7]].sum() == 0, "top_k and min_p alone are exact"
     # A token at the cut-off of top_p, and its equals, may be in or out: their sums are rounded in another way.
     for row in different.any(dim=1).nonzero().flatten().tolist():
-        temperature, top_k, _, _ = LIMITS[row % 8]
+        temperature, top_k, _, min_p = LIMITS[row % 8]
         probabilities = (scores[row] / temperature).double().softmax(dim=0)
+        if min_p:
+            probabilities[scores[row] < scores[row].max() + temperature * math.log(min_p)] = 0
         if top_k:
             probabilities[scores[row] < scores[row].topk(min(top_k, vocab_size)).values[-1]] = 0
         probabilities /= probabilities.sum()

@@ -522,6 +522,10 @@ LIMITS = torch.tensor(
         (0.0, 5, 0.5, 0.5),
         (1.0, 0, 1.0, 0.0),
         (0.0, 0, 0.0, 0.0),
+        (1.0, 0, 0.6, 0.3),
+        (1.0, 0, 0.95, 1e-6),
+        (0.5, 7, 0.9, 0.2),
+        (3.0, 40, 1.0, 0.5),
     ]
 )
 
@@ -540,8 +544,8 @@ def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float,
     # Sums are taken in another order: the token at the cut-off, and its equals, may be in or out.
     assert scores[~same].unique().numel() <= len(LIMITS) // 5
     assert allowed.any(dim=1).all()
-    assert same[[1, 4, 5, 8, 9, 10]].all(), "top_k and min_p alone are exact"
-    assert actual[8:].tolist() == [-math.inf] * 3
+    assert same[[1, 4, 5, 8, 9, 10, 14]].all(), "without top_p it is exact"
+    assert actual[8:11].tolist() == [-math.inf] * 3
     assert threshold_kernels.thresholds(scores[:0], LIMITS[:0]).shape == (0,)
 
 
@@ -552,6 +556,19 @@ def test_ties_are_kept_whichever_groups_they_are_in() -> None:
     limits = torch.tensor([[1, 2, 1, 0], [1, 0, 0.005, 0], [1, 0, 1, 0.3], [1, 0, 1e-30, 0]])
     found = threshold_kernels.thresholds(scores, limits)
     assert (scores >= found.unsqueeze(1)).sum(dim=1).tolist() == [4, 4, 4, 1]
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("shift", [0.0, -20.0, 20.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_top_p_is_a_share_of_what_min_p_has_left(dtype: torch.dtype, shift: float) -> None:
+    scores = torch.full((4, 3000), shift - 2.0)  # together these weigh far more than the five at the top
+    scores[:, [3, 70, 71, 2000, 2999]] = shift + torch.tensor([1.0, 0.5, 0.25, 0.0, -0.25])
+    limits = torch.tensor([[1, 0, 0.9, 0.2], [1, 0, 0.7, 0.2], [1, 3, 0.75, 0.2], [2, 0, 0.999, 0.5]])
+    found = threshold_kernels.thresholds(scores.to(dtype), limits)
+    expected = top_k_top_p.thresholds.__wrapped__(scores.to(dtype), limits)
+    for bounds in (found, expected):
+        assert (scores.to(dtype).float() >= bounds.unsqueeze(1)).sum(dim=1).tolist() == [5, 3, 2, 5]
 
 
 @loops_are_interpreted
@@ -568,8 +585,8 @@ def test_thresholds_of_rows_that_are_not_finite_hide_nothing() -> None:
 
 @loops_are_interpreted
 def test_thresholds_leave_out_logits_of_minus_infinity() -> None:
-    limits = LIMITS[[0, 1, 3, 4, 9]]
-    scores = torch.full((5, 1000), -math.inf)
+    limits = LIMITS[[0, 1, 3, 4, 9, 11]]
+    scores = torch.full((6, 1000), -math.inf)
     scores[:, [100, 700]] = torch.tensor([0.0, -0.1])
     found, expected = threshold_kernels.thresholds(scores, limits), top_k_top_p.thresholds.__wrapped__(scores, limits)
     allowed, wanted = (scores.isfinite() & (scores >= bounds.unsqueeze(1)) for bounds in (found, expected))
