@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.device import to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import SECTION_DTYPES, Header, PacketSections, SamplingRecord, read_sampling_records
 from nanoinfer.models.decoder import DecoderForCausalLM
 from nanoinfer.sampling.gumbel_max import sample_and_append, sample_and_append_across_ranks
-from nanoinfer.sampling.logits_processors import LogitsProcessor, MinTokens, Penalties, read_field
+from nanoinfer.sampling.logits_processors import LogitBias, MinTokens, Penalties, RowProcessor, read_field
 from nanoinfer.sampling.logprobs import LogprobsTensors, compute_logprobs
 from nanoinfer.sampling.top_k_top_p import thresholds
 
@@ -55,7 +56,8 @@ class Sampler:
         self.temperatures = torch.zeros(num_rows, device=self.device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         self.filters = torch.zeros(num_rows, 4, device=self.device)  # temperature, top_k, top_p, min_p
-        self.processors: list[LogitsProcessor] = [
+        self.processors: list[RowProcessor] = [
+            LogitBias(vocab_size, self.device),
             Penalties(token_ids, context_lens),
             MinTokens(vocab_size, self.device),
         ]
@@ -78,17 +80,17 @@ class Sampler:
                     for processor in self.processors:
                         processor.release(row)
         if header.num_sampling_records:
-            self._admit_records(on_host, on_device.sampling_records)
+            self._admit_records(on_host, on_device)
 
-    def _admit_records(self, on_host: PacketSections, on_device: Tensor) -> None:
+    def _admit_records(self, on_host: PacketSections, on_device: PacketSections) -> None:
         records = read_sampling_records(on_host.sampling_records)
         self._records |= {record.row: record for record in records}
         self._filtered |= {record.row for record in records if record.is_filtered}
-        rows = on_device[:, 0].long()
-        columns = [read_field(on_device, SECTION_DTYPES.sampling_records, name) for name in ("top_k", "top_p", "min_p")]
+        section, dtype = on_device.sampling_records, SECTION_DTYPES.sampling_records
+        rows, columns = section[:, 0].long(), [read_field(section, dtype, name) for name in ("top_k", "top_p", "min_p")]
         self.filters[rows] = torch.stack((self.temperatures[rows], *columns), dim=1)
         for processor in self.processors:
-            processor.admit(records, on_host.stop_ids[:, 0].tolist(), on_device)
+            processor.admit(records, on_host, on_device)
 
     def sample(
         self, logits: Tensor, first_id: int, rows: Tensor, host_rows: list[int]
@@ -191,7 +193,4 @@ class Sampler:
         return shards.transpose(0, 1).flatten(1)[:, : self.vocab_size]
 
     def _to_device(self, numbers: list[int]) -> Tensor:
-        on_host = torch.tensor(numbers, dtype=torch.int64)
-        if self.device.type == "cpu":
-            return on_host
-        return on_host.pin_memory().to(self.device, non_blocking=True)
+        return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,8 +18,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from nanoinfer.engine.batch import SECTION_DTYPES, PacketSections, SamplingRecord
 from nanoinfer.sampling.gumbel_max import sample, sample_and_append
-from nanoinfer.sampling.logits_processors import penalise
+from nanoinfer.sampling.logits_processors import LogitBias, penalise
 from nanoinfer.sampling.logprobs import compute_logprobs
 from nanoinfer.sampling.top_k_top_p import thresholds
 
@@ -159,6 +161,28 @@ def test_a_draw_above_the_lowest_logit_is_the_draw_without_a_threshold() -> None
     ids = sample_and_append(logits, bounds, rows, temperatures, seeds, token_ids, context_lens)
     assert ids.tolist() == expected.tolist()
     assert context_lens.tolist() == [4, 8, 2, 6, 0], "the row of -1 is left as it was"
+
+
+# --- biases ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_row_gets_its_own_biases_and_ids_beyond_the_vocabulary_do_no_harm(dtype: torch.dtype) -> None:
+    processor, asked = LogitBias(50, torch.device("cpu")), {3: {7: 1.5, 49: -2.25, 50: 9.0}, 5: {0: 1e9}, 6: {7: 0.5}}
+    records = [SamplingRecord(row, *[0] * 5, len(biases), *[0] * 8) for row, biases in asked.items()]
+    section = np.array([item for biases in asked.values() for item in biases.items()], SECTION_DTYPES.biases)
+    sections = PacketSections(*[None] * 7, biases=section.view(np.int32).reshape(-1, 2))
+    processor.admit(records, sections, sections)
+    processor.release(6)
+    assert [row for row in range(8) if processor.wants(row)] == [3, 5]
+    logits, rows = randn(4, 50).to(dtype), [5, 2, 3, 6]
+    unchanged = logits.clone()
+    expected = logits.clone().float()
+    for line, token_id, bias in ((0, 0, 1e9), (2, 7, 1.5), (2, 49, -2.25)):
+        expected[line, token_id] += bias
+    actual = processor.apply(logits, torch.tensor(rows), rows)
+    assert torch.equal(actual, expected)
+    assert torch.equal(logits, unchanged)
 
 
 # --- penalties ---
