@@ -17,6 +17,7 @@ from torch import Tensor
 from nanoinfer.checkpoint.loader import fill_with_random_weights, load_model
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
+from nanoinfer.constraints.rules import StepRules
 from nanoinfer.device import computing, default_dtype, is_out_of_memory, select_device, select_dtype, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import DecodeRow, Header, Packet, PacketSections, read_header, split
@@ -59,6 +60,7 @@ class StepHandle(NamedTuple):
     token_ids: Tensor  # (num_sampled,) int32
     logprobs: list[SampleLogprobs]
     prompt_logprobs: list[PromptLogprobs]
+    errors: dict[int, str]  # by line: why a user's function failed, which leaves that line without a token
     event: torch.cuda.Event | None  # None on a CPU, where a sampled step is done
 
     def is_done(self) -> bool:
@@ -112,22 +114,20 @@ class ModelRunner:
             forward(rows, shared_prefixes)
             return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=[])
 
-    def sample(self, pending: PendingStep) -> StepHandle:
-        """Draw the tokens of a launched step and start their copy to the host.
+    def sample(self, pending: PendingStep, rules: StepRules | None = None) -> StepHandle:
+        """Draw the tokens of a launched step, as the rules allow, and start their copy to the host.
 
         They come in the packet's order: chunks that sample, or decode rows.
         """
         with computing(self.device, self._num_threads):
-            logits = self.logits[: len(pending.host_rows)]
-            token_ids, logprobs = self.sampler.sample(
-                logits, self.model.vocab_shard.start, pending.rows, pending.host_rows
-            )
-            to_host = token_ids.to("cpu", non_blocking=True)  # into pinned memory
+            logits, first_id = self.logits[: len(pending.host_rows)], self.model.vocab_shard.start
+            sampled = self.sampler.sample(logits, first_id, pending.rows, pending.host_rows, rules)
+            to_host = sampled.token_ids.to("cpu", non_blocking=True)  # into pinned memory
             event = None
             if self.device.type == "cuda":
                 event = torch.cuda.Event()
                 event.record()
-            return StepHandle(to_host, logprobs, pending.prompt_logprobs, event)
+            return StepHandle(to_host, sampled.logprobs, pending.prompt_logprobs, sampled.errors, event)
 
     def wait(self, handle: StepHandle) -> list[int]:
         """Return the token ids of a sampled step, once they are there."""
