@@ -86,6 +86,7 @@ class Header(NamedTuple):
 
     num_prefill_tokens: int
     num_prefill_samples: int  # chunks that sample a token: all, or all but the last
+    awaits_rules: int  # 1: what the step may draw is said when it is sampled, so no rank is to sample before
     num_admitted: int
     num_known_tokens: int  # of all admitted sequences together
     num_new_blocks: int
@@ -195,7 +196,7 @@ SECTION_DTYPES = PacketSections(
 )
 
 
-def pack(batch: ScheduledBatch) -> Packet:
+def pack(batch: ScheduledBatch, awaits_rules: bool = False) -> Packet:
     """Write `batch` as a packet: the header and its sections."""
     assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk of a step may be cut short"
     asking = [seq for seq in batch.admitted if _needs_sampling_record(seq)]
@@ -210,7 +211,7 @@ def pack(batch: ScheduledBatch) -> Packet:
         biases=[bias for seq in asking for bias in (seq.sampling_params.logit_bias or {}).items()],
     )
     num_samples = sum(chunk.samples for chunk in batch.prefill)
-    header = Header(batch.num_prefill_tokens, num_samples, *map(len, sections))
+    header = Header(batch.num_prefill_tokens, num_samples, int(awaits_rules), *map(len, sections))
     parts = [np.array(lines, dtype) for lines, dtype in zip(sections, SECTION_DTYPES, strict=True) if len(lines)]
     return np.concatenate([np.array(header, np.int32), *(part.view(np.int32) for part in parts)])
 
@@ -222,7 +223,7 @@ def read_header(packet: Packet) -> Header:
 def split(packet: Any, header: Header) -> PacketSections:
     """Cut a packet (an array, or a tensor on the device) into views of its sections."""
     views, offset = [], len(Header._fields)
-    for num_records, dtype in zip(header[2:], SECTION_DTYPES, strict=True):
+    for num_records, dtype in zip(header[3:], SECTION_DTYPES, strict=True):
         num_columns = dtype.itemsize // 4
         end = offset + num_records * num_columns
         views.append(packet[offset:end].reshape(num_records, num_columns))
