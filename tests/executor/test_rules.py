@@ -141,6 +141,23 @@ def test_two_ranks_under_rules_of_all_kinds_give_the_tokens_of_one(one_rank: LLM
     assert all(grammar[token_id // 32] >> (token_id % 32) & 1 for token_id in one.completions[11][0])
 
 
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_two_gpus_under_rules_of_all_kinds_do_as_one(random_checkpoint: Checkpoint, enforce_eager: bool) -> None:
+    results = []
+    for size in (1, 2):
+        options: dict[str, Any] = {"tensor_parallel_size": size, "max_num_seqs": 12, "enforce_eager": enforce_eager}
+        with LLM(random_checkpoint(), dtype="bfloat16", **options) as llm:
+            results.append(generate(llm, every_kind))
+    one, two = results
+    assert two.errors[0] == one.errors[0]
+    assert two.completions[7] == ([], "error")
+    same = sum(mine == theirs for mine, theirs in zip(one.completions, two.completions, strict=True))
+    assert same >= 7, f"{same} of 12 agree; in bf16 a near tie may flip"
+    [grammar] = masks_of([0], [11], 0.3).bits
+    assert all(grammar[token_id // 32] >> (token_id % 32) & 1 for token_id in two.completions[11][0])
+
+
 def test_a_step_that_awaits_rules_and_gets_none_is_a_plain_one(one_rank: LLM, two_ranks: LLM) -> None:
     expected = [output.token_ids for output in one_rank.generate(PROMPTS, KINDS * 2, use_tqdm=False)]
     for rules in (None, StepRules(), StepRules(RowMasks([], np.zeros((0, 16), np.int32)))):

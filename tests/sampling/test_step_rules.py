@@ -20,6 +20,8 @@ from nanoinfer.sampling.token_bitmask import forbid_tokens
 
 VOCAB_SIZE = 100  # fills the last word of a mask in part
 GREEDY = SamplingParams(temperature=0)
+CPU = torch.device("cpu")
+FORTY = torch.tensor([40])
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -39,7 +41,7 @@ def masks(allowed: dict[int, Collection[int]]) -> RowMasks:
     return RowMasks([*allowed], bits(*allowed.values()))
 
 
-def make_sampler(*params: SamplingParams) -> Sampler:
+def make_sampler(*params: SamplingParams, device: torch.device = CPU) -> Sampler:
     """A sampler in which row i is sampled by params[i] from seed i, after a prompt of two tokens; and a spare row."""
     seqs = [Sequence(row, [1, 2], item, seed=row) for row, item in enumerate(params)]
     for row, seq in enumerate(seqs):
@@ -49,16 +51,16 @@ def make_sampler(*params: SamplingParams) -> Sampler:
     token_ids = torch.zeros(len(params) + 1, 8, dtype=torch.int32)
     token_ids[:-1, :2] = torch.tensor([1, 2])
     context_lens = torch.tensor([2] * len(params) + [0], dtype=torch.int32)
-    sampler = Sampler(token_ids, context_lens, VOCAB_SIZE, TensorParallel())
-    sampler.admit(header, split(packet, header), split(torch.from_numpy(packet), header))
+    sampler = Sampler(token_ids.to(device), context_lens.to(device), VOCAB_SIZE, TensorParallel())
+    sampler.admit(header, split(packet, header), split(torch.from_numpy(packet).to(device), header))
     return sampler
 
 
 def draw(params: list[SamplingParams], logits: Tensor, rules: StepRules | None = None, first: int = 0) -> Sampled:
     """Sample for all rows, in the order first, first + 1, ..., 0, 1, ...: lines and rows differ."""
     host_rows = [(first + line) % len(params) for line in range(len(params))]
-    sampler = make_sampler(*params)
-    sampled = sampler.sample(logits, 0, torch.tensor(host_rows), host_rows, rules)
+    sampler = make_sampler(*params, device=logits.device)
+    sampled = sampler.sample(logits, 0, torch.tensor(host_rows, device=logits.device), host_rows, rules)
     assert torch.equal(sampler.token_ids[host_rows, 2], sampled.token_ids.clamp(min=0))
     return sampled
 
@@ -171,9 +173,6 @@ def test_logprobs_are_those_after_a_grammar_and_before_all_else() -> None:
     assert sampled.token_ids.tolist() == [max(allowed, key=lambda i: logits[0, i]), 40]
 
 
-FORTY = torch.tensor([40])
-
-
 # --- token sets ---
 
 
@@ -262,6 +261,31 @@ def test_a_function_may_return_another_float_type_and_cannot_allow_what_a_gramma
 
     rules = StepRules(grammars=masks({0: {3, 80}}), functions={line: ((allow_all,), []) for line in range(2)})
     assert draw([GREEDY] * 2, randn(2, VOCAB_SIZE), rules).token_ids.tolist() == [3, 40]
+
+
+# --- a GPU ---
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpu_draws_what_a_cpu_draws_under_rules_of_all_kinds(dtype: torch.dtype) -> None:
+    num_rows = ROWS_AT_ONCE + 20
+    kinds = [GREEDY, SamplingParams(top_k=20, top_p=0.9), SamplingParams(logit_bias={5: 3.0}, logprobs=2)]
+    params = (kinds * num_rows)[:num_rows]
+    logits = (3 * randn(num_rows, VOCAB_SIZE)).to(dtype)
+    rules = StepRules(
+        masks({line: range(line % 50, 90) for line in range(0, num_rows, 2)}),
+        masks({line: range(40, 100) for line in range(0, num_rows, 3)}),
+        {line: ((lambda ids, scores: scores * 0.5,), []) for line in range(0, num_rows, 5)} | {1: ((raises,), [])},
+    )
+    expected, on_gpu = draw(params, logits.clone(), rules, first=7), draw(params, logits.cuda(), rules, first=7)
+    assert on_gpu.token_ids.cpu()[1] == expected.token_ids[1] == -1
+    assert on_gpu.errors == expected.errors
+    assert (on_gpu.token_ids.cpu() == expected.token_ids).float().mean() > 0.97  # near ties may flip
+    torch.cuda.synchronize()
+    for ours, theirs in zip(on_gpu.logprobs, expected.logprobs, strict=True):
+        assert ours.lines == theirs.lines
+        torch.testing.assert_close(ours.logprobs.logprobs[:, 1:], theirs.logprobs.logprobs[:, 1:], atol=1e-4, rtol=1e-4)
 
 
 # --- memory ---
