@@ -129,7 +129,8 @@ class Sampler:
                 forbid_by_grammars(logits, first_id, rules.grammars, self._mask_sender)
             functions = UserFunctions(rules, host_rows, self.tp)
             token_sets = TokenSets(rules, host_rows, self._mask_sender)
-            processors = [self.processors[0], functions, *self.processors[1:], token_sets]
+            biases, *rest = self.processors
+            processors = [biases, functions, *rest, token_sets]
             ruled, errors = functions.lines.keys() | token_sets.masks.keys(), functions.errors
         copied = []
         if self._records or ruled:
