@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch import Tensor
 
 from nanoinfer.errors import ConfigError
 
@@ -75,6 +76,14 @@ def current_device(device: torch.device) -> AbstractContextManager[None]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def to_device(on_host: Tensor, device: torch.device) -> Tensor:
+    """Start a copy to the device, for which nobody waits; return the tensor itself on a CPU.
+
+    PyTorch keeps the pinned memory until the copy is done, so nothing can overwrite it before.
+    """
+    return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
+
+
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
     """Let PyTorch use `count` CPU threads in this scope; None leaves the number as it is."""
@@ -87,6 +96,13 @@ def cpu_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def computing(device: torch.device, num_threads: int | None) -> Iterator[None]:
+    """Compute without gradients on this device, and with so many threads on a CPU, for a scope."""
+    with torch.inference_mode(), current_device(device), cpu_threads(num_threads):
+        yield
 
 
 @contextmanager

@@ -129,6 +129,12 @@ class TensorParallel:
         _finish(self.group._allgather_base(gathered, x.flatten(), _options(dist.distributed_c10d.AllgatherOptions())))
         return gathered.view(self.size, *x.shape)
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Return rank 0's `x`, in the place of all others' of the same shape."""
+        if self.size > 1:
+            _finish(self.group.broadcast([x], _options(dist.BroadcastOptions())))
+        return x
+
     def minimum(self, value: int, device: torch.device) -> int:
         """Return the smallest of all ranks' values."""
         return int(self.all_gather(torch.tensor([value], device=device)).min())

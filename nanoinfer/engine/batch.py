@@ -86,6 +86,7 @@ class Header(NamedTuple):
 
     num_prefill_tokens: int
     num_prefill_samples: int  # chunks that sample a token: all, or all but the last
+    awaits_rules: int  # 1: what the step may draw is said when it is sampled, so no rank is to sample before
     num_admitted: int
     num_known_tokens: int  # of all admitted sequences together
     num_new_blocks: int
@@ -93,6 +94,7 @@ class Header(NamedTuple):
     num_decode: int
     num_sampling_records: int
     num_stop_ids: int  # of all sampling records together
+    num_biases: int
 
 
 class RowRecord(NamedTuple):
@@ -113,6 +115,7 @@ class SamplingRecord(NamedTuple):
     top_k: int  # 0: all tokens
     min_tokens: int
     num_stop_ids: int  # their ids follow in the packet
+    num_biases: int  # these too
     num_logprobs: int
     num_prompt_logprobs: int
     prompt_logprobs_start: int  # the first prompt token whose log-probability is wanted
@@ -129,6 +132,13 @@ class SamplingRecord(NamedTuple):
     @property
     def is_penalised(self) -> bool:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+
+class TokenBias(NamedTuple):
+    """What is added to the logit of a token."""
+
+    token_id: int
+    bias: float
 
 
 class PositionLogprobs(NamedTuple):
@@ -165,6 +175,7 @@ class PacketSections(NamedTuple):
     decode_rows: Any  # DecodeRow
     sampling_records: Any  # SamplingRecord
     stop_ids: Any  # one column: those of the sampling records, one record after another
+    biases: Any  # TokenBias; likewise
 
 
 def record_dtype(record: type) -> np.dtype[Any]:
@@ -181,10 +192,11 @@ SECTION_DTYPES = PacketSections(
     decode_rows=record_dtype(DecodeRow),
     sampling_records=record_dtype(SamplingRecord),
     stop_ids=np.dtype(np.int32),
+    biases=record_dtype(TokenBias),
 )
 
 
-def pack(batch: ScheduledBatch) -> Packet:
+def pack(batch: ScheduledBatch, awaits_rules: bool = False) -> Packet:
     """Write `batch` as a packet: the header and its sections."""
     assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk of a step may be cut short"
     asking = [seq for seq in batch.admitted if _needs_sampling_record(seq)]
@@ -196,9 +208,10 @@ def pack(batch: ScheduledBatch) -> Packet:
         decode_rows=_decode_rows(batch),
         sampling_records=[_sampling_record(seq) for seq in asking],
         stop_ids=[token_id for seq in asking for token_id in sorted(seq.stop_token_ids)],
+        biases=[bias for seq in asking for bias in (seq.sampling_params.logit_bias or {}).items()],
     )
     num_samples = sum(chunk.samples for chunk in batch.prefill)
-    header = Header(batch.num_prefill_tokens, num_samples, *map(len, sections))
+    header = Header(batch.num_prefill_tokens, num_samples, int(awaits_rules), *map(len, sections))
     parts = [np.array(lines, dtype) for lines, dtype in zip(sections, SECTION_DTYPES, strict=True) if len(lines)]
     return np.concatenate([np.array(header, np.int32), *(part.view(np.int32) for part in parts)])
 
@@ -210,7 +223,7 @@ def read_header(packet: Packet) -> Header:
 def split(packet: Any, header: Header) -> PacketSections:
     """Cut a packet (an array, or a tensor on the device) into views of its sections."""
     views, offset = [], len(Header._fields)
-    for num_records, dtype in zip(header[2:], SECTION_DTYPES, strict=True):
+    for num_records, dtype in zip(header[3:], SECTION_DTYPES, strict=True):
         num_columns = dtype.itemsize // 4
         end = offset + num_records * num_columns
         views.append(packet[offset:end].reshape(num_records, num_columns))
@@ -246,8 +259,8 @@ def _row_record(seq: Sequence) -> RowRecord:
 
 def _needs_sampling_record(seq: Sequence) -> bool:
     params = seq.sampling_params
-    wants_logprobs = params.logprobs is not None or seq.prompt_logprobs_start is not None
-    return params.is_filtered or params.is_penalised or params.min_tokens > 0 or wants_logprobs
+    wants_more = params.logprobs is not None or seq.prompt_logprobs_start is not None or bool(params.logit_bias)
+    return params.is_filtered or params.is_penalised or params.min_tokens > 0 or wants_more
 
 
 def _sampling_record(seq: Sequence) -> SamplingRecord:
@@ -260,6 +273,7 @@ def _sampling_record(seq: Sequence) -> SamplingRecord:
         top_k=min(max(params.top_k, 0), MANY) if is_filtered else 0,
         min_tokens=min(params.min_tokens, MANY),
         num_stop_ids=len(seq.stop_token_ids),
+        num_biases=len(params.logit_bias or {}),
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         prompt_logprobs_start=-1 if seq.prompt_logprobs_start is None else seq.prompt_logprobs_start,

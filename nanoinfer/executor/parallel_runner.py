@@ -1,7 +1,8 @@
 """Runs the model on several GPUs by tensor parallelism: one process for each rank, behind the interface of one runner.
 
 Rank 0 is this process; the others are spawned (`workers.py`). Rank 0 sends each packet through a ring in shared memory
-(`shm_ring.py`), and all ranks run it, each on its shard of the weights and of the KV cache. All sample the same tokens,
+(`shm_ring.py`), and all ranks run it, each on its shard of the weights and of the KV cache. A step that awaits rules is
+two messages: the packet, and what the workers must know of the rules (`rules_message.py`). All sample the same tokens,
 so the workers send nothing back.
 """
 
@@ -20,11 +21,13 @@ import torch
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
+from nanoinfer.constraints.rules import StepRules
 from nanoinfer.device import becomes_idle, select_devices, select_dtype
 from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, TensorParallel, connect
-from nanoinfer.engine.batch import Packet
+from nanoinfer.engine.batch import Packet, read_header
 from nanoinfer.errors import WorkerError
 from nanoinfer.executor.interrupts import postponed_interrupt
+from nanoinfer.executor.rules_message import pack_rules, read_rules
 from nanoinfer.executor.shm_ring import Ring, RingReader, RingWriter
 from nanoinfer.executor.workers import PASSED, Workers
 from nanoinfer.runner.model_runner import ModelRunner, PendingStep, StepHandle
@@ -55,6 +58,7 @@ class ParallelRunner:
         self._workers = Workers(size, run_worker, (ring, config, model_config, folder, devices))
         self._writer = RingWriter(ring, self._workers.links, self._workers.check)
         self._awaits_sample = False  # whether a step was launched and not sampled
+        self._awaits_rules = False  # whether the workers sample that one when they have its rules
         self._resources = ExitStack()  # what rank 0 frees, last to first
         try:
             self._workers.wait_for_stage(1)  # all have started
@@ -73,19 +77,23 @@ class ParallelRunner:
         self.info = self._runner.info
 
     def launch(self, packet: Packet) -> PendingStep:
-        """Start the forward pass of a step on all ranks; the workers sample it at once."""
+        """Start the forward pass of a step on all ranks; the workers sample it at once, unless it awaits rules."""
         with self._all_ranks():
             if self._awaits_sample:
                 raise RuntimeError("a step was launched and not sampled, which the workers cannot know")
             self._writer.send(packet)
-            self._awaits_sample = True
+            self._awaits_sample, self._awaits_rules = True, bool(read_header(packet).awaits_rules)
             return self._runner.launch(packet)
 
-    def sample(self, pending: PendingStep) -> StepHandle:
-        """Draw the tokens of the step that was just launched."""
+    def sample(self, pending: PendingStep, rules: StepRules | None = None) -> StepHandle:
+        """Draw the tokens of the step that was just launched, as the rules allow."""
         with self._all_ranks():
             self._awaits_sample = False
-            return self._runner.sample(pending)
+            if self._awaits_rules:
+                self._writer.send(pack_rules(rules or StepRules()))
+            elif rules is not None:
+                raise RuntimeError("a step has rules and was not launched to await them: the workers have sampled it")
+            return self._runner.sample(pending, rules)
 
     def wait(self, handle: StepHandle) -> list[int]:
         """Return the token ids of a sampled step, once they are there."""
@@ -158,7 +166,9 @@ def run_worker(
     reader = RingReader(ring, rank - 1, link)
     with suppress(EOFError):  # rank 0 has closed the runner, or is gone
         while True:
-            runner.sample(runner.launch(reader.receive()))
+            packet = reader.receive()
+            pending = runner.launch(packet)
+            runner.sample(pending, read_rules(reader.receive()) if read_header(packet).awaits_rules else None)
     if becomes_idle(devices[rank], ABORT_SECONDS):
         runner.close()
         tp.abort()  # the memory that it shares is freed when this process ends

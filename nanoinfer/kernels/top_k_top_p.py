@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p filtering without a sort: finds the lowest logit that each row may still sample.
+"""Min-p, top-k and top-p filtering without a sort: finds the lowest logit that each row may still sample.
 
 The PyTorch twin is `thresholds` in `sampling/top_k_top_p.py`. Each filter keeps the tokens from some logit up, so all
 three together are one threshold. It is found by bisection over the bits of the logits as integers (see `_keys`), which
@@ -8,6 +8,8 @@ takes 16 steps for a 16-bit logit. The work is split over three kernels, so that
 2. `_candidates_kernel` bisects over these maxima, which gives a lower bound of the threshold: at least k groups have a
    maximum at or above the k-th largest maximum, so the k-th largest logit is no lower. Groups below the bound drop out.
 3. `_threshold_kernel` bisects over the logits of the few groups that are left.
+
+Groups without a logit that min-p allows drop out too, as do those that a grammar has forbidden whole.
 """
 
 import torch
@@ -45,19 +47,25 @@ def _exp2_scale(temperature):
 
 
 @triton.jit
+def _min_p_bound(peak, temperature, min_p):
+    """Return the lowest logit that min-p allows; -inf where it is off."""
+    return tl.where(min_p > 0, peak + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0)), -INF)
+
+
+@triton.jit
 def _group_kernel(
     logits_ptr, limits_ptr, maxima_ptr, group_weights_ptr, vocab_size, logits_stride, num_groups, GROUPS: tl.constexpr
 ):
-    """Store each group's maximum and, for top-p without top-k, the sum of exp((x - maximum) / temperature)."""
+    """Store each group's maximum and, for top-p alone, the sum of exp((x - maximum) / temperature)."""
     line, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    is_filtered, temperature, top_k, top_p, _min_p = _limits(limits_ptr, line)
+    is_filtered, temperature, top_k, top_p, min_p = _limits(limits_ptr, line)
     if is_filtered:
         group = tile * GROUPS + tl.arange(0, GROUPS)
         ids = group[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
         x = tl.load(logits_ptr + line * logits_stride + ids, mask=ids < vocab_size, other=-INF).to(tl.float32)
         maxima = tl.max(x, axis=1)
         tl.store(maxima_ptr + line * num_groups + group, maxima, mask=group < num_groups)
-        if (top_k == 0) & (top_p < 1):
+        if (top_k == 0) & (top_p < 1) & (min_p == 0):
             reference = tl.where(tl.abs(maxima) < INF, maxima, 0.0)
             weights = tl.sum(tl.exp2((x - reference[:, None]) * _exp2_scale(temperature)), axis=1)
             tl.store(group_weights_ptr + line * num_groups + group, weights, mask=group < num_groups)
@@ -80,8 +88,9 @@ def _candidates_kernel(
     row's largest logit, and the bits of the weight of all its logits.
     """
     line = tl.program_id(0).to(tl.int64)
-    is_filtered, temperature, top_k, top_p, _min_p = _limits(limits_ptr, line)
+    is_filtered, temperature, top_k, top_p, min_p = _limits(limits_ptr, line)
     if is_filtered:
+        by_total = (top_k == 0) & (top_p < 1) & (min_p == 0)  # top-p's share is one of all logits
         group = tl.arange(0, GROUPS)
         exists = group < num_groups
         maxima = tl.load(maxima_ptr + line * num_groups + group, mask=exists, other=-INF)
@@ -90,7 +99,7 @@ def _candidates_kernel(
         # Bisect over the maxima alone: each counts as one token for top-k, and with its own weight for top-p. Fewer
         # logits reach the target at a lower key, so the result is a lower bound of the threshold.
         weights, total, target = tl.where(maxima > -INF, 1.0, 0.0), top_k, top_k
-        if (top_k == 0) & (top_p < 1):
+        if by_total:
             reference = tl.where(tl.abs(peak) < INF, peak, 0.0)
             weights *= tl.exp2(tl.where(weights > 0, maxima - reference, 0.0) * _exp2_scale(temperature))
             group_weights = tl.load(group_weights_ptr + line * num_groups + group, mask=exists, other=0.0)
@@ -102,8 +111,8 @@ def _candidates_kernel(
             enough = tl.sum(tl.where(keys >= key + step, weights, 0.0), axis=0) >= target
             key = tl.where(enough, key + step, key)
             step = step >> 1
-        key = tl.where((top_k > 0) | (top_p < 1), key, LOWEST_KEY)
-        chosen = exists & (keys >= key)
+        key = tl.where((top_k > 0) | by_total, key, LOWEST_KEY)
+        chosen = exists & (maxima > -INF) & (keys >= key) & (maxima >= _min_p_bound(peak, temperature, min_p))
         place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
         tl.store(candidates_ptr + line * num_groups + place, group, mask=chosen)
         tl.store(found_ptr + line * 4, tl.sum(chosen.to(tl.int32), axis=0))
@@ -169,7 +178,7 @@ def _threshold_kernel(
     UNUSED: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Store the threshold of a row: the highest of those that top-k, top-p and min-p set."""
+    """Store the threshold of a row: the highest of those that min-p, top-k and top-p set."""
     line = tl.program_id(0).to(tl.int64)
     is_filtered, temperature, top_k, top_p, min_p = _limits(limits_ptr, line)
     threshold = -INF
@@ -182,10 +191,13 @@ def _threshold_kernel(
         count, key = tl.load(found_ptr + line * 4), tl.load(found_ptr + line * 4 + 1)
         if top_k > 0:
             key = _bisect(logits_ptr, candidates_ptr, count, vocab_size, key, peak, 0.0, top_k, UNUSED, GROUPS)
-        if top_p < 1:  # a share of what top-k has left
+        bound = _min_p_bound(peak, temperature, min_p)
+        if top_p < 1:  # a share of what min-p and top-k have left
+            if min_p > 0:
+                key = tl.maximum(key, _keys(bound))
             weight = _weight_from(logits_ptr, candidates_ptr, count, vocab_size, key, peak, scale, GROUPS)
             target = top_p * weight
-            if top_k == 0:
+            if (top_k == 0) & (min_p == 0):
                 # The total was summed in another order. Its rounding must not ask for more than the candidates have.
                 total = tl.load(found_ptr + line * 4 + 3).to(tl.float32, bitcast=True)
                 target = tl.minimum(top_p * total, weight)
@@ -194,8 +206,7 @@ def _threshold_kernel(
             # Back to the bits of the float; the unused ones of a negative float are zero again.
             bits = tl.where(key < 0, (key ^ 0x7FFFFFFF) & (-1 << UNUSED), key)
             threshold = bits.to(tl.float32, bitcast=True)
-        if min_p > 0:
-            threshold = tl.maximum(threshold, peak + temperature * tl.log(min_p))
+        threshold = tl.maximum(threshold, bound)
     tl.store(out_ptr + line, threshold)
 
 

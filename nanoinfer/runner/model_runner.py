@@ -7,8 +7,6 @@ the device; `wait` does, usually while the next step runs.
 
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +17,8 @@ from torch import Tensor
 from nanoinfer.checkpoint.loader import fill_with_random_weights, load_model
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
-from nanoinfer.device import cpu_threads, current_device, default_dtype, is_out_of_memory, select_device, select_dtype
+from nanoinfer.constraints.rules import StepRules
+from nanoinfer.device import computing, default_dtype, is_out_of_memory, select_device, select_dtype, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import DecodeRow, Header, Packet, PacketSections, read_header, split
 from nanoinfer.errors import ConfigError
@@ -61,6 +60,7 @@ class StepHandle(NamedTuple):
     token_ids: Tensor  # (num_sampled,) int32
     logprobs: list[SampleLogprobs]
     prompt_logprobs: list[PromptLogprobs]
+    errors: dict[int, str]  # by line: why a user's function failed, which leaves that line without a token
     event: torch.cuda.Event | None  # None on a CPU, where a sampled step is done
 
     def is_done(self) -> bool:
@@ -87,7 +87,7 @@ class ModelRunner:
         self.closed = False
         self._num_threads: int | None = None  # the user's own number of CPU threads
         try:
-            with self._computing():
+            with computing(self.device, self._num_threads):
                 self._set_up(folder)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -100,9 +100,9 @@ class ModelRunner:
 
     def launch(self, packet: Packet) -> PendingStep:
         """Start the forward pass of a step, up to its logits."""
-        with self._computing():
+        with computing(self.device, self._num_threads):
             header = read_header(packet)
-            on_host, on_device = split(packet, header), split(self._to_device(packet), header)
+            on_host, on_device = split(packet, header), split(to_device(torch.from_numpy(packet), self.device), header)
             self.tables.update(header, on_device)
             self.sampler.admit(header, on_host, on_device)
             if header.num_chunks:
@@ -114,22 +114,20 @@ class ModelRunner:
             forward(rows, shared_prefixes)
             return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=[])
 
-    def sample(self, pending: PendingStep) -> StepHandle:
-        """Draw the tokens of a launched step and start their copy to the host.
+    def sample(self, pending: PendingStep, rules: StepRules | None = None) -> StepHandle:
+        """Draw the tokens of a launched step, as the rules allow, and start their copy to the host.
 
         They come in the packet's order: chunks that sample, or decode rows.
         """
-        with self._computing():
-            logits = self.logits[: len(pending.host_rows)]
-            token_ids, logprobs = self.sampler.sample(
-                logits, self.model.vocab_shard.start, pending.rows, pending.host_rows
-            )
-            to_host = token_ids.to("cpu", non_blocking=True)  # into pinned memory
+        with computing(self.device, self._num_threads):
+            logits, first_id = self.logits[: len(pending.host_rows)], self.model.vocab_shard.start
+            sampled = self.sampler.sample(logits, first_id, pending.rows, pending.host_rows, rules)
+            to_host = sampled.token_ids.to("cpu", non_blocking=True)  # into pinned memory
             event = None
             if self.device.type == "cuda":
                 event = torch.cuda.Event()
                 event.record()
-            return StepHandle(to_host, logprobs, pending.prompt_logprobs, event)
+            return StepHandle(to_host, sampled.logprobs, pending.prompt_logprobs, sampled.errors, event)
 
     def wait(self, handle: StepHandle) -> list[int]:
         """Return the token ids of a sampled step, once they are there."""
@@ -156,11 +154,6 @@ class ModelRunner:
     def max_group_rows(self) -> int:
         return self.backends.max_group_rows
 
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        with torch.inference_mode(), current_device(self.device), cpu_threads(self._num_threads):
-            yield
-
     def _launch_prefill(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> PendingStep:
         assert not header.num_decode, "a step is prefill or decode: both would write the logits from line 0"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
@@ -186,13 +179,6 @@ class ModelRunner:
 
     def _write_logits(self, hidden: Tensor) -> None:
         self.model.compute_logits(hidden, out=self.logits[: len(hidden)])
-
-    def _to_device(self, packet: Packet) -> Tensor:
-        on_host = torch.from_numpy(packet)
-        if self.device.type == "cpu":
-            return on_host
-        # PyTorch keeps pinned memory until the copy is done, so the next packet cannot overwrite this one.
-        return on_host.pin_memory().to(self.device, non_blocking=True)
 
     # -------- Setting up ----------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Logits processors: what changes the logits of a row, in float32, before its token is drawn.
 
 A processor remembers what each row asks for. It learns of that when a sequence is admitted, and works on the rows of
-one step at a time. To add one, write a class with the methods of `LogitsProcessor` and list it in `Sampler`.
+one step at a time. To add one, write a class with the methods of `RowProcessor` and list it in `Sampler`. What holds
+for one step only is in `step_rules.py`.
 """
 
 from collections.abc import Sequence
@@ -9,9 +10,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoinfer.engine.batch import SECTION_DTYPES, SamplingRecord
+from nanoinfer.device import to_device
+from nanoinfer.engine.batch import SECTION_DTYPES, PacketSections, SamplingRecord
 
 TORCH_DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.int64): torch.int64}
 
@@ -27,20 +30,51 @@ def read_field(records: Tensor, dtype: np.dtype[Any], name: str) -> Tensor:
 class LogitsProcessor(Protocol):
     """Changes the logits of the rows that ask for it."""
 
-    def admit(self, records: Sequence[SamplingRecord], stop_ids: list[int], on_device: Tensor) -> None:
-        """Remember what newly admitted rows ask for.
-
-        stop_ids: those of all records, one record after another. on_device: the same records, (num_records, columns).
-        """
-
-    def release(self, row: int) -> None:
-        """Forget what a row asked for; another sequence moves in."""
-
     def wants(self, row: int) -> bool:
         """Return whether the logits of this row's next token are to be changed."""
 
     def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
         """Return changed logits (num_rows, vocab_size); some of the rows want it. Called once for each token."""
+
+
+class RowProcessor(LogitsProcessor, Protocol):
+    """Does so for as long as a sequence is in its row."""
+
+    def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
+        """Remember what the newly admitted rows of a packet ask for; `records` are its sampling records."""
+
+    def release(self, row: int) -> None:
+        """Forget what a row asked for; another sequence moves in."""
+
+
+class LogitBias:
+    """Adds what the user wants to the logits of some tokens."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._biases: dict[int, NDArray[Any]] = {}  # by row: records of TokenBias
+
+    def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
+        biases, start = np.ascontiguousarray(on_host.biases).reshape(-1).view(SECTION_DTYPES.biases), 0
+        for record in records:
+            its_biases = biases[start : start + record.num_biases]
+            start += record.num_biases
+            if len(its_biases):
+                self._biases[record.row] = its_biases[its_biases["token_id"] < self._vocab_size]
+
+    def release(self, row: int) -> None:
+        self._biases.pop(row, None)
+
+    def wants(self, row: int) -> bool:
+        return row in self._biases
+
+    def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
+        by_line = {line: self._biases[row] for line, row in enumerate(host_rows) if row in self._biases}
+        places = [line * self._vocab_size + biases["token_id"].astype(np.int64) for line, biases in by_line.items()]
+        values = [biases["bias"] for biases in by_line.values()]
+        on_device = [to_device(torch.from_numpy(np.concatenate(parts)), self._device) for parts in (places, values)]
+        return logits.float().flatten().index_add(0, *on_device).view_as(logits)
 
 
 class Penalties:
@@ -55,12 +89,12 @@ class Penalties:
         self._penalties[:, 2] = 1
         self._rows: set[int] = set()
 
-    def admit(self, records: Sequence[SamplingRecord], stop_ids: list[int], on_device: Tensor) -> None:
+    def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
         self._rows |= {record.row for record in records if record.is_penalised}
-        rows, dtype = on_device[:, 0].long(), SECTION_DTYPES.sampling_records
-        names = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-        self._prompt_lens[rows] = read_field(on_device, dtype, "num_prompt_tokens")
-        self._penalties[rows] = torch.stack([read_field(on_device, dtype, name) for name in names], dim=1)
+        section, dtype = on_device.sampling_records, SECTION_DTYPES.sampling_records
+        rows, names = section[:, 0].long(), ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        self._prompt_lens[rows] = read_field(section, dtype, "num_prompt_tokens")
+        self._penalties[rows] = torch.stack([read_field(section, dtype, name) for name in names], dim=1)
 
     def release(self, row: int) -> None:
         self._rows.discard(row)
@@ -82,8 +116,8 @@ class MinTokens:
         self._stop_ids: dict[int, list[int]] = {}  # by row
         self._num_left: dict[int, int] = {}  # by row: tokens to generate before a stop token is allowed
 
-    def admit(self, records: Sequence[SamplingRecord], stop_ids: list[int], on_device: Tensor) -> None:
-        start = 0
+    def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
+        stop_ids, start = on_host.stop_ids[:, 0].tolist(), 0
         for record in records:
             its_stop_ids = stop_ids[start : start + record.num_stop_ids]
             start += record.num_stop_ids
@@ -109,9 +143,7 @@ class MinTokens:
                     self.release(row)
         if not forbidden:
             return logits
-        places = torch.tensor(forbidden, dtype=torch.int64)
-        if self._device.type == "cuda":
-            places = places.pin_memory().to(self._device, non_blocking=True)
+        places = to_device(torch.tensor(forbidden, dtype=torch.int64), self._device)
         return logits.index_put(places.unbind(1), logits.new_full((), -torch.inf))
 
 

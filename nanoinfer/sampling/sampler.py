@@ -1,27 +1,40 @@
-"""From the logits of a step to its token ids: logits processors, a threshold for top-k, top-p and min-p, one draw.
+"""From the logits of a step to its token ids: logits processors, a threshold for min-p, top-k and top-p, one draw.
 
-Each token is drawn once. Most rows are drawn straight from the model's 16-bit logits. Rows whose logits must be changed
-or read whole (penalties, min_tokens, log-probabilities; under tensor parallelism top-k and top-p too) are a second,
-disjoint set: they are copied, processed in float32 and drawn from the copy. The noise depends on seed, position and
-token id alone, so the two sets of a step do not influence each other.
+Each token is drawn once. Most rows are drawn straight from the model's 16-bit logits, in which grammars have forbidden
+tokens in place. Rows whose logits must be changed or read whole (biases, penalties, token sets, log-probabilities;
+under tensor parallelism min-p, top-k and top-p too) are a second, disjoint set: they are copied, processed in float32
+and drawn from the copy. The noise depends on seed, position and token id alone, so the two sets of a step do not
+influence each other.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.constraints.rules import StepRules
+from nanoinfer.device import to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import SECTION_DTYPES, Header, PacketSections, SamplingRecord, read_sampling_records
 from nanoinfer.models.decoder import DecoderForCausalLM
 from nanoinfer.sampling.gumbel_max import sample_and_append, sample_and_append_across_ranks
-from nanoinfer.sampling.logits_processors import LogitsProcessor, MinTokens, Penalties, read_field
+from nanoinfer.sampling.logits_processors import (
+    LogitBias,
+    LogitsProcessor,
+    MinTokens,
+    Penalties,
+    RowProcessor,
+    read_field,
+)
 from nanoinfer.sampling.logprobs import LogprobsTensors, compute_logprobs
+from nanoinfer.sampling.step_rules import MaskSender, TokenSets, UserFunctions, forbid_by_grammars
 from nanoinfer.sampling.top_k_top_p import thresholds
 
 ROWS_AT_ONCE = 64  # rows whose logits are copied at the same time
 NUM_COPIES = 12  # float32 copies of these logits that exist at the same time: penalties alone make eight
+NUM_MASKS = 4  # for all rows: those of grammars and of token sets, of two steps
 
 
 class SampleLogprobs(NamedTuple):
@@ -37,6 +50,14 @@ class PromptLogprobs(NamedTuple):
     chunk: int
     start: int
     logprobs: LogprobsTensors
+
+
+class Sampled(NamedTuple):
+    """The tokens of a step's lines, and what else there is to say of them."""
+
+    token_ids: Tensor  # (num_rows,) int32
+    logprobs: list[SampleLogprobs]
+    errors: dict[int, str]  # by line: why users' functions failed
 
 
 class Sampler:
@@ -55,10 +76,12 @@ class Sampler:
         self.temperatures = torch.zeros(num_rows, device=self.device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         self.filters = torch.zeros(num_rows, 4, device=self.device)  # temperature, top_k, top_p, min_p
-        self.processors: list[LogitsProcessor] = [
+        self.processors: list[RowProcessor] = [  # in the order in which they act
+            LogitBias(vocab_size, self.device),
             Penalties(token_ids, context_lens),
             MinTokens(vocab_size, self.device),
         ]
+        self._mask_sender = MaskSender(vocab_size, self.device, tp)
         self._records: dict[int, SamplingRecord] = {}  # by row: what it asks for beyond temperature and seed
         self._filtered: set[int] = set()  # rows with top_k, top_p or min_p
 
@@ -78,31 +101,46 @@ class Sampler:
                     for processor in self.processors:
                         processor.release(row)
         if header.num_sampling_records:
-            self._admit_records(on_host, on_device.sampling_records)
+            self._admit_records(on_host, on_device)
 
-    def _admit_records(self, on_host: PacketSections, on_device: Tensor) -> None:
+    def _admit_records(self, on_host: PacketSections, on_device: PacketSections) -> None:
         records = read_sampling_records(on_host.sampling_records)
         self._records |= {record.row: record for record in records}
         self._filtered |= {record.row for record in records if record.is_filtered}
-        rows = on_device[:, 0].long()
-        columns = [read_field(on_device, SECTION_DTYPES.sampling_records, name) for name in ("top_k", "top_p", "min_p")]
+        section, dtype = on_device.sampling_records, SECTION_DTYPES.sampling_records
+        rows, columns = section[:, 0].long(), [read_field(section, dtype, name) for name in ("top_k", "top_p", "min_p")]
         self.filters[rows] = torch.stack((self.temperatures[rows], *columns), dim=1)
         for processor in self.processors:
-            processor.admit(records, on_host.stop_ids[:, 0].tolist(), on_device)
+            processor.admit(records, on_host, on_device)
 
     def sample(
-        self, logits: Tensor, first_id: int, rows: Tensor, host_rows: list[int]
-    ) -> tuple[Tensor, list[SampleLogprobs]]:
-        """Draw the next token of each row, enter it in the tables, and return the ids (num_rows,) int32.
+        self, logits: Tensor, first_id: int, rows: Tensor, host_rows: list[int], rules: StepRules | None = None
+    ) -> Sampled:
+        """Draw the next token of each row, and enter it in the tables.
 
-        logits: (num_rows, vocab shard) of this rank, from id `first_id` on. rows: (num_rows,) int64; host_rows: the
-        same on the host. A row whose logits are NaN or infinite yields -1.
+        logits: (num_rows, vocab shard) of this rank, from id `first_id` on; rules change them. rows: (num_rows,) int64;
+        host_rows: the same on the host. A row whose logits are NaN or infinite yields -1.
         """
+        processors: Sequence[LogitsProcessor] = self.processors
+        ruled: set[int] = set()  # rows that need a copy because of rules
+        errors: dict[int, str] = {}
+        if rules is not None:
+            if rules.grammars is not None:
+                forbid_by_grammars(logits, first_id, rules.grammars, self._mask_sender)
+            functions = UserFunctions(rules, host_rows, self.tp)
+            token_sets = TokenSets(rules, host_rows, self._mask_sender)
+            biases, *rest = self.processors
+            processors = [biases, functions, *rest, token_sets]
+            ruled, errors = functions.lines.keys() | token_sets.masks.keys(), functions.errors
         copied = []
-        if self._records:
-            copied = [line for line, row in enumerate(host_rows) if row in self._records and self._needs_copy(row)]
+        if self._records or ruled:
+            copied = [
+                line
+                for line, row in enumerate(host_rows)
+                if row in ruled or (row in self._records and self._needs_copy(row))
+            ]
         if not copied:
-            return self._draw(logits, first_id, rows, host_rows), []
+            return Sampled(self._draw(logits, first_id, rows, host_rows), [], errors)
         lines = self._to_device(copied)
         token_ids = torch.empty(len(rows), dtype=torch.int32, device=self.device)
         if len(copied) < len(host_rows):
@@ -113,11 +151,11 @@ class Sampler:
             some = copied[start : start + ROWS_AT_ONCE]
             some_lines, some_rows = lines[start : start + ROWS_AT_ONCE], [host_rows[line] for line in some]
             whole = self._gather(logits[some_lines])
-            token_ids[some_lines] = drawn = self._draw_processed(whole, rows[some_lines], some_rows)
-            num_best = max((self._records[row].num_logprobs for row in some_rows), default=-1)
+            token_ids[some_lines] = drawn = self._draw_processed(whole, rows[some_lines], some_rows, processors)
+            num_best = max((self._records[row].num_logprobs for row in some_rows if row in self._records), default=-1)
             if num_best >= 0:
                 logprobs.append(SampleLogprobs(some, compute_logprobs(whole, drawn.clamp(min=0), num_best).to_host()))
-        return token_ids, logprobs
+        return Sampled(token_ids, logprobs, errors)
 
     def prompt_logprobs(
         self, model: DecoderForCausalLM, hidden: Tensor, chunks: list[list[int]]
@@ -142,11 +180,12 @@ class Sampler:
 
     @property
     def scratch_bytes(self) -> int:
-        """Return the memory that float32 copies of logits take at most."""
-        return NUM_COPIES * ROWS_AT_ONCE * self.vocab_size * torch.float32.itemsize
+        """Return the memory that float32 copies of logits, and masks, take at most."""
+        copies = NUM_COPIES * ROWS_AT_ONCE * self.vocab_size * torch.float32.itemsize
+        return copies + NUM_MASKS * len(self.context_lens) * self._mask_sender.num_words * torch.int32.itemsize
 
     def _needs_copy(self, row: int) -> bool:
-        """Return whether the row's logits are processed or read whole."""
+        """Return whether the row's logits are processed or read whole, because of what it asked for at admission."""
         return (
             self._records[row].num_logprobs >= 0
             or (self.tp.size > 1 and row in self._filtered)
@@ -160,9 +199,11 @@ class Sampler:
             return sample_and_append_across_ranks(logits, first_id, self.tp, rows, *tables)
         return sample_and_append(logits, self._thresholds(logits, rows, host_rows), rows, *tables)
 
-    def _draw_processed(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
+    def _draw_processed(
+        self, logits: Tensor, rows: Tensor, host_rows: list[int], processors: Sequence[LogitsProcessor]
+    ) -> Tensor:
         """Draw from processed copies of whole logits (num_rows, vocab_size)."""
-        for processor in self.processors:
+        for processor in processors:
             if any(map(processor.wants, host_rows)):
                 logits = processor.apply(logits, rows, host_rows)
         tables = (self.temperatures, self.seeds, self.token_ids, self.context_lens)
@@ -191,7 +232,4 @@ class Sampler:
         return shards.transpose(0, 1).flatten(1)[:, : self.vocab_size]
 
     def _to_device(self, numbers: list[int]) -> Tensor:
-        on_host = torch.tensor(numbers, dtype=torch.int64)
-        if self.device.type == "cpu":
-            return on_host
-        return on_host.pin_memory().to(self.device, non_blocking=True)
+        return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)

@@ -41,7 +41,7 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
     packet = pack(batch)
     assert packet.dtype == np.int32
     # header + 2 row records of 5 + 9 known tokens + 4 new blocks of 3 + 2 chunks of 3 + 2 decode rows of 3
-    assert packet.shape == (9 + 2 * 5 + 9 + 4 * 3 + 2 * 3 + 2 * 3,)
+    assert packet.shape == (11 + 2 * 5 + 9 + 4 * 3 + 2 * 3 + 2 * 3,)
     header = read_header(packet)
     assert header._asdict() == {
         "num_admitted": 2,
@@ -50,13 +50,15 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
         "num_chunks": 2,
         "num_prefill_tokens": 6,
         "num_prefill_samples": 1,
+        "awaits_rules": 0,
         "num_decode": 2,
         "num_sampling_records": 0,
         "num_stop_ids": 0,
+        "num_biases": 0,
     }
     assert all(type(number) is int for number in header)
     assert [seq.row for seq in batch.sampled] == [2, 0, 7], "whole chunks, then decode rows"
-    assert pack(ScheduledBatch()).tolist() == [0] * 9
+    assert pack(ScheduledBatch()).tolist() == [0] * 11
     assert not ScheduledBatch()
 
 
@@ -92,7 +94,9 @@ def test_the_bits_of_temperature_and_seed_and_generated_tokens_travel(temperatur
 
 
 def test_only_a_row_that_asks_for_more_has_a_sampling_record() -> None:
-    params = SamplingParams(temperature=0.5, top_k=-1, top_p=0.75, min_tokens=3, logprobs=2, frequency_penalty=-0.5)
+    params = SamplingParams(
+        temperature=0.5, top_p=0.75, min_tokens=3, logprobs=2, frequency_penalty=-0.5, logit_bias={9: 0.5, 4: -100.0}
+    )
     asking, plain = Sequence(1, [10, 11], params), sequence_in_row(4, [20])
     asking.row, asking.stop_token_ids, asking.prompt_logprobs_start = 3, {7, 5}, 1
     asking.token_ids.append(12)
@@ -107,6 +111,7 @@ def test_only_a_row_that_asks_for_more_has_a_sampling_record() -> None:
             top_k=0,
             min_tokens=3,
             num_stop_ids=2,
+            num_biases=2,
             num_logprobs=2,
             num_prompt_logprobs=-1,
             prompt_logprobs_start=1,
@@ -118,6 +123,8 @@ def test_only_a_row_that_asks_for_more_has_a_sampling_record() -> None:
         )
     ]
     assert sections.stop_ids[:, 0].tolist() == [5, 7]
+    assert sections.biases[:, 0].tolist() == [9, 4]
+    assert sections.biases[:, 1].view(np.float32).tolist() == [0.5, -100.0]
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0, "top_k": 5}, {"n": 3, "seed": 1}, {"stop_token_ids": [1]}])
@@ -130,9 +137,17 @@ def test_a_row_that_asks_for_nothing_more_has_no_sampling_record(options: dict) 
 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
-    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 2, 0, 0, 4, 0, 0, 1, 0, 0]
+    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 1, 0, 0]
     sections = split(packet, read_header(packet))
-    assert [section.shape for section in sections] == [(0, 5), (0, 1), (0, 3), (0, 3), (2, 3), (0, 14), (0, 1)]
+    shapes = [(0, 5), (0, 1), (0, 3), (0, 3), (2, 3), (0, 15), (0, 1), (0, 2)]
+    assert [section.shape for section in sections] == shapes
+
+
+def test_a_step_that_awaits_rules_says_so_and_is_otherwise_the_same() -> None:
+    plain, awaiting = (pack(prefill_and_decode(), awaits) for awaits in (False, True))
+    assert [read_header(packet).awaits_rules for packet in (plain, awaiting)] == [0, 1]
+    for one, two in zip(split(plain, read_header(plain)), split(awaiting, read_header(awaiting)), strict=True):
+        assert np.array_equal(one, two)
 
 
 def test_a_prefix_group_tells_its_rows_how_many_blocks_they_share_and_the_first_how_many_rows_follow() -> None:
@@ -156,5 +171,5 @@ def test_a_packet_cut_short_is_noticed() -> None:
     packet = pack(prefill_and_decode())
     with pytest.raises((AssertionError, ValueError)):
         split(packet[:-1], read_header(packet))
-    with pytest.raises(AssertionError, match="a packet of 53 numbers has sections of 52"):
+    with pytest.raises(AssertionError, match="a packet of 55 numbers has sections of 54"):
         split(np.append(packet, np.int32(0)), read_header(packet))

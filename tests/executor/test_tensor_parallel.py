@@ -222,6 +222,7 @@ def exchange(rank: int, link: Any, folder: Path) -> None:
 def answer_exchange(tp: TensorParallel) -> None:
     assert tp.all_reduce(torch.tensor([1.0, tp.rank])).tolist() == [3.0, 3.0]
     assert tp.all_gather(torch.tensor([[tp.rank], [10]])).tolist() == [[[rank], [10]] for rank in range(3)]
+    assert tp.broadcast(torch.tensor([[tp.rank + 3], [tp.rank]])).tolist() == [[3], [0]]
     assert tp.minimum(7 - tp.rank, torch.device("cpu")) == 5
     x = torch.arange(2 * SLICE_TOKENS + 1, dtype=torch.float32).unsqueeze(1).expand(-1, 2)
     weight, bias = torch.full((1, 2), tp.rank + 1.0), torch.ones(1)
@@ -231,7 +232,7 @@ def answer_exchange(tp: TensorParallel) -> None:
 
 
 @pytest.mark.usefixtures("nothing_remains")
-def test_ranks_reduce_gather_and_find_the_smallest_number_without_a_global_group() -> None:
+def test_ranks_reduce_gather_broadcast_and_find_the_smallest_number_without_a_global_group() -> None:
     ranks = Workers(3, exchange, ())
     answer_exchange(connect(0, 3, torch.device("cpu"), ranks.folder / "store"))
     ranks.wait_for_stage(1)

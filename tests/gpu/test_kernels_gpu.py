@@ -1,13 +1,16 @@
 """Each Triton kernel, compiled for the GPU, against its PyTorch twin."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.constraints.rules import RowMasks
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import PrefixGroup
 from nanoinfer.layers.activation import gelu_tanh_and_mul, silu_and_mul
@@ -17,6 +20,8 @@ from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, Shar
 from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.sampling.gumbel_max import best_candidates, sample, sample_and_append
+from nanoinfer.sampling.step_rules import MaskSender
+from nanoinfer.sampling.token_bitmask import forbid_tokens
 from nanoinfer.sampling.top_k_top_p import thresholds
 from tests.attention_cases import (
     DECODE_CASES,
@@ -410,13 +415,59 @@ def test_sampling_draws_from_the_softmax(places: list[int]) -> None:
     assert chi_square < 21.1  # 3 degrees of freedom, p = 0.0001
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("vocab_size", "first_id", "num_ids"),
+    [(151936, 0, 151936), (151936, 75968, 75968), (49152, 0, 49152), (1003, 0, 1003), (1003, 512, 491)],
+)
+def test_forbidding_tokens_equals_its_twin(vocab_size: int, first_id: int, num_ids: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits, words = randn(64, num_ids, dtype=dtype), -(-vocab_size // 32)
+    logits[3, ::7], logits[5, ::11] = torch.nan, torch.inf
+    bits = torch.randint(-(2**31), 2**31, (40, words), device="cuda").int()
+    bits[:10], bits[10:20, ::2], bits[20:30, ::3] = 0, -1, 0
+    lines = torch.randperm(64, device="cuda")[:40]
+    expected = logits.clone()
+    forbid_tokens.__wrapped__(expected, lines, bits, first_id)
+    forbid_tokens(logits, lines, bits, first_id)
+    assert torch.equal(logits.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_masks_reach_the_device_while_it_is_busy_and_are_not_overwritten_by_those_of_the_next_step() -> None:
+    sender = MaskSender(151936, torch.device("cuda"), TensorParallel())
+    words, lines = 4748, [*range(256)]
+    sent = [np.full((256, words), value, np.int32) for value in range(1, 7)]
+    weight, received = randn(4096, 4096), []
+    for bits in sent:
+        for _ in range(20):
+            weight = weight @ weight * 1e-4
+        received.append(sender.send(RowMasks(lines, bits)).sum(dim=1))
+        bits[:] = -1  # the host goes on with its own array
+    for value, sums in enumerate(received, start=1):
+        assert (sums == value * words).all()
+
+
+def test_a_row_of_which_a_mask_leaves_few_tokens_is_filtered_to_them() -> None:
+    torch.manual_seed(0)
+    logits, rows = randn(16, 151936, dtype=torch.bfloat16), torch.arange(16, device="cuda")
+    bits = torch.zeros(16, 4748, dtype=torch.int32, device="cuda")
+    bits[:, [0, 2000, 4747]] = torch.tensor([1, 8, -(2**31)], dtype=torch.int32, device="cuda")
+    forbid_tokens(logits, rows, bits)
+    limits = torch.tensor([[0.6, 20, 0.95, 0], [1, 2, 1, 0], [1, 0, 0.9, 0], [1, 0, 0.9, 0.1]], device="cuda")
+    limits = limits.repeat(4, 1)
+    found, expected = thresholds(logits, limits), thresholds.__wrapped__(logits, limits)
+    allowed = logits.isfinite()
+    assert allowed.sum(dim=1).tolist() == [3] * 16
+    assert torch.equal(allowed & (logits >= found.unsqueeze(1)), allowed & (logits >= expected.unsqueeze(1)))
+
+
 LIMITS = [  # temperature, top_k, top_p, min_p
     (0.6, 20, 0.95, 0.0),
     (1.0, 50, 1.0, 0.0),
     (1.0, 5000, 0.9, 0.01),
     (0.7, 0, 0.9, 0.0),
     (1.0, 0, 1.0, 0.1),
-    (2.0, 1, 0.5, 0.0),
+    (2.0, 0, 0.8, 0.02),
     (0.0, 20, 0.5, 0.0),
     (1.0, 0, 1.0, 0.0),
 ]
@@ -436,8 +487,10 @@ def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float,
     assert by_kind[:, [1, 4, 6, 7]].sum() == 0, "top_k and min_p alone are exact"
     # A token at the cut-off of top_p, and its equals, may be in or out: their sums are rounded in another way.
     for row in different.any(dim=1).nonzero().flatten().tolist():
-        temperature, top_k, _, _ = LIMITS[row % 8]
+        temperature, top_k, _, min_p = LIMITS[row % 8]
         probabilities = (scores[row] / temperature).double().softmax(dim=0)
+        if min_p:
+            probabilities[scores[row] < scores[row].max() + temperature * math.log(min_p)] = 0
         if top_k:
             probabilities[scores[row] < scores[row].topk(min(top_k, vocab_size)).values[-1]] = 0
         probabilities /= probabilities.sum()

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
 from nanoinfer.layers import activation, layernorm
 from nanoinfer.layers.attention import layer as attention_layer
-from nanoinfer.sampling import gumbel_max, top_k_top_p
+from nanoinfer.sampling import gumbel_max, token_bitmask, top_k_top_p
 from nanoinfer.sampling.gumbel_max import sample
 
 triton = pytest.importorskip("triton")
@@ -27,6 +27,7 @@ from nanoinfer.kernels import gated_activation as gated_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
+from nanoinfer.kernels import token_bitmask as bitmask_kernels  # noqa: E402
 from nanoinfer.kernels import top_k_top_p as threshold_kernels  # noqa: E402
 from nanoinfer.kernels.gumbel_max import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
@@ -66,6 +67,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (attention_layer.norm_rope_store, norm_rope_store_kernels),
         (gumbel_max.sample_and_append, sample_kernels),
         (top_k_top_p.thresholds, threshold_kernels),
+        (token_bitmask.forbid_tokens, bitmask_kernels),
     ],
 )
 def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(
@@ -507,6 +509,47 @@ def test_a_draw_above_thresholds_equals_its_twin() -> None:
     assert results[0][2].tolist() == [1, 2, 3, 3, 5, 6, 7, 8]
 
 
+# --- forbid_tokens ---
+
+MASK_TILE = bitmask_kernels.TILE_GROUPS * bitmask_kernels.GROUP_SIZE.value
+
+
+def random_masks(num_masks: int, num_words: int) -> Tensor:
+    """Words at random, and whole ones that allow nothing or everything."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, (num_masks, num_words), generator=generator).int()
+    kinds = torch.randint(0, 3, (num_masks, num_words), generator=generator)
+    return torch.where(kinds == 0, 0, torch.where(kinds == 1, -1, words)).int()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("num_ids", "first_id"), [(1, 0), (100, 0), (MASK_TILE, 64), (MASK_TILE + 9, 0), (2 * MASK_TILE - 5, 320)]
+)
+def test_forbidding_tokens_equals_its_twin_to_the_bit(num_ids: int, first_id: int, dtype: torch.dtype) -> None:
+    padded = randn(5, num_ids + 30, dtype=dtype)
+    padded[1, ::3], padded[3, ::5] = math.nan, math.inf
+    expected = padded.clone()
+    bits = random_masks(3, (first_id + num_ids) // 32 + 2)[:, :-1]
+    lines = torch.tensor([3, 0, 1])
+    bitmask_kernels.forbid_tokens(padded[:, :num_ids], lines, bits, first_id)
+    token_bitmask.forbid_tokens.__wrapped__(expected[:, :num_ids], lines, bits, first_id)
+    assert torch.equal(padded.view(torch.uint8), expected.view(torch.uint8))
+    bitmask_kernels.forbid_tokens(padded, lines[:0], bits[:0])
+    assert torch.equal(padded.view(torch.uint8), expected.view(torch.uint8)), "no mask, no change"
+
+
+def test_forbidding_tokens_refuses_what_it_would_misread() -> None:
+    bits, lines = torch.zeros(1, 4).int(), torch.tensor([0])
+    for logits, mask, first_id, message in (
+        (randn(1, 200)[:, ::2], bits, 0, "logits of a row must be contiguous"),
+        (randn(1, 60), bits[:, ::2], 0, "bits of a mask must be contiguous"),
+        (randn(1, 60), bits, 16, "first_id=16 lies within a word"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            bitmask_kernels.forbid_tokens(logits, lines, mask, first_id)
+
+
 # --- thresholds ---
 
 LIMITS = torch.tensor(
@@ -522,6 +565,10 @@ LIMITS = torch.tensor(
         (0.0, 5, 0.5, 0.5),
         (1.0, 0, 1.0, 0.0),
         (0.0, 0, 0.0, 0.0),
+        (1.0, 0, 0.6, 0.3),
+        (1.0, 0, 0.95, 1e-6),
+        (0.5, 7, 0.9, 0.2),
+        (3.0, 40, 1.0, 0.5),
     ]
 )
 
@@ -540,8 +587,8 @@ def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float,
     # Sums are taken in another order: the token at the cut-off, and its equals, may be in or out.
     assert scores[~same].unique().numel() <= len(LIMITS) // 5
     assert allowed.any(dim=1).all()
-    assert same[[1, 4, 5, 8, 9, 10]].all(), "top_k and min_p alone are exact"
-    assert actual[8:].tolist() == [-math.inf] * 3
+    assert same[[1, 4, 5, 8, 9, 10, 14]].all(), "without top_p it is exact"
+    assert actual[8:11].tolist() == [-math.inf] * 3
     assert threshold_kernels.thresholds(scores[:0], LIMITS[:0]).shape == (0,)
 
 
@@ -552,6 +599,19 @@ def test_ties_are_kept_whichever_groups_they_are_in() -> None:
     limits = torch.tensor([[1, 2, 1, 0], [1, 0, 0.005, 0], [1, 0, 1, 0.3], [1, 0, 1e-30, 0]])
     found = threshold_kernels.thresholds(scores, limits)
     assert (scores >= found.unsqueeze(1)).sum(dim=1).tolist() == [4, 4, 4, 1]
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("shift", [0.0, -20.0, 20.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_top_p_is_a_share_of_what_min_p_has_left(dtype: torch.dtype, shift: float) -> None:
+    scores = torch.full((4, 3000), shift - 2.0)  # together these weigh far more than the five at the top
+    scores[:, [3, 70, 71, 2000, 2999]] = shift + torch.tensor([1.0, 0.5, 0.25, 0.0, -0.25])
+    limits = torch.tensor([[1, 0, 0.9, 0.2], [1, 0, 0.7, 0.2], [1, 3, 0.75, 0.2], [2, 0, 0.999, 0.5]])
+    found = threshold_kernels.thresholds(scores.to(dtype), limits)
+    expected = top_k_top_p.thresholds.__wrapped__(scores.to(dtype), limits)
+    for bounds in (found, expected):
+        assert (scores.to(dtype).float() >= bounds.unsqueeze(1)).sum(dim=1).tolist() == [5, 3, 2, 5]
 
 
 @loops_are_interpreted
@@ -568,8 +628,8 @@ def test_thresholds_of_rows_that_are_not_finite_hide_nothing() -> None:
 
 @loops_are_interpreted
 def test_thresholds_leave_out_logits_of_minus_infinity() -> None:
-    limits = LIMITS[[0, 1, 3, 4, 9]]
-    scores = torch.full((5, 1000), -math.inf)
+    limits = LIMITS[[0, 1, 3, 4, 9, 11]]
+    scores = torch.full((6, 1000), -math.inf)
     scores[:, [100, 700]] = torch.tensor([0.0, -0.1])
     found, expected = threshold_kernels.thresholds(scores, limits), top_k_top_p.thresholds.__wrapped__(scores, limits)
     allowed, wanted = (scores.isfinite() & (scores >= bounds.unsqueeze(1)) for bounds in (found, expected))

@@ -24,8 +24,7 @@ def tables() -> StepTables:
 
 def sample(tables: StepTables, logits: Tensor, rows: list[int]) -> list[int]:
     sampler = Sampler(tables.token_ids, tables.context_lens, logits.shape[1], TensorParallel())
-    token_ids, _ = sampler.sample(logits, 0, torch.tensor(rows), rows)
-    return token_ids.tolist()
+    return sampler.sample(logits, 0, torch.tensor(rows), rows).token_ids.tolist()
 
 
 def one_hot(*ids: int) -> Tensor:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,8 +18,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from nanoinfer.engine.batch import SECTION_DTYPES, PacketSections, SamplingRecord
 from nanoinfer.sampling.gumbel_max import sample, sample_and_append
-from nanoinfer.sampling.logits_processors import penalise
+from nanoinfer.sampling.logits_processors import LogitBias, penalise
 from nanoinfer.sampling.logprobs import compute_logprobs
 from nanoinfer.sampling.top_k_top_p import thresholds
 
@@ -36,12 +38,12 @@ def lowest(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: floa
 
 def allowed_by_transformers(scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if min_p:
+        processors.append(MinPLogitsWarper(min_p))
     if top_k:
         processors.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         processors.append(TopPLogitsWarper(top_p))
-    if min_p:
-        processors.append(MinPLogitsWarper(min_p))
     return processors(torch.zeros(len(scores), 1, dtype=torch.long), scores.clone()) > -math.inf
 
 
@@ -67,14 +69,16 @@ def test_the_allowed_tokens_are_those_of_transformers(
     theirs = allowed_by_transformers(logits, *options)
     # What differs is one token whose removal or keeping moves the kept share by rounding alone.
     probabilities = (logits / temperature).softmax(dim=1).double()
+    shares = probabilities / probabilities.amax(dim=1, keepdim=True)
+    left = torch.where(shares >= min_p, probabilities, 0.0)
     if top_k:
-        best = probabilities.topk(min(top_k, vocab_size), dim=1)
-        kept = torch.zeros_like(probabilities).scatter_(1, best.indices, best.values)
-        probabilities = kept / kept.sum(dim=1, keepdim=True)
+        best = left.topk(min(top_k, vocab_size), dim=1)
+        left = torch.zeros_like(left).scatter_(1, best.indices, best.values)
+    left /= left.sum(dim=1, keepdim=True)
     for row in (mine != theirs).any(dim=1).nonzero().flatten().tolist():
         for token in (mine[row] != theirs[row]).nonzero().flatten().tolist():
-            before = probabilities[row][probabilities[row] > probabilities[row, token]].sum().item()
-            share = (probabilities[row, token] / probabilities[row].max()).item()
+            before = left[row][probabilities[row] > probabilities[row, token]].sum().item()
+            share = shares[row, token].item()
             assert abs(before - top_p) < NEAR or abs(share - min_p) < NEAR, (row, token)
 
 
@@ -88,6 +92,8 @@ def test_each_option_says_what_it_keeps() -> None:
     assert [num_kept(top_p=p) for p in (0.01, 0.49, 0.51, 0.69, 0.71, 0.96, 1.0)] == [1, 1, 2, 2, 3, 5, 5]
     assert [num_kept(min_p=p) for p in (0.0, 0.09, 0.11, 0.31, 0.41, 1.0)] == [5, 5, 4, 2, 1, 1]
     assert num_kept(top_k=2, top_p=0.71) == 1, "of what top_k has left, the first has 0.714"
+    assert num_kept(min_p=0.25, top_p=0.75) == 2, "of what min_p has left, the first two have 0.82"
+    assert num_kept(min_p=0.25, top_k=3, top_p=0.58) == 1, "of what both have left, the first has 0.588"
     assert num_kept(top_p=0.71, temperature=100.0) == 4, "hot: nearly a fifth each"
     assert num_kept(min_p=0.35, temperature=0.5) == 1, "cold: 0.16 of the first"
     for options in ({"top_k": 2}, {"top_p": 0.5}, {"min_p": math.exp(-1) - 1e-6}):
@@ -155,6 +161,28 @@ def test_a_draw_above_the_lowest_logit_is_the_draw_without_a_threshold() -> None
     ids = sample_and_append(logits, bounds, rows, temperatures, seeds, token_ids, context_lens)
     assert ids.tolist() == expected.tolist()
     assert context_lens.tolist() == [4, 8, 2, 6, 0], "the row of -1 is left as it was"
+
+
+# --- biases ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_row_gets_its_own_biases_and_ids_beyond_the_vocabulary_do_no_harm(dtype: torch.dtype) -> None:
+    processor, asked = LogitBias(50, torch.device("cpu")), {3: {7: 1.5, 49: -2.25, 50: 9.0}, 5: {0: 1e9}, 6: {7: 0.5}}
+    records = [SamplingRecord(row, *[0] * 5, len(biases), *[0] * 8) for row, biases in asked.items()]
+    section = np.array([item for biases in asked.values() for item in biases.items()], SECTION_DTYPES.biases)
+    sections = PacketSections(*[None] * 7, biases=section.view(np.int32).reshape(-1, 2))
+    processor.admit(records, sections, sections)
+    processor.release(6)
+    assert [row for row in range(8) if processor.wants(row)] == [3, 5]
+    logits, rows = randn(4, 50).to(dtype), [5, 2, 3, 6]
+    unchanged = logits.clone()
+    expected = logits.clone().float()
+    for line, token_id, bias in ((0, 0, 1e9), (2, 7, 1.5), (2, 49, -2.25)):
+        expected[line, token_id] += bias
+    actual = processor.apply(logits, torch.tensor(rows), rows)
+    assert torch.equal(actual, expected)
+    assert torch.equal(logits, unchanged)
 
 
 # --- penalties ---

@@ -29,6 +29,8 @@ KINDS = [
     replace(FREE, ignore_eos=False, stop_token_ids=list(range(0, 512, 2)), min_tokens=4),
     replace(GREEDY, logprobs=3, prompt_logprobs=1),
     replace(FREE, n=3, top_p=0.9, logprobs=0, seed=11),
+    replace(FREE, logit_bias={7: 4.0, 300: -100.0, 8: 3.5}, logprobs=1, repetition_penalty=1.2),
+    replace(GREEDY, logit_bias={9: 2.0, 400: 3.0}),
 ]
 
 
@@ -37,7 +39,7 @@ def prompts(*lengths: int, vocab_size: int = 512, seed: int = 0) -> list[list[in
     return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-PROMPTS = prompts(20, 3, 33, 16, 17, 64, 5, 40, 31, 9, 50, 37)
+PROMPTS = prompts(20, 3, 33, 16, 17, 64, 5, 40, 31, 9, 50, 37, 12, 28)
 
 
 def said(outputs: list[RequestOutput]) -> list[list[list[int]]]:
@@ -266,6 +268,30 @@ def test_greedy_decoding_with_a_repetition_penalty_is_that_of_transformers(
             repetition_penalty=penalty,
         )
         assert output.token_ids == expected[0, ids.shape[1] :].tolist()
+
+
+def test_biases_are_added_before_penalties_and_change_no_logprob(
+    random_checkpoint: Checkpoint, llm: LLM, reference_model: Callable[[Path], torch.nn.Module]
+) -> None:
+    penalty, model = 1.3, reference_model(random_checkpoint())
+    biases = [{11: 6.0, 499: 5.5, 30: -50.0}, {511: 100.0}, {3: 0.5, 7: 6.5}, dict.fromkeys(range(500), -100.0)]
+    params = [replace(GREEDY, logit_bias=bias, repetition_penalty=penalty, logprobs=0) for bias in biases]
+    outputs = llm.generate(PROMPTS[:4], params, use_tqdm=False)
+    plain = llm.generate(PROMPTS[:4], replace(GREEDY, repetition_penalty=penalty), use_tqdm=False)
+    assert all(ours != theirs for ours, theirs in zip(said(outputs), said(plain), strict=True))
+    for output, bias in zip(outputs, biases, strict=True):
+        known = [*output.prompt_token_ids, *output.token_ids]
+        with torch.inference_mode():
+            logits = model(torch.tensor([known])).logits[0].tolist()
+        for place, token_id in enumerate(output.token_ids, len(output.prompt_token_ids)):
+            scores = [logit + bias.get(i, 0.0) for i, logit in enumerate(logits[place - 1])]
+            for seen in set(known[:place]):
+                scores[seen] *= penalty if scores[seen] < 0 else 1 / penalty
+            assert token_id == max(range(512), key=lambda i: scores[i])
+        raw = reference_logprobs(model, known)[len(output.prompt_token_ids) - 1 :]
+        expected = raw.gather(1, torch.tensor(output.token_ids)[:, None]).squeeze(1)
+        found = [next(iter(entry.values())).logprob for entry in output.outputs[0].logprobs or []]
+        assert found == pytest.approx(expected.tolist(), abs=1e-3)
 
 
 def test_a_strong_presence_penalty_repeats_nothing_and_a_negative_one_does(llm: LLM) -> None:

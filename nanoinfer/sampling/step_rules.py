@@ -1,0 +1,122 @@
+"""What the host decided about one step, brought to where its logits are.
+
+A grammar forbids tokens in the model's own 16-bit logits, so its rows are drawn as fast as any others. Token sets and
+users' functions are for rows that are copied: they are processors of one step.
+
+Under tensor parallelism rank 0 has the masks and the functions. The other ranks know which lines have any. They get the
+masks, and the logits that functions have changed, from rank 0's device.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoinfer.constraints.rules import RowMasks, StepRules
+from nanoinfer.device import to_device
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.sampling.token_bitmask import forbid_tokens
+
+
+class MaskSender:
+    """Copies masks to the device on a stream of its own, beside the forward pass, and from there to the other ranks."""
+
+    def __init__(self, vocab_size: int, device: torch.device, tp: TensorParallel) -> None:
+        self.num_words = -(-vocab_size // 32)  # of a mask
+        self._device = device
+        self._tp = tp
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and tp.rank == 0 else None
+
+    def send(self, masks: RowMasks) -> Tensor:
+        """Return the bits on the device, (num_lines, num_words) int32; what is launched from now on can read them."""
+        shape = len(masks.lines), self.num_words
+        if self._tp.rank > 0:
+            return self._tp.broadcast(torch.empty(shape, dtype=torch.int32, device=self._device))
+        assert masks.bits.shape[1] >= self.num_words, f"masks of {masks.bits.shape[1]} words are too narrow"
+        on_host = torch.empty(shape, dtype=torch.int32, pin_memory=self._stream is not None)
+        on_host.numpy()[:] = masks.bits[:, : self.num_words]
+        if self._stream is None:
+            return self._tp.broadcast(on_host)
+        with torch.cuda.stream(self._stream):
+            on_device = on_host.to(self._device, non_blocking=True)
+        main_stream = torch.cuda.current_stream(self._device)
+        main_stream.wait_stream(self._stream)
+        on_device.record_stream(main_stream)  # so that the memory is not used again before that has come to its end
+        return self._tp.broadcast(on_device)
+
+
+class UserFunctions:
+    """Runs users' functions on rank 0, each on a copy of its row's logits.
+
+    errors: by line, why a function failed. Its row becomes NaN, so that no token is drawn. Other rows do not notice.
+    """
+
+    def __init__(self, rules: StepRules, host_rows: list[int], tp: TensorParallel) -> None:
+        self.errors: dict[int, str] = {}
+        self.lines = {host_rows[line]: line for line in rules.functions}  # by row
+        self._functions = rules.functions
+        self._tp = tp
+
+    def wants(self, row: int) -> bool:
+        return row in self.lines
+
+    def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
+        places = [place for place, row in enumerate(host_rows) if row in self.lines]
+        on_device = to_device(torch.tensor(places), logits.device)
+        changed = logits[on_device].float()
+        if self._tp.rank == 0:
+            for place, its_logits in zip(places, changed, strict=True):
+                its_logits.copy_(self._call(self.lines[host_rows[place]], its_logits))
+        return logits.float().index_copy(0, on_device, self._tp.broadcast(changed))
+
+    def _call(self, line: int, logits: Tensor) -> Tensor:
+        """Return what the functions of a line make of its logits (vocab_size,); NaN if one fails."""
+        functions, output_ids = self._functions[line]
+        changed, name = logits, ""
+        try:
+            for function in functions:
+                name = getattr(function, "__name__", type(function).__name__)
+                changed = _checked(function(list(output_ids), changed.clone()), logits)
+        except Exception as error:
+            self.errors[line] = f"logits processor {name} failed with {type(error).__name__}: {error}"
+            return torch.full_like(logits, torch.nan)
+        return changed.masked_fill(logits == -torch.inf, -torch.inf)  # what a grammar forbids stays forbidden
+
+
+class TokenSets:
+    """Forbids what allowed_token_ids and bad_words leave out."""
+
+    def __init__(self, rules: StepRules, host_rows: list[int], sender: MaskSender) -> None:
+        self.masks: dict[int, int] = {}  # by row: which line of the bits
+        if rules.token_sets is not None and rules.token_sets.lines:
+            self.masks = {host_rows[line]: index for index, line in enumerate(rules.token_sets.lines)}
+            self._bits = sender.send(rules.token_sets)
+
+    def wants(self, row: int) -> bool:
+        return row in self.masks
+
+    def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
+        places = [place for place, row in enumerate(host_rows) if row in self.masks]
+        masks = [self.masks[host_rows[place]] for place in places]
+        on_device, masks_on_device = to_device(torch.tensor([places, masks]), logits.device)
+        logits = logits.to(torch.float32, copy=True)  # raw log-probabilities are read off what was given
+        forbid_tokens(logits, on_device, self._bits[masks_on_device])
+        return logits
+
+
+def forbid_by_grammars(logits: Tensor, first_id: int, grammars: RowMasks, sender: MaskSender) -> None:
+    """Forbid what grammars forbid, in place. logits: (num_rows, vocab shard), from token `first_id` on."""
+    if grammars.lines:
+        bits = sender.send(grammars)
+        forbid_tokens(logits, to_device(torch.tensor(grammars.lines), logits.device), bits, first_id)
+
+
+def _checked(result: Any, logits: Tensor) -> Tensor:
+    """Return what a user's function returned, as float32 on the device of the logits that it should resemble."""
+    if not isinstance(result, Tensor):
+        raise TypeError(f"it returned a {type(result).__name__}; return a tensor of shape {tuple(logits.shape)}")
+    if result.shape != logits.shape or not result.is_floating_point():
+        raise ValueError(
+            f"it returned {result.dtype} of shape {tuple(result.shape)}; return float32 of shape {tuple(logits.shape)}"
+        )
+    return result.to(logits)
