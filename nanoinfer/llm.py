@@ -15,6 +15,7 @@ from typing import Any
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig, describe_options
+from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.engine.llm_engine import LLMEngine, PreparedRequest
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
@@ -80,7 +81,8 @@ class LLM:
                 loaded = time.perf_counter()
                 tokenizer = loading.result()
             stop_token_ids = read_stop_token_ids(folder, tokenizer)
-            self.engine = LLMEngine(self.config, runner, tokenizer, stop_token_ids)
+            self._constraints = Constraints(tokenizer, model_config.vocab_size, stop_token_ids)
+            self.engine = LLMEngine(self.config, runner, tokenizer, stop_token_ids, self._constraints)
             if isinstance(runner, ParallelRunner):
                 weakref.finalize(self.engine, runner.close)  # when the engine is forgotten, and when the script ends
             on_failure.pop_all()
@@ -132,7 +134,7 @@ class LLM:
         if on_finish is not None and not callable(on_finish):
             raise RequestError(f"on_finish={on_finish!r} cannot be called; give a function of an output")
         prompts = as_list_of_prompts(prompts)
-        requests = self._prepare(prompts, sampling_params, priority, tokenization_kwargs=tokenization_kwargs)
+        requests = self._prepare(prompts, sampling_params, priority, True, tokenization_kwargs, use_tqdm)
         return self._complete(requests, use_tqdm, on_finish)
 
     def chat(
@@ -169,7 +171,7 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs,
         )
         # The template has already written the special tokens.
-        requests = self._prepare([*texts], sampling_params, priority, False, tokenization_kwargs)
+        requests = self._prepare([*texts], sampling_params, priority, False, tokenization_kwargs, use_tqdm)
         return self._complete(requests, use_tqdm, on_finish)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamChunk]:
@@ -312,6 +314,7 @@ class LLM:
         priority: Sequence[int] | None = None,
         add_special_tokens: bool = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = False,
     ) -> list[PreparedRequest]:
         """Check everything that a user can get wrong, before anything is queued."""
         params = self._prompts.check_all_params(one_for_each(sampling_params, len(prompts)))
@@ -319,14 +322,18 @@ class LLM:
         self.engine.check_open()
         with self._lock:  # tokenizers do not serve two threads at once
             encoded = self._prompts.encode(prompts, add_special_tokens, tokenization_kwargs=tokenization_kwargs)
+        plans = self._constraints.compile(params, use_tqdm)
         return [
             PreparedRequest(
                 prompt=prompt if isinstance(prompt, str) else None,
                 token_ids=ids,
                 sampling_params=its_params,
                 priority=its_priority,
+                constraint=plan,
             )
-            for prompt, ids, its_params, its_priority in zip(prompts, encoded, params, priorities, strict=True)
+            for prompt, ids, its_params, its_priority, plan in zip(
+                prompts, encoded, params, priorities, plans, strict=True
+            )
         ]
 
     def _complete(

@@ -195,7 +195,7 @@ def test_a_request_whose_logits_are_nan_ends_in_an_error_and_harms_no_other(
             outputs = llm.generate([bad[0], *good, bad[1]], SHORT, use_tqdm=False)
             assert [output.finish_reason for output in outputs] == ["error", *["length"] * 3, "error"]
             assert [output.token_ids for output in outputs] == [[], *expected, []]
-            assert f"request {outputs[0].request_id} ends in an error: its logits are NaN or infinite" in caplog.text
+            assert f"request {outputs[0].request_id} ends in an error: the logits are NaN or infinite" in caplog.text
         assert llm.engine.block_manager.num_used_blocks == 0
 
 

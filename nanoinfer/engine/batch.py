@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.shared_prefixes import PrefixGroup
 
 MANY = 2**24  # more tokens than any vocabulary or sequence has, and exact in float32
 NO_TOKEN = -1  # stands for a sampled id where the logits were NaN or infinite
@@ -44,14 +45,6 @@ class NewBlock(NamedTuple):
     row: int
     column: int
     block_id: int
-
-
-class PrefixGroup(NamedTuple):
-    """Decode rows that lie side by side and begin with the same blocks, which attention reads once for all of them."""
-
-    first_row: int  # index among the decode rows of the step
-    num_rows: int  # at least 2
-    num_blocks: int  # the first entries of their block tables, at least 1
 
 
 @dataclass(slots=True)
@@ -271,7 +264,7 @@ def _sampling_record(seq: Sequence) -> SamplingRecord:
         num_prompt_tokens=seq.num_prompt_tokens,
         num_generated=len(seq.token_ids) - seq.num_prompt_tokens,
         top_k=min(max(params.top_k, 0), MANY) if is_filtered else 0,
-        min_tokens=min(params.min_tokens, MANY),
+        min_tokens=min(params.min_tokens, MANY) if params.structured_outputs is None else 0,  # its grammar sees to it
         num_stop_ids=len(seq.stop_token_ids),
         num_biases=len(params.logit_bias or {}),
         num_logprobs=-1 if params.logprobs is None else params.logprobs,

@@ -15,6 +15,7 @@ from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.constraints.rules import ConstraintPlan, StepRules
 from nanoinfer.engine.batch import Packet, ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.logprobs import collect_logprobs
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -41,11 +42,11 @@ class Runner(Protocol):
     def max_group_rows(self) -> int:
         """The most decode rows that attention can read a shared prefix for at once; 0 where it cannot."""
 
-    def launch(self, packet: Packet, awaits_rules: bool = False) -> Any:
-        """Start the forward pass of a step, up to its logits; say whether it will be sampled by rules."""
+    def launch(self, packet: Packet) -> Any:
+        """Start the forward pass of a step, up to its logits."""
 
     def sample(self, pending: Any, rules: StepRules | None = None) -> Any:
-        """Draw the tokens of the step that was just launched."""
+        """Draw the tokens of the step that was just launched, as the rules that it awaits allow."""
 
     def wait(self, handle: Any) -> list[int]:
         """Return the token ids of a sampled step, once they are there."""
@@ -218,7 +219,7 @@ class LLMEngine:
         try:
             self._note_admissions(batch, started)
             is_constrained = any(seq.constraint for seq in batch.sampled)
-            pending = runner.launch(pack(batch), is_constrained)
+            pending = runner.launch(pack(batch, awaits_rules=is_constrained))
             rules = self._rules(batch) if is_constrained else None
             self._in_flight.append(Step(batch, runner.sample(pending, rules), started))
         except BaseException:
@@ -247,7 +248,7 @@ class LLMEngine:
             step.batch.sampled[line].error = error
         wanted = [seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled]
         self._finished += self.scheduler.update(step.batch, token_ids)
-        self._collect_logprobs(step, wanted)
+        collect_logprobs(self._requests, step.batch, step.handle, wanted)
         # Steps overlap: each counts from its launch, or from the end of the one before it.
         now = time.perf_counter()
         self._count(step.batch, sum(wanted), now - max(step.started, self._last_collected))
@@ -295,19 +296,6 @@ class LLMEngine:
             elif seq.status is SequenceStatus.RUNNING and completion.advance():
                 stopped.append((seq, "stop"))
         self._finished += self.scheduler.finish(stopped)
-
-    def _collect_logprobs(self, step: Step, wanted: list[bool]) -> None:
-        """Keep the log-probabilities of the tokens that a step has yielded, and of the prompts' tokens in it."""
-        sampled, prefill = step.batch.sampled, step.batch.prefill
-        for of_samples in step.handle.logprobs:
-            for line, entry in zip(of_samples.lines, of_samples.logprobs.to_positions(), strict=True):
-                if wanted[line]:
-                    self._requests[sampled[line].request_id].add_logprobs(sampled[line].sample, entry)
-        for of_prompt in step.handle.prompt_logprobs:
-            request = self._requests.get(prefill[of_prompt.chunk].seq.request_id)
-            if request is not None:  # None: it was dropped
-                for position, entry in enumerate(of_prompt.logprobs.to_positions(), of_prompt.start):
-                    request.add_prompt_logprobs(position, entry)
 
     def _abort_marked(self) -> None:
         self._collect_until(max_in_flight=0)  # a step that fails must find its sequences as it left them

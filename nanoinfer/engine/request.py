@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nanoinfer.engine.batch import NO_TOKEN, PositionLogprobs
+from nanoinfer.engine.batch import NO_TOKEN
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
+from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.text.detokenizer import CompletionText
 
 
@@ -127,32 +127,6 @@ class Request:
     text_of_token: Callable[[int], str | None]
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as they come
     arrived: float = field(default_factory=time.perf_counter)
-
-    def add_logprobs(self, sample: int, entry: PositionLogprobs) -> None:
-        """Keep the log-probabilities of a sample's newest token."""
-        completion = self.completions[sample]
-        num_best = completion.seq.sampling_params.logprobs
-        if num_best is not None and completion.seq.finish_reason != "error":
-            completion.logprobs.append(self._token_logprobs(num_best, entry))
-
-    def add_prompt_logprobs(self, position: int, entry: PositionLogprobs) -> None:
-        """Keep the log-probabilities of one prompt token."""
-        seq = self.completions[0].seq
-        num_best = seq.sampling_params.prompt_logprobs
-        if self.prompt_logprobs is not None and num_best is not None:
-            self.prompt_logprobs[position] = self._token_logprobs(num_best, entry)
-            if position == seq.num_prompt_tokens - 1:
-                seq.prompt_logprobs_start = None  # all have come; if the prompt is computed again, then without
-
-    def _token_logprobs(self, num_best: int, entry: PositionLogprobs) -> TokenLogprobs:
-        """Return what users get for one position: its token, then the `num_best` likeliest."""
-        (token_id, logprob), *likeliest = zip(entry.token_ids, entry.logprobs, strict=True)
-        likeliest = sorted(likeliest, key=lambda pair: (-pair[1], pair[0]))[:num_best]
-        found = {token_id: Logprob(logprob, entry.rank, self.text_of_token(token_id))}
-        for its_rank, (its_id, its_logprob) in enumerate(likeliest, 1):
-            if its_id not in found:
-                found[its_id] = Logprob(its_logprob, its_rank, self.text_of_token(its_id))
-        return found
 
     def output(self) -> RequestOutput | None:
         """Return what its user gets, once all its samples have finished."""

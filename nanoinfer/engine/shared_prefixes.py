@@ -14,7 +14,6 @@ from itertools import chain, pairwise
 from operator import indexOf, ne
 from typing import NamedTuple
 
-from nanoinfer.engine.batch import PrefixGroup
 from nanoinfer.engine.sequence import Sequence
 
 # A pass of its own over the shared blocks costs about as much as reading so many tokens (measured on an H200 with 8 KV
@@ -34,6 +33,14 @@ class Group(NamedTuple):
     def num_saved_blocks(self) -> int:
         """How many block reads it saves."""
         return (len(self.seqs) - 1) * self.num_blocks
+
+
+class PrefixGroup(NamedTuple):
+    """Decode rows that lie side by side and begin with the same blocks, which attention reads once for all of them."""
+
+    first_row: int  # index among the decode rows of the step
+    num_rows: int  # at least 2
+    num_blocks: int  # the first entries of their block tables, at least 1
 
 
 class PrefixGrouper:

@@ -4,9 +4,8 @@ from random import Random
 
 import pytest
 
-from nanoinfer.engine.batch import PrefixGroup
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.shared_prefixes import MIN_SAVED_TOKENS, PrefixGrouper
+from nanoinfer.engine.shared_prefixes import MIN_SAVED_TOKENS, PrefixGroup, PrefixGrouper
 from tests.engine.helpers import make_sequence
 
 BLOCK_SIZE = 4

@@ -236,6 +236,6 @@ def test_rules_for_a_step_that_the_workers_have_sampled_are_refused(random_check
         assert isinstance(llm.engine.runner, ParallelRunner)
         sample = llm.engine.runner.sample
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm.engine.runner, "sample", lambda pending: sample(pending, StepRules()))
+            patch.setattr(llm.engine.runner, "sample", lambda pending, _: sample(pending, StepRules()))
             with pytest.raises(RuntimeError, match="was not launched to await them"):
                 llm.generate([[1]], GREEDY, use_tqdm=False)

@@ -373,7 +373,7 @@ def test_an_error_between_launch_and_sample_is_an_error_of_the_next_step_and_no_
 ) -> None:
     llm, _ = start()
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner, "sample", lambda pending: 1 / 0)
+        patch.setattr(llm.engine.runner, "sample", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             generate(llm, [[1, 2, 3]])
     with pytest.raises(RuntimeError, match="was launched and not sampled"):

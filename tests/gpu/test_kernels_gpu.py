@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.constraints.rules import RowMasks
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.batch import PrefixGroup
+from nanoinfer.engine.shared_prefixes import PrefixGroup
 from nanoinfer.layers.activation import gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.layer import norm_rope_store
