@@ -166,16 +166,17 @@ class Sampler:
         """
         found, offset = [], 0
         for index, (row, start, length) in enumerate(chunks):
+            states, offset = hidden[offset : offset + length], offset + length
             record = self._records.get(row)
-            if record is not None and record.prompt_logprobs_start >= 0:
-                first = max(record.prompt_logprobs_start, start + 1)
-                end = min(record.num_prompt_tokens, start + length + 1)
-                if first < end:
-                    predicting = hidden[offset + first - 1 - start : offset + end - 1 - start]
-                    token_ids = self.token_ids[row, first:end]
-                    logprobs = self._logprobs_after(model, predicting, token_ids, record.num_prompt_logprobs)
-                    found.append(PromptLogprobs(index, first, logprobs.to_host()))
-            offset += length
+            if record is None or record.prompt_logprobs_start < 0:
+                continue
+            first = max(record.prompt_logprobs_start, start + 1)
+            end = min(record.num_prompt_tokens, start + length + 1)
+            for begin in range(first, end, ROWS_AT_ONCE):
+                stop = min(begin + ROWS_AT_ONCE, end)
+                logits = self._gather(model.compute_logits(states[begin - 1 - start : stop - 1 - start]))
+                logprobs = compute_logprobs(logits, self.token_ids[row, begin:stop], record.num_prompt_logprobs)
+                found.append(PromptLogprobs(index, begin, logprobs.to_host()))
         return found
 
     @property
@@ -214,14 +215,6 @@ class Sampler:
         if self._filtered.isdisjoint(host_rows):
             return None
         return thresholds(logits, self.filters[rows])
-
-    def _logprobs_after(
-        self, model: DecoderForCausalLM, hidden: Tensor, token_ids: Tensor, num_best: int
-    ) -> LogprobsTensors:
-        """Return the log-probabilities of tokens (num_tokens,), each after its hidden state; a few at a time."""
-        pairs = zip(hidden.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE), strict=True)
-        parts = [compute_logprobs(self._gather(model.compute_logits(states)), ids, num_best) for states, ids in pairs]
-        return LogprobsTensors(*map(torch.cat, zip(*parts, strict=True)))
 
     def _gather(self, logits: Tensor) -> Tensor:
         """Return all ranks' logits of these rows, (num_rows, vocab_size); each rank has its shard."""
