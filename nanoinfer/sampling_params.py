@@ -1,6 +1,5 @@
 """How one request is to be sampled: chosen by the user, validated once, never changed."""
 
-import functools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -8,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.errors import RequestError, check_names
+from nanoinfer.errors import RequestError, with_checked_names
 
 if TYPE_CHECKING:
     from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
@@ -65,20 +64,7 @@ INTS: dict[str, tuple[int, float, str]] = {
 MAY_BE_NONE = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
 
 
-def with_checked_names(cls: type) -> type:
-    """Make a misspelt argument of a dataclass an error that names the argument that was probably meant."""
-    init, known = cls.__init__, [item.name for item in fields(cls)]  # type: ignore[misc]
-
-    @functools.wraps(init)  # keeps the signature that help() and editors show
-    def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
-        check_names(cls.__name__, options, known, FOREIGN_NAMES)
-        init(self, *args, **options)
-
-    cls.__init__ = __init__  # type: ignore[misc]
-    return cls
-
-
-@with_checked_names
+@with_checked_names(FOREIGN_NAMES)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Holds the sampling options of one request.
