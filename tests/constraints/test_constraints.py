@@ -338,7 +338,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
 
 
 def test_a_grammar_that_begins_with_no_allowed_token_is_refused(constraints: Constraints) -> None:
-    with pytest.raises(RequestError, match=r"regex='a' begins with no token that allowed_token_ids and bad_words"):
+    with pytest.raises(RequestError, match=r"regex='a' begins with no token that allowed_token_ids, bad_words and stop_token_ids"):
         start(constraints, regex="a", allowed_token_ids=encode("b"))
     start(constraints, regex="a*", allowed_token_ids=encode("b"))  # may end at once
 
