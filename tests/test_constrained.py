@@ -2,9 +2,11 @@
 
 import builtins
 import json
+import random
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +60,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "function": {"logits_processors": [halve_repeats]},
     "form and sets": {
         **form(regex=LIST),
+        "logprobs": 2,
         "bad_words": ["8", "1 2"],
         "allowed_token_ids": [*range(300), *range(600, 900)],
     },
@@ -67,6 +70,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "bad_words": ["8", "velvet"],
         "logits_processors": [halve_repeats, prefer_digits],
         "presence_penalty": 0.5,
+        "min_tokens": 9,
         "top_p": 0.95,
     },
 }
@@ -185,6 +189,29 @@ def test_streams_say_what_generate_says(llm: LLM, alone: list[Any]) -> None:
     assert [*zip(token_ids, texts, reasons, strict=True)] == [one[:3] for one in alone]
 
 
+def test_requests_that_come_one_by_one_say_what_each_says_alone(llm: LLM, alone: list[Any]) -> None:
+    """Rows are taken over, in any order, from requests of other kinds."""
+    for seed in range(4):
+        rng = random.Random(seed)
+        order = rng.sample(range(len(PARAMS)), len(PARAMS))
+        found: dict[int, Any] = {}
+        ids: dict[int, int] = {}
+        for index in [*order, None]:
+            if index is not None:
+                ids[llm.add_request(PROMPTS[index], PARAMS[index])] = index
+            for _ in range(1000 if index is None else rng.randint(0, 3)):
+                if not llm.is_finished():
+                    found |= {ids[output.request_id]: said([output])[0] for output in llm.step()}
+        assert [found[index] for index in range(len(PARAMS))] == alone
+
+
+def test_calls_from_several_threads_say_what_one_call_says(llm: LLM, alone: list[Any]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(llm.generate, PROMPTS[start::4], PARAMS[start::4], use_tqdm=False) for start in range(4)]
+        for start, call in enumerate(calls):
+            assert said(call.result(60)) == alone[start::4]
+
+
 def test_chat_answers_in_the_form(llm: LLM) -> None:
     question = [{"role": "user", "content": "What is 312 + 48?"}]
     chosen, formed = llm.chat(
@@ -251,7 +278,9 @@ def test_min_tokens_and_ignore_eos_hold_stop_tokens_back(llm: LLM, kind: str) ->
     if kind == "allowed ids":
         options = {"allowed_token_ids": [*range(50), EOS]}
     for more, expected in (({}, [1]), ({"min_tokens": 5}, [6]), ({"min_tokens": 5, "ignore_eos": True}, [16])):
-        [output] = llm.generate("Sort 3", replace(SEEDED, **{**options, **eager, **more}), use_tqdm=False)
+        [output] = llm.generate(
+            "Sort 3", replace(SEEDED, **{**options, "min_tokens": 0, **eager, **more}), use_tqdm=False
+        )
         assert {len(sample.token_ids) for sample in output.outputs} == {*expected}, more
 
 
