@@ -28,8 +28,9 @@ class CompletionOutput:
     text: the decoded completion without what stopped it and without special tokens, unless its SamplingParams ask for
         them; "" when there is no tokenizer.
     token_ids: the generated ids, the stop token or those of the stop string included.
-    finish_reason: "stop" (a stop token or a stop string), "length" (max_tokens or max_model_len reached), "abort", or
-        "error" (the model's logits were NaN or infinite; the tokens before that are kept).
+    finish_reason: "stop" (a stop token, a stop string, or a form that is complete), "length" (max_tokens or
+        max_model_len reached), "abort", or "error" (the model's logits were NaN or infinite, no token was allowed, or
+        a logits processor failed; the tokens before that are kept).
     stop_reason: the string of `stop` or the id of the stop token that ended it; None for all other ends, the
         tokenizer's own EOS among them.
     logprobs: for each of `token_ids`, where SamplingParams ask for them; their sum for these is cumulative_logprob.

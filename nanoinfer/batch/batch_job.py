@@ -1,14 +1,16 @@
 """A file of requests in, a file of answers out: for jobs that take hours, and are killed and started again.
 
 Lines are read as the engine has room for them, so files may be larger than memory, and each answer is written by the
-step that finishes it. See `job_files.py` for what a job started again knows, and `openai_format.py` for the lines.
+step that finishes it. A few lines are read ahead, so that their grammars are compiled while steps run. See
+`job_files.py` for what a job started again knows, and `openai_format.py` for the lines.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,17 @@ from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
 
 MAX_MESSAGE = 1000  # characters of an error that are written
+MAX_AHEAD = 128  # lines that are read and wait; fewer than the grammars that are kept
+
+
+class Question(NamedTuple):
+    """Holds a line that was read and waits for its grammar, or for room in the engine."""
+
+    line: Line
+    custom_id: str
+    body: dict[str, Any]
+    params: SamplingParams
+    compiling: Future[Any]  # raises what is wrong with the grammar
 
 
 class Asked(NamedTuple):
@@ -115,6 +128,10 @@ class Job:
         self.asked: dict[int, Asked] = {}  # by request id
         # A full running set, and as many that wait: rows are refilled from them in one step.
         self._window = 2 * llm.config.max_num_seqs
+        self._ahead: list[Question] = []
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="nanoinfer-grammars")
+        self._compiled: Future[Any] = Future()  # of all that have no grammar
+        self._compiled.set_result(None)
 
     def run(self, pending: Iterator[Line], summary: Summary, use_tqdm: bool) -> None:
         """Fill the engine up, run a step and write what it finished, until nothing is left or too much is wrong."""
@@ -124,18 +141,34 @@ class Job:
                 is_left = True
                 while is_left and self._output.num_errors <= self._max_errors:
                     with postponed_interrupt():  # what has finished is written first
-                        is_left = bool(self.asked)
-                        for line in islice(pending, self._window - len(self.asked)):
-                            self.ask(line)
-                            is_left = True
+                        is_left = self._feed(pending)
                         for output in self._llm.step() if self.asked else []:
                             self._answer(output, summary)
+                    if not self.asked:
+                        wait([question.compiling for question in self._ahead], return_when=FIRST_COMPLETED)
                     progress.show(self._output.num_records)
             except KeyboardInterrupt:
                 summary.end = "interrupted"
+            finally:
+                self._background.shutdown(cancel_futures=True)
 
-    def ask(self, line: Line) -> None:
-        """Queue the request of a line, or write what is wrong with it."""
+    def _feed(self, pending: Iterator[Line]) -> bool:
+        """Read on, and queue what is ready while there is room; return whether anything was read or is left."""
+        known, self._ahead, is_left = self._ahead, [], bool(self.asked)
+        for question in chain(known, map(self.read, islice(pending, self._window))):
+            is_left = True
+            if question is None:
+                continue
+            if len(self.asked) < self._window and question.compiling.done():
+                self.ask(question)
+            else:
+                self._ahead.append(question)
+                if len(self._ahead) == MAX_AHEAD:
+                    break
+        return is_left
+
+    def read(self, line: Line) -> Question | None:
+        """Return what a line asks for, with its grammar under way; None, and an error record, where it is wrong."""
         custom_id = f"line-{line.number}"
         try:
             content = parse_line(line)
@@ -145,6 +178,20 @@ class Job:
             if params.seed is None:  # one for each line: what is drawn does not depend on where the job was interrupted
                 seed = xxhash.xxh64_intdigest(b"%d" % line.number, self._llm.config.seed % 2**64) >> 1
                 params = replace(params, seed=seed)
+            compiling = self._compiled
+            if params.structured_outputs is not None:
+                assert self._llm.engine.constraints is not None, "an LLM gives its engine some"
+                compiling = self._background.submit(self._llm.engine.constraints.compile, [params])
+            return Question(line, custom_id, body, params, compiling)
+        except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
+            self._fail(line, custom_id, "invalid_request", str(error))
+            return None
+
+    def ask(self, question: Question) -> None:
+        """Queue the request of a line, or write what is wrong with it."""
+        line, custom_id, body, params, compiling = question
+        try:
+            compiling.result()  # it is kept, so that the request finds it
             is_chat = "messages" in body
             if is_chat:
                 options = {name: body[name] for name in CHAT_OPTIONS if name in body}
@@ -153,7 +200,7 @@ class Job:
                 request_id = self._llm.add_request(body["prompt"], params)
             num_best = math.inf if params.logprobs == -1 else params.logprobs or 0
             self.asked[request_id] = Asked(line, custom_id, is_chat, num_best)
-        except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
+        except (RequestError, RecursionError) as error:
             self._fail(line, custom_id, "invalid_request", str(error))
 
     def _answer(self, output: RequestOutput, summary: Summary) -> None:

@@ -101,11 +101,13 @@ class Constraints:
 
     def _plan(self, params: SamplingParams, grammar: Grammar | None, token_set: TokenSet | None) -> "Plan":
         own = frozenset(token_id for token_id in params.stop_token_ids or () if token_id < self._vocab_size)
-        if grammar is not None and token_set is not None:
-            is_left = (grammar.first_mask & token_set.always).any()
-            if not is_left and not grammar.fork().is_accepting():
+        if grammar is not None and (own or token_set is not None):
+            first_mask = grammar.first_mask.copy() if token_set is None else grammar.first_mask & token_set.always
+            token_sets.remove(first_mask, own)
+            if not first_mask.any() and not grammar.fork().is_accepting():
                 raise RequestError(
-                    f"{grammar.name} begins with no token that allowed_token_ids and bad_words leave; allow more"
+                    f"{grammar.name} begins with no token that allowed_token_ids, bad_words and stop_token_ids leave; "
+                    "allow more"
                 )
         return Plan(
             grammar=grammar,

@@ -39,6 +39,7 @@ class Grammar:
     def __init__(self, name: str, source: str, template: Any, first_mask: NDArray[np.int32]) -> None:
         self.name, self.source, self.first_mask = name, source, first_mask
         self.templates = [template]
+        self.num_samples = 0  # that were to follow it so far
         self._turn = itertools.count()
 
     def fork(self) -> Any:
@@ -196,10 +197,12 @@ class GrammarCache:
             for params, grammar in zip(missing, _map_in_threads(library.compile, missing), strict=True):
                 grammars[params] = grammar
                 bar.update()
+        for params, grammar in grammars.items():
+            grammar.num_samples += wanted[params]
         more = [
             grammar
-            for params, grammar in grammars.items()
-            for _ in range(len(grammar.templates), min(NUM_THREADS, -(-wanted[params] // FORKS_A_TEMPLATE)))
+            for grammar in grammars.values()
+            for _ in range(len(grammar.templates), min(NUM_THREADS, -(-grammar.num_samples // FORKS_A_TEMPLATE)))
         ]
         for _ in _map_in_threads(library.add_template, more):
             pass

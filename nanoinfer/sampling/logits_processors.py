@@ -104,7 +104,13 @@ class Penalties:
 
     def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
         tables = (self._token_ids, self._context_lens, self._prompt_lens, self._penalties)
-        return penalise(logits.float(), *(table[rows] for table in tables))
+        lines = [line for line, row in enumerate(host_rows) if row in self._rows]
+        if len(lines) == len(host_rows):
+            return penalise(logits.float(), *(table[rows] for table in tables))
+        # In the tables, a row without penalties may still have those of the sequence that was there before.
+        some = to_device(torch.tensor(lines), logits.device)
+        penalised = penalise(logits[some].float(), *(table[rows[some]] for table in tables))
+        return logits.float().index_copy(0, some, penalised)
 
 
 class MinTokens:

@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import fields
@@ -31,11 +33,12 @@ from nanoinfer import (
     tiny_model_path,
 )
 from nanoinfer.__main__ import main
-from nanoinfer.batch import job_files
+from nanoinfer.batch import batch_job, job_files
 from nanoinfer.batch.batch_job import Summary, run_batch
 from nanoinfer.batch.job_files import BatchOutput
 from nanoinfer.batch.openai_format import parse_body, response_body
 from nanoinfer.config import EngineConfig
+from nanoinfer.constraints.grammars import GrammarLibrary
 from nanoinfer.errors import JobError, RequestError
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -282,6 +285,93 @@ def test_only_as_many_lines_are_in_the_engine_as_keep_it_busy(
     monkeypatch.setattr(llm, "step", counting_step)
     assert job(llm, path).num_done == 50
     assert max(held) == 8, "twice the rows"
+
+
+def choosing(*choices: str, **options: Any) -> dict[str, Any]:
+    return {"prompt": [1], **GREEDY, "structured_outputs": {"choice": choices}, **options}
+
+
+def test_steps_go_on_while_a_grammar_is_compiled(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second line's grammar takes until the others are answered, or for a minute."""
+    pytest.importorskip("llguidance")
+    compile_now, step = GrammarLibrary.compile, llm.step
+    others_answered, waited = threading.Event(), []
+    finished: list[str] = []
+
+    def compile_slowly(library: GrammarLibrary, wanted: StructuredOutputsParams) -> Any:
+        if wanted.choice == ("slow",):
+            waited.append(others_answered.wait(60))
+            assert threading.current_thread() is not threading.main_thread()
+        return compile_now(library, wanted)
+
+    def counting_step() -> list[RequestOutput]:
+        outputs = step()
+        finished.extend(output.text for output in outputs)
+        if len(finished) == 29:
+            others_answered.set()
+        return outputs
+
+    monkeypatch.setattr(GrammarLibrary, "compile", compile_slowly)
+    monkeypatch.setattr(llm, "step", counting_step)
+    plain = [{"prompt": [index], **GREEDY} for index in range(28)]
+    path = write(tmp_path / "in.jsonl", choosing("first"), choosing("slow"), *plain)
+    assert job(llm, path).num_errors == 0
+    assert waited == [True]
+    assert finished[-1] == "slow"
+    assert "first" in finished[:-1]
+
+
+def test_lines_whose_grammars_take_long_are_all_answered_and_bad_ones_are_errors(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    compile_now = GrammarLibrary.compile
+    compiled: list[str] = []
+
+    def compile_slowly(library: GrammarLibrary, wanted: StructuredOutputsParams) -> Any:
+        time.sleep(0.02)
+        compiled.append(str(wanted))
+        return compile_now(library, wanted)
+
+    monkeypatch.setattr(GrammarLibrary, "compile", compile_slowly)
+    monkeypatch.setattr(batch_job, "MAX_AHEAD", 3)
+    lines = [choosing(f"text {index % 7}") for index in range(20)]
+    bad = [
+        {"prompt": [1], "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}},
+        {"prompt": "", "structured_outputs": {"regex": "a"}},
+        {"prompt": "a", "structured_outputs": {"regex": "(a"}},
+    ]
+    path = write(tmp_path / "in.jsonl", *lines[:9], *bad, *lines[9:])
+    summary = job(llm, path)
+    assert (summary.num_done, summary.num_errors) == (23, 3)
+    for message, found in zip(
+        ("cannot be compiled", "is empty", "cannot be compiled"), errors(path).values(), strict=True
+    ):
+        assert message in found
+    texts = [
+        record["response"]["body"]["choices"][0]["text"] for record in records(path).values() if record["response"]
+    ]
+    assert sorted(texts) == sorted(f"text {index % 7}" for index in range(20))
+    assert len(compiled) == 7 + 3, "each grammar once, whether it is right or wrong"
+
+
+def test_ctrl_c_while_the_first_grammar_is_compiled_stops_the_job_and_it_goes_on(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    compile_now = GrammarLibrary.compile
+
+    def compile_slowly(library: GrammarLibrary, wanted: StructuredOutputsParams) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+        return compile_now(library, wanted)
+
+    path = write(tmp_path / "in.jsonl", choosing("never"), choosing("again"))
+    with monkeypatch.context() as patch:
+        patch.setattr(GrammarLibrary, "compile", compile_slowly)
+        summary = job(llm, path)
+    assert (summary.end, summary.num_done) == ("interrupted", 0)
+    assert job(llm, path).num_done == 2
 
 
 # --- bad lines ---

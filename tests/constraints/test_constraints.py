@@ -290,6 +290,9 @@ def test_many_samples_of_one_grammar_are_spread_over_several_templates(monkeypat
     wanted = of(regex="[a-z]+")
     [plan, *_] = constraints.compile([wanted] * 40)
     assert len(plan.grammar.templates) == 3  # type: ignore[union-attr]
+    for _ in range(16):  # requests that come one by one count as well
+        [plan] = constraints.compile([wanted])
+    assert len(plan.grammar.templates) == 4  # type: ignore[union-attr]
     for tokens, reason, _ in draw(constraints, [wanted] * 40, seed=0, max_tokens=20):
         assert reason == "length" or re.fullmatch("[a-z]+", tiny_tokenizer().decode(tokens))
 
@@ -338,7 +341,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
 
 
 def test_a_grammar_that_begins_with_no_allowed_token_is_refused(constraints: Constraints) -> None:
-    with pytest.raises(RequestError, match=r"regex='a' begins with no token that allowed_token_ids and bad_words"):
+    with pytest.raises(RequestError, match="regex='a' begins with no token that allowed_token_ids, bad_words and stop"):
         start(constraints, regex="a", allowed_token_ids=encode("b"))
     start(constraints, regex="a*", allowed_token_ids=encode("b"))  # may end at once
 

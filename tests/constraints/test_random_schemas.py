@@ -1,9 +1,8 @@
-"""Random schemas, and texts drawn by them with any allowed token as likely as another: they parse and validate."""
+"""Texts drawn by random schemas, with any allowed token as likely as another: they parse and validate."""
 
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,50 +11,11 @@ from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
 from nanoinfer.text.tokenizer import Tokenizer
 from tests.constraints.helpers import EOS, VOCAB_SIZE, draw, tiny_tokenizer
+from tests.constraints.random_schemas import random_object
 from tests.real.make_smollm2 import save_tokenizer
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
-
-PATTERNS = ["^[a-z]{2,5}$", r"^\d{3}-\d{4}$", "^(red|green|blue)$", "^[A-Z][a-z]*( [A-Z][a-z]*)?$", r"^\+?[0-9 ]{3,8}$"]
-NAMES = ["id", "name", "größe", "a b", "tags", 'quote"d', "x/y", "$ref me", "n", "日本"]
-
-
-def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
-    kinds = ["boolean", "null", "integer", "number", "string", "enum", "const", "pattern"]
-    kinds += ["object", "object", "array", "anyOf"] if depth else []
-    kind = rng.choice(kinds)
-    if kind == "enum":
-        return {"enum": rng.sample(["a", "b c", "é", 1, 2.5, -7, None, True, [1], {"k": "v"}], rng.randint(1, 4))}
-    if kind == "const":
-        return {"const": rng.choice(["fixed", 0, False, ["x", 1], {"a": {}}])}
-    if kind == "pattern":
-        return {"type": "string", "pattern": rng.choice(PATTERNS)}
-    if kind == "anyOf":
-        return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randint(2, 3))]}
-    if kind == "string":
-        least = rng.randint(0, 4)
-        return {"type": kind, "minLength": least, "maxLength": least + rng.randint(0, 8)}
-    if kind in ("integer", "number"):
-        least = rng.randint(-1000, 1000)
-        most = least + rng.randint(1, 500)
-        names = rng.choice([("minimum", "maximum"), ("exclusiveMinimum", "maximum"), ("minimum", "exclusiveMaximum")])
-        return {"type": kind, **dict(zip(names, (least, most), strict=True))}
-    if kind == "array":
-        least = rng.randint(0, 2)
-        items = random_schema(rng, depth - 1)
-        return {"type": kind, "items": items, "minItems": least, "maxItems": least + rng.randint(0, 2)}
-    if kind == "object":
-        return random_object(rng, depth)
-    return {"type": kind}
-
-
-def random_object(rng: random.Random, depth: int) -> dict[str, Any]:
-    names = rng.sample(NAMES, rng.randint(1, 4))
-    properties = {name: random_schema(rng, depth - 1) for name in names}
-    required = [name for name in names if rng.random() < 0.7]
-    schema = {"type": "object", "properties": properties, "required": required}
-    return {**schema, "additionalProperties": False} if rng.random() < 0.8 else schema
 
 
 def check_random_schemas(num_schemas: int, seed: int, tokenizer: Tokenizer, vocab_size: int, eos: int) -> float:

@@ -5,6 +5,7 @@ made of Python packages (see make_smollm2.py), and the tests skip themselves wit
 """
 
 import itertools
+import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
+from tests.constraints.random_schemas import check_answers, random_requests
 from tests.real.make_smollm2 import save_smollm2
 
 pytestmark = pytest.mark.real
@@ -170,3 +172,17 @@ def test_a_score_is_the_sum_that_transformers_gives(llm: LLM, reference: Any) ->
         assert score.total == pytest.approx(expected.sum().item(), abs=1e-4)
     assert right.is_greedy
     assert right.total > wrong.total + 2
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_answers_of_random_schemas_finish_parse_and_validate(llm: LLM, count: int) -> None:
+    pytest.importorskip("llguidance")
+    pytest.importorskip("jsonschema")
+    schemas, params = random_requests(count, 0, disable_any_whitespace=True, temperature=0.6)
+    asked = [
+        [{"role": "user", "content": f"Write an example of JSON of this schema: {json.dumps(schema)}"}]
+        for schema in schemas
+    ]
+    share = check_answers(schemas, llm.chat(asked, params, use_tqdm=False))
+    print(f"{share:.1%} of {count} answers are finished")
+    assert share >= 0.8

@@ -191,6 +191,20 @@ def test_of_a_set_and_a_grammar_both_are_obeyed_in_any_line_of_a_large_step() ->
             assert token_id == max(allowed, key=lambda i: logits[line, i])
 
 
+def test_a_row_with_rules_alone_has_none_of_the_penalties_of_the_sequence_before() -> None:
+    logits = torch.zeros(2, VOCAB_SIZE)
+    logits[:, 1], logits[:, 50] = 2.0, 1.0  # token 1 is in the prompts
+    penalised = SamplingParams(temperature=0, repetition_penalty=10.0)
+    sampler = make_sampler(penalised, penalised)
+    newcomer = Sequence(9, [1, 2], GREEDY)
+    newcomer.row = 0
+    packet = pack(ScheduledBatch(admitted=[newcomer]))
+    header = read_header(packet)
+    sampler.admit(header, split(packet, header), split(torch.from_numpy(packet), header))
+    rules = StepRules(token_sets=masks({0: range(VOCAB_SIZE)}))
+    assert sampler.sample(logits, 0, torch.tensor([0, 1]), [0, 1], rules).token_ids.tolist() == [1, 50]
+
+
 # --- users' functions ---
 
 
