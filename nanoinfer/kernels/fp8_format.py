@@ -46,8 +46,11 @@ class RowFormat:
     scale: Tensor | None = None
     keeps_wide: bool = False
 
-    def empty_rows(self, like: Tensor, size: int) -> QuantizedRows:
-        """Return memory for as many rows as `like` has; a static scale is already in its place."""
+    def empty_rows(self, like: Tensor, size: int, wide: Tensor | None = None) -> QuantizedRows:
+        """Return memory for as many rows as `like` has; a static scale is already in its place.
+
+        wide: the rows before they are rounded, if somebody has them already.
+        """
         num_rows = len(like)
         num_groups = 1 if self.group_size is None else -(-size // self.group_size)
         values = like.new_empty(num_rows, size, dtype=FP8)
@@ -55,4 +58,6 @@ class RowFormat:
             scales = self.scale.expand(num_rows, num_groups)
         else:
             scales = like.new_empty(num_rows, num_groups, dtype=torch.float32)
-        return QuantizedRows(values, scales, like.new_empty(num_rows, size) if self.keeps_wide else None)
+        if self.keeps_wide and wide is None:
+            wide = like.new_empty(num_rows, size)
+        return QuantizedRows(values, scales, wide if self.keeps_wide else None)
