@@ -188,7 +188,9 @@ def _names(field: str, names: Any) -> tuple[str, ...]:
         try:
             re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
         except re.error as error:
-            raise ModelError(f"config.json has quantization_config with {field}={name!r}: {error}") from None
+            raise ModelError(
+                f"config.json has quantization_config with {field}={name!r}: {error}; use a valid expression"
+            ) from None
     return tuple(names)
 
 
