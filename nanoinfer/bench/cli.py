@@ -12,6 +12,7 @@ from nanoinfer import SamplingParams
 from nanoinfer.bench.engines import ENGINES, engine_options, make_params
 from nanoinfer.bench.throughput import benchmark, describe_machine
 from nanoinfer.bench.workloads import LOADS, SIZES, Load, choose_loads, choose_model, draw_workload
+from nanoinfer.config import QUANTIZATIONS
 from nanoinfer.errors import ConfigError, NanoinferError
 
 NAMES = LOADS["cuda"].keys()
@@ -79,6 +80,7 @@ def add_model_and_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="top-k filtering (off); Qwen3 recommends 20")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="top-p filtering (off); Qwen3's is 0.95")
     parser.add_argument("--tensor-parallel-size", type=positive, default=1, metavar="N", help="number of GPUs (1)")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="round the weights of linear layers to 8 bits")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--attention-backend", default="auto", help="nanoinfer's: auto, flash_attn, triton or torch")
 
@@ -126,11 +128,11 @@ def run_trace(args: argparse.Namespace) -> dict[str, Any]:
     device = find_device()
     _, load = loads_of(args, device)[-1]
     with tempfile.TemporaryDirectory() as scratch:
-        model = choose_model(args.model, args.size, device, Path(scratch))
+        model = choose_model(args.model, args.size, device, Path(scratch), args.quantization)
         options = engine_options(model, load, args) | {"attention_backend": args.attention_backend}
         workload = draw_workload(args.seed, load, model.config.vocab_size)
         params = make_params(SamplingParams, workload, n=workload.num_samples, top_k=args.top_k, top_p=args.top_p)
-        with LLM(model.folder, load_format=model.load_format, **options) as llm:
+        with LLM(model.folder, **model.options, **options) as llm:
             return {"trace": trace(llm, workload, params, args.folder), **describe_machine(device)}
 
 
@@ -162,6 +164,8 @@ def check_engine(args: argparse.Namespace, loads: list[tuple[str, Load]]) -> Non
         raise ConfigError(f"--attention-backend is an option of nanoinfer; leave it out for --engine {args.engine}")
     if args.engine == "nanovllm" and (args.top_k, args.top_p) != (0, 1):
         raise ConfigError("--engine nanovllm has no --top-k and --top-p; leave them out")
+    if args.engine in ("nanovllm", "transformers") and args.quantization:
+        raise ConfigError(f"--engine {args.engine} has no --quantization; leave it out")
     if args.engine == "transformers" and args.tensor_parallel_size > 1:
         raise ConfigError("--engine transformers runs on one GPU; leave --tensor-parallel-size out")
     for name, load in loads if args.engine in ("nanovllm", "transformers") else ():
