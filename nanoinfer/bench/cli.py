@@ -51,6 +51,7 @@ def add_parser(subparsers: Any) -> None:
     loads.add_argument("names", nargs="*", type=load_name, metavar="LOAD", help="all, if none is named")
     trace.add_argument("folder", type=Path, metavar="FOLDER", help="where the trace and its picture go")
     kernels.add_argument("--gpus", type=positive, default=1, metavar="N", help="time all-reduces over N GPUs")
+    kernels.add_argument("--quantization", choices=QUANTIZATIONS, help="time products, experts and rounding in FP8")
     for parser in (throughput, trace):
         add_sizes(parser)
     for parser in (throughput, loads, trace):
@@ -137,9 +138,12 @@ def run_trace(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_kernels(args: argparse.Namespace) -> dict[str, Any]:
-    from nanoinfer.bench import kernels
+    from nanoinfer.bench import fp8_kernels, kernels
 
-    kernels.run(args.gpus)
+    if args.quantization:
+        fp8_kernels.run()
+    else:
+        kernels.run(args.gpus)
     return {}
 
 
