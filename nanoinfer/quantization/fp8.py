@@ -2,7 +2,8 @@
 
 The functions here define them in plain PyTorch; Triton kernels compute the same on a GPU. Scales and sums are float32.
 
-- A scale is the largest absolute value / 448, so that nothing overflows. Zeros have the scale 0 and stay zeros.
+- A scale is the largest absolute value / 448, so that nothing overflows. Zeros have the scale 0 and stay zeros. Weights
+  that are rounded while they are loaded may have up to twice that, if it fits them better: `fit_weight`.
 - NaN stays NaN and is left out of the largest value. Infinity makes NaN of its row. Neither reaches another row.
 - A row of activations has one scale where every rank has all of the row: before QKV and gate-up. Where the ranks split
   the inputs, before the output and down projections, each 128 values have one. No rank's share cuts such a group, so
@@ -16,6 +17,9 @@ from torch import Tensor
 from nanoinfer.device import import_error
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import FP8, FP8_MAX, GROUP_SIZE, TINY, QuantizedRows, RowFormat
+
+NUM_SCALES = 8  # that are tried for a row of a weight
+MAX_FITTED_ROWS = 1024  # at a time, to bound the memory that this takes
 
 
 def has_fp8_products(device: torch.device) -> bool:
@@ -54,6 +58,28 @@ def quantize_weight(weight: Tensor, block_size: int | None = None) -> tuple[Tens
     blocks = padded.unflatten(-1, (-1, block_size)).unflatten(-3, (-1, block_size))
     scales = _largest(blocks, dim=(-3, -1)) / FP8_MAX
     return _round(weight, spread_blocks(scales, num_rows, depth)), scales
+
+
+def fit_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a weight, (num_rows, depth), to 8 bits; return it and the scale of each row, that which fits it best.
+
+    It is the one with the least squared error of `NUM_SCALES`, from largest / 448 to nearly twice that. Numbers have no
+    more bits then, but those that a row has most of come to lie where e4m3 is finer.
+    """
+    parts = [_fit_rows(part.float()) for part in weight.split(MAX_FITTED_ROWS)]
+    values, scales = zip(*parts, strict=True)
+    return torch.cat(values), torch.cat(scales)
+
+
+def _fit_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    smallest = _largest(weight, dim=-1) / FP8_MAX
+    scales, least = smallest, torch.full_like(smallest, torch.inf)
+    for step in range(NUM_SCALES):
+        tried = smallest * 2 ** (step / NUM_SCALES)
+        error = (dequantize_weight(_round(weight, tried.unsqueeze(-1)), tried) - weight).square().sum(-1)
+        is_better = error < least  # not where a row has NaN or infinity, which keeps the first one
+        scales, least = torch.where(is_better, tried, scales), torch.where(is_better, error, least)
+    return _round(weight, scales.unsqueeze(-1)), scales
 
 
 def dequantize_weight(weight: Tensor, scales: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from nanoinfer.errors import ModelError
 from nanoinfer.kernels.fp8_format import FP8, FP8_MAX, GROUP_SIZE, Activations, QuantizedRows, RowFormat
 from nanoinfer.quantization.fp8 import (
     dequantize_weight,
+    fit_weight,
     fp8_expert_mlp,
     fp8_product,
     has_fp8_products,
@@ -33,19 +34,19 @@ def with_quantization(layers: Iterable[nn.Module], config: QuantizationConfig | 
     """
     has_logged = False
     for index, layer in enumerate(layers):
-        for name, module in layer.named_modules() if config else ():
-            if (
-                config is None
-                or not hasattr(module, "quant_method")
-                or not config.covers(f"model.layers.{index}.{name}")
-            ):
+        for name, module in layer.named_modules():
+            if config is None or not hasattr(module, "quant_method"):
+                continue
+            if not config.covers(f"model.layers.{index}.{name}"):
                 continue
             device = module.weight.device
-            method_class = Fp8LinearMethod if has_fp8_products(device) else Fp8WeightOnlyMethod
-            if method_class is Fp8WeightOnlyMethod and not has_logged:
+            if has_fp8_products(device):
+                module.quant_method = Fp8LinearMethod(config, module)
+                continue
+            module.quant_method = Fp8WeightOnlyMethod(config, module)
+            if not has_logged:
                 logger.info("%s has no FP8 products: weights are held in FP8, and widened for each product", device)
                 has_logged = True
-            module.quant_method = method_class(config, module)
         yield layer
 
 
@@ -53,7 +54,7 @@ class Fp8WeightOnlyMethod(LinearMethod):
     """Holds a weight in FP8, and widens it for each product: less memory, but no speed.
 
     weight: (..., num_outputs, num_inputs) e4m3. Its scales are called as in the checkpoint: of the outputs,
-    (..., num_outputs), or of blocks, (..., rows, columns). input_scales: (num_shards,), the static scales that the
+    (..., num_outputs), or of blocks, (..., rows, columns). input_scale: (num_shards,), the static scales that the
     checkpoint gives the inputs of its weights; the inputs of what is packed have one scale, the largest.
     """
 
@@ -101,7 +102,7 @@ class Fp8WeightOnlyMethod(LinearMethod):
             if is_rounded:
                 return [(param, full)]
             # All of a row, before it is cut, so that its scale does not depend on the number of ranks.
-            values, scales = quantize_weight(full.to(param.device))
+            values, scales = fit_weight(full.to(param.device))
             return [(param, values), (self.scales(layer), scales)]
         if param is getattr(layer, "input_scale", None):
             if full.numel() != 1:

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.models import REGISTRY
 from nanoinfer.quantization import fp8_linear
-from nanoinfer.quantization.fp8 import dequantize_weight, quantize_weight
+from nanoinfer.quantization.fp8 import dequantize_weight, fit_weight
 from tests.models.test_architectures import checkpoint, draw_prompts, generate
 
 __all__ = ["checkpoint"]
@@ -30,7 +30,7 @@ def rounded(folder: Path, to: Path) -> Path:
     for name, tensor in tensors.items():
         if not in_16_bits(name):
             # Each row has a scale of its own, so it does not matter what is packed with what.
-            tensors[name] = dequantize_weight(*quantize_weight(tensor))
+            tensors[name] = dequantize_weight(*fit_weight(tensor))
     save_file(tensors, to / "model.safetensors")
     (to / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text())))
     return to

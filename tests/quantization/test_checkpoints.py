@@ -20,7 +20,7 @@ from nanoinfer.checkpoint.quantization_config import QuantizationConfig, read_qu
 from nanoinfer.kernels.fp8_format import FP8
 from nanoinfer.models import REGISTRY
 from nanoinfer.quantization import fp8_linear
-from nanoinfer.quantization.fp8 import dequantize_weight, quantize_weight
+from nanoinfer.quantization.fp8 import dequantize_weight, fit_weight, quantize_weight
 
 Tensors = dict[str, Tensor]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
@@ -186,11 +186,10 @@ def test_products_of_fp8_are_near_those_of_widened_weights(
 def test_a_16_bit_checkpoint_is_rounded_while_it_is_loaded(
     plain_folder: Callable[[bool], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """To what compressed-tensors has by channel, but for scales that are not rounded to bfloat16."""
+    """Each weight by itself, by rows."""
     tensors = load_file(plain_folder(True) / "model.safetensors")
     wide = {
-        name: dequantize_weight(*quantize_weight(tensor)) if is_linear(name) else tensor
-        for name, tensor in tensors.items()
+        name: dequantize_weight(*fit_weight(tensor)) if is_linear(name) else tensor for name, tensor in tensors.items()
     }
     save_file(wide, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((plain_folder(True) / "config.json").read_text())

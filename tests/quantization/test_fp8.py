@@ -21,6 +21,7 @@ from nanoinfer.quantization import fp8_linear
 from nanoinfer.quantization.fp8 import (
     dequantize_rows,
     dequantize_weight,
+    fit_weight,
     fp8_product,
     has_fp8_products,
     quantize_rows,
@@ -122,6 +123,22 @@ def test_a_rounded_weight_is_near_what_it_was(shape: tuple[int, ...], block_size
     assert (error.abs() <= HALF_A_STEP * weight.abs() + 1e-4).all()
 
 
+def test_a_scale_that_fits_a_row_has_a_smaller_error_than_the_largest_value_asks_for() -> None:
+    weight = randn(1500, 200)  # more rows than are fitted at a time
+    weight[3], weight[4, 5], weight[5, 6] = 0.0, NAN, INFINITY
+    (plain, plain_scales), (values, scales) = quantize_weight(weight), fit_weight(weight)
+    assert torch.equal(values[3:6].view(torch.uint8), plain[3:6].view(torch.uint8))
+    ratios = (scales / plain_scales)[6:]
+    assert ((ratios >= 1) & (ratios < 2)).all()
+    errors = [
+        (dequantize_weight(*rounded) - weight)[6:].square().sum(1)
+        for rounded in ((values, scales), (plain, plain_scales))
+    ]
+    assert (errors[0] <= errors[1]).all()
+    assert errors[0].mean() < 0.95 * errors[1].mean()
+    assert torch.equal(fit_weight(weight[7:8])[0].float(), values[7:8].float()), "a row does not depend on others"
+
+
 def test_a_bad_row_of_a_weight_spoils_its_own_output() -> None:
     weight = randn(4, 64)
     weight[1, 3], weight[2, 5] = NAN, INFINITY
@@ -164,7 +181,7 @@ def test_a_row_parallel_layer_of_two_ranks_computes_what_one_does(monkeypatch: p
 
     expected = run(WHOLE)
     torch.testing.assert_close(run(RANKS[0]) + run(RANKS[1]), expected, rtol=1e-5, atol=1e-2)
-    exact = dequantize_rows(quantize_rows(x, RowFormat(group_size=128))) @ dequantize_weight(*quantize_weight(weight)).T
+    exact = dequantize_rows(quantize_rows(x, RowFormat(group_size=128))) @ dequantize_weight(*fit_weight(weight)).T
     torch.testing.assert_close(expected, exact + bias, rtol=1e-5, atol=1e-2)
 
 
@@ -186,7 +203,7 @@ def test_packed_shards_are_rounded_and_placed_one_by_one(tp: TensorParallel) -> 
     layer = quantized(QKVParallelLinear(64, 128, num_heads=4, num_kv_heads=2, bias=False, tp=tp))
     for name in reversed(full):
         layer.weight_loader(layer.weight, full[name], name)
-    expected = torch.cat([tp.shard(dequantize_weight(*quantize_weight(part)), 0) for part in full.values()])
+    expected = torch.cat([tp.shard(dequantize_weight(*fit_weight(part)), 0) for part in full.values()])
     assert torch.equal(dequantize_weight(layer.weight, layer.weight_scale), expected)
 
 
@@ -197,7 +214,7 @@ def test_updated_weights_take_the_same_way() -> None:
         a, b = randn(4, 32, seed=seed), 100 * randn(6, 32, seed=seed + 2)
         layer.weight_loader(layer.weight, a, "a")
         layer.weight_loader(layer.weight, b, "b")
-        wide = torch.cat([dequantize_weight(*quantize_weight(part)) for part in (a, b)])
+        wide = torch.cat([dequantize_weight(*fit_weight(part)) for part in (a, b)])
         torch.testing.assert_close(layer(torch.eye(32)), wide.T)
 
 
