@@ -30,11 +30,11 @@ def main(argv: list[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     [load] = LOADS[device]["default"]  # 256 requests of 100 to 1,024 random tokens in and out; fewer on a CPU
     with tempfile.TemporaryDirectory() as scratch:
-        model = choose_model(args.model, args.size, device, Path(scratch))
+        model = choose_model(args.model, args.size, device, Path(scratch), args.quantization)
         rates = measure_rates(device, model.config, args.tensor_parallel_size)
         llm = LLM(
             model.folder,
-            load_format=model.load_format,  # "dummy" draws random weights
+            **model.options,  # load_format="dummy" draws random weights
             max_model_len=min(4096, model.config.max_model_len),
             tensor_parallel_size=args.tensor_parallel_size,
         )
@@ -68,6 +68,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=1, help="timed runs, each with the next seed (1)")
     parser.add_argument("--top-k", type=int, default=0, help="draw from so many tokens (all); Qwen3 recommends 20")
     parser.add_argument("--top-p", type=float, default=1.0, help="or from this share (1); Qwen3 recommends 0.95")
+    parser.add_argument("--quantization", choices=["fp8"], help="round the weights of linear layers to 8 bits")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="number of GPUs (1)")
     return parser.parse_args(argv)
 

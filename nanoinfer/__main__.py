@@ -138,6 +138,7 @@ def what_answers_depend_on(config: EngineConfig) -> list[str]:
     """Return the values of these options; of those that came later, only what is given, so that older jobs go on."""
     tokenizer = config.tokenizer and Path(config.tokenizer)
     later = {"revision": config.revision, "tokenizer": tokenizer, "hf_overrides": config.hf_overrides}
+    later["quantization"] = config.quantization
     given = [f"{name}={value}" for name, value in later.items() if value]
     return [str(Path(config.model)), config.load_format, str(config.seed), *given]
 

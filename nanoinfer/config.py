@@ -15,9 +15,10 @@ from typing import Any, get_args
 from nanoinfer.errors import ConfigError, check_names
 
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("fp8",)
 # Options of vLLM that nanoinfer does not have. VLLM_NAMES adds those that it has under another name.
 UNSUPPORTED = """
-    quantization kv_cache_dtype enable_lora max_loras max_lora_rank pipeline_parallel_size data_parallel_size
+    kv_cache_dtype enable_lora max_loras max_lora_rank pipeline_parallel_size data_parallel_size
     enable_expert_parallel distributed_executor_backend speculative_config compilation_config
     trust_remote_code tokenizer_revision tokenizer_mode skip_tokenizer_init swap_space cpu_offload_gb runner task
     limit_mm_per_prompt disable_custom_all_reduce enable_chunked_prefill max_logprobs logits_processors
@@ -82,6 +83,11 @@ class EngineConfig:
         '"auto" and "safetensors" read the checkpoint; "dummy" draws random weights and needs only config.json.',
         ("auto", "safetensors", "dummy"),
     )
+    quantization: str | None = option(
+        None,
+        '"fp8" rounds the weights of linear layers to 8 bits while they are loaded. A checkpoint that has them in '
+        "8 bits says how they are read, and needs no option.",
+    )
     revision: str | None = option(
         None,
         "The branch, tag or commit of the model on the hub; if not given, the main branch. The tokenizer's too, unless "
@@ -130,6 +136,9 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r} must lie in (0, 1]; 0.9 suits a GPU of your own")
+        if self.quantization not in (None, *QUANTIZATIONS):
+            known = ", ".join(map(repr, QUANTIZATIONS))
+            raise ConfigError(f"quantization={self.quantization!r} is not known; use {known} or None")
         if self.max_model_len == 1:
             raise ConfigError("max_model_len=1 has no room for a prompt and a completion; use at least 2")
         if self.kvcache_block_size % 16 != 0:

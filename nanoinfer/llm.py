@@ -68,7 +68,7 @@ class LLM:
         is_random = self.config.load_format == "dummy"
         model, revision, download_dir = self.config.model, self.config.revision, self.config.download_dir
         folder = resolve_model_folder(model, not is_random, revision=revision, download_dir=download_dir)
-        model_config = ModelConfig.from_folder(folder, supported=REGISTRY, overrides=self.config.hf_overrides)
+        model_config = ModelConfig.from_folder(folder, REGISTRY, self.config.hf_overrides, self.config.quantization)
         tokenizer_folder = find_tokenizer(self.config, folder)
         self._generation_config = read_json(folder / "generation_config.json")
         vocab_size = None if is_random else model_config.vocab_size  # random weights fit any tokenizer

@@ -27,8 +27,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": EVERYBODY | {"text", "constraints"},
     "distributed": EVERYBODY,
     "kernels": EVERYBODY | {"distributed"},
-    "layers": EVERYBODY | {"kernels", "distributed"},
-    "models": EVERYBODY | {"layers", "kernels", "distributed"},
+    "quantization": EVERYBODY | {"kernels", "distributed"},
+    "layers": EVERYBODY | {"quantization", "kernels", "distributed"},
+    "models": EVERYBODY | {"layers", "quantization", "kernels", "distributed"},
     "sampling": EVERYBODY | STEP_DATA | {"models", "layers", "kernels", "distributed"},
     "runner": EVERYBODY | STEP_DATA | {"sampling", "models", "layers", "kernels", "distributed"},
     "executor": EVERYBODY | STEP_DATA | {"runner", "distributed"},
@@ -37,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llm": EVERYBODY | {"constraints", "engine", "executor", "runner", "models", "text", "progress", "scoring"},
     "__init__": EVERYBODY | {"llm", "constraints.structured_outputs"},
     "batch": EVERYBODY | {"llm", "executor", "text", "progress", "constraints.structured_outputs"},
-    "bench": EVERYBODY | {*nanoinfer.__all__, "__version__", "engine", "models", "layers", "kernels", "distributed"},
+    "bench": EVERYBODY
+    | {*nanoinfer.__all__, "__version__", "engine", "models", "layers", "quantization", "kernels", "distributed"},
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "batch", "bench"},
 }
 WITHOUT_TORCH = {"constraints", "engine", "config", "sampling_params", "outputs", "errors"}

@@ -12,6 +12,7 @@ from nanoinfer import SamplingParams
 from nanoinfer.bench.engines import ENGINES, engine_options, make_params
 from nanoinfer.bench.throughput import benchmark, describe_machine
 from nanoinfer.bench.workloads import LOADS, SIZES, Load, choose_loads, choose_model, draw_workload
+from nanoinfer.config import QUANTIZATIONS
 from nanoinfer.errors import ConfigError, NanoinferError
 
 NAMES = LOADS["cuda"].keys()
@@ -50,6 +51,7 @@ def add_parser(subparsers: Any) -> None:
     loads.add_argument("names", nargs="*", type=load_name, metavar="LOAD", help="all, if none is named")
     trace.add_argument("folder", type=Path, metavar="FOLDER", help="where the trace and its picture go")
     kernels.add_argument("--gpus", type=positive, default=1, metavar="N", help="time all-reduces over N GPUs")
+    kernels.add_argument("--quantization", choices=QUANTIZATIONS, help="time products, experts and rounding in FP8")
     for parser in (throughput, trace):
         add_sizes(parser)
     for parser in (throughput, loads, trace):
@@ -79,6 +81,7 @@ def add_model_and_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="top-k filtering (off); Qwen3 recommends 20")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="top-p filtering (off); Qwen3's is 0.95")
     parser.add_argument("--tensor-parallel-size", type=positive, default=1, metavar="N", help="number of GPUs (1)")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="round the weights of linear layers to 8 bits")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--attention-backend", default="auto", help="nanoinfer's: auto, flash_attn, triton or torch")
 
@@ -126,18 +129,21 @@ def run_trace(args: argparse.Namespace) -> dict[str, Any]:
     device = find_device()
     _, load = loads_of(args, device)[-1]
     with tempfile.TemporaryDirectory() as scratch:
-        model = choose_model(args.model, args.size, device, Path(scratch))
+        model = choose_model(args.model, args.size, device, Path(scratch), args.quantization)
         options = engine_options(model, load, args) | {"attention_backend": args.attention_backend}
         workload = draw_workload(args.seed, load, model.config.vocab_size)
         params = make_params(SamplingParams, workload, n=workload.num_samples, top_k=args.top_k, top_p=args.top_p)
-        with LLM(model.folder, load_format=model.load_format, **options) as llm:
+        with LLM(model.folder, **model.options, **options) as llm:
             return {"trace": trace(llm, workload, params, args.folder), **describe_machine(device)}
 
 
 def run_kernels(args: argparse.Namespace) -> dict[str, Any]:
-    from nanoinfer.bench import kernels
+    from nanoinfer.bench import fp8_kernels, kernels
 
-    kernels.run(args.gpus)
+    if args.quantization:
+        fp8_kernels.run()
+    else:
+        kernels.run(args.gpus)
     return {}
 
 
@@ -162,6 +168,8 @@ def check_engine(args: argparse.Namespace, loads: list[tuple[str, Load]]) -> Non
         raise ConfigError(f"--attention-backend is an option of nanoinfer; leave it out for --engine {args.engine}")
     if args.engine == "nanovllm" and (args.top_k, args.top_p) != (0, 1):
         raise ConfigError("--engine nanovllm has no --top-k and --top-p; leave them out")
+    if args.engine in ("nanovllm", "transformers") and args.quantization:
+        raise ConfigError(f"--engine {args.engine} has no --quantization; leave it out")
     if args.engine == "transformers" and args.tensor_parallel_size > 1:
         raise ConfigError("--engine transformers runs on one GPU; leave --tensor-parallel-size out")
     for name, load in loads if args.engine in ("nanovllm", "transformers") else ():

@@ -49,7 +49,7 @@ def make_params(kind: Any, workload: Workload, **options: Any) -> list[Any]:
 def load_nanoinfer(model: Model, options: dict[str, Any], args: argparse.Namespace) -> Engine:
     from nanoinfer import LLM, SamplingParams
 
-    llm = LLM(model.folder, load_format=model.load_format, attention_backend=args.attention_backend, **options)
+    llm = LLM(model.folder, **model.options, attention_backend=args.attention_backend, **options)
 
     def generate(workload: Workload) -> list[int]:
         params = make_params(SamplingParams, workload, n=workload.num_samples, top_k=args.top_k, top_p=args.top_p)
@@ -84,7 +84,7 @@ def load_nanovllm(model: Model, options: dict[str, Any], _args: argparse.Namespa
 def load_vllm(model: Model, options: dict[str, Any], args: argparse.Namespace) -> Engine:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(model=str(model.folder), load_format=model.load_format, skip_tokenizer_init=True, **options)
+    llm = LLM(model=str(model.folder), skip_tokenizer_init=True, **model.options, **options)
 
     def generate(workload: Workload) -> list[int]:
         inputs = [{"prompt_token_ids": prompt} for prompt in workload.prompts]

@@ -26,9 +26,11 @@ class Rates:
     matrix_rate: float
     bytes_per_value: int  # of the dtype that the matrix rate holds for
     method: str
+    fp8_matrix_rate: float | None = None  # of products of FP8, where it was measured
 
     def __str__(self) -> str:
-        return f"{self.bandwidth / 1e12:.3f} TB/s and {self.matrix_rate / 1e12:.4g} TFLOP/s: {self.method}"
+        fp8 = "" if self.fp8_matrix_rate is None else f" ({self.fp8_matrix_rate / 1e12:.4g} in FP8)"
+        return f"{self.bandwidth / 1e12:.3f} TB/s and {self.matrix_rate / 1e12:.4g} TFLOP/s{fp8}: {self.method}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,9 @@ def compute_floor(config: ModelConfig, workload: Workload, rates: Rates, max_num
     All requests are prefilled first, then decode together (in waves, beyond `max_num_seqs`). Activations, norms,
     sampling, launches and the host count as nothing, and no cache is large enough to hold weights from step to step.
     Windows are not considered: for contexts beyond them the floor is too high.
+
+    Weights in FP8 are read as a byte for each value, and multiplied at the rate for FP8. So are routers, which have 16
+    bits: they are too small to count. Scales count as nothing.
     """
     weights = count_weights(config)
     query_width = config.num_attention_heads * config.head_dim
@@ -77,18 +82,23 @@ def compute_floor(config: ModelConfig, workload: Workload, rates: Rates, max_num
     shared, num_repeats = workload.shared_prefix, len(workload.prompts) - 1
     num_pairs = sum(comb(len(prompt) + 1, 2) for prompt in workload.prompts) - num_repeats * comb(shared + 1, 2)
     num_prefill_tokens = workload.num_input_tokens - num_repeats * shared
-    products = 2 * weights.layers_of_a_token * num_prefill_tokens + 2 * weights.lm_head * len(workload.prompts)
+    layer_rate, layer_bytes = rates.matrix_rate, rates.bytes_per_value
+    if config.quantization is not None:
+        layer_rate, layer_bytes = rates.fp8_matrix_rate or rates.matrix_rate, 1
+    products = 2 * weights.layers_of_a_token * num_prefill_tokens / layer_rate
+    head = 2 * weights.lm_head * len(workload.prompts)
     attention = 4 * config.num_hidden_layers * query_width * num_pairs
 
     steps = decode_steps(workload, max_num_seqs)
     num_kv_bytes = sum(step.num_kv_reads for step in steps) * kv_values_per_token * rates.bytes_per_value
-    multiply_one = 2 * (weights.layers_of_a_token + weights.lm_head) / rates.matrix_rate
+    multiply_one = 2 * (weights.layers_of_a_token / layer_rate + weights.lm_head / rates.matrix_rate)
 
     def read_weights(num_seqs: int) -> float:
-        return (weights.layers_read_by(num_seqs) + weights.lm_head) * rates.bytes_per_value / rates.bandwidth
+        num_bytes = weights.layers_read_by(num_seqs) * layer_bytes + weights.lm_head * rates.bytes_per_value
+        return num_bytes / rates.bandwidth
 
     return Floor(
-        prefill_seconds=(products + attention) / rates.matrix_rate,
+        prefill_seconds=products + (head + attention) / rates.matrix_rate,
         decode_matrix_seconds=sum(max(read_weights(step.num_seqs), multiply_one * step.num_seqs) for step in steps),
         decode_kv_seconds=num_kv_bytes / rates.bandwidth,
         num_decode_steps=len(steps),
@@ -182,6 +192,7 @@ def measure_rates(device: str, config: ModelConfig, num_gpus: int = 1) -> Rates:
     dtype = getattr(torch, config.dtype) if device == "cuda" else torch.float32
     read, copy, num_bytes = _measure_bandwidth(device)
     matrix_rate, size = _measure_products(device, dtype)
+    fp8_rate = _measure_fp8_products(device, size) if config.quantization is not None else None
     if device == "cuda":
         torch.cuda.empty_cache()  # engines in other processes would find the memory taken
     method = (
@@ -190,7 +201,8 @@ def measure_rates(device: str, config: ModelConfig, num_gpus: int = 1) -> Rates:
     )
     if num_gpus > 1:
         method += f"; one GPU, times {num_gpus}"
-    return Rates(max(read, copy) * num_gpus, matrix_rate * num_gpus, dtype.itemsize, method)
+    fp8_rate = fp8_rate and fp8_rate * num_gpus
+    return Rates(max(read, copy) * num_gpus, matrix_rate * num_gpus, dtype.itemsize, method, fp8_rate)
 
 
 def _measure_bandwidth(device: str) -> tuple[float, float, int]:
@@ -218,6 +230,19 @@ def _measure_products(device: str, dtype: Any) -> tuple[float, int]:
     size = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     return 2 * size**3 / _median_seconds(lambda: a @ b, device), size
+
+
+def _measure_fp8_products(device: str, size: int) -> float | None:
+    """Return FLOP/s of a square product of FP8 with a scale for each row and column; None where there is none."""
+    import torch
+
+    from nanoinfer.quantization.fp8 import has_fp8_products, quantize_weight
+
+    if not has_fp8_products(torch.device(device)):
+        return None
+    (a, a_scales), (b, b_scales) = (quantize_weight(torch.randn(size, size, device=device)) for _ in range(2))
+    operands = a, b.t(), a_scales.unsqueeze(1), b_scales.unsqueeze(0)
+    return 2 * size**3 / _median_seconds(lambda: torch._scaled_mm(*operands, out_dtype=torch.bfloat16), device)
 
 
 def _median_seconds(work: Callable[[], object], device: str) -> float:

@@ -27,7 +27,7 @@ def benchmark(loads: list[tuple[str, Load]], device: str, args: argparse.Namespa
     """
     figures: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        model = choose_model(args.model, args.size, device, Path(scratch))
+        model = choose_model(args.model, args.size, device, Path(scratch), args.quantization)
         needed = [(engine_options(model, load, args), name, load) for name, load in loads]
         before = perf_counter()
         rates = measure_rates(device, model.config, args.tensor_parallel_size)

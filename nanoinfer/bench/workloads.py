@@ -176,23 +176,35 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Names a model; `folder` holds its config.json and, unless `random_weights`, its checkpoint."""
+    """Names a model; `folder` holds its config.json and, unless `random_weights`, its checkpoint.
+
+    quantization: how its weights are rounded when they are loaded; None: not at all.
+    """
 
     name: str
     folder: Path
     config: ModelConfig
     random_weights: bool
+    quantization: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.name} ({'random' if self.random_weights else 'its own'} weights)"
+        rounded = f", {self.quantization}" if self.quantization else ""
+        return f"{self.name} ({'random' if self.random_weights else 'its own'} weights{rounded})"
 
     @property
     def load_format(self) -> str:
         """Return the option of nanoinfer and vLLM that says where weights come from."""
         return "dummy" if self.random_weights else "auto"
 
+    @property
+    def options(self) -> dict[str, str | None]:
+        """Return all options of nanoinfer and vLLM that belong to the model."""
+        return {"load_format": self.load_format, "quantization": self.quantization}
 
-def choose_model(model: str | None, size: str | None, device: str, scratch: Path) -> Model:
+
+def choose_model(
+    model: str | None, size: str | None, device: str, scratch: Path, quantization: str | None = None
+) -> Model:
     """Return the model asked for; if none is, Qwen3-0.6B on a GPU and the bundled tiny checkpoint on a CPU.
 
     A size gets random weights, and its config.json is written to the folder `scratch`: a forward pass is as fast with
@@ -204,9 +216,11 @@ def choose_model(model: str | None, size: str | None, device: str, scratch: Path
         size = size or "0.6B"
         write_config(size, scratch)
         name = f"Qwen3-{size}" if size[0].isdigit() else size
-        return Model(name, scratch, ModelConfig.from_folder(scratch, REGISTRY), random_weights=True)
+        config = ModelConfig.from_folder(scratch, REGISTRY, quantization=quantization)
+        return Model(name, scratch, config, True, quantization)
     folder = resolve_model_folder(model or str(tiny_model_path()))
-    return Model(model or "tiny-qwen3", folder, ModelConfig.from_folder(folder, REGISTRY), random_weights=False)
+    config = ModelConfig.from_folder(folder, REGISTRY, quantization=quantization)
+    return Model(model or "tiny-qwen3", folder, config, False, quantization)
 
 
 def write_config(size: str, folder: Path) -> None:

@@ -58,10 +58,14 @@ def fill_with_random_weights(model: nn.Module, std: float, seed: int) -> None:
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for name, param in model.named_parameters():
+        path, _, kind = name.rpartition(".")
+        quant_method = getattr(model.get_submodule(path), "quant_method", None)
         if name.endswith("norm.weight"):
             param.fill_(1.0)
-        else:
+        elif quant_method is None or kind == "bias":
             param.normal_(0.0, std, generator=generator)
+        elif kind == "weight":  # its scales come with it
+            quant_method.fill_with_random_weights(model.get_submodule(path), std, generator)
 
 
 def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -108,7 +112,8 @@ def _unpack(model: Any, name: str, tensor: Tensor) -> dict[str | None, Tensor]:
         module = model.get_submodule(name.rpartition(".")[0])
     except AttributeError:
         return {None: tensor}
-    return module.unpack(tensor) if hasattr(module, "unpack") else {None: tensor}
+    param = getattr(module, name.rpartition(".")[2], None)
+    return module.unpack(tensor, param) if hasattr(module, "unpack") else {None: tensor}
 
 
 def _place(module: Any, param: Tensor, shard: str | None, tensor: Tensor) -> None:

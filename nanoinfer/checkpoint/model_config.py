@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from nanoinfer.checkpoint.hub import GGUF_REMEDY, read_json
 from nanoinfer.checkpoint.overrides import read_overridden
+from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, QuantizationConfig, read_quantization
 from nanoinfer.config import DTYPES
 from nanoinfer.errors import ConfigError, ModelError
 
@@ -15,7 +16,6 @@ ROPE_FLOATS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "be
 ROPE_LISTS = ("short_factor", "long_factor")  # of longrope: a number for each pair of dimensions
 # What config.json may ask for that is not built in, and the value that does not ask for it.
 UNSUPPORTED_UNLESS = {
-    "quantization_config": None,
     "hidden_act": "silu",
     "hidden_activation": "gelu_pytorch_tanh",  # Gemma's name for it
     "use_bidirectional_attention": False,
@@ -41,6 +41,8 @@ class Architecture(Protocol):
     # sliding_window_pattern, partial_rotary_factor, query_pre_attn_scalar, rope_local_base_freq, and num_experts with
     # all that belongs to it.
     config_defaults: Mapping[str, Any]
+    packed_modules_mapping: Mapping[str, tuple[str, str]]  # a checkpoint's name -> our packed module, and its shard
+    renamed_modules: Mapping[str, str]  # a checkpoint's name -> ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,23 +94,31 @@ class ModelConfig:
     attention_scale: float  # the factor of the scores
     windows: tuple[int | None, ...]  # how many tokens each token attends to, by layer; None for all before it
     moe: MoEConfig | None = None
+    quantization: QuantizationConfig | None = None  # None: all weights have 16 bits, or 32
 
     @classmethod
     def from_folder(
-        cls, folder: Path, supported: Mapping[str, Architecture], overrides: Mapping[str, Any] | None = None
+        cls,
+        folder: Path,
+        supported: Mapping[str, Architecture],
+        overrides: Mapping[str, Any] | None = None,
+        quantization: str | None = None,
     ) -> "ModelConfig":
         """Read `folder`/config.json. Raises ModelError where it is missing, not JSON, or lacks a size.
 
         supported: the architectures that can be run, by name; any other is refused first, since its config.json may
-        name its sizes differently. overrides: fields that replace those of the file.
+        name its sizes differently. overrides: fields that replace those of the file. quantization: how to round weights
+        that the checkpoint has in 16 bits; one in 8 bits says itself how it is to be read.
         """
         if not (folder / "config.json").exists():
             raise ModelError(f"{folder} {_what_it_is_instead(folder)}")
         raw = read_json(folder / "config.json")
-        return read_overridden(raw, overrides, lambda fields: cls.from_dict(fields, supported))
+        return read_overridden(raw, overrides, lambda fields: cls.from_dict(fields, supported, quantization))
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], supported: Mapping[str, Architecture]) -> "ModelConfig":
+    def from_dict(
+        cls, raw: Mapping[str, Any], supported: Mapping[str, Architecture], quantization: str | None = None
+    ) -> "ModelConfig":
         """Read the fields of a config.json; what the engine would have to ignore is refused."""
         architectures = raw.get("architectures") or ["(none)"]
         if not isinstance(architectures, list):
@@ -143,6 +153,12 @@ class ModelConfig:
             attention_scale=_read_attention_scale(raw, defaults, values["head_dim"]),
             windows=_read_windows(raw, defaults, values["num_hidden_layers"]),
             moe=_read_moe(raw, defaults, values["num_hidden_layers"]) if "num_experts" in defaults else None,
+            quantization=read_quantization(
+                raw.get("quantization_config"),
+                quantization,
+                supported[architecture].packed_modules_mapping,
+                supported[architecture].renamed_modules,
+            ),
             **values,
         )
         num_kv_heads = config.num_key_value_heads
@@ -154,6 +170,8 @@ class ModelConfig:
         length = config.max_model_len
         if not 0 < length <= MAX_SIZE:
             raise ModelError(f"config.json stretches the context to {length} tokens; check its RoPE factor")
+        if cut := config._cut_blocks(1):
+            raise ModelError(f"{cut}, and weights of different scales are packed in one; use the checkpoint in 16 bits")
         return config
 
     @property
@@ -173,24 +191,46 @@ class ModelConfig:
 
     def check_tensor_parallel_size(self, size: int) -> None:
         """Raise ConfigError where heads or MLP cannot be split over `size` ranks, with the sizes that would do."""
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        mlps = {}
-        if self.moe is None or not all(self.moe.has_experts):
-            mlps["intermediate_size"] = self.intermediate_size
-        if self.moe is not None:
-            mlps["moe_intermediate_size"] = self.moe.intermediate_size
+        heads, kv_heads, mlps = self.num_attention_heads, self.num_key_value_heads, self._mlps
 
         def fits(n: int) -> bool:  # ranks may share a KV head
             fit = all(mlp % n == 0 for mlp in mlps.values())
             return heads % n == 0 and fit and (kv_heads % n == 0 or n % kv_heads == 0)
 
-        if not fits(size):
-            sizes = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
+        if not fits(size) or self._cut_blocks(size):
+            sizes = ", ".join(str(n) for n in range(1, heads + 1) if fits(n) and not self._cut_blocks(n))
             of_mlps = " and ".join(f"{name}={mlp}" for name, mlp in mlps.items())
+            why = f": {self._cut_blocks(size)}" if fits(size) else ""
             raise ConfigError(
                 f"tensor_parallel_size={size} cannot split num_attention_heads={heads}, num_key_value_heads="
-                f"{kv_heads} and {of_mlps} of this model; use one of {sizes}"
+                f"{kv_heads} and {of_mlps} of this model{why}; use one of {sizes}"
             )
+
+    @property
+    def _mlps(self) -> dict[str, int]:
+        """Return the inner sizes of the MLPs that the model has, by the names of their fields."""
+        mlps = {}
+        if self.moe is None or not all(self.moe.has_experts):
+            mlps["intermediate_size"] = self.intermediate_size
+        if self.moe is not None:
+            mlps["moe_intermediate_size"] = self.moe.intermediate_size
+        return mlps
+
+    def _cut_blocks(self, size: int) -> str | None:
+        """Return which share of one of `size` ranks ends inside a block of values that have one 8-bit scale, if any."""
+        if self.quantization is None:
+            return None
+        kv_heads = max(1, self.num_key_value_heads // size)
+        shares = {"the query heads": self.num_attention_heads // size * self.head_dim}
+        shares |= {name: mlp // size for name, mlp in self._mlps.items()}
+        multiple = self.quantization.shard_multiple if size > 1 else 1  # a whole row may end in a smaller group
+        if self.quantization.weights == "block":
+            multiple = BLOCK_SIZE
+            shares["the KV heads"] = kv_heads * self.head_dim
+        for name, share in shares.items():
+            if share % multiple:
+                return f"a rank's share of {name}, {share} values, is no multiple of the {multiple} that share a scale"
+        return None
 
 
 def _what_it_is_instead(folder: Path) -> str:

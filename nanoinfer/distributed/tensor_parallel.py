@@ -5,13 +5,13 @@ Each engine has a process group of its own; PyTorch's global one is left to the 
 
 import datetime
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.device import import_error
@@ -39,6 +39,17 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 SLICE_TOKENS = 4096  # at least, and less than twice as many, in a slice of an all-reduce that overlaps with its product
+
+
+class Sliceable(Protocol):
+    """Rows: a tensor, or what holds rows in 8 bits with their scales."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice, /) -> Any: ...
+
+
+Product = Callable[[Any, Tensor | None, Tensor], Tensor]  # (x, bias, out) -> out
 
 
 class VocabShard(NamedTuple):
@@ -102,18 +113,17 @@ class TensorParallel:
             _finish(self.group.allreduce([x], _options(dist.AllreduceOptions())))
         return x
 
-    def all_reduced_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the sum of all ranks' x W^T + b, (num_tokens, output_size).
+    def all_reduced_product(self, product: Product, x: Sliceable, bias: Tensor | None, out: Tensor) -> Tensor:
+        """Return the sum of all ranks' product(x) + b, in `out`, (num_tokens, output_size).
 
         Of many tokens, the ranks exchange one slice while they compute the next.
         """
         if len(x) < 2 * SLICE_TOKENS:
-            return self.all_reduce(F.linear(x, weight, bias))
-        num_slices = len(x) // SLICE_TOKENS
-        out = x.new_empty(len(x), len(weight))
-        works = []
-        for tokens, result in zip(x.tensor_split(num_slices), out.tensor_split(num_slices), strict=True):
-            torch.mm(tokens, weight.t(), out=result)
+            return self.all_reduce(product(x, bias, out))
+        works, start = [], 0
+        for result in out.tensor_split(len(x) // SLICE_TOKENS):
+            product(x[start : start + len(result)], None, result)
+            start += len(result)
             if bias is not None:
                 result += bias
             works.append(self.group.allreduce([result], dist.AllreduceOptions()))

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.fp8_format import GROUP_SIZE, Activations, RowFormat
+from nanoinfer.kernels.fp8_rows import store_rounded
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 MAX_TILE = 1024  # outputs for each program
@@ -11,10 +13,21 @@ MAX_TILE = 1024  # outputs for each program
 
 @triton.jit
 def _gated_activation_kernel(
-    gate_up_ptr, out_ptr, row_stride, size, GELU: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr
+    gate_up_ptr,
+    out_ptr,
+    scales_ptr,  # of the result in FP8; None, if it is not rounded
+    static_scale_ptr,
+    row_stride,
+    num_groups,
+    size,
+    GELU: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    first = tl.program_id(1) * TILE
+    column = first + tl.arange(0, TILE)
     mask = column < size
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -25,28 +38,47 @@ def _gated_activation_kernel(
     if GELU:  # (1 + tanh(z)) / 2 is the logistic function of 2 z; here 2 z = sqrt(8 / pi) * (x + 0.044715 x^3)
         slope = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
     activated = (wide / (1.0 + tl.exp(-slope))).to(gate.dtype)
-    out = activated.to(tl.float32) * up.to(tl.float32)
-    tl.store(out_ptr + row * size + column, out.to(gate.dtype), mask=mask)
+    out = (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    if scales_ptr is None:
+        tl.store(out_ptr + row * size + column, out, mask=mask)
+    else:
+        row_scales, out = scales_ptr + row * num_groups, out.to(tl.float32)
+        store_rounded(out, first, size, out_ptr + row * size, row_scales, static_scale_ptr, GROUP, TILE)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up, (num_tokens, size). gate_up: (num_tokens, 2 * size), gate first, rows contiguous."""
-    return _launch(gate_up, GELU=False)
+def silu_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
+    """Return silu(gate) * up, (num_tokens, size). gate_up: (num_tokens, 2 * size), gate first, rows contiguous.
+
+    out_format: how the result is rounded to 8 bits, in groups or by a static scale; None: it is not.
+    """
+    return _launch(gate_up, out_format, GELU=False)
 
 
-def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    """Return gelu(gate) * up, (num_tokens, size), by the tanh approximation of GELU. gate_up: as for silu_and_mul."""
-    return _launch(gate_up, GELU=True)
+def gelu_tanh_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
+    """Return gelu(gate) * up, (num_tokens, size), by the tanh approximation of GELU. The rest: as for silu_and_mul."""
+    return _launch(gate_up, out_format, GELU=True)
 
 
-def _launch(gate_up: Tensor, **activation: bool) -> Tensor:
+def _launch(gate_up: Tensor, out_format: RowFormat | None, **activation: bool) -> Activations:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, f"the rows of gate_up must be contiguous, strides {gate_up.stride()}"
-    out = gate_up.new_empty(num_tokens, size)
-    if num_tokens == 0:
-        return out
-    tile = min(MAX_TILE, triton.next_power_of_2(size))
-    _gated_activation_kernel[(num_tokens, triton.cdiv(size, tile))](
-        gate_up, out, gate_up.stride(0), size, TILE=tile, **activation, **overlap_options(gate_up.device)
-    )
-    return out
+    tile, rows, in_fp8 = min(MAX_TILE, triton.next_power_of_2(size)), None, {"num_groups": 1, "GROUP": None}
+    if out_format is not None:
+        assert out_format.group_size or out_format.scale is not None, "no program holds a row to find its largest value"
+        tile, rows = max(GROUP_SIZE, tile), out_format.empty_rows(gate_up, size)
+        in_fp8 = {"num_groups": rows.scales.shape[1], "GROUP": out_format.group_size}
+    out = gate_up.new_empty(num_tokens, size) if rows is None else rows.values
+    if num_tokens > 0:
+        _gated_activation_kernel[(num_tokens, triton.cdiv(size, tile))](
+            gate_up,
+            out,
+            None if rows is None else rows.scales,
+            None if out_format is None else out_format.scale,
+            gate_up.stride(0),
+            size=size,
+            TILE=tile,
+            **in_fp8,
+            **activation,
+            **overlap_options(gate_up.device),
+        )
+    return out if rows is None else rows

@@ -55,7 +55,7 @@ def _tile_product(
 
 
 @triton.jit
-def _tile_pairs(pairs_ptr, tile, num_pairs, ROWS: tl.constexpr):
+def tile_pairs(pairs_ptr, tile, num_pairs, ROWS: tl.constexpr):
     """Return the pairs of a tile; beyond its last pair, num_pairs."""
     row = tl.arange(0, ROWS)
     # Without a list, the tile has one pair, of its own number.
@@ -92,7 +92,7 @@ def _gate_up_kernel(
     expert = tl.load(tile_experts_ptr + tile)
     if expert == num_experts:
         return
-    pair = _tile_pairs(pairs_ptr, tile, num_pairs, ROWS)
+    pair = tile_pairs(pairs_ptr, tile, num_pairs, ROWS)
     is_pair = pair < num_pairs
     line = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # a column of the gate, the same column of up, and so on
     acc = _tile_product(
@@ -142,7 +142,7 @@ def _down_kernel(
     if tile >= num_tiles:
         return
     expert = tl.load(tile_experts_ptr + tile)
-    pair = _tile_pairs(pairs_ptr, tile, num_pairs, ROWS)
+    pair = tile_pairs(pairs_ptr, tile, num_pairs, ROWS)
     is_pair = pair < num_pairs
     pair_weight = tl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

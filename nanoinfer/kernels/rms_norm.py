@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.fp8_format import GROUP_SIZE, QuantizedRows, RowFormat
+from nanoinfer.kernels.fp8_rows import store_rounded
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 MAX_WARPS = 16
@@ -31,14 +33,19 @@ def _rms_norm_kernel(
     residual_ptr,  # None for a norm without addition
     weight_ptr,
     sum_weight_ptr,  # None, unless x is normalised by itself before the addition
-    out_ptr,
+    out_ptr,  # None, if the norm is needed in FP8 alone
     total_ptr,
+    values_ptr,  # of the norm in FP8; None, if it is not rounded
+    scales_ptr,
+    static_scale_ptr,
     x_split_stride,
     x_row_stride,
     residual_row_stride,
     eps,
     num_splits: tl.constexpr,  # of split-K: partial sums of x to add up
     size: tl.constexpr,
+    num_groups: tl.constexpr,
+    GROUP: tl.constexpr,
     SIZE: tl.constexpr,  # size, rounded up to a power of two
     OVERLAP: tl.constexpr,
 ):
@@ -62,7 +69,13 @@ def _rms_norm_kernel(
         total = (wide + residual.to(tl.float32)).to(residual.dtype)
         tl.store(total_ptr + row * size + column, total, mask=mask)
         wide = total.to(tl.float32)
-    tl.store(out_ptr + row * size + column, normalised(wide, weight, size, eps), mask=mask)
+    out = normalised(wide, weight, size, eps)
+    if out_ptr is not None:
+        tl.store(out_ptr + row * size + column, out, mask=mask)
+    if values_ptr is not None:
+        row_scales = scales_ptr + row * num_groups
+        out = out.to(total.dtype).to(tl.float32)
+        store_rounded(out, 0, size, values_ptr + row * size, row_scales, static_scale_ptr, GROUP, SIZE)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -92,14 +105,26 @@ def add_rms_norm(
     return out, total
 
 
+def add_rms_norm_to_fp8(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, sum_weight: Tensor | None, out_format: RowFormat
+) -> tuple[QuantizedRows, Tensor]:
+    """Return what `add_rms_norm` does, with the norm rounded to 8 bits. residual: (num_rows, size)."""
+    out, total = out_format.empty_rows(residual, residual.shape[1]), residual.new_empty(residual.shape)
+    splits = x if x.dim() > residual.dim() else x.unsqueeze(0)
+    _launch(splits, residual, weight, sum_weight, out.wide, total, eps, out, out_format)
+    return out, total
+
+
 def _launch(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
     sum_weight: Tensor | None,
-    out: Tensor,
+    out: Tensor | None,
     total: Tensor | None,
     eps: float,
+    rows: QuantizedRows | None = None,
+    row_format: RowFormat | None = None,
 ) -> None:
     """Launch the kernel. x: (num_splits, num_rows, size). residual: (num_rows, size)."""
     num_splits, num_rows, size = x.shape
@@ -108,6 +133,8 @@ def _launch(
     if num_rows == 0:
         return
     padded_size = triton.next_power_of_2(size)
+    if row_format is not None:
+        padded_size = max(GROUP_SIZE, padded_size)
     _rms_norm_kernel[(num_rows,)](
         x,
         residual,
@@ -115,12 +142,17 @@ def _launch(
         sum_weight,
         out,
         total,
+        None if rows is None else rows.values,
+        None if rows is None else rows.scales,
+        None if row_format is None else row_format.scale,
         x.stride(0),
         x.stride(1),
         0 if residual is None else residual.stride(0),
         eps,
         num_splits=num_splits,
         size=size,
+        num_groups=1 if rows is None else rows.scales.shape[1],
+        GROUP=None if row_format is None else row_format.group_size,
         SIZE=padded_size,
         num_warps=num_warps(padded_size),
         **overlap_options(x.device),

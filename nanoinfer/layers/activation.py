@@ -4,17 +4,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels.fp8_format import Activations, RowFormat
+from nanoinfer.quantization.fp8 import quantize_rows
 
 
 @triton_on_cuda("nanoinfer.kernels.gated_activation")
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up, SwiGLU: (num_tokens, size). gate_up: (num_tokens, 2 * size), gate before up."""
+def silu_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
+    """Return silu(gate) * up, SwiGLU: (num_tokens, size). gate_up: (num_tokens, 2 * size), gate before up.
+
+    out_format: how the result is rounded to 8 bits, in groups or by a static scale; None: it is not.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return _in_format(F.silu(gate) * up, out_format)
 
 
 @triton_on_cuda("nanoinfer.kernels.gated_activation")
-def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    """Return gelu(gate) * up, GeGLU, by the tanh approximation of GELU. Shapes: as for silu_and_mul."""
+def gelu_tanh_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
+    """Return gelu(gate) * up, GeGLU, by the tanh approximation of GELU. The rest is as for silu_and_mul."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+    return _in_format(F.gelu(gate, approximate="tanh") * up, out_format)
+
+
+def _in_format(gated: Tensor, out_format: RowFormat | None) -> Activations:
+    return gated if out_format is None else quantize_rows(gated, out_format)

@@ -1,11 +1,15 @@
 """Root-mean-square normalisation (Zhang and Sennrich 2019), alone or after the residual stream's addition."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
 from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels.fp8_format import QuantizedRows, RowFormat
 from nanoinfer.layers.linear import PartialSum
+from nanoinfer.quantization.fp8 import quantize_rows
 
 
 @triton_on_cuda("nanoinfer.kernels.rms_norm")
@@ -47,6 +51,15 @@ def all_reduce_add_rms_norm(
     return add_rms_norm(torch.stack(inputs).float(), residual, weight, eps, sum_weight)
 
 
+@triton_on_cuda("nanoinfer.kernels.rms_norm")
+def add_rms_norm_to_fp8(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, sum_weight: Tensor | None, out_format: RowFormat
+) -> tuple[QuantizedRows, Tensor]:
+    """Return what `add_rms_norm` does, with the norm rounded to 8 bits. residual: (num_rows, size)."""
+    out, total = add_rms_norm(x, residual, weight, eps, sum_weight)
+    return quantize_rows(out, out_format), total
+
+
 class RMSNorm(nn.Module):
     """Adds to the residual stream and normalises it."""
 
@@ -55,13 +68,26 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
-    def forward(self, hidden: PartialSum | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat | None = None
+    ) -> tuple[Any, Tensor]:
         """Return norm(residual + hidden) and residual + hidden; `hidden` is None where there is nothing to add.
 
-        residual: (num_tokens, size), left as it is.
+        residual: (num_tokens, size), left as it is. out_format: how the norm is rounded to QuantizedRows; None if it is
+        to be a tensor like the residual.
         """
+        if out_format is not None:
+            return self._to_fp8(hidden, residual, out_format)
         if hidden is None:
             return rms_norm(residual, self.weight, self.eps), residual
         if hidden.all_ranks is not None:
             return all_reduce_add_rms_norm(residual, hidden.all_ranks, self.weight, self.eps, hidden.sum_weight)
         return add_rms_norm(hidden.terms, residual, self.weight, self.eps, hidden.sum_weight)
+
+    def _to_fp8(
+        self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat
+    ) -> tuple[QuantizedRows, Tensor]:
+        if hidden is None or hidden.all_ranks is not None:
+            out, total = self.forward(hidden, residual)
+            return quantize_rows(out, out_format), total
+        return add_rms_norm_to_fp8(hidden.terms, residual, self.weight, self.eps, hidden.sum_weight, out_format)

@@ -1,23 +1,45 @@
 """Linear layers that hold one rank's share of a weight, and know how to fill it from the full tensors of a checkpoint.
 
 A layer that packs several of a checkpoint's weights (q, k, v; gate, up) names them in `shards`. `weight_loader`
-copies a full tensor, or the part of it that this rank holds, into its place.
+copies a full tensor, or the part of it that this rank holds, into its place. A layer's `quant_method` knows in how many
+bits its weight is, and multiplies by it.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
+from nanoinfer.kernels.fp8_format import Activations, RowFormat
+from nanoinfer.quantization.linear_method import LinearMethod
 
-MAX_SPLIT_K_TOKENS = 256  # a product of more tokens fills the GPU by itself
+
+class ShardedLinear(nn.Module):
+    """What the linear layers have in common.
+
+    is_row_parallel: whether the ranks split the inputs, and not the outputs.
+    """
+
+    is_row_parallel = False
+    weight: nn.Parameter
+
+    def __init__(self, num_outputs: int, num_inputs: int, bias: bool) -> None:
+        super().__init__()
+        self.quant_method = LinearMethod()
+        self.quant_method.create_weights(self, num_outputs, num_inputs)
+        self.bias = nn.Parameter(torch.empty(num_outputs), requires_grad=False) if bias else None
+
+    @property
+    def input_format(self) -> RowFormat | None:
+        """How the layer wants its inputs: None for the model's dtype."""
+        return self.quant_method.input_format
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(ShardedLinear):
     """y = x W^T + b with the outputs split over the ranks.
 
     output_sizes: the full sizes of the weights packed in this layer, by the name of their shard, in order.
@@ -32,36 +54,40 @@ class ColumnParallelLinear(nn.Module):
         tp: TensorParallel,
         splits: dict[str, TensorParallel] | None = None,
     ) -> None:
-        super().__init__()
-        self.full_sizes = output_sizes
-        self.splits = dict.fromkeys(output_sizes, tp) | (splits or {})
-        self.local_sizes = {
-            name: self.splits[name].shard_size(size, f"{name} output size") for name, size in output_sizes.items()
+        splits = dict.fromkeys(output_sizes, tp) | (splits or {})
+        local_sizes = {
+            name: splits[name].shard_size(size, f"{name} output size") for name, size in output_sizes.items()
         }
-        local_size = sum(self.local_sizes.values())
-        self.weight = nn.Parameter(torch.empty(local_size, input_size), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(local_size), requires_grad=False) if bias else None
+        super().__init__(sum(local_sizes.values()), input_size, bias)
+        self.full_sizes, self.local_sizes, self.splits = output_sizes, local_sizes, splits
 
     @property
     def shards(self) -> tuple[str, ...]:
         return tuple(self.local_sizes)
 
-    def unpack(self, full: Tensor) -> dict[str, Tensor]:
+    def num_outputs(self, shard: str) -> int:
+        return self.full_sizes[shard]
+
+    def unpack(self, full: Tensor, param: Tensor | None) -> dict[str, Tensor]:
         """Cut a tensor that the checkpoint also packs into full shards."""
-        check_shape(full, (sum(self.full_sizes.values()), *full.shape[1:]))
-        return dict(zip(self.full_sizes, full.split(list(self.full_sizes.values())), strict=True))
+        if full.numel() == 1:  # a scale for all of them
+            return dict.fromkeys(self.full_sizes, full)
+        sizes = [entries(size, param) for size in self.full_sizes.values()]
+        check_shape(full, (sum(sizes), *full.shape[1:]))
+        return dict(zip(self.full_sizes, full.split(sizes), strict=True))
 
     def weight_loader(self, param: Tensor, full: Tensor, shard: str) -> None:
-        expected = (self.full_sizes[shard], *param.shape[1:])
-        check_shape(full, expected)
-        offset = 0
-        for name, size in self.local_sizes.items():
-            if name == shard:
-                param.narrow(0, offset, size).copy_(self.splits[shard].shard(full, dim=0))
-            offset += size
+        for place, part in self.quant_method.prepare(self, param, full, shard):
+            check_shape(part, (entries(self.full_sizes[shard], place), *place.shape[1:]))
+            offset = 0
+            for name, size in self.local_sizes.items():
+                if name == shard:
+                    share = self.splits[shard].shard(part, dim=0)
+                    place.narrow(0, offset, entries(size, place)).copy_(share)
+                offset += entries(size, place)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x: Activations) -> Tensor:
+        return self.quant_method.apply(self, x, self.bias)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -97,7 +123,7 @@ class PartialSum:
     sum_weight: Tensor | None = None
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(ShardedLinear):
     """y = x W^T + b with the inputs split over the ranks.
 
     A product of few rows and few columns has too few tiles to fill a GPU. So on one GPU a small step is computed by
@@ -105,48 +131,33 @@ class RowParallelLinear(nn.Module):
     the next norm, where the GPUs reach each other's memory.
     """
 
+    is_row_parallel = True
+
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel) -> None:
-        super().__init__()
+        super().__init__(output_size, tp.shard_size(input_size, "row-parallel input size"), bias)
         self.tp = tp
         self.full_shape = (output_size, input_size)
-        self.weight = nn.Parameter(
-            torch.empty(output_size, tp.shard_size(input_size, "row-parallel input size")), requires_grad=False
-        )
-        self.bias = nn.Parameter(torch.empty(output_size), requires_grad=False) if bias else None
+
+    def num_outputs(self, _shard: str | None) -> int:
+        return self.full_shape[0]
 
     def weight_loader(self, param: Tensor, full: Tensor) -> None:
-        check_shape(full, self.full_shape if param.dim() == 2 else self.full_shape[:1])
-        param.copy_(self.tp.shard(full, dim=1) if param.dim() == 2 else full)
+        for place, part in self.quant_method.prepare(self, param, full, None):
+            check_shape(part, tuple(entries(size, place) for size in self.full_shape[: place.dim()]))
+            place.copy_(self.tp.shard(part, dim=1) if place.dim() == 2 else part)
 
-    def forward(self, x: Tensor) -> PartialSum:
+    def forward(self, x: Activations) -> PartialSum:
         """(num_tokens, input_size) -> (num_tokens, output_size), to be added up by the next norm."""
-        if self.tp.size > 1:
-            return self._across_ranks(x)
-        num_splits = self._num_splits(x)
-        if num_splits == 1:
-            return PartialSum(F.linear(x, self.weight, self.bias).unsqueeze(0))
-        x = x.unflatten(1, (num_splits, -1)).transpose(0, 1)  # (num_splits, num_tokens, input_size / num_splits)
-        weight = self.weight.unflatten(1, (num_splits, -1)).permute(1, 2, 0)
-        return PartialSum(torch.bmm(x, weight))
-
-    def _across_ranks(self, x: Tensor) -> PartialSum:
+        if self.tp.size == 1:
+            return PartialSum(self.quant_method.apply_split(self, x, self.bias))
         bias = self.bias if self.tp.rank == 0 else None  # one rank adds it, so that the sum has it once
         buffers = sum_buffers(self.tp, len(x))
-        if buffers is None:
-            return PartialSum(self.tp.all_reduced_product(x, self.weight, bias).unsqueeze(0))
-        if bias is None:
-            torch.mm(x, self.weight.t(), out=buffers.input)
-        else:
-            torch.addmm(bias, x, self.weight.t(), out=buffers.input)
-        return PartialSum(buffers.input.unsqueeze(0), buffers)
-
-    def _num_splits(self, x: Tensor) -> int:
-        """Return how far to split K; docs/performance.md has the times that this is based on."""
-        # In float16 a partial sum could overflow where the whole does not.
-        if not x.is_cuda or x.dtype != torch.bfloat16 or self.bias is not None or len(x) > MAX_SPLIT_K_TOKENS:
-            return 1
-        num_splits = 4 if len(self.weight) < 4096 else 2
-        return num_splits if x.shape[1] % (8 * num_splits) == 0 else 1
+        if buffers is not None:
+            self.quant_method.apply(self, x, bias, out=buffers.input)
+            return PartialSum(buffers.input.unsqueeze(0), buffers)
+        out = self.quant_method.empty_output(self, len(x))
+        product = partial(self.quant_method.apply, self)
+        return PartialSum(self.tp.all_reduced_product(product, x, bias, out).unsqueeze(0))
 
 
 def sum_buffers(tp: TensorParallel, num_tokens: int) -> SymmetricBuffers | None:
@@ -158,6 +169,11 @@ def sum_buffers(tp: TensorParallel, num_tokens: int) -> SymmetricBuffers | None:
     if tp.memory is None or num_tokens > tp.memory.max_tokens:
         return None
     return tp.memory.next_buffers(num_tokens)
+
+
+def entries(size: int, param: Tensor | None) -> int:
+    """Return how many entries of a parameter stand for so many rows: fewer in one that holds the scales of blocks."""
+    return -(-size // getattr(param, "block_size", 1))
 
 
 def check_shape(full: Tensor, expected: tuple[int, ...]) -> None:

@@ -4,6 +4,7 @@ Under tensor parallelism every rank holds a share of the inner size of every exp
 the tokens are spread over the experts.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from nanoinfer.checkpoint.model_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.dispatch import triton_on_cuda
-from nanoinfer.layers.activation import silu_and_mul
-from nanoinfer.layers.linear import MAX_SPLIT_K_TOKENS, PartialSum, check_shape, sum_buffers
+from nanoinfer.kernels.fp8_format import Activations, RowFormat
+from nanoinfer.layers.linear import PartialSum, check_shape, entries, sum_buffers
+from nanoinfer.quantization.fp8_linear import Fp8LinearMethod
+from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod
 
 # Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a
 # vector of its own until they are added up, half a gigabyte in all for a hidden size of 2048.
@@ -64,7 +67,8 @@ def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor
     terms = hidden.new_zeros(num_experts_per_tok, num_tokens, hidden.shape[1])
     for expert in expert_ids[expert_ids < len(gate_up)].unique().tolist():
         token, choice = (expert_ids == expert).nonzero(as_tuple=True)
-        result = F.linear(silu_and_mul(F.linear(hidden[token], gate_up[expert])), down[expert])
+        gate, up = F.linear(hidden[token], gate_up[expert]).chunk(2, dim=1)
+        result = F.linear(F.silu(gate) * up, down[expert])
         terms[choice, token] = (result * weights[token, choice].unsqueeze(1)).to(terms.dtype)
     return terms
 
@@ -102,6 +106,8 @@ class PackedExperts(nn.Module):
     full_shape: the shape of one projection of one expert. split_dim: the dimension of it that the ranks split.
     """
 
+    weight: nn.Parameter
+
     def __init__(
         self, num_experts: int, parts: tuple[str, ...], full_shape: tuple[int, int], split_dim: int, tp: TensorParallel
     ) -> None:
@@ -110,20 +116,31 @@ class PackedExperts(nn.Module):
         self.parts = parts
         self.full_shape = full_shape
         self.split_dim = split_dim
+        self.is_row_parallel = split_dim == 1
         shape = list(full_shape)
         shape[split_dim] = tp.shard_size(full_shape[split_dim], "inner size of an expert")
-        self.part_size = shape[0]
-        self.weight = nn.Parameter(torch.empty(num_experts, len(parts) * self.part_size, shape[1]), requires_grad=False)
+        self.quant_method = LinearMethod()
+        self.quant_method.create_weights(self, num_experts, len(parts) * shape[0], shape[1])
+
+    @property
+    def input_format(self) -> RowFormat | None:
+        return self.quant_method.input_format
 
     @property
     def shards(self) -> tuple[str, ...]:
         return tuple(f"{expert}.{part}" for expert in range(len(self.weight)) for part in self.parts)
 
+    def num_outputs(self, _shard: str) -> int:
+        return self.full_shape[0]
+
     def weight_loader(self, param: Tensor, full: Tensor, shard: str) -> None:
-        check_shape(full, self.full_shape)
         expert, _, part = shard.partition(".")
-        place = param[int(expert)].narrow(0, self.parts.index(part) * self.part_size, self.part_size)
-        place.copy_(self.tp.shard(full, self.split_dim))
+        for place, tensor in self.quant_method.prepare(self, param, full, shard):
+            check_shape(tensor, tuple(entries(size, place) for size in self.full_shape[: place.dim() - 1]))
+            if self.split_dim < tensor.dim():
+                tensor = self.tp.shard(tensor, self.split_dim)
+            size = place.shape[1] // len(self.parts)
+            place[int(expert)].narrow(0, self.parts.index(part) * size, size).copy_(tensor)
 
 
 class Experts(nn.Module):
@@ -135,17 +152,31 @@ class Experts(nn.Module):
         self.gate_up_proj = PackedExperts(num_experts, ("gate", "up"), (intermediate_size, hidden_size), 0, tp)
         self.down_proj = PackedExperts(num_experts, ("down",), (hidden_size, intermediate_size), 1, tp)
 
-    def forward(self, hidden: Tensor, routing: Routing) -> Tensor:
+    def forward(self, hidden: Activations, routing: Routing) -> Tensor:
         """Return terms to be added up, (num_terms, num_tokens, hidden_size): one for each choice, or their sum."""
         max_tokens = max(1, MAX_PAIRS // routing.expert_ids.shape[1])
-        weights = self.gate_up_proj.weight, self.down_proj.weight
         if len(hidden) <= max_tokens:
-            return expert_mlp(hidden, *weights, *routing)
-        total = torch.empty_like(hidden)
-        slices = (tensor.split(max_tokens) for tensor in (hidden, *routing, total))
-        for some, expert_ids, pair_weights, out in zip(*slices, strict=True):
-            torch.sum(expert_mlp(some, *weights, expert_ids, pair_weights), 0, out=out)
+            return self._mlp(hidden, *routing)
+        total = torch.empty_like(_wide(hidden))
+        for start in range(0, len(hidden), max_tokens):
+            rows = slice(start, start + max_tokens)
+            torch.sum(self._mlp(hidden[rows], routing.expert_ids[rows], routing.weights[rows]), 0, out=total[rows])
         return total.unsqueeze(0)
+
+    def _mlp(self, hidden: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if isinstance(gate_up.quant_method, Fp8LinearMethod):
+            return gate_up.quant_method.expert_mlp(gate_up, down, hidden, expert_ids, weights)
+        wide_weights = gate_up.quant_method.wide_weight(gate_up), down.quant_method.wide_weight(down)
+        return expert_mlp(_wide(hidden), *wide_weights, expert_ids, weights)
+
+
+def _wide(hidden: Activations) -> Tensor:
+    """Return rows in the dtype of the model."""
+    if isinstance(hidden, Tensor):
+        return hidden
+    assert hidden.wide is not None, "the router's inputs are kept in the dtype of the model"
+    return hidden.wide
 
 
 class SparseMoE(nn.Module):
@@ -161,13 +192,19 @@ class SparseMoE(nn.Module):
         self.gate = Router(hidden_size, moe.num_experts, moe.num_experts_per_tok, moe.norm_topk_prob)
         self.experts = Experts(hidden_size, moe.intermediate_size, moe.num_experts, tp)
 
-    def forward(self, hidden: Tensor, row_mask: Tensor | None = None) -> PartialSum:
+    @property
+    def input_format(self) -> RowFormat | None:
+        """How the layer wants its inputs: if the experts have 8 bits, in 8 bits for these and wide for the router."""
+        experts = self.experts.gate_up_proj.input_format
+        return experts and replace(experts, keeps_wide=True)
+
+    def forward(self, hidden: Activations, row_mask: Tensor | None = None) -> PartialSum:
         """(num_tokens, hidden_size) -> the same, to be added up by the next norm.
 
         row_mask: (num_tokens,) bool, False for rows without a token, such as the padding of a CUDA graph. No expert is
         read for them, and their sums are zero. None: all rows have tokens.
         """
-        terms = self.experts(hidden, self.gate(hidden, row_mask))
+        terms = self.experts(hidden, self.gate(_wide(hidden), row_mask))
         if self.tp.size == 1:
             return PartialSum(terms)
         buffers = sum_buffers(self.tp, len(hidden))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nanoinfer.checkpoint.model_config import ModelConfig, MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel, VocabShard
+from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.layer import Attention
@@ -22,6 +23,7 @@ from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
+from nanoinfer.quantization.fp8_linear import with_quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class DecoderAttention(nn.Module):
         )
         self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(attention))
 
-    def forward(self, positions: Tensor, hidden: Tensor, cache: LayerCache, metadata: Metadata) -> PartialSum:
+    def forward(self, positions: Tensor, hidden: Activations, cache: LayerCache, metadata: Metadata) -> PartialSum:
         qkv = self.qkv_proj(hidden)  # (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
         norm_weights = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
         out = self.attn(qkv, norm_weights, positions, cache, metadata)  # (num_tokens, num_heads, head_dim)
@@ -75,12 +77,16 @@ class DecoderMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
-        hidden_size, intermediate_size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, intermediate_size, bias=bias, tp=tp)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, tp=tp)
+        size, bias = config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, size, bias=bias, tp=tp)
+        self.down_proj = RowParallelLinear(size, config.hidden_size, bias=bias, tp=tp)
 
-    def forward(self, hidden: Tensor, _row_mask: Tensor | None = None) -> PartialSum:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+    @property
+    def input_format(self) -> RowFormat | None:
+        return self.gate_up_proj.input_format
+
+    def forward(self, hidden: Activations, _row_mask: Tensor | None = None) -> PartialSum:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden), self.down_proj.input_format))
 
 
 class DecoderLayer(nn.Module):
@@ -101,7 +107,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.self_attn = DecoderAttention(config, spec, window, rotary_emb, backends, tp)
-        self.mlp: nn.Module = DecoderMLP(config, tp) if moe is None else SparseMoE(config.hidden_size, moe, tp)
+        self.mlp = DecoderMLP(config, tp) if moe is None else SparseMoE(config.hidden_size, moe, tp)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -119,9 +125,9 @@ class DecoderLayer(nn.Module):
         hidden: what the layer before adds; None in the first. residual: (num_tokens, hidden_size). row_mask:
         (num_tokens,) bool, False where a row is padding, for which no expert is read; None if there are no experts.
         """
-        normed, residual = self.input_layernorm(hidden, residual)
+        normed, residual = self.input_layernorm(hidden, residual, self.self_attn.qkv_proj.input_format)
         hidden = self.self_attn(positions, normed, cache, metadata)
-        normed, residual = self.post_attention_layernorm(hidden, residual)
+        normed, residual = self.post_attention_layernorm(hidden, residual, self.mlp.input_format)
         return self.mlp(normed, row_mask), residual
 
 
@@ -139,10 +145,11 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
         has_experts = config.moe.has_experts if config.moe else (False,) * config.num_hidden_layers
         self.has_experts = any(has_experts)
-        self.layers = nn.ModuleList(
+        layers = (
             DecoderLayer(config, spec, window, config.moe if sparse else None, rotary_emb, backends, tp)
             for window, sparse in zip(config.windows_within(max_positions), has_experts, strict=True)
         )
+        self.layers = nn.ModuleList(with_quantization(layers, config.quantization))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.kernels.fp8_format import Activations
 from nanoinfer.layers.activation import gelu_tanh_and_mul
 from nanoinfer.layers.attention.metadata import KVCache, LayerCache, Metadata
 from nanoinfer.layers.attention.selection import AttentionBackends
@@ -21,6 +22,7 @@ from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import PartialSum, check_shape
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.models.decoder import DecoderAttention, DecoderForCausalLM, DecoderMLP, DecoderSpec
+from nanoinfer.quantization.fp8_linear import with_quantization
 
 
 class Gemma3Norm(RMSNorm):
@@ -51,8 +53,8 @@ class Gemma3Embedding(VocabParallelEmbedding):
 
 
 class Gemma3MLP(DecoderMLP):
-    def forward(self, hidden: Tensor, _row_mask: Tensor | None = None) -> PartialSum:
-        return self.down_proj(gelu_tanh_and_mul(self.gate_up_proj(hidden)))
+    def forward(self, hidden: Activations, _row_mask: Tensor | None = None) -> PartialSum:
+        return self.down_proj(gelu_tanh_and_mul(self.gate_up_proj(hidden), self.down_proj.input_format))
 
 
 class Gemma3Layer(nn.Module):
@@ -79,9 +81,9 @@ class Gemma3Layer(nn.Module):
         self, positions: Tensor, hidden: PartialSum | None, residual: Tensor, cache: LayerCache, metadata: Metadata
     ) -> tuple[PartialSum, Tensor]:
         """Return what this layer's MLP adds to the residual stream, and the stream, as `DecoderLayer` does."""
-        normed, residual = self.input_layernorm(hidden, residual)
+        normed, residual = self.input_layernorm(hidden, residual, self.self_attn.qkv_proj.input_format)
         hidden = self.post_attention_layernorm.of_sum(self.self_attn(positions, normed, cache, metadata))
-        normed, residual = self.pre_feedforward_layernorm(hidden, residual)
+        normed, residual = self.pre_feedforward_layernorm(hidden, residual, self.mlp.input_format)
         return self.post_feedforward_layernorm.of_sum(self.mlp(normed)), residual
 
 
@@ -100,10 +102,11 @@ class Gemma3Decoder(nn.Module):
         local_rotary_emb = RotaryEmbedding(replace(config, rope=config.local_rope), max_positions)
         self.embed_tokens = Gemma3Embedding(config.vocab_size, config.hidden_size, tp)
         # Which RoPE a layer has does not depend on whether a sequence can outgrow its window.
-        self.layers = nn.ModuleList(
+        layers = (
             Gemma3Layer(config, spec, window, local_rotary_emb if is_local else rotary_emb, backends, tp)
             for is_local, window in zip(config.windows, config.windows_within(max_positions), strict=True)
         )
+        self.layers = nn.ModuleList(with_quantization(layers, config.quantization))
         self.norm = Gemma3Norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:

@@ -1,14 +1,17 @@
 """The floor adds up: on a model that can be counted by hand, and on the standard workload."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from nanoinfer.bench.floor import Rates, Weights, compute_floor, count_weights, decode_steps
+from nanoinfer.bench.floor import Rates, Weights, compute_floor, count_weights, decode_steps, measure_rates
 from nanoinfer.bench.workloads import LOADS, Workload, draw_workload, write_config
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.quantization_config import QuantizationConfig
 from nanoinfer.models import REGISTRY
 
+FP8 = QuantizationConfig()
 UNIT_RATES = Rates(bandwidth=1, matrix_rate=1, bytes_per_value=2, method="given")
 # q, o: 4 x 4 each; k, v: 4 x 2 each; three MLP matrices of 4 x 8; lm_head 10 x 4
 TINY = ModelConfig.from_dict(
@@ -102,3 +105,22 @@ def test_a_step_reads_the_experts_that_its_tokens_go_to() -> None:
     assert weights.layers_of_a_token == 8
     reads = [weights.layers_read_by(num_tokens) for num_tokens in (0, 1, 4, 16, 1000)]
     assert reads == pytest.approx([0, 8, 29.1, 82.4, 128], abs=0.1)
+
+
+def test_weights_in_fp8_are_read_as_a_byte_each_and_multiplied_at_their_own_rate() -> None:
+    workload, config = Workload(seed=0, prompts=[[1, 2]], max_tokens=[2]), replace(TINY, quantization=FP8)
+    at_once = compute_floor(config, workload, replace(UNIT_RATES, matrix_rate=1e9, fp8_matrix_rate=2e9))
+    assert at_once.decode_matrix_seconds == LAYERS * 1 + LM_HEAD * 2
+    assert at_once.decode_kv_seconds == 3 * (2 + 2) * 2
+    multiplied = compute_floor(config, workload, replace(UNIT_RATES, bandwidth=1e9, fp8_matrix_rate=2))
+    assert multiplied.prefill_seconds == LAYERS * 2 + 2 * LM_HEAD + 4 * 4 * 3
+    assert multiplied.decode_matrix_seconds == LAYERS + 2 * LM_HEAD
+    without_products = compute_floor(config, workload, UNIT_RATES)
+    assert without_products.prefill_seconds == compute_floor(TINY, workload, UNIT_RATES).prefill_seconds
+
+
+def test_the_rate_of_fp8_is_measured_where_weights_have_it() -> None:
+    assert measure_rates("cpu", replace(TINY, dtype="float32", quantization=FP8)).fp8_matrix_rate is None
+    assert str(replace(UNIT_RATES, matrix_rate=8e14, fp8_matrix_rate=1.5e15)) == (
+        "0.000 TB/s and 800 TFLOP/s (1500 in FP8): given"
+    )

@@ -228,7 +228,15 @@ def answer_exchange(tp: TensorParallel) -> None:
     weight, bias = torch.full((1, 2), tp.rank + 1.0), torch.ones(1)
     expected = 2 * (1 + 2 + 3) * x[:, :1] + 3
     for num_tokens in (SLICE_TOKENS - 1, len(x)):  # in one piece, and in slices
-        assert torch.equal(tp.all_reduced_product(x[:num_tokens], weight, bias), expected[:num_tokens])
+        out = tp.all_reduced_product(product_with(weight), x[:num_tokens], bias, torch.empty(num_tokens, 1))
+        assert torch.equal(out, expected[:num_tokens])
+
+
+def product_with(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
+    def product(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(torch.nn.functional.linear(x, weight, bias))
+
+    return product
 
 
 @pytest.mark.usefixtures("nothing_remains")

@@ -268,7 +268,9 @@ def _all_reduce_in_all_ways(rank: int, size: int, folder: str) -> None:
             torch.testing.assert_close(residual[owned], expected_residual[owned], rtol=tolerance, atol=tolerance)
     x = torch.randn(3 * SLICE_TOKENS, 256, dtype=dtype, device="cuda")
     matrix = torch.randn(hidden_size, 256, dtype=dtype, device="cuda")
-    overlapped, whole = tp.all_reduced_product(x, matrix, None), tp.all_reduce((x @ matrix.t()).float())
+    out = torch.empty(len(x), hidden_size, dtype=dtype, device="cuda")
+    overlapped = tp.all_reduced_product(lambda x, _, out: torch.mm(x, matrix.t(), out=out), x, None, out)
+    whole = tp.all_reduce((x @ matrix.t()).float())
     torch.testing.assert_close(overlapped.float(), whole, rtol=0.02, atol=1.0)  # rounded by each addition
     if rank == 0:  # nobody comes to this sum, of rows that it owns and others
         buffers = replace(tp.memory.next_buffers(4), two_shot=True)

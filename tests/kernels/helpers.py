@@ -1,6 +1,7 @@
 """What the tests of kernels in Triton's interpreter share."""
 
 from importlib import metadata
+from typing import Any
 
 import pytest
 
@@ -16,3 +17,25 @@ loops_are_interpreted = pytest.mark.skipif(
     version("triton") < (3, 7) and version("numpy") >= (2, 4),
     reason="the interpreter of this Triton does not run loops with this NumPy",
 )
+
+
+@pytest.fixture
+def exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter round to e4m3 and back as a GPU does. Its own way loses carries, and NaN."""
+    import numpy as np
+    import torch
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    theirs = interpreter._convert_float
+
+    def convert(data: Any, from_dtype: Any, to_dtype: Any, rounding_mode: Any) -> Any:
+        if tl.float8e4nv not in (from_dtype, to_dtype):
+            return theirs(data, from_dtype, to_dtype, rounding_mode)
+        if to_dtype == tl.float8e4nv:
+            wide = torch.from_numpy(np.ascontiguousarray(data))
+            return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        rounded = torch.from_numpy(np.ascontiguousarray(data).view(np.uint8)).view(torch.float8_e4m3fn)
+        return rounded.to(getattr(torch, {"fp16": "float16", "fp32": "float32"}[to_dtype.name])).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)

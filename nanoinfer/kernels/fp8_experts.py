@@ -1,0 +1,283 @@
+"""The experts' MLPs with weights and activations in FP8. Twin: `quantization/fp8.py`.
+
+As in `moe_experts.py` the pairs of a token and an expert are sorted into tiles of one expert each, and each of the two
+grouped products is one kernel. The first one ends in SwiGLU and rounds its result: a program has 128 columns of the
+gate and the same 128 of up, a whole group of values that share a scale.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.fp8_format import GROUP_SIZE, RowFormat
+from nanoinfer.kernels.fp8_product import scaled_tile_product
+from nanoinfer.kernels.fp8_rows import rounded, scale_of
+from nanoinfer.kernels.moe_experts import num_multiprocessors, tile_pairs, tile_rows
+from nanoinfer.kernels.moe_routing import plan_tiles
+from nanoinfer.kernels.paged_decode_attention import has_large_shared_memory
+from nanoinfer.kernels.programmatic_launch import overlap_options
+
+MAX_ROWS = 64  # pairs in a tile; the sums of more do not fit into registers
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _gate_up_kernel(
+    x_ptr,
+    x_scales_ptr,
+    weight_ptr,
+    weight_scales_ptr,
+    pairs_ptr,
+    tile_experts_ptr,
+    num_tiles_ptr,
+    values_ptr,
+    scales_ptr,
+    static_scale_ptr,
+    x_row_stride,
+    x_scale_stride,
+    num_pairs,
+    num_choices: tl.constexpr,
+    num_experts: tl.constexpr,
+    hidden_size: tl.constexpr,
+    inner_size: tl.constexpr,
+    X_GROUPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    DTYPE: tl.constexpr,  # to which gate, up and their product are rounded
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    tile = tl.program_id(1)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    num_tiles = tl.num_programs(1) if num_tiles_ptr is None else tl.load(num_tiles_ptr)
+    if tile >= num_tiles:
+        return
+    expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
+    if expert == num_experts:
+        return
+    pair = tile_pairs(pairs_ptr, tile, num_pairs, ROWS)
+    is_pair = pair < num_pairs
+    # A group of columns of the gate, then the same columns of up.
+    line = tl.arange(0, 2 * GROUP)
+    line_column = tl.program_id(0) * GROUP + line % GROUP
+    num_scales = 2 * inner_size
+    if BLOCKS:
+        num_scales = 2 * inner_size // GROUP * tl.cdiv(hidden_size, GROUP)
+    acc = scaled_tile_product(
+        x_ptr,
+        x_scales_ptr,
+        weight_ptr + expert * (2 * inner_size * hidden_size),
+        weight_scales_ptr + expert * num_scales,
+        pair // num_choices,
+        is_pair,
+        line_column + line // GROUP * inner_size,
+        line_column < inner_size,
+        x_row_stride,
+        x_scale_stride,
+        0,
+        hidden_size,
+        hidden_size,
+        X_GROUPS,
+        BLOCKS,
+        GROUP,
+        STAGES,
+    )
+    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, GROUP, ROWS)), (1, 2, 0)))  # (GROUP, ROWS) each
+    gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)  # rounded as two products would leave them
+    silu = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+    gated = (silu * up).to(DTYPE).to(tl.float32)
+    if static_scale_ptr is not None:
+        values = rounded(gated, tl.load(static_scale_ptr))
+    else:
+        scales = scale_of(gated, 0)
+        tl.store(scales_ptr + pair.to(tl.int64) * tl.cdiv(inner_size, GROUP) + tl.program_id(0), scales, mask=is_pair)
+        values = rounded(gated, scales[None, :])
+    column = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    out_ptrs = values_ptr + pair.to(tl.int64)[None, :] * inner_size + column[:, None]
+    tl.store(out_ptrs, values, mask=is_pair[None, :] & (column < inner_size)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _down_kernel(
+    x_ptr,
+    x_scales_ptr,
+    weight_ptr,
+    weight_scales_ptr,
+    pairs_ptr,
+    tile_experts_ptr,
+    num_tiles_ptr,
+    pair_weights_ptr,
+    out_ptr,
+    x_scale_stride,
+    num_pairs,
+    num_choices: tl.constexpr,
+    num_experts: tl.constexpr,
+    inner_size: tl.constexpr,
+    hidden_size: tl.constexpr,
+    X_GROUPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    tile = tl.program_id(1)
+    # The kernel before began when the plan was complete, so it is there before that kernel is done.
+    num_tiles = tl.num_programs(1) if num_tiles_ptr is None else tl.load(num_tiles_ptr)
+    if tile >= num_tiles:
+        return
+    expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
+    pair = tile_pairs(pairs_ptr, tile, num_pairs, ROWS)
+    is_pair = pair < num_pairs
+    pair_weight = tl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    out_row = (pair % num_choices).to(tl.int64) * (num_pairs // num_choices) + pair // num_choices
+    out_ptrs = out_ptr + out_row[None, :] * hidden_size + column[:, None]
+    out_mask = is_pair[None, :] & (column < hidden_size)[:, None]
+    dtype = out_ptr.dtype.element_ty
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if expert == num_experts:
+        tl.store(out_ptrs, tl.zeros((COLUMNS, ROWS), dtype), mask=out_mask)
+        return
+    num_scales = hidden_size
+    if BLOCKS:
+        num_scales = tl.cdiv(hidden_size, GROUP) * tl.cdiv(inner_size, GROUP)
+    acc = scaled_tile_product(
+        x_ptr,
+        x_scales_ptr,
+        weight_ptr + expert * (hidden_size * inner_size),
+        weight_scales_ptr + expert * num_scales,
+        pair,
+        is_pair,
+        column,
+        column < hidden_size,
+        inner_size,
+        x_scale_stride,
+        0,
+        inner_size,
+        inner_size,
+        X_GROUPS,
+        BLOCKS,
+        GROUP,
+        STAGES,
+    )
+    tl.store(out_ptrs, (acc * pair_weight[None, :]).to(dtype), mask=out_mask)
+
+
+class Tiling(NamedTuple):
+    """How the two grouped products are cut."""
+
+    rows: int  # pairs in a tile
+    gate_up_stages: int
+    gate_up_warps: int
+    down_columns: int
+    down_stages: int
+    down_warps: int
+
+
+def fp8_expert_mlp(
+    x: Tensor,
+    x_scales: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    down_format: RowFormat,
+    expert_ids: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return what each expert of a token adds to it, (num_experts_per_tok, num_tokens, hidden_size), weighted.
+
+    x: (num_tokens, hidden_size) e4m3. x_scales: (num_tokens, 1), or one for each 128 values. gate_up, down: as in
+    `expert_mlp`, in e4m3; their scales: of rows, (num_experts, rows), or of blocks of 128, 3-D. All contiguous.
+    down_format: how SwiGLU's results are rounded, in groups or by one static scale. expert_ids, weights: from `route`.
+    The host does not wait for the device, so a CUDA graph can capture this.
+    """
+    num_tokens, num_choices = expert_ids.shape
+    num_experts, hidden_size, inner_size = down.shape
+    for name, tensor in (("gate_up", gate_up), ("down", down), ("expert_ids", expert_ids), ("weights", weights)):
+        assert tensor.is_contiguous(), f"{name} must be contiguous, strides {tensor.stride()}"
+    for name, tensor in (("gate_up_scales", gate_up_scales), ("down_scales", down_scales)):
+        assert tensor.is_contiguous(), f"{name} must be contiguous, strides {tensor.stride()}"
+    assert x.stride(1) == 1, f"the rows of x must be contiguous, strides {x.stride()}"
+    assert gate_up_scales.dim() == 2 or inner_size % GROUP_SIZE == 0, f"the gate's {inner_size} rows end inside a block"
+    num_pairs = expert_ids.numel()
+    gated = down_format.empty_rows(expert_ids.view(-1), inner_size)
+    out = torch.empty(num_choices, num_tokens, hidden_size, dtype=dtype, device=x.device)
+    if num_pairs == 0:
+        return out
+    rows = min(MAX_ROWS, tile_rows(num_pairs, num_experts, dtype))
+    plan = plan_tiles(expert_ids, num_experts, rows)
+    num_slots = len(plan.tile_experts)
+    tiling = choose_tiling(rows, num_slots, hidden_size, x.device)
+    options = overlap_options(x.device)
+    _gate_up_kernel[(triton.cdiv(inner_size, GROUP_SIZE), num_slots)](
+        x,
+        x_scales,
+        gate_up,
+        gate_up_scales,
+        *plan,
+        gated.values,
+        gated.scales,
+        down_format.scale,
+        x.stride(0),
+        x_scales.stride(0),
+        num_pairs,
+        num_choices=num_choices,
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        inner_size=inner_size,
+        X_GROUPS=x_scales.shape[1] > 1,
+        BLOCKS=gate_up_scales.dim() == 3,
+        DTYPE=getattr(tl, str(dtype).removeprefix("torch.")),
+        GROUP=GROUP_SIZE,
+        ROWS=rows,
+        STAGES=tiling.gate_up_stages,
+        num_warps=tiling.gate_up_warps,
+        **options,
+    )
+    _down_kernel[(triton.cdiv(hidden_size, tiling.down_columns), num_slots)](
+        gated.values,
+        gated.scales,
+        down,
+        down_scales,
+        *plan,
+        weights,
+        out,
+        gated.scales.stride(0),
+        num_pairs,
+        num_choices=num_choices,
+        num_experts=num_experts,
+        inner_size=inner_size,
+        hidden_size=hidden_size,
+        X_GROUPS=gated.scales.shape[1] > 1,
+        BLOCKS=down_scales.dim() == 3,
+        GROUP=GROUP_SIZE,
+        ROWS=rows,
+        COLUMNS=tiling.down_columns,
+        STAGES=tiling.down_stages,
+        num_warps=tiling.down_warps,
+        **options,
+    )
+    return out
+
+
+def choose_tiling(rows: int, num_tiles: int, hidden_size: int, device: torch.device) -> Tiling:
+    """Return how to cut the products of `num_tiles` tiles of rows."""
+    # Few programs, which together ask for enough bytes at a time, or enough of them for all multiprocessors.
+    is_few = num_tiles * triton.cdiv(hidden_size, 128) < num_multiprocessors(device)
+    columns = 64 if is_few else 128
+    if not has_large_shared_memory(device):
+        return Tiling(rows, 2, 8, columns, 3, 8)
+    if rows <= 32:
+        return Tiling(rows, 4, 8, columns, 5, 4 if is_few else 8)
+    return Tiling(rows, 3, 8, columns, 4, 8)

@@ -1,0 +1,110 @@
+"""Rounds rows of activations to FP8, by itself and at the end of kernels that make them. Twin: `quantization/fp8.py`.
+
+A norm holds a whole row, so one scale for the row costs it one reduction. SwiGLU is cut into tiles, and groups of 128
+never leave a tile.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.fp8_format import FP8_MAX, GROUP_SIZE, TINY, QuantizedRows, RowFormat
+from nanoinfer.kernels.programmatic_launch import overlap_options
+
+MAX_TILE = 1024  # values for each program, where rows are cut
+LARGEST: tl.constexpr = tl.constexpr(FP8_MAX)
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(TINY)
+
+
+@triton.jit
+def scale_of(x, axis: tl.constexpr):
+    """Return the scales of float32 values along an axis; NaN does not count."""
+    return tl.div_rn(tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=axis), LARGEST)
+
+
+@triton.jit
+def rounded(x, scale):
+    """Return float32 values / scale in e4m3; NaN stays NaN, and what has no scale to speak of becomes zero."""
+    x *= tl.where(scale < SMALLEST_SCALE, 0.0, tl.div_rn(1.0, scale))
+    x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@triton.jit
+def store_rounded(
+    x,  # (SIZE,) float32, a row or a tile of one
+    first,  # the column of its first value
+    size,  # of the row
+    values_ptr,  # of the row
+    scales_ptr,  # of the row
+    static_scale_ptr,  # None for scales that are computed
+    GROUP: tl.constexpr,  # None for one scale
+    SIZE: tl.constexpr,
+):
+    column = first + tl.arange(0, SIZE)
+    x = tl.where(column < size, x, 0.0)
+    if static_scale_ptr is not None:
+        values = rounded(x, tl.load(static_scale_ptr))
+    elif GROUP is None:
+        scale = scale_of(x, 0)
+        tl.store(scales_ptr, scale)
+        values = rounded(x, scale)
+    else:
+        groups = tl.reshape(x, (SIZE // GROUP, GROUP))
+        scales = scale_of(groups, 1)
+        group = first // GROUP + tl.arange(0, SIZE // GROUP)
+        tl.store(scales_ptr + group, scales, mask=group * GROUP < size)
+        values = tl.reshape(rounded(groups, scales[:, None]), (SIZE,))
+    tl.store(values_ptr + column, values, mask=column < size)
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    static_scale_ptr,
+    x_row_stride,
+    num_groups,
+    size,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * TILE
+    column = first + tl.arange(0, TILE)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * x_row_stride + column, mask=column < size, other=0.0).to(tl.float32)
+    store_rounded(x, first, size, values_ptr + row * size, scales_ptr + row * num_groups, static_scale_ptr, GROUP, TILE)
+
+
+def quantize_rows(x: Tensor, row_format: RowFormat) -> QuantizedRows:
+    """Round rows to 8 bits. x: (num_rows, size), rows contiguous."""
+    num_rows, size = x.shape
+    assert x.stride(1) == 1, f"the rows of x must be contiguous, strides {x.stride()}"
+    rows = row_format.empty_rows(x, size, wide=x)
+    if num_rows == 0:
+        return rows
+    tile = tile_size(size, row_format)
+    _quantize_rows_kernel[(num_rows, triton.cdiv(size, tile))](
+        x,
+        rows.values,
+        rows.scales,
+        row_format.scale,
+        x.stride(0),
+        rows.scales.shape[1],
+        size,
+        TILE=tile,
+        GROUP=row_format.group_size,
+        num_warps=min(16, max(1, tile // 512)),
+        **overlap_options(x.device),
+    )
+    return rows
+
+
+def tile_size(size: int, row_format: RowFormat) -> int:
+    """Return how many values of a row a program holds: all of them, if they have one scale that is to be found."""
+    padded = max(GROUP_SIZE, triton.next_power_of_2(size))
+    return padded if row_format.group_size is None and row_format.scale is None else min(MAX_TILE, padded)

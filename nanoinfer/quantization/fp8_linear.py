@@ -1,0 +1,177 @@
+"""Linear layers with weights in FP8: how they are made, loaded and multiplied. The numbers: `fp8.py`."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, QuantizationConfig
+from nanoinfer.errors import ModelError
+from nanoinfer.kernels.fp8_format import FP8, FP8_MAX, GROUP_SIZE, Activations, QuantizedRows, RowFormat
+from nanoinfer.quantization.fp8 import (
+    dequantize_weight,
+    fit_weight,
+    fp8_expert_mlp,
+    fp8_product,
+    has_fp8_products,
+    quantize_rows,
+    quantize_weight,
+)
+from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod
+
+logger = logging.getLogger("nanoinfer")
+
+# The tiles of a split-K product that are wanted at least: about as many as a Hopper GPU has multiprocessors.
+NUM_TILES, TILE_COLUMNS, MAX_SPLITS = 128, 64, 8
+
+
+def with_quantization(layers: Iterable[nn.Module], config: QuantizationConfig | None) -> Iterator[nn.Module]:
+    """Yield a decoder's layers, with the weights in 8 bits that the config says.
+
+    They come one by one, so that the weights of one layer alone are in memory in 16 bits.
+    """
+    has_logged = False
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            if config is None or not hasattr(module, "quant_method"):
+                continue
+            if not config.covers(f"model.layers.{index}.{name}"):
+                continue
+            device = module.weight.device
+            if has_fp8_products(device):
+                module.quant_method = Fp8LinearMethod(config, module)
+                continue
+            module.quant_method = Fp8WeightOnlyMethod(config, module)
+            if not has_logged:
+                logger.info("%s has no FP8 products: weights are held in FP8, and widened for each product", device)
+                has_logged = True
+        yield layer
+
+
+class Fp8WeightOnlyMethod(LinearMethod):
+    """Holds a weight in FP8, and widens it for each product: less memory, but no speed.
+
+    weight: (..., num_outputs, num_inputs) e4m3. Its scales are called as in the checkpoint: of the outputs,
+    (..., num_outputs), or of blocks, (..., rows, columns). input_scale: (num_shards,), the static scales that the
+    checkpoint gives the inputs of its weights; the inputs of what is packed have one scale, the largest.
+    """
+
+    def __init__(self, config: QuantizationConfig, layer: Any) -> None:
+        self.config = config
+        self.dtype = layer.weight.dtype
+        self.create_weights(layer, *layer.weight.shape)
+
+    def create_weights(self, layer: Any, *shape: int) -> None:
+        with layer.weight.device:
+            layer.weight = nn.Parameter(torch.empty(shape, dtype=FP8), requires_grad=False)
+            *experts, num_outputs, num_inputs = shape
+            if self.config.weights == "block":
+                shape = (*experts, -(-num_outputs // BLOCK_SIZE), -(-num_inputs // BLOCK_SIZE))
+            else:
+                shape = (*experts, num_outputs)
+            scales = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
+            if self.config.weights == "block":
+                scales.block_size = BLOCK_SIZE  # type: ignore[attr-defined]
+            if self.config.in_checkpoint:
+                setattr(layer, self.config.scale_name, scales)
+            else:  # no tensor of the checkpoint fills them
+                layer.register_buffer(self.config.scale_name, scales.data)
+            if self.config.static_inputs:
+                num_shards = len(getattr(layer, "shards", (None,)))
+                zeros = torch.zeros(num_shards, dtype=torch.float32)
+                layer.input_scale = nn.Parameter(zeros, requires_grad=False)
+                layer.register_buffer("largest_input_scale", torch.zeros((), dtype=torch.float32))
+
+    def scales(self, layer: Any) -> Tensor:
+        return cast(Tensor, getattr(layer, self.config.scale_name))
+
+    def wide_weight(self, layer: Any) -> Tensor:
+        return dequantize_weight(layer.weight, self.scales(layer)).to(self.dtype)
+
+    def empty_output(self, layer: Any, num_tokens: int) -> Tensor:
+        return layer.weight.new_empty(num_tokens, len(layer.weight), dtype=self.dtype)
+
+    def prepare(self, layer: Any, param: Tensor, full: Tensor, shard: str | None) -> list[tuple[Tensor, Tensor]]:
+        if param is layer.weight:
+            is_rounded = full.dtype == FP8
+            if is_rounded != self.config.in_checkpoint:
+                expected = "in float8_e4m3fn" if self.config.in_checkpoint else "in 16 or 32 bits"
+                raise ModelError(f"the checkpoint has {full.dtype}, and by its quantization_config it is {expected}")
+            if is_rounded:
+                return [(param, full)]
+            # All of a row, before it is cut, so that its scale does not depend on the number of ranks.
+            values, scales = fit_weight(full.to(param.device))
+            return [(param, values), (self.scales(layer), scales)]
+        if param is getattr(layer, "input_scale", None):
+            if full.numel() != 1:
+                raise ModelError(f"the checkpoint has shape {tuple(full.shape)}, and one scale for all inputs is known")
+            param[0 if shard is None else layer.shards.index(shard)] = full.float().item()
+            layer.largest_input_scale.copy_(param.max())
+            return []
+        if self.config.weights == "block" or param is not self.scales(layer):
+            return [(param, full)]
+        if full.numel() == 1:
+            full = full.reshape(1).expand(layer.num_outputs(shard))
+        return [(param, full.reshape(-1))]
+
+    def fill_with_random_weights(self, layer: Any, std: float, generator: torch.Generator) -> None:
+        """Draw what would be drawn in 16 bits, and round it. Static scales are for inputs of up to 8."""
+        wide = torch.empty(layer.weight.shape, dtype=self.dtype, device=layer.weight.device)
+        wide.normal_(0.0, std, generator=generator)
+        block_size = BLOCK_SIZE if self.config.weights == "block" else None
+        whole = wide, layer.weight, self.scales(layer)
+        for part, weight, scales in zip(*whole, strict=True) if wide.dim() == 3 else (whole,):  # an expert at a time
+            rounded, its_scales = quantize_weight(part, block_size)
+            weight.copy_(rounded)
+            scales.copy_(its_scales)
+        if self.config.static_inputs:
+            layer.input_scale.fill_(8 / FP8_MAX)
+            layer.largest_input_scale.copy_(layer.input_scale.max())
+
+
+class Fp8LinearMethod(Fp8WeightOnlyMethod):
+    """Multiplies FP8 by FP8 (W8A8): inputs are rounded, by a scale of their own for each token unless it is static."""
+
+    def create_weights(self, layer: Any, *shape: int) -> None:
+        super().create_weights(layer, *shape)
+        if self.config.static_inputs:
+            self.input_format = RowFormat(scale=layer.largest_input_scale)
+        elif self.config.weights == "block" or layer.is_row_parallel:
+            self.input_format = RowFormat(group_size=GROUP_SIZE)
+        else:
+            self.input_format = RowFormat()
+
+    def apply(self, layer: Any, x: Activations, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        rows = self.round_input(x)
+        return fp8_product(rows.values, rows.scales, layer.weight, self.scales(layer), bias, self.dtype, out=out)[0]
+
+    def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
+        rows = self.round_input(x)
+        num_splits = self._num_splits(rows.values, len(layer.weight), bias)
+        return fp8_product(rows.values, rows.scales, layer.weight, self.scales(layer), bias, self.dtype, num_splits)
+
+    def expert_mlp(self, gate_up: Any, down: Any, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """Return what `expert_mlp` of layers/moe.py does. gate_up, down: the layers of all experts' weights."""
+        rows, of_down = self.round_input(x), down.quant_method
+        weights_and_scales = gate_up.weight, self.scales(gate_up), down.weight, of_down.scales(down)
+        return fp8_expert_mlp(
+            rows.values, rows.scales, *weights_and_scales, of_down.input_format, expert_ids, weights, self.dtype
+        )
+
+    def round_input(self, x: Activations) -> QuantizedRows:
+        """Round what nobody has rounded before."""
+        assert self.input_format is not None, "FP8 products have inputs in 8 bits"
+        return x if isinstance(x, QuantizedRows) else quantize_rows(x, self.input_format)
+
+    def _num_splits(self, x: Tensor, num_outputs: int, bias: Tensor | None) -> int:
+        """Return the fewest splits of K, of whole groups, that make tiles for all multiprocessors."""
+        if not x.is_cuda or self.dtype != torch.bfloat16 or bias is not None or len(x) > MAX_SPLIT_K_TOKENS:
+            return 1
+        num_tiles, num_splits = -(-num_outputs // TILE_COLUMNS), 1
+        while num_tiles * num_splits < NUM_TILES and num_splits < MAX_SPLITS:
+            if x.shape[1] % (2 * num_splits * GROUP_SIZE):
+                break
+            num_splits *= 2
+        return num_splits

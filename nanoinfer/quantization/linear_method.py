@@ -1,0 +1,71 @@
+"""How a linear layer holds its weight and multiplies by it; here in 16 bits (or 32), in `fp8_linear.py` in 8.
+
+Each layer has a `quant_method`, as in vLLM, so that the layers themselves know of sharding only. The tensors belong to
+the layer, under the names that a checkpoint gives them.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.kernels.fp8_format import Activations, RowFormat
+
+MAX_SPLIT_K_TOKENS = 256  # a product of more tokens fills the GPU by itself
+
+
+class LinearMethod:
+    """Holds a weight in the dtype of the model.
+
+    input_format: how the layer wants its inputs; None: in the dtype of the model. Whatever makes them may round them,
+    in the kernel that it runs anyway.
+    """
+
+    input_format: RowFormat | None = None
+
+    def create_weights(self, layer: Any, *shape: int) -> None:
+        """Give the layer its parameters. shape: of this rank's weight, (..., num_outputs, num_inputs)."""
+        layer.weight = nn.Parameter(torch.empty(*shape), requires_grad=False)
+
+    def prepare(self, layer: Any, param: Tensor, full: Tensor, shard: str | None) -> list[tuple[Tensor, Tensor]]:
+        """Turn a checkpoint's tensor for `param` into what the layer is to cut and place: (parameter, full tensor)."""
+        return [(param, full)]
+
+    def fill_with_random_weights(self, layer: Any, std: float, generator: torch.Generator) -> None:
+        """Draw the weight from N(0, std^2)."""
+        layer.weight.normal_(0.0, std, generator=generator)
+
+    def wide_weight(self, layer: Any) -> Tensor:
+        """Return the weight in the dtype of the model."""
+        return layer.weight
+
+    def empty_output(self, layer: Any, num_tokens: int) -> Tensor:
+        """Return memory for a product of so many tokens."""
+        return layer.weight.new_empty(num_tokens, len(layer.weight))
+
+    def apply(self, layer: Any, x: Activations, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Return x W^T + b, (num_tokens, num_outputs), in `out` if it is given."""
+        x, weight = cast(Tensor, x), self.wide_weight(layer)
+        if out is None:
+            return F.linear(x, weight, bias)
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias, x, weight.t(), out=out)
+
+    def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
+        """Return x W^T + b as partial sums, (num_splits, num_tokens, num_outputs): one, or those of split-K."""
+        x, weight = cast(Tensor, x), self.wide_weight(layer)
+        num_splits = self._num_splits(x, len(weight), bias)
+        if num_splits == 1:
+            return F.linear(x, weight, bias).unsqueeze(0)
+        parts = x.unflatten(1, (num_splits, -1)).transpose(0, 1)  # (num_splits, num_tokens, input_size / num_splits)
+        return torch.bmm(parts, weight.unflatten(1, (num_splits, -1)).permute(1, 2, 0))
+
+    def _num_splits(self, x: Tensor, num_outputs: int, bias: Tensor | None) -> int:
+        """Return how far to split K; docs/performance.md has the times that this is based on."""
+        # In float16 a partial sum could overflow where the whole does not.
+        if not x.is_cuda or x.dtype != torch.bfloat16 or bias is not None or len(x) > MAX_SPLIT_K_TOKENS:
+            return 1
+        num_splits = 4 if num_outputs < 4096 else 2
+        return num_splits if x.shape[1] % (8 * num_splits) == 0 else 1

@@ -1,0 +1,233 @@
+"""The FP8 kernels in Triton's interpreter, on the CPU, against their twins. On a GPU: tests/gpu/test_fp8_gpu.py."""
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoinfer.kernels.fp8_format import FP8, QuantizedRows, RowFormat
+from nanoinfer.layers import activation, layernorm
+from nanoinfer.quantization import fp8
+from nanoinfer.quantization.fp8 import dequantize_rows, quantize_weight
+
+triton = pytest.importorskip("triton")
+
+from nanoinfer.kernels import fp8_experts, fp8_product, fp8_rows, gated_activation, rms_norm  # noqa: E402
+from tests.kernels.helpers import exact_fp8, loops_are_interpreted  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"),
+    pytest.mark.usefixtures("exact_fp8"),
+    pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning"),
+]
+__all__ = ["exact_fp8"]
+
+NAN, INFINITY = float("nan"), float("inf")
+FORMATS = {
+    "token": RowFormat(),
+    "group": RowFormat(group_size=128),
+    "static": RowFormat(scale=torch.tensor(0.01)),
+    "wide": RowFormat(keeps_wide=True),
+}
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("twin", "kernels"),
+    [
+        (fp8.quantize_rows, fp8_rows),
+        (fp8.fp8_product, fp8_product),
+        (fp8.fp8_expert_mlp, fp8_experts),
+        (layernorm.add_rms_norm_to_fp8, rms_norm),
+    ],
+)
+def test_on_cuda_the_kernel_of_a_twins_name_runs_with_its_parameters(
+    twin: Callable[..., object], kernels: ModuleType
+) -> None:
+    kernel = getattr(kernels, twin.__name__)
+    assert inspect.getclosurevars(twin).nonlocals["on_cuda"]() is kernel
+    assert inspect.signature(kernel) == inspect.signature(twin)
+
+
+# --- rows ---
+
+
+def assert_equal_rows(actual: QuantizedRows, expected: QuantizedRows) -> None:
+    """To the last bit, NaN included."""
+    assert torch.equal(actual.values.view(torch.uint8), expected.values.view(torch.uint8))
+    torch.testing.assert_close(actual.scales, expected.scales, rtol=0, atol=0, equal_nan=True)
+    assert (actual.wide is None) == (expected.wide is None)
+    if actual.wide is not None and expected.wide is not None:
+        torch.testing.assert_close(actual.wide, expected.wide, rtol=0, atol=0, equal_nan=True)
+
+
+def odd_rows(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows with an outlier, zeros, NaN, infinity, the tiniest numbers; the last one is like any other."""
+    x = randn(7, size)
+    x[0, 3] = 1000.0
+    x[1] = 0.0
+    x[2, 5] = NAN
+    x[3, 6] = INFINITY
+    x[4] = 1e-42
+    x[5] *= 1e-30
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [1, 100, 128, 200, 1024, 1500])
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_rounded_as_their_twin_does(name: str, size: int, dtype: torch.dtype) -> None:
+    x = odd_rows(size + 8, dtype)[:, :size]  # rows out of wider ones
+    assert_equal_rows(fp8_rows.quantize_rows(x, FORMATS[name]), fp8.quantize_rows(x, FORMATS[name]))
+
+
+@pytest.mark.parametrize("has_sum_weight", [False, True])
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("size", [96, 128, 320])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_norm_in_fp8_is_the_norm_rounded(name: str, size: int, num_splits: int, has_sum_weight: bool) -> None:
+    x, residual = randn(num_splits, 5, size), randn(5, size, seed=1)
+    weight, sum_weight = randn(size, seed=2), randn(size, seed=3) if has_sum_weight else None
+    residual[3, 7] = NAN
+    out, total = rms_norm.add_rms_norm_to_fp8(x, residual, weight, 1e-6, sum_weight, FORMATS[name])
+    wide, expected_total = rms_norm.add_rms_norm(x, residual, weight, 1e-6, sum_weight)
+    torch.testing.assert_close(total, expected_total, rtol=0, atol=0, equal_nan=True)
+    assert_equal_rows(out, fp8.quantize_rows(wide, FORMATS[name]))
+    twin, _ = layernorm.add_rms_norm_to_fp8(x, residual, weight, 1e-6, sum_weight, FORMATS[name])
+    torch.testing.assert_close(dequantize_rows(out), dequantize_rows(twin), rtol=0.13, atol=1e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [40, 128, 300, 1100])
+@pytest.mark.parametrize("name", ["group", "static"])
+@pytest.mark.parametrize("function", ["silu_and_mul", "gelu_tanh_and_mul"])
+def test_gated_activations_in_fp8_are_rounded_as_their_twins_are(function: str, name: str, size: int) -> None:
+    gate_up = 3 * randn(5, 2 * size)
+    gate_up[2] = 0.0
+    kernel, twin = getattr(gated_activation, function), getattr(activation, function)
+    assert_equal_rows(kernel(gate_up, FORMATS[name]), fp8.quantize_rows(kernel(gate_up), FORMATS[name]))
+    actual, expected = kernel(gate_up, FORMATS[name]), twin(gate_up, FORMATS[name])
+    torch.testing.assert_close(dequantize_rows(actual), dequantize_rows(expected), rtol=0.13, atol=1e-3)
+
+
+def test_no_rows_are_rounded_to_no_rows() -> None:
+    assert fp8_rows.quantize_rows(randn(0, 64), RowFormat()).values.shape == (0, 64)
+    assert gated_activation.silu_and_mul(randn(0, 64), FORMATS["group"]).values.shape == (0, 32)
+
+
+# --- products ---
+
+
+def rounded_product(
+    num_tokens: int, depth: int, num_outputs: int, row_format: RowFormat, block_size: int | None
+) -> tuple[Tensor, ...]:
+    rows = fp8.quantize_rows(randn(num_tokens, depth), row_format)
+    return (rows.values, rows.scales, *quantize_weight(randn(num_outputs, depth, seed=1), block_size))
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("block_size", [None, 128])
+@pytest.mark.parametrize("name", ["token", "group", "static"])
+@pytest.mark.parametrize(
+    ("num_tokens", "depth", "num_outputs"), [(1, 128, 64), (5, 200, 100), (20, 384, 130), (70, 256, 16), (300, 144, 72)]
+)
+def test_a_product_equals_its_twin(
+    num_tokens: int, depth: int, num_outputs: int, name: str, block_size: int | None
+) -> None:
+    operands = rounded_product(num_tokens, depth, num_outputs, FORMATS[name], block_size)
+    bias = randn(num_outputs, seed=2)
+    actual = fp8_product.fp8_product(*operands, bias, torch.float32)
+    expected = fp8.fp8_product(*operands, bias, torch.float32)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
+    out = torch.empty(num_tokens, num_outputs)
+    assert fp8_product.fp8_product(*operands, bias, torch.float32, out=out).data_ptr() == out.data_ptr()
+    assert torch.equal(out, actual[0])
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("block_size", [None, 128])
+@pytest.mark.parametrize("name", ["token", "group"])
+def test_partial_sums_add_up_to_the_product(name: str, block_size: int | None) -> None:
+    operands = rounded_product(9, 512, 80, FORMATS[name], block_size)
+    terms = fp8_product.fp8_product(*operands, None, torch.float32, 4)
+    assert terms.shape == (4, 9, 80)
+    torch.testing.assert_close(terms, fp8.fp8_product(*operands, None, torch.float32, 4), rtol=1e-5, atol=1e-4)
+    whole = fp8.fp8_product(*operands, None, torch.float32)
+    torch.testing.assert_close(terms.sum(0, keepdim=True), whole, rtol=1e-5, atol=1e-3)
+
+
+@loops_are_interpreted
+def test_nan_and_infinity_spoil_their_own_rows_only() -> None:
+    rows = fp8.quantize_rows(odd_rows(256), RowFormat())
+    weight, scales = quantize_weight(odd_rows(256))
+    out = fp8_product.fp8_product(rows.values, rows.scales, weight, scales, None, torch.float32)[0]
+    spoiled = torch.zeros(7, 7, dtype=torch.bool)
+    spoiled[2:4] = spoiled[:, 2:4] = True
+    assert torch.equal(out.isfinite(), ~spoiled)
+    assert (out[1][[0, 1, 4, 5, 6]] == 0).all()
+
+
+@loops_are_interpreted
+def test_bands_of_tiles_cover_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 tokens stand for those of 256."""
+    monkeypatch.setattr(fp8_product, "choose_tiling", lambda num_tokens, device: fp8_product.Tiling(16, 1, 1))
+    monkeypatch.setattr(fp8_product, "TILES_IN_A_BAND", 3)
+    for num_tokens in (16, 40, 48, 49, 130):
+        operands = rounded_product(num_tokens, 128, 150, RowFormat(), None)
+        actual = fp8_product.fp8_product(*operands, None, torch.float32)
+        torch.testing.assert_close(actual, fp8.fp8_product(*operands, None, torch.float32), rtol=1e-5, atol=1e-4)
+
+
+# --- experts ---
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("name", ["group", "static"])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_choices", "hidden_size", "inner_size", "block_size"),
+    [
+        (1, 8, 2, 96, 80, None),
+        (1, 4, 2, 256, 128, 128),
+        (20, 6, 2, 200, 144, None),
+        (40, 3, 2, 256, 256, 128),
+        (150, 2, 1, 128, 128, None),
+    ],
+)
+def test_experts_equal_their_twin(
+    num_tokens: int,
+    num_experts: int,
+    num_choices: int,
+    hidden_size: int,
+    inner_size: int,
+    block_size: int | None,
+    name: str,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :num_choices].int().contiguous()
+    ids[torch.rand(num_tokens, generator=generator) < 0.2] = num_experts
+    weights = torch.rand(num_tokens, num_choices, generator=generator)
+    rows = fp8.quantize_rows(randn(num_tokens, hidden_size), RowFormat(group_size=128 if block_size else None))
+    gate_up = quantize_weight(randn(num_experts, 2 * inner_size, hidden_size, seed=1) / hidden_size**0.5, block_size)
+    down = quantize_weight(randn(num_experts, hidden_size, inner_size, seed=2) / inner_size**0.5, block_size)
+    arguments = (rows.values, rows.scales, *gate_up, *down, FORMATS[name], ids, weights, torch.float32)
+    actual, expected = fp8_experts.fp8_expert_mlp(*arguments), fp8.fp8_expert_mlp(*arguments)
+    # Where gate and up differ in their last bits, SwiGLU may be rounded to a neighbour in e4m3.
+    torch.testing.assert_close(actual, expected, rtol=0.01, atol=0.01)
+    assert (actual - expected).abs().mean() < 1e-4
+    assert (actual[:, ids[:, 0] == num_experts] == 0).all()
+
+
+def test_no_tokens_give_no_rows_of_experts() -> None:
+    gate_up, down = quantize_weight(randn(4, 48, 32)), quantize_weight(randn(4, 32, 24))
+    rows = fp8.quantize_rows(randn(0, 32), RowFormat())
+    ids, weights = torch.zeros(0, 2, dtype=torch.int32), torch.zeros(0, 2)
+    out = fp8_experts.fp8_expert_mlp(
+        rows.values, rows.scales, *gate_up, *down, FORMATS["group"], ids, weights, torch.float32
+    )
+    assert out.shape == (2, 0, 32)
+    assert rows.values.dtype == FP8

@@ -1,0 +1,389 @@
+"""FP8 checkpoints of every format against the same weights in float32, and what is refused, by field and value."""
+
+import copy
+import json
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nanoinfer import LLM, ConfigError, ModelError, SamplingParams
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.quantization_config import QuantizationConfig, read_quantization
+from nanoinfer.kernels.fp8_format import FP8
+from nanoinfer.models import REGISTRY
+from nanoinfer.quantization import fp8_linear
+from nanoinfer.quantization.fp8 import dequantize_weight, fit_weight, quantize_weight
+
+Tensors = dict[str, Tensor]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": True,
+}
+EXPERTS = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+FP8_DYNAMIC = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+BLOCKS = FP8_DYNAMIC | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "mlp.gate"]}
+
+
+def compressed_tensors(weights: str, inputs: str, **changes: Any) -> dict[str, Any]:
+    """What llm-compressor writes of weights and inputs that share scales so."""
+    common = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "actorder": None, "observer": "x"}
+    of_weights = {**common, "strategy": weights, "dynamic": False}
+    of_inputs = {**common, "strategy": inputs, "dynamic": inputs != "tensor"}
+    if weights == "block":
+        of_weights["block_structure"], of_inputs["group_size"] = [128, 128], 128
+    group = {"targets": ["Linear"], "weights": of_weights, "input_activations": of_inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*mlp[.]gate$"],
+        "kv_cache_scheme": None,
+        "version": "0.12",
+        **changes,
+    }
+
+
+STATIC = FP8_DYNAMIC | {"activation_scheme": "static", "ignored_layers": ["lm_head", "mlp.gate"]}
+FORMATS = {
+    "blocks": BLOCKS,
+    "static tensors": STATIC,
+    "dynamic tensors": STATIC | {"activation_scheme": "dynamic"},
+    "compressed channels": compressed_tensors("channel", "token"),
+    "compressed tensors": compressed_tensors("tensor", "token"),
+    "compressed static": compressed_tensors("tensor", "tensor"),
+    "compressed static channels": compressed_tensors("channel", "tensor"),
+    "compressed blocks": compressed_tensors("block", "group"),
+}
+
+
+def is_linear(name: str) -> bool:
+    return name.endswith("_proj.weight") or ".experts." in name
+
+
+def round_weight(name: str, weight: Tensor, config: dict[str, Any]) -> tuple[Tensors, Tensor]:
+    """The tensors that a checkpoint has in place of a weight, and the weight that they stand for."""
+    text, stem = json.dumps(config), name.removesuffix(".weight")
+    rounded: Tensors
+    if "weight_block_size" in config or '"block"' in text:
+        values, scales = quantize_weight(weight, 128)
+        scale_name = "weight_scale_inv" if "weight_block_size" in config else "weight_scale"
+        rounded = {name: values, f"{stem}.{scale_name}": scales}
+    elif '"channel"' in text:
+        values, scales = quantize_weight(weight)
+        rounded = {name: values, f"{stem}.weight_scale": scales.unsqueeze(1).bfloat16()}
+        scales = scales.bfloat16().float()
+    else:
+        scale = weight.abs().max() / 448
+        values, scales = (weight / scale).to(FP8), scale.expand(len(weight))
+        rounded = {name: values, f"{stem}.weight_scale": scale if "static" in text else scale.reshape(1)}
+    if "static" in text or '"strategy": "tensor", "dynamic": false}, "output' in text:
+        rounded[f"{stem}.input_scale"] = torch.tensor(0.05 + len(stem) % 3 / 100)
+    return rounded, dequantize_weight(values, scales)
+
+
+@pytest.fixture(scope="module")
+def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+    folders: dict[bool, Path] = {}
+
+    def build(sparse: bool) -> Path:
+        if sparse not in folders:
+            folders[sparse] = tmp_path_factory.mktemp("plain")
+            architecture = "Qwen3MoeForCausalLM" if sparse else "Qwen3ForCausalLM"
+            model_class = getattr(transformers, architecture)
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(0)
+                model_class(model_class.config_class(**SIZES, **(EXPERTS if sparse else {}))).save_pretrained(
+                    folders[sparse]
+                )
+        return folders[sparse]
+
+    return build
+
+
+def write_pair(plain: Path, folder: Path, config: dict[str, Any], keep: tuple[str, ...] = ()) -> tuple[Path, Path]:
+    """Write a checkpoint in FP8, and one in float32 of the weights that it stands for."""
+    tensors, rounded, wide = load_file(plain / "model.safetensors"), {}, {}
+    for name, tensor in tensors.items():
+        if is_linear(name) and not any(part in name for part in keep):
+            parts, wide[name] = round_weight(name, tensor, config)
+            rounded |= parts
+        else:
+            rounded[name] = wide[name] = tensor
+    raw = json.loads((plain / "config.json").read_text())
+    for name, content, extra in (("fp8", rounded, {"quantization_config": config}), ("wide", wide, {})):
+        (folder / name).mkdir()
+        save_file({key: value.contiguous() for key, value in content.items()}, folder / name / "model.safetensors")
+        (folder / name / "config.json").write_text(json.dumps(raw | extra))
+    return folder / "fp8", folder / "wide"
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in (1, 17, 40, 90)]
+
+
+def run(folder: Path, **options: Any) -> tuple[list[list[int]], list[float]]:
+    """Greedy tokens and their log-probabilities."""
+    with LLM(folder, device="cpu", dtype="float32", max_model_len=112, **options) as llm:
+        outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+    logprobs = [
+        step[token].logprob
+        for output in outputs
+        for token, step in zip(output.token_ids, output.outputs[0].logprobs or [], strict=True)
+    ]
+    return [output.token_ids for output in outputs], logprobs
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_checkpoint_in_fp8_gives_the_tokens_of_its_weights_in_float32(
+    name: str, sparse: bool, plain_folder: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    """On a CPU the weights are widened, and activations stay as they are."""
+    fp8, wide = write_pair(plain_folder(sparse), tmp_path, FORMATS[name])
+    tokens, logprobs = run(fp8)
+    expected_tokens, expected = run(wide)
+    assert tokens == expected_tokens
+    assert logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_of_fp8_are_near_those_of_widened_weights(
+    name: str, sparse: bool, plain_folder: Callable[[bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_linear, "has_fp8_products", lambda device: True)
+    fp8, wide = write_pair(plain_folder(sparse), tmp_path, FORMATS[name])
+    token_ids, params = prompts()[-1], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for folder in (fp8, wide):
+        with LLM(folder, device="cpu", dtype="float32", max_model_len=112) as llm:
+            entries = llm.generate([token_ids], params, use_tqdm=False)[0].prompt_logprobs or []
+        found.append(torch.tensor([e[t].logprob for t, e in zip(token_ids, entries, strict=True) if e]))
+    difference = (found[0] - found[1]).abs()
+    assert 0 < difference.median() < 0.5, "random weights of this size leave nothing to be sure of"
+    assert found[0].isfinite().all()
+
+
+def test_a_16_bit_checkpoint_is_rounded_while_it_is_loaded(
+    plain_folder: Callable[[bool], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each weight by itself, by rows."""
+    tensors = load_file(plain_folder(True) / "model.safetensors")
+    wide = {
+        name: dequantize_weight(*fit_weight(tensor)) if is_linear(name) else tensor for name, tensor in tensors.items()
+    }
+    save_file(wide, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((plain_folder(True) / "config.json").read_text())
+    with caplog.at_level(logging.INFO, "nanoinfer"):
+        rounded = run(plain_folder(True), quantization="fp8")
+    expected = run(tmp_path)
+    assert rounded[0] == expected[0]
+    assert rounded[1] == pytest.approx(expected[1], abs=1e-4)
+    assert [record.message for record in caplog.records].count(
+        "cpu has no FP8 products: weights are held in FP8, and widened for each product"
+    ) == 1
+
+
+@pytest.mark.parametrize("name", [None, "blocks", "static tensors"])
+def test_two_ranks_give_the_tokens_of_one(
+    name: str | None, plain_folder: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    folder, options = plain_folder(True), {"quantization": "fp8"}
+    if name is not None:
+        folder, options = write_pair(folder, tmp_path, FORMATS[name])[0], {}
+    # Two KV heads of 64 would share a block of scales.
+    if name == "blocks":
+        with pytest.raises(ConfigError) as error:
+            run(folder, tensor_parallel_size=2)
+        assert (
+            "a rank's share of the KV heads, 64 values, is no multiple of the 128 that share a scale; use one of 1"
+            in str(error.value)
+        )
+        return
+    one, two = (run(folder, tensor_parallel_size=size, **options) for size in (1, 2))
+    assert one[0] == two[0]
+    assert one[1] == pytest.approx(two[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("pattern", ["model.layers.1", "re:.*layers[.]1[.].*", "model.layers.1.self_attn"])
+def test_layers_that_the_checkpoint_leaves_in_16_bits_are_read_so(
+    pattern: str, plain_folder: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    kept = "layers.1.self_attn" if "attn" in pattern else "layers.1."
+    config = compressed_tensors("channel", "token", ignore=["lm_head", pattern])
+    fp8, wide = write_pair(plain_folder(False), tmp_path, config, keep=(kept,))
+    assert run(fp8)[0] == run(wide)[0]
+
+
+@pytest.mark.parametrize("name", [None, *FORMATS])
+def test_random_weights_need_no_checkpoint(
+    name: str | None, plain_folder: Callable[[bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = json.loads((plain_folder(True) / "config.json").read_text())
+    quantization = {} if name is None else {"quantization_config": FORMATS[name]}
+    (tmp_path / "config.json").write_text(json.dumps(raw | quantization))
+    options = {"load_format": "dummy", "quantization": "fp8" if name is None else None}
+    tokens, logprobs = run(tmp_path, **options)
+    assert all(map(math.isfinite, logprobs))
+    if name is None:  # what is drawn is what would be drawn in 32 bits
+        plain, expected = run(tmp_path, load_format="dummy")
+        assert sum(a == b for one, two in zip(tokens, plain, strict=True) for a, b in zip(one, two, strict=True)) > 0
+        assert logprobs != expected
+    monkeypatch.setattr(fp8_linear, "has_fp8_products", lambda device: True)
+    assert all(map(math.isfinite, run(tmp_path, **options)[1]))
+
+
+def test_a_missing_scale_is_named(plain_folder: Callable[[bool], Path], tmp_path: Path) -> None:
+    fp8, _ = write_pair(plain_folder(False), tmp_path, BLOCKS)
+    tensors = load_file(fp8 / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight_scale_inv"]
+    save_file(tensors, fp8 / "model.safetensors")
+    with pytest.raises(ModelError, match=r"lacks weights for model.layers.0.mlp.gate_up_proj.weight_scale_inv \(up\)"):
+        run(fp8)
+
+
+def test_scales_of_another_shape_are_refused(plain_folder: Callable[[bool], Path], tmp_path: Path) -> None:
+    fp8, _ = write_pair(plain_folder(False), tmp_path, BLOCKS)
+    tensors = load_file(fp8 / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(3, 1)
+    save_file(tensors, fp8 / "model.safetensors")
+    with pytest.raises(ModelError, match=r"the checkpoint has shape \(3, 1\), config.json implies \(2, 1\)"):
+        run(fp8)
+
+
+# --- what config.json says ---
+
+
+def read(raw: Any, requested: str | None = None, architecture: str = "Qwen3ForCausalLM") -> QuantizationConfig | None:
+    model_class = REGISTRY[architecture]
+    return read_quantization(raw, requested, model_class.packed_modules_mapping, model_class.renamed_modules)
+
+
+def changed(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    config = copy.deepcopy(config)
+    inner = config
+    *above, last = path.split("/")
+    for name in above:
+        inner = inner[name]
+    inner[last] = value
+    return config
+
+
+CHANNELS = FORMATS["compressed channels"]
+GROUP = "config_groups/group_0"
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "value", "message"),
+    [
+        (BLOCKS, "quant_method", "gptq", "quant_method='gptq', which is not supported; supported are fp8, compressed-"),
+        (BLOCKS, "fmt", "e5m2", "fmt='e5m2', which is not supported; supported: 'e4m3', 'float8_e4m3fn'"),
+        (BLOCKS, "weight_block_size", [64, 64], "weight_block_size=[64, 64], which is not supported"),
+        (BLOCKS, "activation_scheme", "none", "activation_scheme='none', which is not supported"),
+        (BLOCKS, "activation_scheme", "static", "activation_scheme='static' with weight_block_size, which is not"),
+        (BLOCKS, "scale_fmt", "ue8m0", "scale_fmt='ue8m0', which is not supported"),
+        (BLOCKS, "kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme={'num_bits': 8}, which is not supported"),
+        (BLOCKS, "modules_to_not_convert", [7], "modules_to_not_convert=[7]; it must be a list of names"),
+        (CHANNELS, "format", "pack-quantized", "format='pack-quantized', which is not supported"),
+        (CHANNELS, "kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme={'num_bits': 8}, which is not supported"),
+        (CHANNELS, "config_groups", {}, "config_groups={}; one group for all linear layers is supported"),
+        (CHANNELS, "ignore", "lm_head", "ignore='lm_head'; it must be a list of names"),
+        (CHANNELS, "ignore", ["re:("], "ignore='re:(': missing ), unterminated subpattern"),
+        (CHANNELS, f"{GROUP}/targets", ["re:.*q_proj"], "targets=['re:.*q_proj'], which is not supported"),
+        (CHANNELS, f"{GROUP}/weights/num_bits", 4, "weights.num_bits=4, which is not supported; supported: 8"),
+        (CHANNELS, f"{GROUP}/weights/type", "int", "weights.type='int', which is not supported"),
+        (CHANNELS, f"{GROUP}/weights/strategy", "group", "weights.strategy='group', which is not supported"),
+        (CHANNELS, f"{GROUP}/weights/symmetric", False, "weights.symmetric=False, which is not supported"),
+        (CHANNELS, f"{GROUP}/input_activations", None, "input_activations=None, which is not supported"),
+        (CHANNELS, f"{GROUP}/input_activations/strategy", "group", "input_activations.strategy='group', which is not"),
+        (CHANNELS, f"{GROUP}/output_activations", {"num_bits": 8}, "output_activations={'num_bits': 8}, which is not"),
+        (CHANNELS, "quant_future", "x", "quant_future='x', which is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_field_and_value(
+    config: dict[str, Any], path: str, value: Any, message: str
+) -> None:
+    read(config)
+    with pytest.raises(ModelError) as error:
+        ModelConfig.from_dict(
+            {"architectures": ["Qwen3ForCausalLM"], **SIZES, "quantization_config": changed(config, path, value)},
+            REGISTRY,
+        )
+    assert message in str(error.value)
+    assert "use " in str(error.value) or "must be" in str(error.value)
+
+
+def test_an_option_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="quantization='int4' is not known; use 'fp8' or None"):
+        LLM("anything", quantization="int4")
+
+
+def test_a_checkpoint_in_fp8_may_be_asked_for_fp8_too() -> None:
+    assert read(BLOCKS, "fp8") == read(BLOCKS)
+    assert read(None, "fp8") == read(None, "fp8")
+    assert read(None) is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ignored", "module", "is_covered"),
+    [
+        ("Qwen3ForCausalLM", "lm_head", "model.layers.0.self_attn.qkv_proj", True),
+        ("Qwen3ForCausalLM", "model.layers.0", "model.layers.0.self_attn.qkv_proj", False),
+        ("Qwen3ForCausalLM", "model.layers.1", "model.layers.10.self_attn.qkv_proj", True),
+        ("Qwen3ForCausalLM", "mlp.down_proj", "model.layers.0.mlp.down_proj", False),
+        ("Qwen3MoeForCausalLM", "mlp.gate", "model.layers.0.mlp.experts.gate_up_proj", True),
+        ("MixtralForCausalLM", "re:.*block_sparse_moe.*", "model.layers.0.mlp.experts.down_proj", False),
+        ("MixtralForCausalLM", "re:.*[.]w[123]", "model.layers.0.mlp.experts.gate_up_proj", False),
+        ("Phi3ForCausalLM", "self_attn.qkv_proj", "model.layers.0.self_attn.qkv_proj", False),
+    ],
+)
+def test_what_is_ignored_is_found_by_the_checkpoints_names(
+    architecture: str, ignored: str, module: str, is_covered: bool
+) -> None:
+    config = read(compressed_tensors("channel", "token", ignore=[ignored]), architecture=architecture)
+    assert config is not None
+    assert config.covers(module) is is_covered
+
+
+def test_weights_of_one_product_cannot_be_treated_differently() -> None:
+    config = read(compressed_tensors("channel", "token", ignore=["re:.*k_proj"]))
+    assert config is not None
+    with pytest.raises(ModelError, match=r"leaves model.layers.0.self_attn.k_proj in 16 bits and not"):
+        config.covers("model.layers.0.self_attn.qkv_proj")
+
+
+@pytest.mark.parametrize(
+    ("size", "inner", "is_cut"), [(2, 768, False), (4, 768, True), (8, 1024, False), (3, 768, True)]
+)
+def test_a_share_that_cuts_a_block_is_refused_with_the_sizes_that_do_not(size: int, inner: int, is_cut: bool) -> None:
+    sizes = {**SIZES, **EXPERTS, "moe_intermediate_size": inner, "num_attention_heads": 24, "num_key_value_heads": 8}
+    raw = {"architectures": ["Qwen3MoeForCausalLM"], **sizes, "head_dim": 128, "quantization_config": BLOCKS}
+    config = ModelConfig.from_dict(raw, REGISTRY)
+    if not is_cut:
+        config.check_tensor_parallel_size(size)
+        return
+    with pytest.raises(ConfigError) as error:
+        config.check_tensor_parallel_size(size)
+    assert str(error.value).endswith("; use one of 1, 2")
+    if size == 4:
+        share = "moe_intermediate_size, 192 values, is no multiple of the 128 that share a scale"
+        assert f"a rank's share of {share}" in str(error.value)
