@@ -18,7 +18,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8",)
 # Options of vLLM that nanoinfer does not have. VLLM_NAMES adds those that it has under another name.
 UNSUPPORTED = """
-    kv_cache_dtype enable_lora max_loras max_lora_rank pipeline_parallel_size data_parallel_size
+    enable_lora max_loras max_lora_rank pipeline_parallel_size data_parallel_size
     enable_expert_parallel distributed_executor_backend speculative_config compilation_config
     trust_remote_code tokenizer_revision tokenizer_mode skip_tokenizer_init swap_space cpu_offload_gb runner task
     limit_mm_per_prompt disable_custom_all_reduce enable_chunked_prefill max_logprobs logits_processors
@@ -62,6 +62,12 @@ class EngineConfig:
     gpu_memory_utilization: float = option(0.9, "The share of the GPU's memory that the engine may use, in (0, 1].")
     kvcache_block_size: int = option(
         256, "The number of tokens in a block of the KV cache; a multiple of 16, and of 256 for flash_attn."
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        'The type of keys and values in the KV cache: "auto" is that of the model; "int8" and "fp8" ("fp8_e4m3" is the '
+        "same) round them to 8 bits, with a scale for each token and KV head, so that nearly twice the tokens fit.",
+        ("auto", "fp8", "fp8_e4m3", "int8"),
     )
     num_kvcache_blocks: int | None = option(
         None, "The number of blocks in the KV cache; if not given, as many as fit into memory."

@@ -3,6 +3,7 @@
 Everything is accounted for: a parameter that no tensor fills, and a tensor that no parameter takes, are errors.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from nanoinfer.errors import ModelError
 
 PICKLED = (".bin", ".pt", ".pth")
 SHOWN = 8  # names listed in a message
+# A table that we compute, and scales calibrated for a KV cache in 8 bits: ours are those of each token's own vectors.
+NOT_NEEDED = re.compile(r"rotary_emb\.inv_freq$|self_attn\.(\w+\.)?(q|k|v|kv|output)_scale$")
 
 
 def load_model(model: Any, folder: Path) -> None:
@@ -34,7 +37,7 @@ def load_model(model: Any, folder: Path) -> None:
         if name in seen:
             raise ModelError(f"{folder} has {name} in two of its files; remove the file that is not of this checkpoint")
         seen.add(name)
-        if name in model.ignored_weights or name.endswith("rotary_emb.inv_freq"):  # a table that we compute
+        if name in model.ignored_weights or NOT_NEEDED.search(name):
             continue
         target, shard = model.locate(name)
         try:

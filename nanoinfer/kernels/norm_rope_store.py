@@ -5,18 +5,37 @@ place. Keys and values are copied to their slots of the paged cache. A program h
 tiles (heads, head_dim / 2), one for each of the halves that RoPE mixes. So only the sum of squares moves data between
 threads. Where only the first dimensions are rotated, the tiles hold the halves of these and the halves of the others,
 which are turned by nothing.
+
+For a cache in 8 bits, keys and values are rounded as `round_vectors` in `layers/attention/kv_rounding.py` says.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.kv_cache_format import LARGEST, TINY
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 NUM_WARPS = 4
 # Four elements for each thread: 16 bytes in float32, 8 in a 16-bit dtype. With these, Triton gives all tiles the same
 # layout, and all loads can be in flight together. With more it would have to convert the layout of 16-bit tiles.
 TILE = NUM_WARPS * 32 * 4
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(TINY)
+
+
+@triton.jit
+def _magnitude(x):
+    """Return absolute values in float32; infinity for NaN, which `tl.max` would pass over."""
+    x = tl.abs(x.to(tl.float32))
+    return tl.where(x < float("inf"), x, float("inf"))
+
+
+@triton.jit
+def _rounded(x, scale, largest: tl.constexpr, dtype: tl.constexpr):
+    """Return x / scale in 8 bits, or 0 where there is no such number."""
+    x = tl.where(scale >= SMALLEST_SCALE, x.to(tl.float32) * tl.div_rn(1.0, scale), 0.0)
+    x = tl.minimum(tl.maximum(x, -largest), largest)
+    return x.to(dtype) if dtype.is_floating() else tl.floor(x + 0.5).to(dtype)
 
 
 @triton.jit
@@ -28,6 +47,8 @@ def _norm_rope_store_kernel(
     cos_sin_ptr,  # (max_positions, 2 * rotary_half) float32: cosines, then sines
     k_cache_ptr,
     v_cache_ptr,
+    k_scales_ptr,  # None, like v_scales_ptr, unless the cache is in 8 bits
+    v_scales_ptr,
     slot_mapping_ptr,
     token_stride,
     eps,
@@ -39,6 +60,7 @@ def _norm_rope_store_kernel(
     num_groups: tl.constexpr,
     HEADS: tl.constexpr,  # heads for each program
     HALF_DIM: tl.constexpr,  # half_dim, rounded up to a power of two
+    largest: tl.constexpr,  # the largest value of a format of 8 bits
     OVERLAP: tl.constexpr,
 ):
     token = (tl.program_id(0) // num_groups).to(tl.int64)
@@ -91,11 +113,21 @@ def _norm_rope_store_kernel(
     if slot >= 0:
         kv_head = tl.where(is_rotated, head - num_heads, head - num_heads - num_kv_heads)
         block, offset = slot // block_size, slot % block_size
-        target = ((block * num_kv_heads + kv_head) * block_size + offset) * (2 * half_dim) + first_dim
-        tl.store(k_cache_ptr + target, first, mask=is_key)
-        tl.store(k_cache_ptr + target + distance, second, mask=is_key)
-        tl.store(v_cache_ptr + target, first, mask=is_value)
-        tl.store(v_cache_ptr + target + distance, second, mask=is_value)
+        line = (block * num_kv_heads + kv_head) * block_size + offset
+        target = line * (2 * half_dim) + first_dim
+        if k_scales_ptr is not None:
+            largest_here = tl.max(tl.maximum(_magnitude(first), _magnitude(second)), axis=1)[:, None]
+            scale = tl.where(largest_here < float("inf"), tl.div_rn(largest_here, largest), float("nan"))
+            tl.store(k_scales_ptr + line, scale, mask=is_rotated & (head >= num_heads))
+            tl.store(v_scales_ptr + line, scale, mask=(kv_head < num_kv_heads) & (head >= num_heads + num_kv_heads))
+            stored_first = _rounded(first, scale, largest, k_cache_ptr.dtype.element_ty)
+            stored_second = _rounded(second, scale, largest, k_cache_ptr.dtype.element_ty)
+        else:
+            stored_first, stored_second = first, second
+        tl.store(k_cache_ptr + target, stored_first, mask=is_key)
+        tl.store(k_cache_ptr + target + distance, stored_second, mask=is_key)
+        tl.store(v_cache_ptr + target, stored_first, mask=is_value)
+        tl.store(v_cache_ptr + target + distance, stored_second, mask=is_value)
 
 
 def norm_rope_store(
@@ -107,6 +139,8 @@ def norm_rope_store(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise and rotate queries and keys in place, and write keys and values to their slots. Slot -1 is skipped.
 
@@ -117,6 +151,7 @@ def norm_rope_store(
     dimensions of each head are rotated.
     k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous.
     slot_mapping: (num_tokens,) int64, block_id * block_size + offset.
+    k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits.
     Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim), views of qkv.
     """
     _, num_kv_heads, block_size, head_dim = k_cache.shape
@@ -141,6 +176,8 @@ def norm_rope_store(
         cos_sin_cache,
         k_cache,
         v_cache,
+        k_scales,
+        v_scales,
         slot_mapping,
         qkv.stride(0),
         eps,
@@ -152,6 +189,7 @@ def norm_rope_store(
         num_groups=num_groups,
         HEADS=heads_per_program,
         HALF_DIM=padded_half_dim,
+        largest=LARGEST.get(k_cache.dtype),
         num_warps=NUM_WARPS,
         **overlap_options(qkv.device),
     )

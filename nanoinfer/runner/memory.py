@@ -11,6 +11,7 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
+from nanoinfer.layers.attention.kv_rounding import num_cache_bytes, tensors_of_cache
 from nanoinfer.layers.attention.metadata import KVCache
 
 CPU_CACHE_BYTES = 4 * 2**30  # the cache's size on a CPU unless num_kvcache_blocks says otherwise; taken as it is used
@@ -43,7 +44,7 @@ def grantable_bytes(share: float, device: torch.device) -> int:
 
 def num_blocks_in(free_bytes: int, config: ModelConfig, block_size: int, dtype: torch.dtype, tp: TensorParallel) -> int:
     """Return how many blocks fit into `free_bytes`. Raises ConfigError if not even one does."""
-    bytes_per_block = 2 * math.prod(cache_shape(config, 1, block_size, tp)) * dtype.itemsize
+    bytes_per_block = num_cache_bytes(cache_shape(config, 1, block_size, tp), dtype)
     if free_bytes < bytes_per_block:
         raise ConfigError(
             f"{max(free_bytes, 0) / GIB:.2f} GiB are left for the KV cache, and one block of {block_size} tokens takes "
@@ -56,19 +57,21 @@ def num_blocks_in(free_bytes: int, config: ModelConfig, block_size: int, dtype: 
 
 def allocate_kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> KVCache:
     """Return a cache of zeros; unwritten memory must not be NaN, since 0 x NaN is NaN. shape: see `cache_shape`."""
-    num_bytes = math.prod(shape) * dtype.itemsize  # of the keys, and of the values
+
+    def zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if device.type != "cpu":
+            return torch.zeros(sizes, dtype=dtype, device=device)
+        # NumPy's zeros cost neither time nor memory until they are written; PyTorch writes its own at once.
+        return torch.from_numpy(np.zeros(math.prod(sizes) * dtype.itemsize, np.uint8)).view(dtype).view(sizes)
+
     try:
-        if device.type == "cpu":
-            # NumPy's zeros cost neither time nor memory until they are written; PyTorch writes its own at once.
-            k, v = (torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape) for _ in range(2))
-        else:
-            k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        return KVCache(*(zeros(*tensor) for tensor in tensors_of_cache(shape, dtype)))
     except (torch.OutOfMemoryError, MemoryError, ValueError, OverflowError):  # the last two: sizes beyond any address
+        size = num_cache_bytes(shape, dtype) / GIB
         raise ConfigError(
-            f"num_kvcache_blocks={shape[1]} needs {2 * num_bytes / GIB:.1f} GiB, more than {device} has free; set it "
-            "lower, or free the memory that other programs hold"
+            f"num_kvcache_blocks={shape[1]} needs {size:.1f} GiB, more than {device} has free; set it lower, or free "
+            "the memory that other programs hold"
         ) from None
-    return KVCache(k, v)
 
 
 def longest_wanted(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -22,6 +22,7 @@ from nanoinfer.device import computing, default_dtype, is_out_of_memory, select_
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import DecodeRow, Header, Packet, PacketSections, read_header, split
 from nanoinfer.errors import ConfigError
+from nanoinfer.layers.attention.kv_rounding import select_kv_cache_dtype
 from nanoinfer.layers.attention.metadata import PrefillMetadata, SharedPrefixes
 from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.models import get_model_class
@@ -82,7 +83,9 @@ class ModelRunner:
         self.tp = tp or TensorParallel()
         self.device = select_device(config.device)
         self.dtype = select_dtype(config.dtype, model_config.dtype, self.device)
-        self.backends = AttentionBackends(config.attention_backend, self.device, self.dtype, config.kvcache_block_size)
+        self.kv_dtype = select_kv_cache_dtype(config.kv_cache_dtype, self.dtype, self.device)
+        backend, block_size = config.attention_backend, config.kvcache_block_size
+        self.backends = AttentionBackends(backend, self.device, self.dtype, block_size, self.kv_dtype != self.dtype)
         self.graphs: DecodeGraphs | None = None
         self.closed = False
         self._num_threads: int | None = None  # the user's own number of CPU threads
@@ -200,7 +203,7 @@ class ModelRunner:
             free_bytes = self._measure_free_bytes()
         block_size = config.kvcache_block_size
         if num_blocks is None:
-            num_blocks = memory.num_blocks_in(free_bytes, self.model_config, block_size, self.dtype, self.tp)
+            num_blocks = memory.num_blocks_in(free_bytes, self.model_config, block_size, self.kv_dtype, self.tp)
         num_blocks = self.tp.minimum(num_blocks, self.device)
         self.max_model_len = memory.resolve_max_model_len(config.max_model_len, longest, num_blocks, block_size)
         self._allocate(num_blocks, self.max_model_len)
@@ -212,7 +215,7 @@ class ModelRunner:
         seconds = {"weights": loaded - started, "warm-up": sized - loaded, "graphs": captured - sized}
         description = (
             f"{self.model_config.architecture} with attention by {self.backends.name}, KV cache of {num_blocks} blocks "
-            f"of {block_size} tokens, {self.kv_cache.num_bytes / memory.GIB:.2f} GiB"
+            f"of {block_size} tokens in {str(self.kv_dtype)[6:]}, {self.kv_cache.num_bytes / memory.GIB:.2f} GiB"
         )
         self.info = RunnerInfo(self.device, self.dtype, description, seconds)
 
@@ -234,7 +237,7 @@ class ModelRunner:
         """Make the cache, the tables and the sampler."""
         block_size = self.config.kvcache_block_size
         shape = memory.cache_shape(self.model_config, num_blocks, block_size, self.tp)
-        self.kv_cache = memory.allocate_kv_cache(shape, self.dtype, self.device)
+        self.kv_cache = memory.allocate_kv_cache(shape, self.kv_dtype, self.device)
         self.tables = StepTables(self.config.max_num_seqs, max_model_len, block_size, self.device)
         self.sampler = Sampler(self.tables.token_ids, self.tables.context_lens, self.model_config.vocab_size, self.tp)
 

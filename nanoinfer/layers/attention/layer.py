@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.layers.attention.backend import AttentionBackend
+from nanoinfer.layers.attention.kv_rounding import round_vectors
 from nanoinfer.layers.attention.metadata import LayerCache, Metadata, PrefillMetadata
 from nanoinfer.layers.layernorm import rms_norm
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, rotate
@@ -29,20 +30,43 @@ class Attention(nn.Module):
         """Attend from all tokens of the step: (num_tokens, num_heads, head_dim). See `norm_rope_store` for shapes."""
         cos_sin_cache, slot_mapping = self.rotary_emb.cos_sin_cache, metadata.slot_mapping
         q, k, v = norm_rope_store(
-            qkv, norm_weights, self.norm_eps, positions, cos_sin_cache, cache.k, cache.v, slot_mapping
+            qkv,
+            norm_weights,
+            self.norm_eps,
+            positions,
+            cos_sin_cache,
+            cache.k,
+            cache.v,
+            slot_mapping,
+            cache.k_scales,
+            cache.v_scales,
         )
         if isinstance(metadata, PrefillMetadata):
             return self.backend.prefill(q, k, v, cache, metadata)
         return self.backend.decode(q, cache, metadata)
 
 
-def store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write each token's key and value (num_tokens, num_kv_heads, head_dim) to its slot; slot -1 writes nothing."""
+def store(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> None:
+    """Write each token's key and value (num_tokens, num_kv_heads, head_dim) to its slot; slot -1 writes nothing.
+
+    k_scales, v_scales: those of a cache in 8 bits, which gets them rounded.
+    """
     kept = slot_mapping >= 0
     slots, block_size = slot_mapping[kept], k_cache.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
-    k_cache[blocks, :, offsets] = k[kept]
-    v_cache[blocks, :, offsets] = v[kept]
+    for x, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
+        if scales is None:
+            cache[blocks, :, offsets] = x[kept]
+        else:
+            cache[blocks, :, offsets], scales[blocks, :, offsets] = round_vectors(x[kept], cache.dtype)
 
 
 @triton_on_cuda("nanoinfer.kernels.norm_rope_store")
@@ -55,6 +79,8 @@ def norm_rope_store(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise and rotate queries and keys, write keys and values to the cache, and return all three.
 
@@ -62,7 +88,9 @@ def norm_rope_store(
     norm_weights: (head_dim,) each, of queries and of keys; None for a model without norms.
     cos_sin_cache: (max_positions, rotary_dim) float32; the first rotary_dim dimensions of each head are rotated.
     k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim). slot_mapping: (num_tokens,) int64; -1 skips the
-    write. Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim).
+    write. k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits, to which keys and
+    values are rounded as by `round_vectors`.
+    Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim), not rounded to 8 bits.
     """
     _, num_kv_heads, _, head_dim = k_cache.shape
     heads = qkv.unflatten(1, (-1, head_dim))
@@ -70,5 +98,5 @@ def norm_rope_store(
     if norm_weights is not None:
         q, k = (rms_norm(x, weight, eps) for x, weight in zip((q, k), norm_weights, strict=True))
     q, k = (rotate(x, positions, cos_sin_cache) for x in (q, k))
-    store(k, v, k_cache, v_cache, slot_mapping)
+    store(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales)
     return q, k, v

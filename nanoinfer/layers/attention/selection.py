@@ -16,20 +16,25 @@ MAX_GROUP_SIZE = 64
 class AttentionBackends:
     """Chooses a backend for each kind of attention layer of a model, and holds those that were chosen.
 
-    requested: the name of a backend, or "auto". block_size: tokens in a block of the cache.
+    requested: the name of a backend, or "auto". block_size: tokens in a block of the cache. in_8_bits: whether the
+    cache holds keys and values in 8 bits.
     """
 
-    def __init__(self, requested: str, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+    def __init__(
+        self, requested: str, device: torch.device, dtype: torch.dtype, block_size: int, in_8_bits: bool = False
+    ) -> None:
         self.requested = requested
         self.device = device
         self.dtype = dtype
         self.block_size = block_size
+        self.in_8_bits = in_8_bits
         self._backends: dict[AttentionSpec, AttentionBackend] = {}
 
     def for_layer(self, spec: AttentionSpec) -> AttentionBackend:
         """Return the backend of layers like this one. Raises ConfigError where none can serve, with the reason."""
         if spec not in self._backends:
-            self._backends[spec] = select_backend(self.requested, self.device, self.dtype, spec, self.block_size)
+            options = self.device, self.dtype, spec, self.block_size, self.in_8_bits
+            self._backends[spec] = select_backend(self.requested, *options)
         return self._backends[spec]
 
     def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
@@ -55,7 +60,12 @@ class AttentionBackends:
 
 
 def select_backend(
-    requested: str, device: torch.device, dtype: torch.dtype, spec: AttentionSpec, block_size: int
+    requested: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    spec: AttentionSpec,
+    block_size: int,
+    in_8_bits: bool = False,
 ) -> AttentionBackend:
     """Return the backend that `requested` names; for "auto", the fastest that serves this device and this layer.
 
@@ -63,7 +73,7 @@ def select_backend(
     """
 
     def obstacle(backend: str) -> str | None:
-        return _obstacle(backend, device, dtype, spec, block_size)
+        return _obstacle(backend, device, dtype, spec, block_size, in_8_bits)
 
     if requested == "auto":
         requested = next(name for name in ("triton", "flash_attn", "torch") if obstacle(name) is None)
@@ -87,7 +97,7 @@ def select_backend(
 
 
 def _obstacle(
-    backend: str, device: torch.device, dtype: torch.dtype, spec: AttentionSpec, block_size: int
+    backend: str, device: torch.device, dtype: torch.dtype, spec: AttentionSpec, block_size: int, in_8_bits: bool
 ) -> str | None:
     """Why a backend cannot serve; None where it can."""
     if backend == "torch":
@@ -112,6 +122,8 @@ def _obstacle(
             f"takes at most {MAX_GROUP_SIZE} query heads for a KV head, and the model has {spec.group_size}; "
             "use another model"
         )
+    if backend == "flash_attn" and in_8_bits:
+        return "reads a KV cache in 16 bits alone, and kv_cache_dtype asks for 8; leave kv_cache_dtype out"
     if backend == "flash_attn" and block_size % 256 != 0:
         return f"needs kvcache_block_size to be a multiple of 256, not {block_size}; use 256"
     if backend == "flash_attn" and (reason := _flash_attn_lacks(spec, device, dtype)):
