@@ -31,7 +31,7 @@ class Layer:
     block_size: int = 16
     window: int | None = None
     scale: float = 0.1
-    in_8_bits: bool = False
+    cache_dtype: torch.dtype | None = None  # of 8 bits; None for a cache in the layer's dtype
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
 
@@ -116,7 +116,7 @@ def random_step(
         return Step(spec, q, nothing, nothing, cache, _decode_metadata(context_lens, block_tables, prefix_groups))
     chunks = [seq_slots[-length:] for seq_slots, length in zip(slots, query_lens, strict=True)]
     metadata = _prefill_metadata(query_lens, context_lens, torch.cat(chunks), block_tables)
-    if layer.in_8_bits:  # those before they were rounded, which nobody may attend to
+    if layer.cache_dtype:  # those before they were rounded, which nobody may attend to
         k = v = torch.full_like(qkv[:, : spec.num_kv_heads], NAN)
     else:
         blocks, offsets = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
@@ -158,8 +158,8 @@ def _random_cache(layer: Layer, num_blocks: int, known_slots: Tensor, generator:
     unknown = torch.ones(num_blocks, layer.block_size, dtype=torch.bool, device=layer.device)
     unknown.view(-1)[known_slots] = False
     unknown = unknown.unsqueeze(1)  # (num_blocks, 1, block_size), for all KV heads
-    if layer.in_8_bits:
-        k, v = (torch.randint(-127, 128, shape, **options).to(torch.int8) for _ in "kv")
+    if layer.cache_dtype:
+        k, v = (torch.randint(-127, 128, shape, **options).to(layer.cache_dtype) for _ in "kv")
         k_scales, v_scales = ((torch.rand(shape[:3], **options) / 50).masked_fill(unknown, NAN) for _ in "kv")
         return LayerCache(k, v, k_scales, v_scales)
     k, v = (torch.randn(shape, **options).masked_fill(unknown.unsqueeze(3), NAN).to(layer.dtype) for _ in "kv")
@@ -202,6 +202,8 @@ class Case:
         return random_step(replace(self.layer, **changes), self.context_lens, self.query_lens, self.prefix_groups)
 
 
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+IN_8_BITS = [("int8", INT8, 1), ("int8", INT8, 7), ("fp8", FP8, 2), ("fp8", FP8, 4)]  # with query heads for a KV head
 HEADS = [(1, 64), (2, 80), (3, 96), (4, 128), (7, 256)]  # query heads for a KV head, head_dim
 
 DECODE_CASES = {
@@ -217,8 +219,17 @@ DECODE_CASES = {
         f"a window of {window}": Case(Layer(num_kv_heads=1, block_size=48, window=window), (1, 6, 7, 8, 50, 100, 0, 97))
         for window in (1, 7, 16, 1000)
     },
-    "8 bits": Case(Layer(in_8_bits=True), (1, 20, 0, 33)),
-    "8 bits, a window of 20, head_dim 80": Case(Layer(head_dim=80, window=20, in_8_bits=True), (1, 20, 21, 0, 70)),
+    **{f"{kind}, groups of {n}": Case(Layer(n, cache_dtype=dtype), (1, 20, 0, 33)) for kind, dtype, n in IN_8_BITS},
+    **{
+        f"{kind}, head_dim {dim}": Case(Layer(head_dim=dim, num_kv_heads=1, cache_dtype=dtype), (1, 0, 33))
+        for kind, dtype, dim in [("int8", INT8, 128), ("fp8", FP8, 256)]
+    },
+    **{
+        f"{kind}, a window of 20, head_dim 80": Case(
+            Layer(head_dim=80, window=20, cache_dtype=dtype), (1, 20, 21, 0, 70)
+        )
+        for kind, dtype, _ in IN_8_BITS[::2]
+    },
 }
 
 MIXED = {"context_lens": (1, 40, 50, 64, 3), "query_lens": (1, 40, 1, 17, 3)}  # fresh, and after 49 and 47 tokens
@@ -233,8 +244,15 @@ PREFILL_CASES = {
         )
         for window, size in [(1, 256), (100, 256), (150, 256), (1000, 256), (7, 16), (40, 16)]
     },
-    "8 bits": Case(Layer(in_8_bits=True), **MIXED),
-    "8 bits, a window of 20, head_dim 96": Case(Layer(head_dim=96, window=20, in_8_bits=True), **MIXED),
+    **{f"{kind}, groups of {n}": Case(Layer(n, cache_dtype=dtype), **MIXED) for kind, dtype, n in IN_8_BITS},
+    **{
+        f"{kind}, head_dim {dim}": Case(Layer(head_dim=dim, num_kv_heads=1, cache_dtype=dtype), **MIXED)
+        for kind, dtype, dim in [("int8", INT8, 256), ("fp8", FP8, 128)]
+    },
+    **{
+        f"{kind}, a window of 20, head_dim 96": Case(Layer(head_dim=96, window=20, cache_dtype=dtype), **MIXED)
+        for kind, dtype, _ in IN_8_BITS[::2]
+    },
 }
 
 SHARED_CASES = {
@@ -247,7 +265,8 @@ SHARED_CASES = {
             "groups of 2": Layer(num_kv_heads=1),
             "groups of 3, head_dim 96": Layer(3, 96, num_kv_heads=1),
             "head_dim 256": Layer(1, 256, num_kv_heads=1),
-            "8 bits": Layer(2, 80, in_8_bits=True),
+            "int8": Layer(2, 80, cache_dtype=INT8),
+            "fp8": Layer(2, 80, cache_dtype=FP8),
         }.items()
     },
     "blocks of 256": Case(

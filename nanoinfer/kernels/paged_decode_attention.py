@@ -31,7 +31,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
-TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions
+TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions; twice as many in 8 bits
 QUERY_TILE = 16  # the fewest rows that tl.dot takes; the group of query heads is padded to it
 PROGRAMS_PER_SM = 2  # what fits, each with three tiles in flight or in use
 STAGES = 5  # a tile's slot is read two stages before the tile, and the tile two stages before its use
@@ -40,6 +40,8 @@ GROUP_QUERIES = 64  # queries that read a shared prefix together: the rows of a 
 # A tile's flags: it is the last of its row; its row does not attend from the first token on. Above these bits stands
 # how many of its tokens lie before the first one that the row attends to.
 ENDS_ROW, BEGINS_LATER, HIDDEN_SHIFT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(2)
+# Weights of a cache in 8 bits are 2**6 times as large, so that float16 still holds them times a small scale.
+LIFT = tl.constexpr(6)
 MASKED = tl.constexpr(-3e38)  # the score of tokens past the context; finite, so that an empty context gives no NaN
 
 
@@ -169,15 +171,22 @@ def _paged_decode_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         else:
             k_scales = tl.load(k_scales_ptr + start + token, mask=visible, other=0.0)
-            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * (k_scales * scale_log2)[None, :]
+            # A GPU makes float16 of e4m3 in one instruction for two values, and bfloat16 in another one for each.
+            is_fp8: tl.constexpr = k.dtype == tl.float8e4nv
+            wide: tl.constexpr = tl.float16 if is_fp8 and q.dtype == tl.bfloat16 else q.dtype
+            q, k, v = q.to(wide), k.to(wide), v.to(wide)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (k_scales * scale_log2)[None, :]
         scores = tl.where(visible[None, :], scores, MASKED)
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        highest = tl.max(scores, axis=1)
+        if k_scales_ptr is not None:
+            highest -= LIFT
+        new_maximum = tl.maximum(maximum, highest)
         decay = tl.exp2(maximum - new_maximum)
         weights = tl.exp2(scores - new_maximum[:, None])
         total = total * decay + tl.sum(weights, axis=1)
         if v_scales_ptr is not None:
             weights *= tl.load(v_scales_ptr + start + token, mask=visible, other=0.0)[None, :]
-        acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
         maximum = new_maximum
 
         if ends_row | (tile == last - 1):
@@ -298,12 +307,14 @@ def plan_decode(
     head_dim: int,
     first_tokens: Tensor | None = None,
     least_tiles: int = 1,
+    in_8_bits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """List the tiles of all rows for `paged_decode_attention`.
 
     context_lens: (num_rows,) int32, 0 for padding. block_tables: (num_rows, max_blocks) int32. block_size, head_dim:
     those of the cache. first_tokens: (num_rows,) int32, the first token that each row attends to, for windows and
     shared prefixes. least_tiles: how many tiles a row without tokens gets; with 0, its result is not written.
+    in_8_bits: whether the cache is; leave it out for groups.
     The host does not wait for the device, so a CUDA graph can capture this.
 
     Returns
@@ -312,7 +323,7 @@ def plan_decode(
     - row_starts, (num_rows + 1,) int32: the index of each row's first tile, then the number of all tiles.
     """
     num_rows, max_blocks = block_tables.shape
-    tile = _tile_size(block_size, head_dim)
+    tile = _tile_size(block_size, head_dim, in_8_bits)
     tiles = block_tables.new_empty((num_rows * max_blocks * (block_size // tile), 4))
     row_starts = block_tables.new_empty(num_rows + 1)
     _plan_kernel[(num_rows,)](
@@ -445,7 +456,7 @@ def _launch(
         head_dim=head_dim,
         HEAD_DIM=padded_head_dim(head_dim),
         QUERIES=queries,
-        TILE=_tile_size(block_size, head_dim),
+        TILE=_tile_size(block_size, head_dim, in_8_bits=cache[2] is not None and group_rows is None),
         WINDOWED=windowed,
         STAGES=_num_stages(q.device, queries, head_dim),
         num_warps=4,
@@ -475,8 +486,9 @@ def _launch(
     )
 
 
-def _tile_size(block_size: int, head_dim: int) -> int:
-    return math.gcd(block_size, TILE_ELEMENTS // padded_head_dim(head_dim))
+def _tile_size(block_size: int, head_dim: int, in_8_bits: bool) -> int:
+    """Return how many tokens a tile has. The many queries of a group leave no registers for larger ones."""
+    return math.gcd(block_size, TILE_ELEMENTS // padded_head_dim(head_dim) * (2 if in_8_bits else 1))
 
 
 def _num_stages(device: torch.device, queries: int, head_dim: int) -> int:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.paged_decode_attention import MASKED, has_large_shared_memory, padded_head_dim
+from nanoinfer.kernels.paged_decode_attention import LIFT, MASKED, has_large_shared_memory, padded_head_dim
 
 TILE_ROWS = 128  # queries of a tile: tokens x heads of a group
 
@@ -36,6 +36,8 @@ class Shape(NamedTuple):
 
 # By head size, padded: where a program may have 200 KiB of shared memory (measured on an H200), and where it has less.
 SHAPES = {64: Shape(128, 8, 3, 128), 128: Shape(64, 8, 3, 128), 256: Shape(64, 8, 2, None)}
+# For a cache in 8 bits, whose conversion takes registers. Chosen by what compiles without spilling them.
+SHAPES_IN_8_BITS = {64: Shape(64, 8, 3, 128), 128: Shape(64, 8, 3, None), 256: Shape(32, 8, 2, None)}
 SMALL_SHAPES = {64: Shape(128, 8, 3, None), 128: Shape(64, 8, 3, None), 256: Shape(16, 8, 2, None)}
 
 
@@ -93,7 +95,9 @@ def _attend(
         line = (block * num_kv_heads + kv_head) * block_size + start % block_size
         k = _load_tile(k_cache_ptr, line, end - start, head_dim, HEAD_DIM, KEYS, MASK)
         v = _load_tile(v_cache_ptr, line, end - start, head_dim, HEAD_DIM, KEYS, MASK)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if k_scales_ptr is not None:
+            k, v = k.to(q.dtype), v.to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         key = tl.arange(0, KEYS)
         if k_scales_ptr is not None:
             scores *= tl.load(k_scales_ptr + line + key, mask=key < end - start, other=0.0)[None, :]
@@ -107,13 +111,16 @@ def _attend(
             factor = 1.0
         else:
             factor = scale_log2
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * factor)
+        highest = tl.max(scores, axis=1) * factor
+        if k_scales_ptr is not None:
+            highest -= LIFT
+        new_maximum = tl.maximum(maximum, highest)
         decay = tl.exp2(maximum - new_maximum)
         weights = tl.exp2(scores * factor - new_maximum[:, None])
         total = total * decay + tl.sum(weights, axis=1)
         if v_scales_ptr is not None:
             weights *= tl.load(v_scales_ptr + line + key, mask=key < end - start, other=0.0)[None, :]
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(q.dtype), v, acc * decay[:, None], input_precision="ieee")
         maximum = new_maximum
     return maximum, total, acc
 
@@ -156,6 +163,8 @@ def _paged_prefill_kernel(
     mask = (token < num_tokens)[:, None] & (dim < head_dim)[None, :]
     q_offsets = (first_token + token)[:, None] * q_token_stride + head[:, None] * head_dim + dim[None, :]
     q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
+    if k_cache_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+        q = q.to(tl.float16)  # which a GPU makes of e4m3 faster than bfloat16
     position = first_position + tl.minimum(token, num_tokens - 1)
 
     end = first_position + num_tokens
@@ -237,7 +246,8 @@ def paged_prefill_attention(
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group_size = num_heads // num_kv_heads
-    shape = (SHAPES if has_large_shared_memory(q.device) else SMALL_SHAPES)[padded_head_dim(head_dim)]
+    shapes = SHAPES if k_scales is None else SHAPES_IN_8_BITS
+    shape = (shapes if has_large_shared_memory(q.device) else SMALL_SHAPES)[padded_head_dim(head_dim)]
     out = q.new_empty(q.shape)
     _paged_prefill_kernel[(len(tiles), num_kv_heads)](
         q,

@@ -12,6 +12,8 @@ from nanoinfer.engine.shared_prefixes import PrefixGroup
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache
 from tests.attention_cases import (
     DECODE_CASES,
+    FP8,
+    INT8,
     NAN,
     PREFILL_CASES,
     SHARED_CASES,
@@ -30,11 +32,14 @@ from nanoinfer.kernels import paged_prefill_attention as prefill_kernels
 from nanoinfer.kernels.paged_decode_attention import max_group_rows, paged_decode_attention, plan_decode
 from nanoinfer.kernels.paged_prefill_attention import TILE_ROWS, plan_prefill
 from nanoinfer.layers.attention.triton import TritonBackend
-from tests.kernels.helpers import loops_are_interpreted
+from tests.kernels.helpers import exact_fp8, loops_are_interpreted
+
+__all__ = ["exact_fp8"]
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"),
     loops_are_interpreted,
+    pytest.mark.usefixtures("exact_fp8"),
     # Of queries after the last of a group, whose results are not stored.
     pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning"),
 ]
@@ -267,7 +272,7 @@ layers = st.builds(
     num_kv_heads=st.integers(1, 2),
     block_size=st.sampled_from([16, 32, 48]),
     window=st.none() | st.integers(1, 80),
-    in_8_bits=st.booleans(),
+    cache_dtype=st.sampled_from([None, INT8, FP8]),
 )
 
 

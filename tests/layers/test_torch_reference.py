@@ -10,7 +10,7 @@ from torch import Tensor
 from nanoinfer.layers.attention import torch_reference
 from nanoinfer.layers.attention.metadata import LayerCache, PrefillMetadata
 from nanoinfer.layers.attention.torch_reference import TorchBackend
-from tests.attention_cases import DECODE_CASES, PREFILL_CASES, Case, Layer, Step, assert_close, random_step
+from tests.attention_cases import DECODE_CASES, FP8, INT8, PREFILL_CASES, Case, Layer, Step, assert_close, random_step
 
 CASES = DECODE_CASES | {f"prefill, {name}": case for name, case in PREFILL_CASES.items()}
 
@@ -65,10 +65,12 @@ def test_a_window_of_3_is_a_token_and_the_two_before_it() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("in_8_bits", [False, True])
-def test_the_end_of_a_chunk_gets_the_same_as_a_chunk_after_a_prefix(window: int | None, in_8_bits: bool) -> None:
+@pytest.mark.parametrize("cache_dtype", [None, INT8, FP8])
+def test_the_end_of_a_chunk_gets_the_same_as_a_chunk_after_a_prefix(
+    window: int | None, cache_dtype: torch.dtype | None
+) -> None:
     """So a cache in 8 bits must be read for a fresh chunk too: its keys and values before rounding are NaN here."""
-    whole = random_step(Layer(window=window, in_8_bits=in_8_bits), [40], [40])
+    whole = random_step(Layer(window=window, cache_dtype=cache_dtype), [40], [40])
     metadata = whole.metadata
     assert isinstance(metadata, PrefillMetadata)
     last = replace(metadata, query_lens=(5,), cu_query_lens=torch.tensor([0, 5]).int())
@@ -78,7 +80,7 @@ def test_the_end_of_a_chunk_gets_the_same_as_a_chunk_after_a_prefix(window: int 
 
 
 def test_a_decode_step_gets_the_same_as_a_chunk_of_one_token() -> None:
-    lens, layer = (1, 20, 33), Layer(window=9, in_8_bits=True)
+    lens, layer = (1, 20, 33), Layer(window=9, cache_dtype=INT8)
     decode, prefill = Case(layer, lens).step(), Case(layer, lens, (1, 1, 1)).step()
     backend = TorchBackend(layer.spec)
     assert_close(decode.run(backend), prefill.run(backend))

@@ -44,7 +44,7 @@ class TritonBackend(AttentionBackend):
             device = metadata.cu_query_lens.device
             plan = plan_prefill(metadata.query_lens, metadata.context_lens, self.spec.group_size, device)
         else:
-            plan = self._plan_decode(metadata, cache.block_size)
+            plan = self._plan_decode(metadata, cache.block_size, cache.k_scales is not None)
         return replace(metadata, plans={**metadata.plans, self.spec: plan})
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
@@ -71,7 +71,7 @@ class TritonBackend(AttentionBackend):
         windowed = self.spec.window is not None
         return paged_decode_attention(*tensors, *plan.rows, self.spec.scale, windowed, prefix)
 
-    def _plan_decode(self, metadata: DecodeMetadata, block_size: int) -> DecodePlan:
+    def _plan_decode(self, metadata: DecodeMetadata, block_size: int, in_8_bits: bool) -> DecodePlan:
         lens, tables, head_dim = metadata.context_lens, metadata.block_tables, self.spec.head_dim
         shared, groups = metadata.shared_prefixes, None
         first_tokens = None
@@ -81,4 +81,5 @@ class TritonBackend(AttentionBackend):
             first_tokens = shared.num_shared_blocks * block_size
             prefix_lens = torch.where(shared.num_group_rows > 0, first_tokens, 0)
             groups = TileList(*plan_decode(prefix_lens, tables, block_size, head_dim, least_tiles=0))
-        return DecodePlan(TileList(*plan_decode(lens, tables, block_size, head_dim, first_tokens)), groups)
+        rows = TileList(*plan_decode(lens, tables, block_size, head_dim, first_tokens, in_8_bits=in_8_bits))
+        return DecodePlan(rows, groups)
