@@ -40,6 +40,7 @@ QWEN3 = {"architectures": ["Qwen3ForCausalLM"], **SIZES}
             {"attention_backend": "xformers"},
             "attention_backend='xformers' is not known; use one of auto, flash_attn, triton, torch",
         ),
+        ({"kv_cache_dtype": "e5m2"}, "kv_cache_dtype='e5m2' is not known; use one of auto, fp8, fp8_e4m3, int8"),
         ({"load_format": "gguf"}, "load_format='gguf' is not known; use one of auto, safetensors, dummy"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be a whole number of at least 1"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be a whole number of at least 1"),

@@ -15,30 +15,34 @@ pytest.importorskip("triton")
 
 from nanoinfer.kernels import paged_decode_attention as decode_kernels
 from nanoinfer.layers.attention import triton as triton_backend
-from tests.kernels.helpers import loops_are_interpreted
+from tests.kernels.helpers import exact_fp8, loops_are_interpreted
 
+__all__ = ["exact_fp8"]
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"),
     loops_are_interpreted,
+    pytest.mark.usefixtures("exact_fp8"),
     # Of queries after the last of a group, whose results are not stored.
     pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning"),
 ]
 
 
-def draw(folder: Path, min_saved_tokens: int) -> list[list[int]]:
+def draw(folder: Path, min_saved_tokens: int, kv_cache_dtype: str) -> list[list[int]]:
     """Three tokens of two and of three samples of prompts of two blocks and a half, and of a short prompt alone."""
     alone = SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True)
-    with LLM(folder, device="cpu", kvcache_block_size=16, max_model_len=64) as llm:
+    options = {"kvcache_block_size": 16, "max_model_len": 64, "kv_cache_dtype": kv_cache_dtype}
+    with LLM(folder, device="cpu", **options) as llm:
         llm.engine.scheduler.shared_prefixes.min_saved_tokens = min_saved_tokens
         params = [replace(alone, n=2), replace(alone, n=3), alone]
         outputs = llm.generate([[*range(40)], [*range(9, 49)], [7, 8, 9]], params, use_tqdm=False)
     return [completion.token_ids for output in outputs for completion in output.outputs]
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
 def test_samples_that_read_their_prompt_together_are_those_of_plain_attention(
-    random_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    random_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str
 ) -> None:
-    expected = draw(random_checkpoint(), min_saved_tokens=0)
+    expected = draw(random_checkpoint(), 0, kv_cache_dtype)
     assert len({tuple(token_ids) for token_ids in expected}) == 6
     passes = []
 
@@ -49,7 +53,7 @@ def test_samples_that_read_their_prompt_together_are_those_of_plain_attention(
     monkeypatch.setattr(decode_kernels, "_num_multiprocessors", lambda device: 2)
     monkeypatch.setattr(triton_backend, "shared_prefix_attention", note)
     monkeypatch.setattr(selection, "select_backend", lambda *args: triton_backend.TritonBackend(args[3]))
-    assert draw(random_checkpoint(), min_saved_tokens=10**9) == expected
+    assert draw(random_checkpoint(), 10**9, kv_cache_dtype) == expected
     assert not passes
-    assert draw(random_checkpoint(), min_saved_tokens=0) == expected
+    assert draw(random_checkpoint(), 0, kv_cache_dtype) == expected
     assert len(passes) == 2 * 2, "each decode step, in both layers"

@@ -497,6 +497,23 @@ def test_flash_attn_asks_for_blocks_of_256_and_for_a_build_that_has_what_the_mod
     assert_refused("flash_attn", CUDA, SIXTEEN, replace(FULL, window=7), 256, reason)
 
 
+def test_flash_attn_cannot_read_a_cache_in_8_bits_and_auto_takes_what_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before Hopper, where prefill is by flash-attn else."""
+    pytest.importorskip("triton")
+    pretend_installed(monkeypatch, *BOTH)
+    with pytest.raises(ConfigError) as error:
+        select_backend("flash_attn", CUDA, SIXTEEN, FULL, 256, in_8_bits=True)
+    assert str(error.value) == (
+        "attention_backend='flash_attn' reads a KV cache in 16 bits alone, and kv_cache_dtype asks for 8; leave "
+        "kv_cache_dtype out, or use attention_backend='auto'"
+    )
+    for dtype, chosen in ((SIXTEEN, "triton"), (torch.float32, "torch")):
+        assert select_backend("auto", CUDA, dtype, FULL, 256, in_8_bits=True).name == chosen
+    assert select_backend("auto", CPU, SIXTEEN, FULL, 256, in_8_bits=True).name == "torch"
+    pretend_gpu(monkeypatch, (8, 9))
+    assert select_backend("auto", CUDA, SIXTEEN, FULL, 256, in_8_bits=True).name == "triton"
+
+
 @pytest.mark.parametrize("requested", ["flash_attn", "triton"])
 def test_a_gpu_before_ampere_is_refused_by_name(requested: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_installed(monkeypatch, *BOTH)
