@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> None:
             **model.options,  # load_format="dummy" draws random weights
             max_model_len=min(4096, model.config.max_model_len),
             tensor_parallel_size=args.tensor_parallel_size,
+            kv_cache_dtype=args.kv_cache_dtype,
         )
         with llm:
             options = {"temperature": 0.6, "top_k": args.top_k, "top_p": args.top_p, "ignore_eos": True}
@@ -48,10 +49,9 @@ def main(argv: list[str] | None = None) -> None:
                 started = perf_counter()
                 outputs = llm.generate(workload.prompts, params, use_tqdm=False)
                 seconds = perf_counter() - started
-
                 num_tokens = sum(len(output.token_ids) for output in outputs)
                 # The floor: the least time in which this hardware can read and multiply all that the workload needs.
-                floor = compute_floor(model.config, workload, rates).seconds
+                floor = compute_floor(model.config, workload, rates, kv_cache_dtype=args.kv_cache_dtype).seconds
                 print(
                     f"{model}, seed {seed}: {len(outputs)} requests, {workload.num_input_tokens:,} tokens in, "
                     f"{num_tokens:,} out in {seconds:.2f} s, {num_tokens / seconds:,.0f} tokens/s; "
@@ -69,6 +69,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=0, help="draw from so many tokens (all); Qwen3 recommends 20")
     parser.add_argument("--top-p", type=float, default=1.0, help="or from this share (1); Qwen3 recommends 0.95")
     parser.add_argument("--quantization", choices=["fp8"], help="round the weights of linear layers to 8 bits")
+    parser.add_argument("--kv-cache-dtype", choices=["fp8", "int8"], default="auto", help="keys and values in 8 bits")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="number of GPUs (1)")
     return parser.parse_args(argv)
 

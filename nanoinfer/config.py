@@ -16,6 +16,7 @@ from nanoinfer.errors import ConfigError, check_names
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8",)
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 # Options of vLLM that nanoinfer does not have. VLLM_NAMES adds those that it has under another name.
 UNSUPPORTED = """
     enable_lora max_loras max_lora_rank pipeline_parallel_size data_parallel_size
@@ -67,7 +68,7 @@ class EngineConfig:
         "auto",
         'The type of keys and values in the KV cache: "auto" is that of the model; "int8" and "fp8" ("fp8_e4m3" is the '
         "same) round them to 8 bits, with a scale for each token and KV head, so that nearly twice the tokens fit.",
-        ("auto", "fp8", "fp8_e4m3", "int8"),
+        KV_CACHE_DTYPES,
     )
     num_kvcache_blocks: int | None = option(
         None, "The number of blocks in the KV cache; if not given, as many as fit into memory."

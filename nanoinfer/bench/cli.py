@@ -12,7 +12,7 @@ from nanoinfer import SamplingParams
 from nanoinfer.bench.engines import ENGINES, engine_options, make_params
 from nanoinfer.bench.throughput import benchmark, describe_machine
 from nanoinfer.bench.workloads import LOADS, SIZES, Load, choose_loads, choose_model, draw_workload
-from nanoinfer.config import QUANTIZATIONS
+from nanoinfer.config import KV_CACHE_DTYPES, QUANTIZATIONS
 from nanoinfer.errors import ConfigError, NanoinferError
 
 NAMES = LOADS["cuda"].keys()
@@ -82,6 +82,7 @@ def add_model_and_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="top-p filtering (off); Qwen3's is 0.95")
     parser.add_argument("--tensor-parallel-size", type=positive, default=1, metavar="N", help="number of GPUs (1)")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="round the weights of linear layers to 8 bits")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="keys and values in 8 bits")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--attention-backend", default="auto", help="nanoinfer's: auto, flash_attn, triton or torch")
 
@@ -170,6 +171,8 @@ def check_engine(args: argparse.Namespace, loads: list[tuple[str, Load]]) -> Non
         raise ConfigError("--engine nanovllm has no --top-k and --top-p; leave them out")
     if args.engine in ("nanovllm", "transformers") and args.quantization:
         raise ConfigError(f"--engine {args.engine} has no --quantization; leave it out")
+    if args.engine in ("nanovllm", "transformers") and args.kv_cache_dtype != "auto":
+        raise ConfigError(f"--engine {args.engine} has no --kv-cache-dtype; leave it out")
     if args.engine == "transformers" and args.tensor_parallel_size > 1:
         raise ConfigError("--engine transformers runs on one GPU; leave --tensor-parallel-size out")
     for name, load in loads if args.engine in ("nanovllm", "transformers") else ():

@@ -33,11 +33,13 @@ def engine_options(model: Model, load: Load, args: argparse.Namespace) -> dict[s
     if longest > limit:
         lengths = "--input-len and --output-len" if load.shared_prefix == 0 else "--shared-prefix and both lengths"
         raise ConfigError(f"{lengths} add up to {longest}, and {model.name} takes {limit}; ask for fewer tokens")
+    cache = {} if args.kv_cache_dtype == "auto" else {"kv_cache_dtype": args.kv_cache_dtype}
     return {
         "max_model_len": min(max(4096, longest), limit),  # 4096 is what nano-vllm's benchmark sets
         "max_num_seqs": load.max_num_seqs,
         "tensor_parallel_size": args.tensor_parallel_size,
         "enforce_eager": args.enforce_eager,
+        **cache,
     }
 
 

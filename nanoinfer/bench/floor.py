@@ -51,7 +51,9 @@ class Floor:
         return self.prefill_seconds + self.decode_seconds
 
 
-def compute_floor(config: ModelConfig, workload: Workload, rates: Rates, max_num_seqs: int = 512) -> Floor:
+def compute_floor(
+    config: ModelConfig, workload: Workload, rates: Rates, max_num_seqs: int = 512, kv_cache_dtype: str = "auto"
+) -> Floor:
     """Return the least time for the workload at these rates. Only what no engine can avoid is counted.
 
     Prefill is matrix products at the matrix rate: 2 FLOPs for each layer weight and prompt token; the same for each
@@ -74,7 +76,7 @@ def compute_floor(config: ModelConfig, workload: Workload, rates: Rates, max_num
     Windows are not considered: for contexts beyond them the floor is too high.
 
     Weights in FP8 are read as a byte for each value, and multiplied at the rate for FP8. So are routers, which have 16
-    bits: they are too small to count. Scales count as nothing.
+    bits: they are too small to count. Of a KV cache in 8 bits, each key and value is a byte. Scales count as nothing.
     """
     weights = count_weights(config)
     query_width = config.num_attention_heads * config.head_dim
@@ -90,7 +92,8 @@ def compute_floor(config: ModelConfig, workload: Workload, rates: Rates, max_num
     attention = 4 * config.num_hidden_layers * query_width * num_pairs
 
     steps = decode_steps(workload, max_num_seqs)
-    num_kv_bytes = sum(step.num_kv_reads for step in steps) * kv_values_per_token * rates.bytes_per_value
+    kv_bytes = rates.bytes_per_value if kv_cache_dtype == "auto" else 1
+    num_kv_bytes = sum(step.num_kv_reads for step in steps) * kv_values_per_token * kv_bytes
     multiply_one = 2 * (weights.layers_of_a_token / layer_rate + weights.lm_head / rates.matrix_rate)
 
     def read_weights(num_seqs: int) -> float:

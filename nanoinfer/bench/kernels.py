@@ -20,7 +20,8 @@ from torch import Tensor
 from nanoinfer.bench.floor import Rates
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionSpec
-from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, SharedPrefixes
+from nanoinfer.layers.attention.kv_rounding import num_cache_bytes, round_vectors
+from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, SharedPrefixes
 from nanoinfer.layers.attention.selection import select_backend
 
 multiprocessing: Any = torch.multiprocessing  # hardly typed
@@ -93,26 +94,35 @@ def print_row(*cells: object) -> None:
 
 
 def decode_attention() -> None:
-    """Print TB/s of keys and values, for contexts of 100 to 2,048 tokens, or one of 32,768."""
+    """Print TB/s of keys, values and scales in each format, for contexts of 100 to 2,048 tokens, or one of 32,768."""
     from nanoinfer.kernels.paged_decode_attention import paged_decode_attention, plan_decode
 
     loads = [(rows, 100, 2048) for rows in (256, 128, 64, 32, 16, 8, 1)] + [(1, 32768, 32768)]
     num_layers, num_blocks, scale = 8, 2200, HEAD_DIM**-0.5
-    keys, values = (randn(num_layers, num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM) for _ in range(2))
+    shape = (num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     print_row("decode attention, TB/s; batch", *(rows for rows, _, _ in loads[:-1]), "1, with 32k")
-    for heads in HEADS:
-        figures = []
+    for dtype, heads in [(dtype, heads) for dtype in (DTYPE, torch.int8, torch.float8_e4m3fn) for heads in HEADS]:
+        layers, figures = [random_cache(shape, dtype) for _ in range(num_layers)], []
+        caches = [(layer.k, layer.v, layer.k_scales, layer.v_scales) for layer in layers]
         for rows, shortest, longest in loads:
             order = torch.randperm(rows, device="cuda")
             lens = torch.linspace(shortest, longest, rows + 2, device="cuda")[1:-1][order].int()
             width = -(-longest // BLOCK_SIZE)
             tables = torch.randperm(num_blocks, device="cuda")[: rows * width].view(rows, width).int()
-            plan, q = plan_decode(lens, tables, BLOCK_SIZE, HEAD_DIM), randn(rows, heads, HEAD_DIM)
-            layers = zip(keys, values, strict=True)
-            time = microseconds([partial(paged_decode_attention, q, k, v, None, None, *plan, scale) for k, v in layers])
-            num_bytes = int(lens.sum()) * KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
+            plan = plan_decode(lens, tables, BLOCK_SIZE, HEAD_DIM, in_8_bits=dtype != DTYPE)
+            q = randn(rows, heads, HEAD_DIM)
+            time = microseconds([partial(paged_decode_attention, q, *cache, *plan, scale) for cache in caches])
+            num_bytes = int(lens.sum()) * num_cache_bytes((KV_HEADS, HEAD_DIM), dtype)
             figures.append(f"{num_bytes / time / 1e6:.2f}")
-        print_row(f"{heads} query heads", *figures)
+        print_row(f"{heads} query heads, {str(dtype).removeprefix('torch.')}", *figures)
+        del layers, caches
+
+
+def random_cache(shape: tuple[int, ...], dtype: torch.dtype) -> LayerCache:
+    if dtype == DTYPE:
+        return LayerCache(randn(*shape), randn(*shape))
+    (k, k_scales), (v, v_scales) = (round_vectors(randn(*shape), dtype) for _ in range(2))
+    return LayerCache(k, v, k_scales, v_scales)
 
 
 def shared_prefix() -> None:

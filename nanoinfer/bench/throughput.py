@@ -38,7 +38,8 @@ def benchmark(loads: list[tuple[str, Load]], device: str, args: argparse.Namespa
         for options, group in groupby(needed, key=lambda item: item[0]):
             with closing(load_engine(model, options, args)) as engine:
                 load_seconds = perf_counter() - started
-                print(f"{model}, {args.engine} on {where}: loaded in {load_seconds:.1f} s")
+                cache = "" if args.kv_cache_dtype == "auto" else f", KV cache in {args.kv_cache_dtype}"
+                print(f"{model}{cache}, {args.engine} on {where}: loaded in {load_seconds:.1f} s")
                 engine.generate(Workload(seed=0, prompts=[list(range(8))], max_tokens=[16]))  # warms up
                 for _, name, load in group:
                     timed = time_load(engine, model, name, load, rates, args)
@@ -58,7 +59,8 @@ def time_load(
         # the CUDA graphs of smaller batches.
         short, unused_seed = replace(load, output_len=(2, 2)), args.seed + args.runs
         engine.generate(draw_workload(unused_seed, short, model.config.vocab_size))
-    runs = [time_run(engine, model, name, load, rates, args.seed + number) for number in range(args.runs)]
+    seeds = range(args.seed, args.seed + args.runs)
+    runs = [time_run(engine, model, name, load, rates, seed, args.kv_cache_dtype) for seed in seeds]
     median = statistics.median(run["output_tokens_per_second"] for run in runs)
     if args.runs > 1:
         requests = describe_requests(load.num_seqs, load.num_samples)
@@ -66,13 +68,15 @@ def time_load(
     return {"median_output_tokens_per_second": median, "runs": runs}
 
 
-def time_run(engine: Engine, model: Model, name: str, load: Load, rates: Rates, seed: int) -> dict[str, Any]:
+def time_run(
+    engine: Engine, model: Model, name: str, load: Load, rates: Rates, seed: int, kv_cache_dtype: str = "auto"
+) -> dict[str, Any]:
     """Time and print one run, and return its figures; `metrics` are the engine's own, empty where it has none.
 
     Raises RuntimeError if a sample got another number of tokens than its request asked for.
     """
     workload = draw_workload(seed, load, model.config.vocab_size)
-    floor = compute_floor(model.config, workload, rates, load.max_num_seqs)
+    floor = compute_floor(model.config, workload, rates, load.max_num_seqs, kv_cache_dtype)
     engine.reset()
     before = engine.metrics()
     started = perf_counter()

@@ -36,6 +36,16 @@ def run_json(tmp_path: Path, *arguments: object) -> dict[str, Any]:
     return figures
 
 
+def test_a_cache_in_8_bits_is_named_and_lowers_the_floor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    num_bytes = {}
+    for name in ("auto", "int8"):
+        figures = run_json(tmp_path, "throughput", *SMALL, "--kv-cache-dtype", name)
+        floor = figures["loads"][0]["runs"][0]["floor"]
+        num_bytes[name] = floor["decode_kv_seconds"] * figures["rates"]["bandwidth"]
+    assert "tiny-qwen3 (its own weights), KV cache in int8, nanoinfer on" in capsys.readouterr().out
+    assert num_bytes["auto"] == pytest.approx(4 * num_bytes["int8"]), "float32 on a CPU"
+
+
 def test_a_run_reports_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = run_json(tmp_path, "throughput", *SMALL, "--runs", 2, "--shared-prefix", 256, "--max-num-seqs", 2)
     printed = capsys.readouterr().out
@@ -114,6 +124,10 @@ def test_the_host_is_timed_without_pytorch() -> None:
     ("options", "message"),
     [
         (["throughput", "--engine", "nanovllm", "--top-k", 20], "--engine nanovllm has no --top-k and --top-p"),
+        (
+            ["throughput", "--engine", "nanovllm", "--kv-cache-dtype", "fp8"],
+            "nanovllm has no --kv-cache-dtype; leave it",
+        ),
         (["throughput", "--engine", "vllm", "--attention-backend", "torch"], "--attention-backend is an option of"),
         (["loads", "--engine", "transformers", "--tensor-parallel-size", 2], "transformers runs on one GPU"),
         (["throughput", "--input-len", 4000, "--output-len", 97], "add up to 4097, and tiny-qwen3 takes 4096"),

@@ -41,6 +41,14 @@ def test_the_floor_of_a_model_that_can_be_counted_by_hand() -> None:
     assert floor.seconds == floor.prefill_seconds + floor.decode_matrix_seconds + floor.decode_kv_seconds
 
 
+def test_a_cache_in_8_bits_is_read_as_a_byte_for_each_key_and_value() -> None:
+    workload = Workload(seed=0, prompts=[[1, 2]], max_tokens=[2])
+    floor, in_16_bits = (compute_floor(TINY, workload, UNIT_RATES, 512, name) for name in ("int8", "auto"))
+    assert floor.decode_kv_seconds == 3 * (2 + 2) * 1
+    assert floor.decode_matrix_seconds == in_16_bits.decode_matrix_seconds
+    assert floor.prefill_seconds == in_16_bits.prefill_seconds
+
+
 def test_a_shared_prefix_is_computed_once_and_read_once_a_step() -> None:
     prefix_alone = compute_floor(TINY, Workload(0, [[1, 2, 3]], [2]), UNIT_RATES)
     shared = compute_floor(TINY, Workload(0, [[1, 2, 3, 4], [1, 2, 3, 5]], [2, 2], shared_prefix=3), UNIT_RATES)

@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from nanoinfer.bench import kernels
 from nanoinfer.layers.attention.backend import AttentionSpec
+from nanoinfer.layers.attention.kv_rounding import num_cache_bytes, tensors_of_cache
+from nanoinfer.layers.attention.metadata import LayerCache
 
 pytest.importorskip("triton")
 
@@ -49,11 +51,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[inspect.BoundArgumen
         monkeypatch.setattr(module, "plan_decode", plan_decode)
     monkeypatch.setattr(kernels, "microseconds", microseconds)
     monkeypatch.setattr(kernels, "randn", lambda *shape: torch.empty(*shape, dtype=torch.float16))
+    monkeypatch.setattr(kernels, "random_cache", empty_cache)
     monkeypatch.setattr(kernels, "HEADS", (2, 4))
     monkeypatch.setattr(kernels, "KV_HEADS", 1)
     monkeypatch.setattr(kernels, "HEAD_DIM", 64)
     with OnCpu():
         yield found
+
+
+def empty_cache(shape: tuple[int, ...], dtype: torch.dtype) -> LayerCache:
+    """As much of one as is looked at: memory that is never touched costs nothing."""
+    tensors = [torch.empty(sizes, dtype=dtype) for sizes, dtype in tensors_of_cache(shape, dtype)]
+    return LayerCache(*tensors)
 
 
 def rows_of(printed: str) -> list[list[str]]:
@@ -64,8 +73,14 @@ def test_decode_attention_is_timed_for_eight_loads(
     calls: list[inspect.BoundArguments], capsys: pytest.CaptureFixture[str]
 ) -> None:
     kernels.decode_attention()
-    assert [call.arguments["q"].shape[0] for call in calls] == [256, 128, 64, 32, 16, 8, 1, 1] * 2
-    assert [len(row) for row in rows_of(capsys.readouterr().out)] == [9, 9, 9]
+    assert [call.arguments["q"].shape[0] for call in calls] == [256, 128, 64, 32, 16, 8, 1, 1] * 2 * 3
+    assert [call.arguments["k_scales"] is None for call in calls] == [True] * 16 + [False] * 32
+    rows = rows_of(capsys.readouterr().out)
+    assert [len(row) for row in rows] == [9] * 7
+    assert [row[0] for row in rows[2:5]] == ["4 query heads, bfloat16", "2 query heads, int8", "4 query heads, int8"]
+    # 256 x 1,074 tokens in a millisecond, of 2 x 64 values of 2 bytes, or of 1 byte and 4 for the scale of 64
+    assert [float(row[1]) for row in rows[1::2]] == pytest.approx([0.0704, 0.0374, 0.0374], abs=0.006)
+    assert num_cache_bytes((1, 64), torch.int8) == 2 * (64 + 4)
 
 
 def test_a_shared_prefix_is_timed_without_groups_and_with_the_largest_in_both_passes(
