@@ -26,7 +26,6 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nanoinfer").setLevel(logging.INFO)  # how long each part of loading took
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     [load] = LOADS[device]["default"]  # 256 requests of 100 to 1,024 random tokens in and out; fewer on a CPU
     with tempfile.TemporaryDirectory() as scratch:
