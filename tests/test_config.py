@@ -109,7 +109,6 @@ def test_values_at_the_edge_of_their_range_are_accepted(options: dict[str, Any])
         ("block_size", "did you mean 'kvcache_block_size'? "),
         ("num_gpu_blocks_override", "did you mean 'num_kvcache_blocks'? "),
         ("enable_lora", "nanoinfer does not support it. "),
-        ("kv_cache_dtype", "nanoinfer does not support it. "),
         ("trust_remote_code", "nanoinfer does not support it. "),
         ("hf_override", "did you mean 'hf_overrides'? "),
         ("wishes", ""),

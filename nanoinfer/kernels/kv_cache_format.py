@@ -2,6 +2,7 @@
 
 import torch
 
+from nanoinfer.kernels.fp8_format import FP8, FP8_MAX
+
 # The largest value of each format. The scale of a vector takes the vector's own largest value there.
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-TINY = 1.2e-38  # a scale below it has no reciprocal in float32; what it would scale is rounded to zero
+LARGEST = {FP8: FP8_MAX, torch.int8: 127.0}

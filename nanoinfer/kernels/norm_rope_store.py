@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.kv_cache_format import LARGEST, TINY
+from nanoinfer.kernels.fp8_format import TINY
+from nanoinfer.kernels.kv_cache_format import LARGEST
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 NUM_WARPS = 4

@@ -67,10 +67,9 @@ def allocate_kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.
     try:
         return KVCache(*(zeros(*tensor) for tensor in tensors_of_cache(shape, dtype)))
     except (torch.OutOfMemoryError, MemoryError, ValueError, OverflowError):  # the last two: sizes beyond any address
-        size = num_cache_bytes(shape, dtype) / GIB
         raise ConfigError(
-            f"num_kvcache_blocks={shape[1]} needs {size:.1f} GiB, more than {device} has free; set it lower, or free "
-            "the memory that other programs hold"
+            f"num_kvcache_blocks={shape[1]} needs {num_cache_bytes(shape, dtype) / GIB:.1f} GiB, more than {device} "
+            "has free; set it lower, or free the memory that other programs hold"
         ) from None
 
 

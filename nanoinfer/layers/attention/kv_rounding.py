@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.errors import ConfigError
-from nanoinfer.kernels.kv_cache_format import LARGEST, TINY
+from nanoinfer.kernels.fp8_format import FP8, TINY
+from nanoinfer.kernels.kv_cache_format import LARGEST
 
 
 def select_kv_cache_dtype(requested: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -26,7 +27,7 @@ def select_kv_cache_dtype(requested: str, dtype: torch.dtype, device: torch.devi
             f"kv_cache_dtype={requested!r} needs a GPU of compute capability 8.9 or more, and "
             f"{torch.cuda.get_device_name(device)} has less; use kv_cache_dtype='int8'"
         )
-    return torch.float8_e4m3fn
+    return FP8
 
 
 def round_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
