@@ -139,6 +139,7 @@ def what_answers_depend_on(config: EngineConfig) -> list[str]:
     tokenizer = config.tokenizer and Path(config.tokenizer)
     later = {"revision": config.revision, "tokenizer": tokenizer, "hf_overrides": config.hf_overrides}
     later["quantization"] = config.quantization
+    later["kv_cache_dtype"] = None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     given = [f"{name}={value}" for name, value in later.items() if value]
     return [str(Path(config.model)), config.load_format, str(config.seed), *given]
 

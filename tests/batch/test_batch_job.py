@@ -677,7 +677,7 @@ def test_the_exit_code_says_what_became_of_the_job(tmp_path: Path, capsys: pytes
     assert "too many errors: " in capsys.readouterr().err
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out1") == 2
     assert "has the result of another line 1" in capsys.readouterr().err
-    for changed in (["--temperature", 0.5], ["--seed", 1], ["--load-format", "dummy"]):
+    for changed in (["--temperature", 0.5], ["--seed", 1], ["--load-format", "dummy"], ["--kv-cache-dtype", "int8"]):
         assert run_main(*options, "-i", good, "-o", tmp_path / "out1", *changed) == 2
     same = ["--seed", 0, "--model", f"{tiny_model_path()}/", "--max-num-seqs", 3]
     assert run_main(*options, *same, "-i", good, "-o", tmp_path / "out1") == 0
