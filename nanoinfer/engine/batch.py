@@ -216,7 +216,7 @@ def read_header(packet: Packet) -> Header:
 def split(packet: Any, header: Header) -> PacketSections:
     """Cut a packet (an array, or a tensor on the device) into views of its sections."""
     views, offset = [], len(Header._fields)
-    for num_records, dtype in zip(header[3:], SECTION_DTYPES, strict=True):
+    for num_records, dtype in zip(header[-len(SECTION_DTYPES) :], SECTION_DTYPES, strict=True):
         num_columns = dtype.itemsize // 4
         end = offset + num_records * num_columns
         views.append(packet[offset:end].reshape(num_records, num_columns))

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.device_properties import has_large_shared_memory, num_multiprocessors
 from nanoinfer.kernels.fp8_format import GROUP_SIZE, RowFormat
 from nanoinfer.kernels.fp8_product import scaled_tile_product
 from nanoinfer.kernels.fp8_rows import rounded, scale_of
-from nanoinfer.kernels.moe_experts import num_multiprocessors, tile_pairs, tile_rows
+from nanoinfer.kernels.moe_experts import tile_pairs, tile_rows
 from nanoinfer.kernels.moe_routing import plan_tiles
-from nanoinfer.kernels.paged_decode_attention import has_large_shared_memory
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 MAX_ROWS = 64  # pairs in a tile; the sums of more do not fit into registers

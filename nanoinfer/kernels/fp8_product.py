@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.device_properties import has_large_shared_memory
 from nanoinfer.kernels.fp8_format import GROUP_SIZE
-from nanoinfer.kernels.paged_decode_attention import has_large_shared_memory
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 MAX_TOKENS = 256

@@ -10,7 +10,6 @@ kernel over tiles and columns. Rows are gathered where they are read, and nothin
   one thread holds both.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.device_properties import has_large_shared_memory, num_multiprocessors
 from nanoinfer.kernels.moe_routing import plan_tiles
-from nanoinfer.kernels.paged_decode_attention import has_large_shared_memory
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 
@@ -265,11 +264,3 @@ def choose_tiling(rows: int, num_tiles: int, num_columns: int, dtype: torch.dtyp
     if num_tiles * triton.cdiv(num_columns, 64) < num_multiprocessors(device):
         return Tiling(rows, 32, 128, 6, 4)  # few programs, which together ask for enough bytes at a time
     return Tiling(rows, 64, 128, 4, 4)
-
-
-@cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors the device has; for Triton's interpreter, a few."""
-    if device.type != "cuda":
-        return 8
-    return torch.cuda.get_device_properties(device).multi_processor_count

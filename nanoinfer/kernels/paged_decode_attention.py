@@ -21,14 +21,14 @@ other rows.
 """
 
 import math
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.device_properties import has_large_shared_memory, num_multiprocessors
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions; twice as many in 8 bits
@@ -431,7 +431,7 @@ def _launch(
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = cache[0].shape
     queries = max(QUERY_TILE, triton.next_power_of_2(num_queries))
-    num_programs = _num_multiprocessors(q.device) * (PROGRAMS_PER_SM if queries <= FEW_QUERIES else 1)
+    num_programs = num_multiprocessors(q.device) * (PROGRAMS_PER_SM if queries <= FEW_QUERIES else 1)
     num_shares = max(1, num_programs // num_kv_heads)
     partials = out.new_empty((num_kv_heads, num_shares, 2, num_queries, head_dim), dtype=torch.float32)
     lse = partials.new_empty(partials.shape[:-1])
@@ -495,20 +495,3 @@ def _num_stages(device: torch.device, queries: int, head_dim: int) -> int:
     """Return how deep a pipeline fits into shared memory."""
     always, on_hopper = (FEW_QUERIES, GROUP_QUERIES) if head_dim <= 128 else (QUERY_TILE, FEW_QUERIES)
     return STAGES if queries <= (on_hopper if has_large_shared_memory(device) else always) else 3
-
-
-@cache
-def has_large_shared_memory(device: torch.device) -> bool:
-    """Return whether a program may have 200 KiB, as on a Hopper GPU; on others it is 99 or 163."""
-    if device.type != "cuda":
-        return True
-    properties: Any = torch.cuda.get_device_properties(device)  # typed without this field
-    return bool(properties.shared_memory_per_block_optin >= 200 * 2**10)
-
-
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors the device has; for Triton's interpreter, a few."""
-    if device.type != "cuda":
-        return 8
-    return torch.cuda.get_device_properties(device).multi_processor_count

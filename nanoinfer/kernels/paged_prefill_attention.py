@@ -20,7 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.paged_decode_attention import LIFT, MASKED, has_large_shared_memory, padded_head_dim
+from nanoinfer.device import to_device
+from nanoinfer.kernels.device_properties import has_large_shared_memory
+from nanoinfer.kernels.paged_decode_attention import LIFT, MASKED, padded_head_dim
 
 TILE_ROWS = 128  # queries of a tile: tokens x heads of a group
 
@@ -220,8 +222,7 @@ def plan_prefill(
     position = (contexts - lens)[chunk] + offset
     num_tokens = np.minimum(lens[chunk] - offset, size)
     tiles = np.stack(((lens.cumsum() - lens)[chunk] + offset, num_tokens, position, chunk), axis=1).astype(np.int32)
-    on_host = torch.from_numpy(tiles[np.argsort(-position, kind="stable")])
-    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
+    return to_device(torch.from_numpy(tiles[np.argsort(-position, kind="stable")]), device)
 
 
 def paged_prefill_attention(

@@ -50,7 +50,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def eight_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts are cut for eight programs, which all KV heads share: as on a GPU of 4 multiprocessors."""
-    monkeypatch.setattr(decode_kernels, "_num_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(decode_kernels, "num_multiprocessors", lambda device: 4)
 
 
 def assert_equals_twin(case: Case, **changes: object) -> Tensor:
@@ -261,7 +261,7 @@ def test_windowed_layers_read_each_row_for_itself_and_ignore_groups() -> None:
 def run_on(num_multiprocessors: int, step: Step) -> Tensor:
     """Run a step on a GPU of so many multiprocessors: contexts are cut in other places."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_kernels, "_num_multiprocessors", lambda device: num_multiprocessors)
+        patch.setattr(decode_kernels, "num_multiprocessors", lambda device: num_multiprocessors)
         return step.run(TritonBackend(step.spec))
 
 

@@ -50,7 +50,7 @@ def test_samples_that_read_their_prompt_together_are_those_of_plain_attention(
         passes.append(args)
         return decode_kernels.shared_prefix_attention(*args)
 
-    monkeypatch.setattr(decode_kernels, "_num_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(decode_kernels, "num_multiprocessors", lambda device: 2)
     monkeypatch.setattr(triton_backend, "shared_prefix_attention", note)
     monkeypatch.setattr(selection, "select_backend", lambda *args: triton_backend.TritonBackend(args[3]))
     assert draw(random_checkpoint(), 10**9, kv_cache_dtype) == expected

@@ -1,0 +1,23 @@
+"""What the kernels' launchers ask a device for, to cut their work; for Triton's interpreter, what a small GPU has."""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors the device has; for Triton's interpreter, a few."""
+    if device.type != "cuda":
+        return 8
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Return whether a program may have 200 KiB, as on a Hopper GPU; on others it is 99 or 163."""
+    if device.type != "cuda":
+        return True
+    properties: Any = torch.cuda.get_device_properties(device)  # typed without this field
+    return bool(properties.shared_memory_per_block_optin >= 200 * 2**10)
