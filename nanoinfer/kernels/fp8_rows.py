@@ -8,18 +8,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.fp8_format import FP8_MAX, GROUP_SIZE, TINY, QuantizedRows, RowFormat
+from nanoinfer.kernels.fp8_format import FP8_MAX, GROUP_SIZE, TINY, TO_SCALE, QuantizedRows, RowFormat
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 MAX_TILE = 1024  # values for each program, where rows are cut
 LARGEST: tl.constexpr = tl.constexpr(FP8_MAX)
+LARGEST_TO_SCALE: tl.constexpr = tl.constexpr(TO_SCALE)
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(TINY)
 
 
 @triton.jit
 def scale_of(x, axis: tl.constexpr):
     """Return the scales of float32 values along an axis; NaN does not count."""
-    return tl.div_rn(tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=axis), LARGEST)
+    return tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=axis) * LARGEST_TO_SCALE
 
 
 @triton.jit

@@ -118,7 +118,7 @@ def _norm_rope_store_kernel(
         target = line * (2 * half_dim) + first_dim
         if k_scales_ptr is not None:
             largest_here = tl.max(tl.maximum(_magnitude(first), _magnitude(second)), axis=1)[:, None]
-            scale = tl.where(largest_here < float("inf"), tl.div_rn(largest_here, largest), float("nan"))
+            scale = tl.where(largest_here < float("inf"), largest_here * tl.div_rn(1.0, largest), float("nan"))
             tl.store(k_scales_ptr + line, scale, mask=is_rotated & (head >= num_heads))
             tl.store(v_scales_ptr + line, scale, mask=(kv_head < num_kv_heads) & (head >= num_heads + num_kv_heads))
             stored_first = _rounded(first, scale, largest, k_cache_ptr.dtype.element_ty)

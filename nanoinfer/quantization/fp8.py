@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoinfer.device import import_error
 from nanoinfer.kernels.dispatch import triton_on_cuda
-from nanoinfer.kernels.fp8_format import FP8, FP8_MAX, GROUP_SIZE, TINY, QuantizedRows, RowFormat
+from nanoinfer.kernels.fp8_format import FP8, FP8_MAX, GROUP_SIZE, TINY, TO_SCALE, QuantizedRows, RowFormat
 
 NUM_SCALES = 8  # that are tried for a row of a weight
 MAX_FITTED_ROWS = 1024  # at a time, to bound the memory that this takes
@@ -38,7 +38,7 @@ def quantize_rows(x: Tensor, row_format: RowFormat) -> QuantizedRows:
     if row_format.scale is not None:
         scales = row_format.scale.expand(groups.shape[:2])
     else:
-        scales = _largest(groups, dim=2) / FP8_MAX
+        scales = _largest(groups, dim=2) * TO_SCALE
     values = _round(groups, scales.unsqueeze(2)).flatten(1)[:, : x.shape[1]].contiguous()
     return QuantizedRows(values, scales, x if row_format.keeps_wide else None)
 
@@ -51,12 +51,12 @@ def quantize_weight(weight: Tensor, block_size: int | None = None) -> tuple[Tens
     """
     weight = weight.float()
     if block_size is None:
-        scales = _largest(weight, dim=-1) / FP8_MAX
+        scales = _largest(weight, dim=-1) * TO_SCALE
         return _round(weight, scales.unsqueeze(-1)), scales
     num_rows, depth = weight.shape[-2:]
     padded = F.pad(weight, (0, -depth % block_size, 0, -num_rows % block_size))
     blocks = padded.unflatten(-1, (-1, block_size)).unflatten(-3, (-1, block_size))
-    scales = _largest(blocks, dim=(-3, -1)) / FP8_MAX
+    scales = _largest(blocks, dim=(-3, -1)) * TO_SCALE
     return _round(weight, spread_blocks(scales, num_rows, depth)), scales
 
 
@@ -72,7 +72,7 @@ def fit_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fit_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    smallest = _largest(weight, dim=-1) / FP8_MAX
+    smallest = _largest(weight, dim=-1) * TO_SCALE
     scales, least = smallest, torch.full_like(smallest, torch.inf)
     for step in range(NUM_SCALES):
         tried = smallest * 2 ** (step / NUM_SCALES)

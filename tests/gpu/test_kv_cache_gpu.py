@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +185,16 @@ def prompts_and_params() -> tuple[list[list[int]], SamplingParams]:
     return prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
+@lru_cache
+def tokens_of_a_cpu(folder: Path, kv_cache_dtype: str) -> list[list[int]]:
+    return tokens(folder, *prompts_and_params(), device="cpu", kv_cache_dtype=kv_cache_dtype)
+
+
+def num_agreeing(mine: list[int], theirs: list[int]) -> int:
+    """Return how many tokens come before the first difference."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=True)))
+
+
 @FORMATS
 @pytest.mark.parametrize(
     "options",
@@ -199,11 +211,12 @@ def prompts_and_params() -> tuple[list[list[int]], SamplingParams]:
 def test_most_greedy_tokens_are_those_of_a_cpu(folder: Path, kv_cache_dtype: str, options: dict[str, Any]) -> None:
     """In bf16 a near tie may flip, and so may the rounding of a key or a value."""
     prompts, params = prompts_and_params()
-    expected = tokens(folder, prompts, params, device="cpu", kv_cache_dtype=kv_cache_dtype)
+    expected = tokens_of_a_cpu(folder, kv_cache_dtype)
     actual = tokens(folder, prompts, params, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, **options)
     firsts = sum(mine[0] == theirs[0] for mine, theirs in zip(actual, expected, strict=True))
     assert firsts >= 0.9 * len(prompts), f"{firsts} of {len(prompts)} first tokens agree"
-    assert num_equal(actual, expected) >= 0.4 * len(prompts)
+    agreeing = [num_agreeing(*pair) for pair in zip(actual, expected, strict=True)]
+    assert sum(agreeing) >= 12 * len(prompts), f"answers agree on their first {agreeing} tokens of 40"
 
 
 @FORMATS

@@ -37,7 +37,7 @@ def round_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     largest = x.abs().amax(dim=-1)
-    scales = torch.where(largest < torch.inf, largest / LARGEST[dtype], torch.nan)
+    scales = torch.where(largest < torch.inf, largest * (1 / LARGEST[dtype]), torch.nan)
     has_reciprocal = (scales >= TINY).unsqueeze(-1)
     x = torch.where(has_reciprocal, x * (1.0 / scales).unsqueeze(-1), 0.0).clamp(-LARGEST[dtype], LARGEST[dtype])
     return (x if dtype.is_floating_point else (x + 0.5).floor()).to(dtype), scales
