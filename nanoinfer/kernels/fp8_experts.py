@@ -82,8 +82,9 @@ def _gate_up_kernel(
         0,
         hidden_size,
         hidden_size,
-        X_GROUPS,
+        GROUP if X_GROUPS else None,
         BLOCKS,
+        False,
         GROUP,
         STAGES,
     )
@@ -164,8 +165,9 @@ def _down_kernel(
         0,
         inner_size,
         inner_size,
-        X_GROUPS,
+        GROUP if X_GROUPS else None,
         BLOCKS,
+        False,
         GROUP,
         STAGES,
     )

@@ -7,7 +7,8 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # the largest value of e4m3, which has no infinity
-GROUP_SIZE = 128  # values of a row that share a scale, where not all of them do
+GROUP_SIZE = 128  # neighbouring values of a row: those that share a scale have one group or several
+FEW_TOKENS = 128  # so many rows at most are multiplied in tiles that suit few
 TO_SCALE = 1 / FP8_MAX  # a product, since PyTorch divides by a number in one way on a CPU and in another on a GPU
 TINY = 1.2e-38  # a scale below it has no reciprocal in float32; what it would scale is rounded to zero
 
@@ -31,6 +32,11 @@ class QuantizedRows:
         return QuantizedRows(self.values[rows], self.scales[rows], None if self.wide is None else self.wide[rows])
 
 
+def group_size_of(size: int, num_groups: int) -> int:
+    """Return how many values of a row share each of its scales. Only of groups of 128 the last one may have fewer."""
+    return GROUP_SIZE if num_groups == -(-size // GROUP_SIZE) else size // num_groups
+
+
 Activations = Tensor | QuantizedRows  # (num_tokens, size), in the model's dtype or in 8 bits
 
 
@@ -38,7 +44,7 @@ Activations = Tensor | QuantizedRows  # (num_tokens, size), in the model's dtype
 class RowFormat:
     """Says how rows of activations are rounded to 8 bits.
 
-    group_size: how many neighbouring values share a scale; None: all of a row.
+    group_size: how many neighbouring values share a scale, a multiple of 128; None: all of a row.
     scale: () float32, that of all rows (static); None: the largest absolute value of each group / 448 (dynamic).
     keeps_wide: whether the rows are needed as they were, too.
     """

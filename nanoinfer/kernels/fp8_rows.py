@@ -1,7 +1,6 @@
 """Rounds rows of activations to FP8, by itself and at the end of kernels that make them. Twin: `quantization/fp8.py`.
 
-A norm holds a whole row, so one scale for the row costs it one reduction. SwiGLU is cut into tiles, and groups of 128
-never leave a tile.
+A norm holds a whole row, so one scale for the row costs it one reduction. SwiGLU is cut into tiles of whole groups.
 """
 
 import triton
@@ -35,28 +34,32 @@ def rounded(x, scale):
 def store_rounded(
     x,  # (SIZE,) float32, a row or a tile of one
     first,  # the column of its first value
-    size,  # of the row
+    end,  # the column after its last value
     values_ptr,  # of the row
     scales_ptr,  # of the row
     static_scale_ptr,  # None for scales that are computed
-    GROUP: tl.constexpr,  # None for one scale
-    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,  # values that share a scale; None: all of a row
+    SIZE: tl.constexpr,  # a power of two
 ):
     column = first + tl.arange(0, SIZE)
-    x = tl.where(column < size, x, 0.0)
+    x = tl.where(column < end, x, 0.0)
     if static_scale_ptr is not None:
         values = rounded(x, tl.load(static_scale_ptr))
     elif GROUP is None:
         scale = scale_of(x, 0)
         tl.store(scales_ptr, scale)
         values = rounded(x, scale)
+    elif SIZE % GROUP != 0:  # one group, whose size is no power of two
+        scale = scale_of(x, 0)
+        tl.store(scales_ptr + first // GROUP, scale)
+        values = rounded(x, scale)
     else:
         groups = tl.reshape(x, (SIZE // GROUP, GROUP))
         scales = scale_of(groups, 1)
         group = first // GROUP + tl.arange(0, SIZE // GROUP)
-        tl.store(scales_ptr + group, scales, mask=group * GROUP < size)
+        tl.store(scales_ptr + group, scales, mask=group * GROUP < end)
         values = tl.reshape(rounded(groups, scales[:, None]), (SIZE,))
-    tl.store(values_ptr + column, values, mask=column < size)
+    tl.store(values_ptr + column, values, mask=column < end)
 
 
 @triton.jit
@@ -68,17 +71,19 @@ def _quantize_rows_kernel(
     x_row_stride,
     num_groups,
     size,
+    width,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * TILE
+    first = tl.program_id(1) * width
+    end = tl.minimum(first + width, size)
     column = first + tl.arange(0, TILE)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    x = tl.load(x_ptr + row * x_row_stride + column, mask=column < size, other=0.0).to(tl.float32)
-    store_rounded(x, first, size, values_ptr + row * size, scales_ptr + row * num_groups, static_scale_ptr, GROUP, TILE)
+    x = tl.load(x_ptr + row * x_row_stride + column, mask=column < end, other=0.0).to(tl.float32)
+    store_rounded(x, first, end, values_ptr + row * size, scales_ptr + row * num_groups, static_scale_ptr, GROUP, TILE)
 
 
 def quantize_rows(x: Tensor, row_format: RowFormat) -> QuantizedRows:
@@ -88,8 +93,8 @@ def quantize_rows(x: Tensor, row_format: RowFormat) -> QuantizedRows:
     rows = row_format.empty_rows(x, size, wide=x)
     if num_rows == 0:
         return rows
-    tile = tile_size(size, row_format)
-    _quantize_rows_kernel[(num_rows, triton.cdiv(size, tile))](
+    width, tile = tile_of_row(size, row_format)
+    _quantize_rows_kernel[(num_rows, triton.cdiv(size, width))](
         x,
         rows.values,
         rows.scales,
@@ -97,6 +102,7 @@ def quantize_rows(x: Tensor, row_format: RowFormat) -> QuantizedRows:
         x.stride(0),
         rows.scales.shape[1],
         size,
+        width,
         TILE=tile,
         GROUP=row_format.group_size,
         num_warps=min(16, max(1, tile // 512)),
@@ -105,7 +111,13 @@ def quantize_rows(x: Tensor, row_format: RowFormat) -> QuantizedRows:
     return rows
 
 
-def tile_size(size: int, row_format: RowFormat) -> int:
-    """Return how many values of a row a program holds: all of them, if they have one scale that is to be found."""
-    padded = max(GROUP_SIZE, triton.next_power_of_2(size))
-    return padded if row_format.group_size is None and row_format.scale is None else min(MAX_TILE, padded)
+def tile_of_row(size: int, row_format: RowFormat) -> tuple[int, int]:
+    """Return how many values of a row a program rounds, and the power of two that it computes with."""
+    if row_format.group_size is None and row_format.scale is None:
+        return size, max(GROUP_SIZE, triton.next_power_of_2(size))  # to find the largest of them
+    group_size = row_format.group_size or GROUP_SIZE
+    tile = triton.next_power_of_2(group_size)
+    if tile != group_size:
+        return group_size, tile
+    tile = max(tile, min(MAX_TILE, triton.next_power_of_2(size)))
+    return tile, tile

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.fp8_format import GROUP_SIZE, Activations, RowFormat
-from nanoinfer.kernels.fp8_rows import store_rounded
+from nanoinfer.kernels.fp8_format import Activations, RowFormat
+from nanoinfer.kernels.fp8_rows import store_rounded, tile_of_row
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 MAX_TILE = 1024  # outputs for each program
@@ -20,15 +20,17 @@ def _gated_activation_kernel(
     row_stride,
     num_groups,
     size,
+    width,  # how many outputs each program has
     GELU: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * TILE
+    first = tl.program_id(1) * width
+    end = tl.minimum(first + width, size)
     column = first + tl.arange(0, TILE)
-    mask = column < size
+    mask = column < end
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     gate = tl.load(gate_up_ptr + row * row_stride + column, mask=mask)
@@ -43,7 +45,7 @@ def _gated_activation_kernel(
         tl.store(out_ptr + row * size + column, out, mask=mask)
     else:
         row_scales, out = scales_ptr + row * num_groups, out.to(tl.float32)
-        store_rounded(out, first, size, out_ptr + row * size, row_scales, static_scale_ptr, GROUP, TILE)
+        store_rounded(out, first, end, out_ptr + row * size, row_scales, static_scale_ptr, GROUP, TILE)
 
 
 def silu_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
@@ -62,20 +64,23 @@ def gelu_tanh_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> A
 def _launch(gate_up: Tensor, out_format: RowFormat | None, **activation: bool) -> Activations:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, f"the rows of gate_up must be contiguous, strides {gate_up.stride()}"
-    tile, rows, in_fp8 = min(MAX_TILE, triton.next_power_of_2(size)), None, {"num_groups": 1, "GROUP": None}
+    width = tile = min(MAX_TILE, triton.next_power_of_2(size))
+    rows, in_fp8 = None, {"num_groups": 1, "GROUP": None}
     if out_format is not None:
         assert out_format.group_size or out_format.scale is not None, "no program holds a row to find its largest value"
-        tile, rows = max(GROUP_SIZE, tile), out_format.empty_rows(gate_up, size)
+        rows = out_format.empty_rows(gate_up, size)
+        width, tile = tile_of_row(size, out_format)
         in_fp8 = {"num_groups": rows.scales.shape[1], "GROUP": out_format.group_size}
     out = gate_up.new_empty(num_tokens, size) if rows is None else rows.values
     if num_tokens > 0:
-        _gated_activation_kernel[(num_tokens, triton.cdiv(size, tile))](
+        _gated_activation_kernel[(num_tokens, triton.cdiv(size, width))](
             gate_up,
             out,
             None if rows is None else rows.scales,
             None if out_format is None else out_format.scale,
             gate_up.stride(0),
             size=size,
+            width=width,
             TILE=tile,
             **in_fp8,
             **activation,

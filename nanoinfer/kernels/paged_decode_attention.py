@@ -28,10 +28,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.bytes_to_float16 import interleaved, widened, widened_bytes
 from nanoinfer.kernels.device_properties import has_large_shared_memory, num_multiprocessors
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
-TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions; twice as many in 8 bits
+TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions
+MAX_TOKENS_IN_8_BITS = 128  # a tile in 8 bits has twice as many tokens, if it is not more than this
 QUERY_TILE = 16  # the fewest rows that tl.dot takes; the group of query heads is padded to it
 PROGRAMS_PER_SM = 2  # what fits, each with three tiles in flight or in use
 STAGES = 5  # a tile's slot is read two stages before the tile, and the tile two stages before its use
@@ -120,6 +122,7 @@ def _paged_decode_kernel(
     QUERIES: tl.constexpr,  # num_queries, padded
     TILE: tl.constexpr,  # divides block_size, so a tile lies within one block
     WINDOWED: tl.constexpr,  # whether the first tile of a row begins before the row's window
+    ASM: tl.constexpr,  # whether a cache in 8 bits may be widened by PTX
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -148,7 +151,14 @@ def _paged_decode_kernel(
 
     maximum = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
-    acc = tl.zeros((QUERIES, HEAD_DIM), tl.float32)
+    if v_scales_ptr is None:
+        acc = tl.zeros((QUERIES, HEAD_DIM), tl.float32)
+    else:  # values of 8 bits are read as words of four dimensions, which have a sum each
+        word = tl.arange(0, HEAD_DIM // 4)
+        word_offsets = token[:, None] * (head_dim // 4) + word[None, :]
+        is_word = (word < head_dim // 4)[None, :]
+        acc0 = tl.zeros((QUERIES, HEAD_DIM // 4), tl.float32)
+        acc1, acc2, acc3 = acc0, acc0, acc0
     for tile in tl.range(first, last, num_stages=STAGES):
         slot = tl.load(tiles_ptr + tile * 4)
         num_visible = tl.load(tiles_ptr + tile * 4 + 1)
@@ -166,16 +176,17 @@ def _paged_decode_kernel(
         if WINDOWED:
             visible &= token >= flags >> HIDDEN_SHIFT
         k = tl.load(k_cache_ptr + start * head_dim + tile_offsets, mask=visible[:, None] & is_dim, other=0.0)
-        v = tl.load(v_cache_ptr + start * head_dim + tile_offsets, mask=visible[:, None] & is_dim, other=0.0)
         if k_scales_ptr is None:
+            v = tl.load(v_cache_ptr + start * head_dim + tile_offsets, mask=visible[:, None] & is_dim, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         else:
+            word_ptr = v_cache_ptr + start * (head_dim // 4)
+            words = tl.load(word_ptr + word_offsets, mask=visible[:, None] & is_word, other=0)
             k_scales = tl.load(k_scales_ptr + start + token, mask=visible, other=0.0)
-            # A GPU makes float16 of e4m3 in one instruction for two values, and bfloat16 in another one for each.
-            is_fp8: tl.constexpr = k.dtype == tl.float8e4nv
-            wide: tl.constexpr = tl.float16 if is_fp8 and q.dtype == tl.bfloat16 else q.dtype
-            q, k, v = q.to(wide), k.to(wide), v.to(wide)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (k_scales * scale_log2)[None, :]
+            v_scales = tl.load(v_scales_ptr + start + token, mask=visible, other=0.0)
+            wide: tl.constexpr = tl.float16 if q.dtype == tl.bfloat16 else q.dtype
+            wide_k = tl.trans(widened(k, wide, ASM))
+            scores = tl.dot(q.to(wide), wide_k, input_precision="ieee") * (k_scales * scale_log2)[None, :]
         scores = tl.where(visible[None, :], scores, MASKED)
         highest = tl.max(scores, axis=1)
         if k_scales_ptr is not None:
@@ -184,14 +195,21 @@ def _paged_decode_kernel(
         decay = tl.exp2(maximum - new_maximum)
         weights = tl.exp2(scores - new_maximum[:, None])
         total = total * decay + tl.sum(weights, axis=1)
-        if v_scales_ptr is not None:
-            weights *= tl.load(v_scales_ptr + start + token, mask=visible, other=0.0)[None, :]
-        acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+        if v_scales_ptr is None:
+            acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+        else:
+            p = (weights * v_scales[None, :]).to(wide)
+            v0, v1, v2, v3 = widened_bytes(words, k.dtype, wide, ASM)
+            acc0 = acc0 * decay[:, None] + tl.dot(p, v0, input_precision="ieee")
+            acc1 = acc1 * decay[:, None] + tl.dot(p, v1, input_precision="ieee")
+            acc2 = acc2 * decay[:, None] + tl.dot(p, v2, input_precision="ieee")
+            acc3 = acc3 * decay[:, None] + tl.dot(p, v3, input_precision="ieee")
         maximum = new_maximum
 
         if ends_row | (tile == last - 1):
             begins_here = tl.load(row_starts_ptr + row) >= first
-            result = acc / total[:, None]
+            sums = acc if v_scales_ptr is None else interleaved(acc0, acc1, acc2, acc3)
+            result = sums / total[:, None]
             lse = maximum + tl.log2(total)
             first_line = row.to(tl.int64) * (num_kv_heads * group_size)
             if group_rows_ptr is not None:
@@ -221,7 +239,11 @@ def _paged_decode_kernel(
         # Reset for the next row. Multiplying by 0 would carry over the NaN of a row whose values are NaN.
         maximum = tl.where(ends_row, float("-inf"), maximum)
         total = tl.where(ends_row, 0.0, total)
-        acc = tl.where(ends_row, 0.0, acc)
+        if v_scales_ptr is None:
+            acc = tl.where(ends_row, 0.0, acc)
+        else:
+            acc0, acc1 = tl.where(ends_row, 0.0, acc0), tl.where(ends_row, 0.0, acc1)
+            acc2, acc3 = tl.where(ends_row, 0.0, acc2), tl.where(ends_row, 0.0, acc3)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_shares"])
@@ -429,7 +451,11 @@ def _launch(
 ) -> None:
     """Attend from rows, or from groups of rows, and combine what several programs have computed of one."""
     _, num_heads, head_dim = q.shape
-    _, num_kv_heads, block_size, _ = cache[0].shape
+    k_cache, v_cache, *scales = cache
+    _, num_kv_heads, block_size, _ = k_cache.shape
+    if in_8_bits := scales[0] is not None:
+        assert head_dim % 4 == 0, f"a head_dim of {head_dim} values of 8 bits is not made of words"
+        v_cache = v_cache.view(torch.int32)
     queries = max(QUERY_TILE, triton.next_power_of_2(num_queries))
     num_programs = num_multiprocessors(q.device) * (PROGRAMS_PER_SM if queries <= FEW_QUERIES else 1)
     num_shares = max(1, num_programs // num_kv_heads)
@@ -437,7 +463,9 @@ def _launch(
     lse = partials.new_empty(partials.shape[:-1])
     _paged_decode_kernel[(num_kv_heads, num_shares)](
         q,
-        *cache,
+        k_cache,
+        v_cache,
+        *scales,
         *plan,
         group_rows,
         *(prefix or (None, None)),
@@ -456,8 +484,9 @@ def _launch(
         head_dim=head_dim,
         HEAD_DIM=padded_head_dim(head_dim),
         QUERIES=queries,
-        TILE=_tile_size(block_size, head_dim, in_8_bits=cache[2] is not None and group_rows is None),
+        TILE=_tile_size(block_size, head_dim, in_8_bits and group_rows is None),
         WINDOWED=windowed,
+        ASM=q.is_cuda,
         STAGES=_num_stages(q.device, queries, head_dim),
         num_warps=4,
         **overlap_options(q.device),
@@ -488,7 +517,8 @@ def _launch(
 
 def _tile_size(block_size: int, head_dim: int, in_8_bits: bool) -> int:
     """Return how many tokens a tile has. The many queries of a group leave no registers for larger ones."""
-    return math.gcd(block_size, TILE_ELEMENTS // padded_head_dim(head_dim) * (2 if in_8_bits else 1))
+    tokens = TILE_ELEMENTS // padded_head_dim(head_dim)
+    return math.gcd(block_size, min(2 * tokens, max(tokens, MAX_TOKENS_IN_8_BITS)) if in_8_bits else tokens)
 
 
 def _num_stages(device: torch.device, queries: int, head_dim: int) -> int:

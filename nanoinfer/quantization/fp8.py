@@ -16,7 +16,16 @@ from torch import Tensor
 
 from nanoinfer.device import import_error
 from nanoinfer.kernels.dispatch import triton_on_cuda
-from nanoinfer.kernels.fp8_format import FP8, FP8_MAX, GROUP_SIZE, TINY, TO_SCALE, QuantizedRows, RowFormat
+from nanoinfer.kernels.fp8_format import (
+    FP8,
+    FP8_MAX,
+    GROUP_SIZE,
+    TINY,
+    TO_SCALE,
+    QuantizedRows,
+    RowFormat,
+    group_size_of,
+)
 
 NUM_SCALES = 8  # that are tried for a row of a weight
 MAX_FITTED_ROWS = 1024  # at a time, to bound the memory that this takes
@@ -91,8 +100,8 @@ def dequantize_weight(weight: Tensor, scales: Tensor) -> Tensor:
 
 def dequantize_rows(rows: QuantizedRows) -> Tensor:
     """Return rows in float32."""
-    size, num_groups = rows.values.shape[1], rows.scales.shape[1]
-    group_size = size if num_groups == 1 else GROUP_SIZE
+    size = rows.values.shape[1]
+    group_size = group_size_of(size, rows.scales.shape[1])
     return rows.values.float() * rows.scales.repeat_interleave(group_size, dim=1)[:, :size]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, QuantizationConfig
 from nanoinfer.errors import ModelError
-from nanoinfer.kernels.fp8_format import FP8, FP8_MAX, GROUP_SIZE, Activations, QuantizedRows, RowFormat
+from nanoinfer.kernels.fp8_format import FEW_TOKENS, FP8, FP8_MAX, GROUP_SIZE, Activations, QuantizedRows, RowFormat
 from nanoinfer.quantization.fp8 import (
     dequantize_weight,
     fit_weight,
@@ -23,8 +23,7 @@ from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMetho
 
 logger = logging.getLogger("nanoinfer")
 
-# The tiles of a split-K product that are wanted at least: about as many as a Hopper GPU has multiprocessors.
-NUM_TILES, TILE_COLUMNS, MAX_SPLITS = 128, 64, 8
+MAX_SPLITS = 8  # of K
 
 
 def with_quantization(layers: Iterable[nn.Module], config: QuantizationConfig | None) -> Iterator[nn.Module]:
@@ -139,7 +138,7 @@ class Fp8LinearMethod(Fp8WeightOnlyMethod):
         if self.config.static_inputs:
             self.input_format = RowFormat(scale=layer.largest_input_scale)
         elif self.config.weights == "block" or layer.is_row_parallel:
-            self.input_format = RowFormat(group_size=GROUP_SIZE)
+            self.input_format = RowFormat(group_size=self._group_size(layer))
         else:
             self.input_format = RowFormat()
 
@@ -165,13 +164,24 @@ class Fp8LinearMethod(Fp8WeightOnlyMethod):
         assert self.input_format is not None, "FP8 products have inputs in 8 bits"
         return x if isinstance(x, QuantizedRows) else quantize_rows(x, self.input_format)
 
+    def _group_size(self, layer: Any) -> int:
+        """Return how many inputs share a scale: an eighth of those of all ranks, which 1, 2, 4 or 8 ranks never cut."""
+        if self.config.weights == "block" or layer.weight.dim() == 3:
+            return GROUP_SIZE
+        num_inputs = layer.full_shape[1]
+        return num_inputs // 8 if num_inputs % (8 * GROUP_SIZE) == 0 else GROUP_SIZE
+
     def _num_splits(self, x: Tensor, num_outputs: int, bias: Tensor | None) -> int:
-        """Return the fewest splits of K, of whole groups, that make tiles for all multiprocessors."""
+        """Return how many splits of K, of whole groups, make about as many tiles as the GPU computes at a time."""
         if not x.is_cuda or self.dtype != torch.bfloat16 or bias is not None or len(x) > MAX_SPLIT_K_TOKENS:
             return 1
-        num_tiles, num_splits = -(-num_outputs // TILE_COLUMNS), 1
-        while num_tiles * num_splits < NUM_TILES and num_splits < MAX_SPLITS:
-            if x.shape[1] % (2 * num_splits * GROUP_SIZE):
+        is_few, group_size = len(x) <= FEW_TOKENS, GROUP_SIZE
+        if self.input_format is not None and self.input_format.group_size is not None:
+            group_size = self.input_format.group_size
+        columns, num_wanted = (64, 256) if is_few else (128, 128)  # tiles of few tokens share a multiprocessor
+        num_tiles, num_splits = -(-num_outputs // columns) * -(-len(x) // FEW_TOKENS), 1
+        while 2 * num_tiles * num_splits <= num_wanted and num_splits < MAX_SPLITS:
+            if x.shape[1] % (2 * num_splits * group_size):
                 break
             num_splits *= 2
         return num_splits

@@ -115,6 +115,19 @@ def test_gated_activations_in_fp8_are_rounded_as_their_twins_are(function: str, 
     torch.testing.assert_close(dequantize_rows(actual), dequantize_rows(expected), rtol=0.13, atol=1e-3)
 
 
+@pytest.mark.parametrize("group_size", [256, 384, 2048, 1536])
+def test_equal_shares_of_a_row_have_a_scale_each(group_size: int) -> None:
+    shares = RowFormat(group_size=group_size)
+    x = odd_rows(4 * group_size)
+    assert_equal_rows(fp8_rows.quantize_rows(x, shares), fp8.quantize_rows(x, shares))
+    silu_and_mul = gated_activation.silu_and_mul
+    gate_up = 3 * randn(3, 4 * group_size)
+    rows = silu_and_mul(gate_up, shares)
+    assert_equal_rows(rows, fp8.quantize_rows(silu_and_mul(gate_up), shares))
+    assert rows.scales.shape == (3, 2)
+    torch.testing.assert_close(dequantize_rows(rows), silu_and_mul(gate_up), rtol=0.07, atol=1e-2)
+
+
 def test_no_rows_are_rounded_to_no_rows() -> None:
     assert fp8_rows.quantize_rows(randn(0, 64), RowFormat()).values.shape == (0, 64)
     assert gated_activation.silu_and_mul(randn(0, 64), FORMATS["group"]).values.shape == (0, 32)
@@ -162,6 +175,19 @@ def test_partial_sums_add_up_to_the_product(name: str, block_size: int | None) -
 
 
 @loops_are_interpreted
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("num_tokens", [3, 150])
+@pytest.mark.parametrize("group_size", [256, 384])
+def test_a_product_of_rows_with_scales_of_shares_equals_its_twin(
+    group_size: int, num_tokens: int, num_splits: int
+) -> None:
+    operands = rounded_product(num_tokens, 4 * group_size, 140, RowFormat(group_size=group_size), None)
+    actual = fp8_product.fp8_product(*operands, None, torch.float32, num_splits)
+    expected = fp8.fp8_product(*operands, None, torch.float32, num_splits)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-3)
+
+
+@loops_are_interpreted
 def test_nan_and_infinity_spoil_their_own_rows_only() -> None:
     rows = fp8.quantize_rows(odd_rows(256), RowFormat())
     weight, scales = quantize_weight(odd_rows(256))
@@ -174,8 +200,9 @@ def test_nan_and_infinity_spoil_their_own_rows_only() -> None:
 
 @loops_are_interpreted
 def test_bands_of_tiles_cover_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 16 tokens stand for those of 256."""
-    monkeypatch.setattr(fp8_product, "choose_tiling", lambda num_tokens, device: fp8_product.Tiling(16, 1, 1))
+    """Tiles of 16 tokens stand for those of 128."""
+    tiling = fp8_product.Tiling(16, 64, True, 1, 1)
+    monkeypatch.setattr(fp8_product, "choose_tiling", lambda num_tokens, device: tiling)
     monkeypatch.setattr(fp8_product, "TILES_IN_A_BAND", 3)
     for num_tokens in (16, 40, 48, 49, 130):
         operands = rounded_product(num_tokens, 128, 150, RowFormat(), None)
