@@ -49,7 +49,8 @@ def html_table(rows: Iterable[Sequence[str]]) -> str:
         tag = "td" if lines else "th"
         cut = [text if len(text) <= MAX_HTML else f"{text[:MAX_HTML]}... of {len(text)} characters" for text in row]
         lines.append("".join(f"<{tag}{style}>{html.escape(text)}</{tag}>" for text in cut))
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    # A notebook would otherwise set what stands between two dollar signs as a formula.
+    return f'<table class="tex2jax_ignore mathjax_ignore">{"".join(f"<tr>{line}</tr>" for line in lines)}</table>'
 
 
 @dataclass(frozen=True, slots=True)
