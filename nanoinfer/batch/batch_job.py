@@ -146,7 +146,7 @@ class Job:
     """Feeds the lines that are left to the engine, and writes what becomes of them."""
 
     def __init__(
-        self, llm: LLM, output: BatchOutput, base: SamplingParams, max_errors: float, system: str | None
+        self, llm: LLM, output: BatchOutput, base: SamplingParams, max_errors: float, system: str | None = None
     ) -> None:
         self._llm, self._output, self._base, self._max_errors = llm, output, base, max_errors
         self._system = [] if system is None else [{"role": "system", "content": system}]
