@@ -26,8 +26,8 @@ Answers each line of a JSONL file, and writes each answer as soon as it is compl
 
 A line is a request in OpenAI's batch format,
   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 99}}
-with /v1/completions and a prompt (a text, or a list of token ids) for plain text, or its body alone, which may have a
-custom_id too:
+with /v1/completions and a prompt for plain text (a text, a list of token ids, or a list of these; with "echo": true
+it comes back before its completion), or its body alone, which may have a custom_id too:
   {"prompt": "The capital of France is", "temperature": 0}
 Sampling fields are those of SamplingParams; a chat may have tools and chat_template_kwargs too. What a line leaves out
 is as the model's generation_config.json recommends, and else as SamplingParams has it: max_tokens is 64. The fields
@@ -40,9 +40,10 @@ the same custom_id are two requests.
 
 If a job is killed or stopped at any moment, the same command goes on where it was: nothing that is written is done
 again, and nothing is lost. It needs the same input, model, --revision, --tokenizer, --hf-overrides, --load-format,
---seed, --max-tokens and --temperature; other options may change. Lines may be added at the end of the input, such as
-corrected versions of those that had errors."""
+--seed, --system, --max-tokens, --temperature, --top-p and --top-k; other options may change. Lines may be added at the
+end of the input, such as corrected versions of those that had errors."""
 
+SAMPLING_OPTIONS = {"temperature": float, "top_p": float, "top_k": int}
 MEND = "add mended lines at the end of the input, and the same command answers them; old errors still count"
 
 EXIT_CODES = """\
@@ -89,7 +90,10 @@ def add_run_batch(commands: Any) -> None:
     batch.add_argument("-o", "--output", help="JSONL, added to if it exists", **file)
     limit = "for lines that do not say; none is up to the model's limit"
     batch.add_argument("--max-tokens", type=number_or_none, default=argparse.SUPPRESS, metavar="N", help=limit)
-    batch.add_argument("--temperature", type=float, default=argparse.SUPPRESS, help="for lines that do not say")
+    for name, kind in SAMPLING_OPTIONS.items():
+        option, what = f"--{name.replace('_', '-')}", "for lines that do not say"
+        batch.add_argument(option, type=kind, default=argparse.SUPPRESS, help=what)
+    batch.add_argument("--system", metavar="TEXT", help="a system message for chats that have none")
     batch.add_argument("--max-errors", type=int, metavar="N", help="stop at more lines with errors than N")
     add_engine_options(batch.add_argument_group("the model and the engine"))
     batch.set_defaults(run=run)
@@ -157,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
 
     given: dict[str, Any] = vars(args)
     options = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
-    overrides = {name: value for name, value in given.items() if name in ("max_tokens", "temperature")}
+    overrides = {name: value for name, value in given.items() if name in ("max_tokens", *SAMPLING_OPTIONS)}
     is_loaded = False
 
     def load() -> LLM:
@@ -170,7 +174,13 @@ def run(args: argparse.Namespace) -> int:
         config = EngineConfig(**options)
         settings = " ".join(what_answers_depend_on(config))
         summary = run_batch(
-            load, args.input, args.output, settings=settings, overrides=overrides, max_errors=args.max_errors
+            load,
+            args.input,
+            args.output,
+            settings=settings,
+            overrides=overrides,
+            system=args.system,
+            max_errors=args.max_errors,
         )
     except (NanoinferError, OSError) as error:
         print(f"nanoinfer: {error}", file=sys.stderr)

@@ -21,7 +21,7 @@ from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import REGISTRY
-from nanoinfer.outputs import EngineMetrics, RequestOutput, Score, StreamChunk
+from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
 from nanoinfer.progress import Progress
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.sampling_params import SamplingParams, is_whole_number
@@ -76,7 +76,8 @@ class LLM:
             # What the tokenizer imports takes as long as loading the weights, so both happen at the same time.
             with ThreadPoolExecutor(1) as background:
                 loading = background.submit(load_tokenizer, tokenizer_folder, vocab_size)
-                runner = _make_runner(self.config, model_config, folder)
+                runner_class = ModelRunner if self.config.tensor_parallel_size == 1 else ParallelRunner
+                runner: ModelRunner | ParallelRunner = runner_class(self.config, model_config, folder)
                 on_failure.callback(runner.close)
                 loaded = time.perf_counter()
                 tokenizer = loading.result()
@@ -109,6 +110,9 @@ class LLM:
     def __repr__(self) -> str:
         device, dtype = self._runner_info.device, str(self._runner_info.dtype).removeprefix("torch.")
         return f"LLM({self.config.model!r}, {device}, {dtype}, max_model_len={self.max_model_len})"
+
+    def _repr_html_(self) -> str:
+        return engine_html(repr(self), self._runner_info.description, self.get_metrics())
 
     def generate(
         self,
@@ -358,7 +362,7 @@ class LLM:
             if len(inbox) < len(request_ids):
                 with self._lock, postponed_interrupt():
                     self.engine.abort({*request_ids} - {output.request_id for output in inbox})
-        return sorted(inbox, key=lambda output: output.request_id)
+        return RequestOutputs(sorted(inbox, key=lambda output: output.request_id))
 
     def _stream(self, requests: list[PreparedRequest]) -> Iterator[StreamChunk]:
         """Run these requests and yield their chunks; those that are left early are aborted by a later step."""
@@ -388,8 +392,3 @@ class LLM:
 
 
 LLM.__doc__ = f"{inspect.cleandoc(LLM.__doc__ or '')}\n\n{describe_options()}\n"
-
-
-def _make_runner(config: EngineConfig, model_config: ModelConfig, folder: Path) -> ModelRunner | ParallelRunner:
-    runner_class = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
-    return runner_class(config, model_config, folder)

@@ -1,7 +1,56 @@
-"""What a request hands back to its user."""
+"""What a request hands back to its user, and how that looks in a console and in a notebook."""
 
-from dataclasses import dataclass
+import html
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Any
+
+MAX_SHOWN = 80  # characters of a text or a list in a repr
+MAX_HTML = 2000  # characters of a text in a notebook
+MAX_ROWS = 20  # completions in a table in a notebook
+OUTPUT_COLUMNS = ("request", "prompt", "completion", "tokens in + out", "finish_reason")
+
+
+def shown(value: Any) -> str:
+    """Return the repr of a value, with long texts and lists cut. What was left out is counted outside of the quotes."""
+    if isinstance(value, str) and len(value) > MAX_SHOWN:
+        return f"{value[:MAX_SHOWN]!r}... of {len(value)} characters"
+    if isinstance(value, float):
+        return repr(float(f"{value:.6g}"))
+    if isinstance(value, list):
+        return f"[{_first(map(shown, value), len(value))}]"
+    if isinstance(value, dict):
+        return f"{{{_first((f'{key!r}: {shown(item)}' for key, item in value.items()), len(value))}}}"
+    return repr(value)
+
+
+def _first(items: Iterator[str], count: int) -> str:
+    """Join as many items as fit into MAX_SHOWN characters, at least one, and say how many there are if some do not."""
+    taken: list[str] = []
+    while len(taken) < count and len(", ".join(taken)) < MAX_SHOWN:
+        taken.append(next(items))
+    return ", ".join(taken if len(taken) == count else [*taken, f"... {count} in all"])
+
+
+def short_repr(item: Any) -> str:
+    """Return the repr of a dataclass's object in short form, without fields that are None by default and None now."""
+    values = {found.name: getattr(item, found.name) for found in fields(item) if found.repr}
+    left_out = {found.name for found in fields(item) if found.default is None and values.get(found.name) is None}
+    given = ", ".join(f"{name}={shown(value)}" for name, value in values.items() if name not in left_out)
+    return f"{type(item).__qualname__}({given})"
+
+
+def html_table(rows: Iterable[Sequence[str]]) -> str:
+    """Return an HTML table of plain texts, the first row its head; long texts are cut."""
+    style = ' style="text-align: left; vertical-align: top; white-space: pre-wrap"'
+    lines: list[str] = []
+    for row in rows:
+        tag = "td" if lines else "th"
+        cut = [text if len(text) <= MAX_HTML else f"{text[:MAX_HTML]}... of {len(text)} characters" for text in row]
+        lines.append("".join(f"<{tag}{style}>{html.escape(text)}</{tag}>" for text in cut))
+    # A notebook would otherwise set what stands between two dollar signs as a formula.
+    return f'<table class="tex2jax_ignore mathjax_ignore">{"".join(f"<tr>{line}</tr>" for line in lines)}</table>'
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +64,8 @@ class Logprob:
     logprob: float
     rank: int
     decoded_token: str | None = None
+
+    __repr__ = short_repr
 
 
 TokenLogprobs = dict[int, Logprob]  # at one place, by token id: the token that is there, then the likeliest
@@ -46,6 +97,8 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     error: str | None = None
 
+    __repr__ = short_repr
+
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:
@@ -65,6 +118,8 @@ class StreamChunk:
     sample: int = 0
     logprobs: list[TokenLogprobs] | None = None
 
+    __repr__ = short_repr
+
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
@@ -77,6 +132,8 @@ class RequestMetrics:
     queue_time: float | None = None
     time_to_first_token: float | None = None
     time_per_token: float | None = None
+
+    __repr__ = short_repr
 
 
 @dataclass(slots=True)
@@ -103,10 +160,18 @@ class EngineMetrics:
     num_used_blocks: int = 0
     num_blocks: int = 0
 
+    __repr__ = short_repr
+
     @property
     def prefix_hit_rate(self) -> float:
         """Return the share of the prompts' tokens that came from the prefix cache."""
         return self.cached_tokens / max(1, self.num_prompt_tokens)
+
+
+def engine_html(engine: str, description: str, metrics: EngineMetrics) -> str:
+    """Return a table for notebooks of what an engine is and what it has done so far."""
+    done = [[found.name, shown(getattr(metrics, found.name))] for found in fields(metrics)]
+    return html_table([["", engine], ["loaded", description], *done])
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +193,10 @@ class RequestOutput:
     prompt_token_ids: list[int]
     num_cached_tokens: int
     outputs: list[CompletionOutput]
-    metrics: RequestMetrics = RequestMetrics()
+    metrics: RequestMetrics = field(default=RequestMetrics(), repr=False)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    __repr__ = short_repr
 
     @property
     def finished(self) -> bool:
@@ -154,6 +221,27 @@ class RequestOutput:
             raise KeyError(f"{name!r} is no key of a RequestOutput; use 'text', 'token_ids' or 'finish_reason'")
         return getattr(self, name)
 
+    def _repr_html_(self) -> str:
+        """Return a table with a row for each completion, for notebooks."""
+        return RequestOutputs([self])._repr_html_()
+
+
+class RequestOutputs(list[RequestOutput]):
+    """A list of outputs, which a notebook shows as a table of their completions."""
+
+    def _repr_html_(self) -> str:
+        samples = ((output, sample) for output in self for sample in output.outputs)
+        rows = [OUTPUT_COLUMNS, *(_row(output, sample) for output, sample in islice(samples, MAX_ROWS))]
+        num_left = sum(len(output.outputs) for output in self) - len(rows) + 1
+        return html_table([*rows, [f"{num_left} more"]] if num_left else rows)
+
+
+def _row(output: RequestOutput, sample: CompletionOutput) -> list[str]:
+    prompt = shown(output.prompt_token_ids) if output.prompt is None else output.prompt
+    numbers = f"{len(output.prompt_token_ids)} + {len(sample.token_ids)}"
+    end = sample.finish_reason if sample.error is None else f"{sample.finish_reason}: {sample.error}"
+    return [f"{output.request_id}", prompt, sample.text or shown(sample.token_ids), numbers, end]
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -168,3 +256,5 @@ class Score:
     logprobs: list[float]
     total: float
     is_greedy: bool
+
+    __repr__ = short_repr

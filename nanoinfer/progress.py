@@ -1,10 +1,72 @@
-"""The progress bar of `generate`, `chat`, `score` and batch jobs."""
+"""Progress of `generate`, `chat`, `score`, batch jobs and grammars: a bar, or lines where a bar cannot move."""
 
+import sys
+import time
+import warnings
 from collections.abc import Callable
-
-from tqdm.auto import tqdm
+from contextlib import suppress
+from typing import Any
 
 from nanoinfer.outputs import EngineMetrics
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # in a notebook without ipywidgets, where it draws with characters
+    from tqdm.auto import tqdm
+
+SECONDS_PER_LINE = 30.0
+
+
+class LogLines:
+    """Stands in for tqdm's bar in a log file: writes a line every SECONDS_PER_LINE, and one at the end.
+
+    delay: seconds before which nothing is written. The other arguments and the methods are tqdm's.
+    """
+
+    def __init__(self, desc: str, unit: str, total: int, initial: int = 0, delay: float = 0.0) -> None:
+        self.n, self._initial, self._total = initial, initial, total
+        self._desc, self._unit, self._postfix, self._delay = desc, unit, "", delay
+        self._stream = sys.stderr
+        self._started = self._written = time.monotonic()
+
+    def __enter__(self) -> "LogLines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def set_postfix_str(self, text: str, refresh: bool = False) -> None:
+        self._postfix = f", {text}"
+
+    def update(self, num: int = 1) -> None:
+        self.n += num
+        if time.monotonic() - self._written >= SECONDS_PER_LINE:
+            self._write()
+
+    def close(self) -> None:
+        if time.monotonic() - self._started >= self._delay:
+            self._write()
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        passed, num_new, num_left = self._written - self._started, self.n - self._initial, self._total - self.n
+        left = tqdm.format_interval(passed * num_left / num_new) if num_new else "?"
+        line = f"{self._desc}: {self.n}/{self._total} {self._unit}{self._postfix}"
+        with suppress(OSError, ValueError):  # a log that is closed or full must not end the work
+            print(f"{line}, {tqdm.format_interval(passed)} passed, {left} left", file=self._stream, flush=True)
+
+
+def progress_bar(desc: str, unit: str, total: int, use_tqdm: bool, initial: int = 0, delay: float = 0.0) -> Any:
+    """Return tqdm's bar for a terminal or a notebook, LogLines where standard error is neither.
+
+    delay: seconds before which nothing is shown. The other arguments are tqdm's.
+    """
+    is_terminal = getattr(sys.stderr, "isatty", bool)()
+    in_notebook = type(sys.stderr).__module__.startswith("ipykernel.")  # no terminal, but it can redraw a line
+    if use_tqdm and not (is_terminal or in_notebook):
+        return LogLines(desc, unit, total, initial, delay)
+    # Drawn a few times a second at most, whether or not anything has finished.
+    drawn = {"mininterval": 0.2, "miniters": 0, "delay": delay, "disable": not use_tqdm}
+    return tqdm(desc=desc, unit=unit, total=total, initial=initial, **drawn)
 
 
 class Progress:
@@ -17,9 +79,7 @@ class Progress:
         self, get_metrics: Callable[[], EngineMetrics], num_requests: int, use_tqdm: bool, num_before: int = 0
     ) -> None:
         self._get_metrics, self._before = get_metrics, get_metrics()
-        # A few times a second at most, whether or not a request has finished.
-        drawn = {"mininterval": 0.2, "miniters": 0, "disable": not use_tqdm}
-        self._bar = tqdm(desc="Generating", unit="req", total=num_requests, initial=num_before, **drawn)
+        self._bar = progress_bar("Generating", "req", num_requests, use_tqdm, num_before)
 
     def show(self, num_finished: int) -> None:
         now, before = self._get_metrics(), self._before

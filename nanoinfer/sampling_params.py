@@ -166,6 +166,11 @@ class SamplingParams:
         self._check_stops()
         self._check_rules()
 
+    def __repr__(self) -> str:
+        values = {item.name: (getattr(self, item.name), item.default) for item in fields(self)}
+        differ = [f"{name}={value!r}" for name, (value, default) in values.items() if value not in (default, ())]
+        return f"SamplingParams({', '.join(differ)})"
+
     @property
     def is_filtered(self) -> bool:
         """Return whether top_k, top_p or min_p excludes tokens."""

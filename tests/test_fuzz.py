@@ -164,11 +164,12 @@ def test_lines_of_a_batch(num_cases: int, tmp_path: Path) -> None:
         "tools",
         "chat_template_kwargs",
         "custom_id",
+        "echo",
     ]
     message = st.fixed_dictionaries({}, optional={"role": texts, "content": values, "tool_calls": values})
-    content = st.fixed_dictionaries(
-        {}, optional={"prompt": texts | st.lists(numbers, max_size=3) | values, "messages": st.lists(message) | values}
-    )
+    prompts = texts | st.lists(numbers, max_size=3)
+    prompts |= st.lists(prompts, max_size=3) | values
+    content = st.fixed_dictionaries({}, optional={"prompt": prompts, "messages": st.lists(message) | values})
     body = st.builds(lambda first, second: {**first, **second}, content, named(names))
     urls = st.sampled_from(["/v1/chat/completions", "/v1/completions"]) | values
     wrapped = st.fixed_dictionaries(
@@ -178,13 +179,14 @@ def test_lines_of_a_batch(num_cases: int, tmp_path: Path) -> None:
 
     with LLM(tiny_model_path(), device="cpu", num_kvcache_blocks=16) as llm:
         output = BatchOutput(tmp_path / "out")
-        job = Job(llm, output, SamplingParams(), max_errors=math.inf)
+        job = Job(llm, output, SamplingParams(), max_errors=math.inf, system="a")
 
         def check(line: bytes, cut: int) -> None:
             before = output.num_records
             if (question := job.read(Line(1, line[: cut or None], 1))) is not None:
                 job.ask(question)
-            assert output.num_records + len(job.asked) == before + 1, "queued, or an error was written"
+            num_asked = len({id(asked) for asked in job.asked.values()})
+            assert output.num_records + num_asked == before + 1, "queued, or an error was written"
             llm.engine.abort(list(job.asked))
             job.asked.clear()
 

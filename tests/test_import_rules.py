@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling_params": {"errors", "constraints.structured_outputs"},
     "checkpoint": {"errors", "config"},
     "text": EVERYBODY,
-    "constraints": EVERYBODY | {"text"},
+    "constraints": EVERYBODY | {"text", "progress"},
     "engine": EVERYBODY | {"text", "constraints"},
     "distributed": EVERYBODY,
     "kernels": EVERYBODY | {"distributed"},

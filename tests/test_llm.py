@@ -361,6 +361,14 @@ def test_the_metrics_of_an_engine_add_up(random_checkpoint: Checkpoint, capsys: 
     assert all(part in shown for part in ("2/2", "prefill", "decode")), "the progress bar"
 
 
+def test_a_notebook_shows_a_table_of_the_llm_and_one_of_its_outputs(tiny: LLM) -> None:
+    outputs = tiny.generate(["<b>", [1, 2]], SHORT, use_tqdm=False)
+    assert outputs == [*outputs]
+    assert "&lt;b&gt;" in outputs._repr_html_()  # type: ignore[attr-defined]
+    shown = tiny._repr_html_()
+    assert all(part in shown for part in ("cpu, float32", "Qwen3ForCausalLM", "num_generated_tokens"))
+
+
 def test_prompts_as_vllms_users_write_them(llm: LLM) -> None:
     wanted = [output.token_ids for output in llm.generate([[1, 2], [3]], SHORT, use_tqdm=False)]
     given = [{"prompt_token_ids": [1, 2]}, {"prompt": [3]}]

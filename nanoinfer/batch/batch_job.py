@@ -9,7 +9,8 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,15 @@ from typing import Any, NamedTuple
 import xxhash
 
 from nanoinfer.batch.job_files import BatchOutput, Line, read_lines
-from nanoinfer.batch.openai_format import CHAT_OPTIONS, SAMPLING_FIELDS, parse_body, parse_line, response_body
+from nanoinfer.batch.openai_format import (
+    CHAT_OPTIONS,
+    ENDPOINTS,
+    SAMPLING_FIELDS,
+    params_to_echo,
+    parse_body,
+    parse_line,
+    response_body,
+)
 from nanoinfer.errors import JobError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.llm import LLM
@@ -26,6 +35,7 @@ from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
 
 MAX_MESSAGE = 1000  # characters of an error that are written
+MAX_CHOICES = 10_000  # of a line; as many as one prompt may have samples
 MAX_AHEAD = 128  # lines that are read and wait; fewer than the grammars that are kept
 
 
@@ -39,13 +49,13 @@ class Question(NamedTuple):
     compiling: Future[Any]  # raises what is wrong with the grammar
 
 
-class Asked(NamedTuple):
-    """Says what is known of a line that is in the engine."""
+@dataclass(slots=True)
+class Asked:
+    """Holds a line that is in the engine, and the outputs of its prompts as they come."""
 
-    line: Line
-    custom_id: str
-    is_chat: bool
-    num_best: float  # likeliest tokens that it wants log-probabilities of; infinity is all
+    question: Question
+    num_requests: int
+    outputs: list[RequestOutput] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -78,17 +88,18 @@ def run_batch(
     *,
     settings: str = "",
     overrides: dict[str, Any] | None = None,
+    system: str | None = None,
     max_errors: int | None = None,
     use_tqdm: bool = True,
 ) -> Summary:
     """Answer each line of the input that the output does not have yet; a line that is no request gets an error record.
 
     load: makes the LLM, once it is clear that there is work. settings: a job goes on with the same ones only.
-    overrides: sampling parameters, in place of those that the model recommends, for lines that do not say. max_errors:
-    stop at more error records than that. Ctrl-C stops after the step that runs. Raises JobError where input or output
-    cannot be used.
+    overrides: sampling parameters, in place of those that the model recommends, for lines that do not say. system: the
+    system message of chats that have none. max_errors: stop at more error records than that. Ctrl-C stops after the
+    step that runs. Raises JobError where input or output cannot be used.
     """
-    overrides = overrides or {}
+    overrides = dict(sorted((overrides or {}).items()))
     SamplingParams(**overrides)  # raises before the model is loaded
     if output_path.suffix == ".gz":
         raise JobError(f"the output {output_path} would not be gzipped; choose {output_path.with_suffix('')}")
@@ -98,15 +109,17 @@ def run_batch(
         raise JobError(f"the input {input_path} is no file, so it cannot be read twice; write it to one first")
     if max_errors is not None and max_errors < 0:
         raise JobError(f"max_errors={max_errors} must be at least 0; use 0 to stop at the first error")
-    settings = f"{settings} {overrides}"
+    settings = f"{settings} {overrides}" + ("" if system is None else f" system={system!r}")
     with BatchOutput(output_path) as output:
         summary = Summary(output.count(read_lines(input_path, settings)), output.num_records)
+        if output.num_records == 0:
+            _check_endpoint(input_path)
         limit = math.inf if max_errors is None else max_errors
         if output.num_records < summary.num_lines and output.num_errors <= limit:
             with load() as llm:
                 started = time.monotonic()
                 pending = (line for line in read_lines(input_path, settings) if not output.has(line))
-                job = Job(llm, output, replace(llm.default_sampling_params, **overrides), limit)
+                job = Job(llm, output, replace(llm.default_sampling_params, **overrides), limit, system)
                 job.run(pending, summary, use_tqdm)
                 summary.seconds = time.monotonic() - started
         summary.num_done, summary.num_errors, summary.num_cut = output.num_records, output.num_errors, output.num_cut
@@ -120,11 +133,23 @@ def run_batch(
         return summary
 
 
+def _check_endpoint(path: Path) -> None:
+    """Raise JobError for a file that begins with a request for embeddings, say: all of its lines would be errors."""
+    for line in islice(read_lines(path, ""), 1):
+        with suppress(RequestError):  # one bad line, which gets an error record
+            url = parse_line(line).get("url")
+            if isinstance(url, str) and url not in ENDPOINTS:
+                raise JobError(f"line {line.number} of {path}: url={url!r} is not served; use {' or '.join(ENDPOINTS)}")
+
+
 class Job:
     """Feeds the lines that are left to the engine, and writes what becomes of them."""
 
-    def __init__(self, llm: LLM, output: BatchOutput, base: SamplingParams, max_errors: float) -> None:
+    def __init__(
+        self, llm: LLM, output: BatchOutput, base: SamplingParams, max_errors: float, system: str | None = None
+    ) -> None:
         self._llm, self._output, self._base, self._max_errors = llm, output, base, max_errors
+        self._system = [] if system is None else [{"role": "system", "content": system}]
         self.asked: dict[int, Asked] = {}  # by request id
         # A full running set, and as many that wait: rows are refilled from them in one step.
         self._window = 2 * llm.config.max_num_seqs
@@ -175,9 +200,9 @@ class Job:
             custom_id = content.pop("custom_id", None) or custom_id
             body = parse_body(content)
             params = replace(self._base, **{name: body[name] for name in SAMPLING_FIELDS if name in body})
-            if params.seed is None:  # one for each line: what is drawn does not depend on where the job was interrupted
-                seed = xxhash.xxh64_intdigest(b"%d" % line.number, self._llm.config.seed % 2**64) >> 1
-                params = replace(params, seed=seed)
+            if (num_prompts := len(body.get("prompt", ()))) * params.n > MAX_CHOICES:
+                what = f"{num_prompts} prompts with n={params.n}"
+                raise RequestError(f"{what} make more than {MAX_CHOICES} choices; give fewer in a line")
             compiling = self._compiled
             if params.structured_outputs is not None:
                 assert self._llm.engine.constraints is not None, "an LLM gives its engine some"
@@ -188,32 +213,59 @@ class Job:
             return None
 
     def ask(self, question: Question) -> None:
-        """Queue the request of a line, or write what is wrong with it."""
-        line, custom_id, body, params, compiling = question
+        """Queue the requests of a line, or write what is wrong with it."""
+        body = question.body
         try:
-            compiling.result()  # it is kept, so that the request finds it
-            is_chat = "messages" in body
-            if is_chat:
+            question.compiling.result()  # it is kept, so that the request finds it
+            if "messages" in body:
                 options = {name: body[name] for name in CHAT_OPTIONS if name in body}
-                request_id = self._llm.add_chat_request(body["messages"], params, **options)
-            else:
-                request_id = self._llm.add_request(body["prompt"], params)
-            num_best = math.inf if params.logprobs == -1 else params.logprobs or 0
-            self.asked[request_id] = Asked(line, custom_id, is_chat, num_best)
+                params = self._params(question)
+                request_id = self._llm.add_chat_request(self._with_system(body["messages"]), params, **options)
+                self.asked[request_id] = Asked(question, num_requests=1)
+                return
+            if len(body["prompt"]) > 1:
+                self._llm._prompts.encode(body["prompt"])  # raises for a bad one, before the first is queued
+            asked = Asked(question, len(body["prompt"]))
+            for index, prompt in enumerate(body["prompt"]):
+                self.asked[self._llm.add_request(prompt, self._params(question, index))] = asked
         except (RequestError, RecursionError) as error:
-            self._fail(line, custom_id, "invalid_request", str(error))
+            self._fail(question.line, question.custom_id, "invalid_request", str(error))
+
+    def _params(self, question: Question, index: int = 0) -> SamplingParams:
+        """Return the sampling parameters of one prompt of a line."""
+        params = params_to_echo(question.params) if question.body.get("echo") else question.params
+        if params.seed is None:  # one of its own: what is drawn does not depend on where the job was interrupted
+            place = f"{question.line.number}.{index}" if index else f"{question.line.number}"
+            seed = xxhash.xxh64_intdigest(place.encode(), self._llm.config.seed % 2**64) >> 1
+            params = replace(params, seed=seed)
+        return params
+
+    def _with_system(self, messages: list[Any]) -> list[Any]:
+        """Begin a chat with the job's system message, unless it has one or has no message at all."""
+        has_one = any(isinstance(message, dict) and message.get("role") == "system" for message in messages)
+        return messages if has_one or not messages else [*self._system, *messages]
 
     def _answer(self, output: RequestOutput, summary: Summary) -> None:
-        """Write what became of a request."""
-        line, custom_id, is_chat, num_best = self.asked.pop(output.request_id)
-        if reasons := [choice.error for choice in output.outputs if choice.error is not None]:
+        """Write what became of a line, once all its requests have finished."""
+        asked = self.asked.pop(output.request_id)
+        asked.outputs.append(output)
+        if len(asked.outputs) < asked.num_requests:
+            return
+        line, custom_id, body, params, _ = asked.question
+        outputs = sorted(asked.outputs, key=lambda output: output.request_id)
+        if reasons := [choice.error for output in outputs for choice in output.outputs if choice.error is not None]:
             return self._fail(line, custom_id, "model_error", reasons[0])
         entries = {"id": line.id, "model": self._llm.config.model, "created": int(time.time())}
-        body = response_body(output, is_chat, num_best, **entries)
-        response = {"status_code": 200, "request_id": str(output.request_id), "body": body}
+        echo = self._text if body.get("echo") else None
+        content = response_body(outputs, params, "messages" in body, echo, **entries)
+        response = {"status_code": 200, "request_id": str(outputs[0].request_id), "body": content}
         self._output.write(line, {"custom_id": custom_id, "response": response, "error": None})
-        summary.num_prompt_tokens += body["usage"]["prompt_tokens"]
-        summary.num_generated_tokens += body["usage"]["completion_tokens"]
+        summary.num_prompt_tokens += content["usage"]["prompt_tokens"]
+        summary.num_generated_tokens += content["usage"]["completion_tokens"]
+
+    def _text(self, token_ids: list[int]) -> str:
+        """Return the text of a prompt that was given as token ids; "" where there is no tokenizer."""
+        return "" if self._llm.tokenizer is None else self._llm.decode(token_ids, skip_special_tokens=False)
 
     def _fail(self, line: Line, custom_id: str, code: str, message: str) -> None:
         error = {"code": code, "message": message[:MAX_MESSAGE], "line": line.number}

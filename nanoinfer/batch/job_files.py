@@ -112,7 +112,8 @@ class BatchOutput:
         if done not in (0, line.digest):
             raise JobError(
                 f"{self.path} has the result of another line {line.number}, or it was made with another model, "
-                "load_format, seed, max_tokens or temperature; go on with what was used then, or choose another output"
+                "load_format, seed, system message or sampling option; go on with what was used then, or choose "
+                "another output"
             )
         return bool(done)
 

@@ -1,12 +1,14 @@
 """Requests and answers as OpenAI's batch API writes them.
 
 The answers are valid under the types of the `openai` package. Beside what OpenAI has, a choice says its stop_reason,
-one without text has its token_ids, and a body has prompt_logprobs where they are asked for.
+one without text has its token_ids, and a body has prompt_logprobs where they are asked for. As in OpenAI's answers, but
+not its types, the first token of an echoed prompt has null for its log-probability.
 """
 
 import json
-from collections.abc import Iterable
-from dataclasses import fields
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +17,7 @@ from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
 from nanoinfer.errors import RequestError
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.prompts import as_list_of_prompts
 
 ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 IGNORED = {"model", "user", "metadata"}  # of a body
@@ -41,7 +44,8 @@ def parse_line(line: Line) -> dict[str, Any]:
 def parse_body(content: dict[str, Any]) -> dict[str, Any]:
     """Return what a line asks for, in OpenAI's batch format or plainly as a body alone. Raises RequestError.
 
-    It has messages or a prompt, for messages perhaps CHAT_OPTIONS, and fields of SamplingParams.
+    It has messages, perhaps with CHAT_OPTIONS, or a list of prompts as "prompt", perhaps with echo; and fields of
+    SamplingParams.
     """
     body, needed = content, ""
     if "body" in content:
@@ -49,8 +53,10 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
         beside = {name for name, value in content.items() if value is not None} - {"body", "url", "method", *IGNORED}
         if beside:
             raise RequestError(f"unknown fields beside body: {', '.join(sorted(beside))}; they belong in it")
-        if method != "POST" or not isinstance(url, str) or url not in ENDPOINTS:
-            raise RequestError(f"method={method!r}, url={url!r}; served are POST and {', '.join(ENDPOINTS)}")
+        if not isinstance(url, str) or url not in ENDPOINTS:
+            raise RequestError(f"url={url!r} is not served; use {' or '.join(ENDPOINTS)}")
+        if method != "POST":
+            raise RequestError(f"method={method!r} is not served; use 'POST'")
         if not isinstance(body, dict):
             raise RequestError(f"body is a {type(body).__name__}, not an object")
         needed = ENDPOINTS[url]
@@ -62,6 +68,10 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
         raise RequestError(f"there is {found}; give {needed or 'one of them'}")
     if not isinstance(body.get("messages", []), list):
         raise RequestError(f"messages is a {type(body['messages']).__name__}; give a list of messages")
+    if "prompt" in body:
+        body["prompt"] = as_list_of_prompts(body["prompt"]) or [[]]  # an empty prompt, which is refused as one
+        if not isinstance(body.get("echo", False), bool):
+            raise RequestError(f"echo={body['echo']!r} is not a bool; use true or false")
     if body.get("stream") is False:
         del body["stream"]
     if isinstance(body.get("logprobs"), bool):  # a chat's, which gives their number apart
@@ -73,7 +83,7 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
         body["max_tokens"] = body.pop("max_completion_tokens")
     form = _structured_outputs(body.pop("structured_outputs", None), body.pop("response_format", None))
     body |= {} if form is None else {"structured_outputs": form}
-    others = given if given == ["prompt"] else [*given, *CHAT_OPTIONS]
+    others = ["prompt", "echo"] if "prompt" in body else ["messages", *CHAT_OPTIONS]
     if unknown := sorted(set(body) - {*SAMPLING_FIELDS, *others}):
         raise RequestError(f"unknown fields: {', '.join(unknown)}; known are {', '.join(sorted(SAMPLING_FIELDS))}")
     return body
@@ -105,22 +115,50 @@ def _structured_outputs(given: Any, response_format: Any) -> StructuredOutputsPa
         raise RequestError(f"structured_outputs={options!r}: {error}") from None
 
 
-def response_body(output: RequestOutput, is_chat: bool, num_best: float, **entries: Any) -> dict[str, Any]:
-    """Return the body of an answer.
+def params_to_echo(params: SamplingParams) -> SamplingParams:
+    """Return what is asked of the engine where an answer is to begin with its prompt, log-probabilities included."""
+    return replace(params, prompt_logprobs=params.logprobs) if params.prompt_logprobs is None else params
 
-    num_best: the number of likeliest tokens that were asked for; infinity is all. entries: what else is in it: id,
-    model, created.
+
+def response_body(
+    outputs: Sequence[RequestOutput],
+    params: SamplingParams,
+    is_chat: bool,
+    echo: Callable[[list[int]], str] | None = None,
+    **entries: Any,
+) -> dict[str, Any]:
+    """Return the body of an answer, whose choices are those of each output in turn.
+
+    outputs: of the prompts of a line. params: what the line asked for. echo: decodes token ids, where a choice is to
+    begin with its prompt. entries: what else is in it: id, model, created.
     """
-    num_in, num_out = len(output.prompt_token_ids), sum(len(choice.token_ids) for choice in output.outputs)
+    samples = [(output, sample) for output in outputs for sample in output.outputs]
+    choices = [_with_prompt(output, sample, echo) if echo else sample for output, sample in samples]
+    num_in = sum(len(output.prompt_token_ids) for output in outputs)
+    num_out = sum(len(sample.token_ids) for _, sample in samples)
+    num_best = math.inf if params.logprobs == -1 else params.logprobs or 0
     body = {
         **entries,
         "object": "chat.completion" if is_chat else "text_completion",
-        "choices": [_choice(choice, is_chat, num_best) for choice in output.outputs],
+        "choices": [{"index": index, **_choice(choice, is_chat, num_best)} for index, choice in enumerate(choices)],
         "usage": {"prompt_tokens": num_in, "completion_tokens": num_out, "total_tokens": num_in + num_out},
     }
-    if output.prompt_logprobs is not None:
-        body["prompt_logprobs"] = output.prompt_logprobs
+    if params.prompt_logprobs is not None:
+        found = [output.prompt_logprobs for output in outputs]
+        body["prompt_logprobs"] = found if len(found) > 1 else found[0]
     return body
+
+
+def _with_prompt(
+    output: RequestOutput, sample: CompletionOutput, decode: Callable[[list[int]], str]
+) -> CompletionOutput:
+    """Put the prompt in front of a completion; its first token, which nothing comes before, is NaN likely."""
+    token_ids, logprobs = output.prompt_token_ids, sample.logprobs
+    text = decode(token_ids) if output.prompt is None else output.prompt
+    if logprobs is not None:
+        first = {token_ids[0]: Logprob(math.nan, 0, decode(token_ids[:1]) or None)}
+        logprobs = [entry or first for entry in output.prompt_logprobs or []] + logprobs
+    return replace(sample, text=text + sample.text, token_ids=token_ids + sample.token_ids, logprobs=logprobs)
 
 
 def _choice(choice: CompletionOutput, is_chat: bool, num_best: float) -> dict[str, Any]:
@@ -132,7 +170,7 @@ def _choice(choice: CompletionOutput, is_chat: bool, num_best: float) -> dict[st
     elif choice.logprobs is not None:
         logprobs = _completion_logprobs(choice.token_ids, choice.logprobs)
     reasons = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-    return {"index": choice.index, **text, **token_ids, "logprobs": logprobs, **reasons}
+    return {**text, **token_ids, "logprobs": logprobs, **reasons}
 
 
 def _chat_logprobs(token_ids: list[int], logprobs: list[TokenLogprobs], num_best: float) -> dict[str, Any]:
@@ -158,13 +196,16 @@ def _completion_logprobs(token_ids: list[int], logprobs: list[TokenLogprobs]) ->
     return {
         "tokens": [*map(_token_text, token_ids, entries)],
         "token_logprobs": [*map(_number, entries)],
-        "top_logprobs": [_numbers_by_text(_by_rank(found)) for found in logprobs],
+        "top_logprobs": [
+            None if math.isnan(entry.logprob) else _numbers_by_text(_by_rank(found))
+            for entry, found in zip(entries, logprobs, strict=True)
+        ],
         "text_offset": [0, *accumulate(lengths)][: len(lengths)],
     }
 
 
-def _numbers_by_text(entries: Iterable[tuple[int, Logprob]]) -> dict[str, float]:
-    numbers: dict[str, float] = {}
+def _numbers_by_text(entries: Iterable[tuple[int, Logprob]]) -> dict[str, float | None]:
+    numbers: dict[str, float | None] = {}
     for token_id, entry in entries:
         numbers.setdefault(_token_text(token_id, entry), _number(entry))  # of equal texts the likeliest
     return numbers
@@ -178,5 +219,5 @@ def _token_text(token_id: int, entry: Logprob) -> str:
     return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token
 
 
-def _number(entry: Logprob) -> float:
-    return max(entry.logprob, LOWEST_LOGPROB)
+def _number(entry: Logprob) -> float | None:
+    return None if math.isnan(entry.logprob) else max(entry.logprob, LOWEST_LOGPROB)

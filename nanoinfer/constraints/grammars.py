@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm.auto import tqdm
 
 from nanoinfer.constraints import lark, token_sets
 from nanoinfer.constraints.schemas import forbid_additional_properties, is_endless
 from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
 from nanoinfer.errors import RequestError
+from nanoinfer.progress import progress_bar
 from nanoinfer.text.tokenizer import PASSED_ON, Tokenizer
 
 MAX_CACHED = 256  # grammars
@@ -192,8 +192,7 @@ class GrammarCache:
         with self._lock:
             grammars = {params: self._grammars[params] for params in wanted if params in self._grammars}
         missing = [params for params in wanted if params not in grammars]
-        drawn = {"delay": 0.5, "disable": not use_tqdm}
-        with tqdm(desc="Compiling grammars", unit="grammar", total=len(missing), **drawn) as bar:
+        with progress_bar("Compiling grammars", "grammar", len(missing), use_tqdm, delay=0.5) as bar:
             for params, grammar in zip(missing, _map_in_threads(library.compile, missing), strict=True):
                 grammars[params] = grammar
                 bar.update()

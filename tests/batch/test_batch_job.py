@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,110 @@ def test_what_a_line_leaves_out_is_as_the_job_says_and_else_as_the_model_recomme
     ]
 
 
+def bodies(path: Path) -> dict[str, dict[str, Any]]:
+    """The bodies of the answers of the job at `path`, by custom_id."""
+    return {name: record["response"]["body"] for name, record in records(path).items()}
+
+
+def test_a_line_with_several_prompts_has_a_choice_for_each_sample_of_each_in_their_order(
+    llm: LLM, tmp_path: Path
+) -> None:
+    prompts = ["1, 2, 3,", [1, 2, 3], "Spell the word plum", "What is 3 + 4?", [5]]
+    texts = {"custom_id": "texts", "prompt": prompts, "temperature": 0, "max_tokens": 20}
+    samples = {"custom_id": "samples", "prompt": ["a", "b"], "n": 2, "seed": 5, "temperature": 1, "max_tokens": 4}
+    alone = {"custom_id": "alone", "prompt": [[1, 2, 3]], **GREEDY}
+    path = write(tmp_path / "in.jsonl", {"url": "/v1/completions", "body": texts | {"custom_id": None}}, samples, alone)
+    summary = job(llm, path)
+    assert (summary.num_done, summary.num_errors) == (3, 0)
+
+    expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    body = bodies(path)["line-1"]
+    assert [choice["index"] for choice in body["choices"]] == [*range(5)]
+    assert [choice["text"] for choice in body["choices"]] == [output.text for output in expected]
+    num_in = sum(len(output.prompt_token_ids) for output in expected)
+    num_out = sum(len(output.token_ids) for output in expected)
+    usage = {"prompt_tokens": num_in, "completion_tokens": num_out, "total_tokens": num_in + num_out}
+    assert body["usage"] == usage
+
+    params = replace(llm.default_sampling_params, n=2, seed=5, temperature=1, max_tokens=4)
+    sampled = [sample for output in llm.generate(["a", "b"], params, use_tqdm=False) for sample in output.outputs]
+    body = bodies(path)["samples"]
+    assert [choice["text"] for choice in body["choices"]] == [sample.text for sample in sampled]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert len(bodies(path)["alone"]["choices"]) == 1
+
+
+def test_equal_prompts_of_a_line_draw_different_samples_and_the_first_draws_as_if_it_were_alone(
+    llm: LLM, tmp_path: Path
+) -> None:
+    def drawn(name: str, prompt: Any) -> list[str]:
+        path = write(tmp_path / name, {"prompt": prompt, "temperature": 5, "max_tokens": 9})
+        job(llm, path)
+        return [choice["text"] for choice in bodies(path)["line-1"]["choices"]]
+
+    several = drawn("several.jsonl", ["a"] * 4)
+    assert len({*several}) == 4
+    assert drawn("again.jsonl", ["a"] * 4) == several
+    assert drawn("alone.jsonl", "a") == several[:1]
+
+
+def test_echo_puts_the_prompt_and_its_log_probabilities_in_front(llm: LLM, tmp_path: Path) -> None:
+    ids = llm.encode("<|im_end|>1, 2")
+    texts = {"custom_id": "texts", "prompt": ["1, 2, 3,", ids], "echo": True, "logprobs": 2, **GREEDY}
+    plain = {"custom_id": "plain", "prompt": "1, 2, 3,", "echo": True, **GREEDY}
+    off = {"custom_id": "off", "prompt": "1, 2, 3,", "echo": False, "prompt_logprobs": 0, **GREEDY}
+    both = {"custom_id": "both", "prompt": [[1, 2], [3]], "echo": True, "prompt_logprobs": 0, **GREEDY}
+    path = write(tmp_path / "in.jsonl", texts, plain, off, both)
+    job(llm, path)
+    found = bodies(path)
+
+    params = SamplingParams(**GREEDY, logprobs=2, prompt_logprobs=2)
+    outputs = llm.generate(["1, 2, 3,", ids], params, use_tqdm=False)
+    prompts = ["1, 2, 3,", "<|im_end|>1, 2"]
+    for choice, output, prompt in zip(found["texts"]["choices"], outputs, prompts, strict=True):
+        assert choice["text"] == prompt + output.text
+        logprobs = choice["logprobs"]
+        token_ids = output.prompt_token_ids + output.token_ids
+        assert logprobs["tokens"] == [llm.decode(token_id, skip_special_tokens=False) for token_id in token_ids]
+        assert logprobs["token_logprobs"][0] is None
+        assert logprobs["top_logprobs"][0] is None
+        assert output.prompt_logprobs is not None
+        entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+        numbers = [entry[token_id].logprob for entry, token_id in zip(entries, token_ids[1:], strict=True)]
+        assert logprobs["token_logprobs"][1:] == pytest.approx(numbers, abs=1e-4)
+        assert logprobs["text_offset"][1] == len(logprobs["tokens"][0])
+    num_in = sum(len(output.prompt_token_ids) for output in outputs)
+    assert found["texts"]["usage"]["prompt_tokens"] == num_in
+    assert found["texts"]["usage"]["completion_tokens"] == sum(len(output.token_ids) for output in outputs)
+
+    assert found["plain"]["choices"][0]["text"] == "1, 2, 3," + outputs[0].text
+    assert found["plain"]["choices"][0]["logprobs"] is None
+    assert found["off"]["choices"][0]["text"] == outputs[0].text
+    assert found["off"]["prompt_logprobs"][0] is None
+    assert [len(entries) for entries in found["both"]["prompt_logprobs"]] == [2, 1], "a list for each prompt"
+    assert all("prompt_logprobs" not in found[name] for name in ("texts", "plain")), "they were not asked for"
+
+
+def test_a_system_message_is_for_chats_that_have_none(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[dict[str, str]]] = []
+    original = llm.add_chat_request
+    monkeypatch.setattr(llm, "add_chat_request", lambda said, *args: asked.append(said) or original(said, *args))
+    own = [QUESTION[0], {"role": "system", "content": "mine"}]
+    lines = [{"messages": messages, **GREEDY} for messages in (QUESTION, own, [], ["x"])]
+    path = write(tmp_path / "in.jsonl", *lines, {"prompt": "a", **GREEDY})
+    job(llm, path, system="Be brief.")
+    begun = [{"role": "system", "content": "Be brief."}]
+    assert asked == [begun + QUESTION, own, [], [*begun, "x"]]
+    assert "conversation 0 is []" in errors(path)["line-3"]
+    assert "message 1 of conversation 0 is 'x'" in errors(path)["line-4"]
+    for other in ({}, {"system": ""}, {"system": "Be long."}):
+        with pytest.raises(JobError, match="or it was made with another model, load_format, seed, system message or"):
+            job(llm, path, **other)
+    assert job(llm, path, system="Be brief.").num_before == 5
+
+
 def test_two_lines_with_one_custom_id_are_two_requests(llm: LLM, tmp_path: Path) -> None:
     line = {"custom_id": "a", "prompt": [1], **GREEDY}
     job(llm, write(tmp_path / "in.jsonl", line, line))
@@ -155,12 +259,17 @@ def test_a_gzipped_input_is_read_and_a_damaged_one_refused_by_name(llm: LLM, tmp
 def test_a_model_without_a_tokenizer_answers_ids_with_ids(
     random_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    path = write(tmp_path / "in.jsonl", {"prompt": [1, 2], **GREEDY}, {"messages": QUESTION}, {"prompt": "a"})
+    echo = {"prompt": [[1, 2]], "echo": True, "logprobs": 0, **GREEDY}
+    path = write(tmp_path / "in.jsonl", {"prompt": [1, 2], **GREEDY}, {"messages": QUESTION}, {"prompt": "a"}, echo)
     with LLM(random_checkpoint(), device="cpu") as llm:
         job(llm, path)
         [expected] = llm.generate([1, 2], SamplingParams(**GREEDY), use_tqdm=False)
-    assert records(path)["line-1"]["response"]["body"]["choices"][0]["token_ids"] == expected.token_ids
+    answers = {name: record["response"] for name, record in records(path).items()}
+    assert answers["line-1"]["body"]["choices"][0]["token_ids"] == expected.token_ids
     assert all("has no tokenizer" in errors(path)[name] for name in ("line-2", "line-3"))
+    [echoed] = answers["line-4"]["body"]["choices"]
+    assert (echoed["text"], echoed["token_ids"]) == ("", [1, 2, *expected.token_ids])
+    assert echoed["logprobs"]["tokens"][:2] == ["token_id:1", "token_id:2"]
 
 
 def test_answers_with_log_probabilities_are_valid_under_openais_types(llm: LLM, tmp_path: Path) -> None:
@@ -170,11 +279,13 @@ def test_answers_with_log_probabilities_are_valid_under_openais_types(llm: LLM, 
 
     chat = {"custom_id": "chat", "messages": QUESTION, "logprobs": True, "top_logprobs": 2, **GREEDY}
     text = {"custom_id": "text", "prompt": "1, 2, 3,", "logprobs": 3, "n": 2, "temperature": 1, "max_tokens": 4}
-    path = write(tmp_path / "in.jsonl", chat, text, {"custom_id": "plain", "messages": QUESTION, **GREEDY})
+    plain = {"custom_id": "plain", "messages": QUESTION, **GREEDY}
+    several = {"custom_id": "several", "prompt": ["a", [1]], "echo": True, **GREEDY}
+    path = write(tmp_path / "in.jsonl", chat, text, plain, several)
     job(llm, path)
-    bodies = {name: record["response"]["body"] for name, record in records(path).items()}
+    found_in = bodies(path)
 
-    [choice] = ChatCompletion.model_validate(bodies["chat"]).choices
+    [choice] = ChatCompletion.model_validate(found_in["chat"]).choices
     assert choice.logprobs is not None
     tokens = choice.logprobs.content or []
     [expected] = llm.chat(QUESTION, SamplingParams(**GREEDY, logprobs=2), use_tqdm=False)
@@ -184,7 +295,7 @@ def test_answers_with_log_probabilities_are_valid_under_openais_types(llm: LLM, 
     assert all(token.top_logprobs[0].token == token.token for token in tokens), "greedy"
     assert [len(token.top_logprobs) for token in tokens] == [2] * len(tokens)
 
-    for completed in Completion.model_validate(bodies["text"]).choices:
+    for completed in Completion.model_validate(found_in["text"]).choices:
         found = completed.logprobs
         assert found is not None
         assert "".join(found.tokens or []) == completed.text
@@ -192,18 +303,20 @@ def test_answers_with_log_probabilities_are_valid_under_openais_types(llm: LLM, 
         for token, number, best in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
             assert best[token] == number
             assert len(best) in (3, 4), "the token itself, where it is not among the likeliest three"
-    assert ChatCompletion.model_validate(bodies["plain"]).choices[0].logprobs is None
+    assert ChatCompletion.model_validate(found_in["plain"]).choices[0].logprobs is None
+    assert len(Completion.model_validate(found_in["several"]).choices) == 2
 
 
 def test_a_token_that_cannot_be_and_one_without_text_are_still_valid_json() -> None:
     found = {3: Logprob(-math.inf, 9, None), 4: Logprob(0.0, 1, "\ufffd")}
     sample = CompletionOutput(0, "", [3], "length", logprobs=[found])
     output = RequestOutput(0, None, [1], 0, [sample])
-    [chat] = response_body(output, is_chat=True, num_best=1)["choices"]
+    params = SamplingParams(logprobs=1)
+    [chat] = response_body([output], params, is_chat=True)["choices"]
     best = {"token": "\ufffd", "logprob": 0.0, "bytes": None}
     token = {"token": "token_id:3", "logprob": -9999.0, "bytes": None, "top_logprobs": [best]}
     assert chat["logprobs"]["content"] == [token]
-    [text] = response_body(output, is_chat=False, num_best=1)["choices"]
+    [text] = response_body([output], params, is_chat=False)["choices"]
     assert text["logprobs"]["top_logprobs"] == [{"\ufffd": 0.0, "token_id:3": -9999.0}]
 
 
@@ -252,8 +365,7 @@ def test_the_summary_counts_the_answers_that_a_length_limit_cut(llm: LLM, tmp_pa
     text = {"prompt": '{"finish_reason": "length"}', "max_tokens": 250, "temperature": 0, "stop": [" ", ",", "1", "8"]}
     path = write(tmp_path / "in.jsonl", cut, {"messages": QUESTION, "max_tokens": 30, "temperature": 0}, cut, text)
     summary = job(llm, path)
-    bodies = [record["response"]["body"] for record in records(path).values()]
-    reasons = [choice["finish_reason"] for body in bodies for choice in body["choices"]]
+    reasons = [choice["finish_reason"] for body in bodies(path).values() for choice in body["choices"]]
     assert summary.num_cut == reasons.count("length") >= 2
     assert "stop" in reasons
     assert f"0 with errors, {summary.num_cut} cut by max_tokens or max_model_len; " in str(summary)
@@ -393,10 +505,10 @@ BAD_LINES = [
     ({"custom_id": 7, "prompt": "a"}, "custom_id=7 is not a string"),
     ({"prompt": "a", "messages": QUESTION}, "there is messages and prompt; give one of them"),
     ({"text": "a"}, "there is neither messages nor prompt; give one of them"),
-    ({"body": {"prompt": "a"}}, "url=None; served are POST and /v1/chat/completions, /v1/completions"),
-    ({"body": {"prompt": "a"}, "url": ["/v1/completions"]}, "url=['/v1/completions']; served are POST"),
-    ({"body": {"prompt": "a"}, "url": "/v1/embeddings"}, "url='/v1/embeddings'; served are POST"),
-    ({"body": {"prompt": "a"}, "url": "/v1/completions", "method": "GET"}, "method='GET'"),
+    ({"body": {"prompt": "a"}}, "url=None is not served; use /v1/chat/completions or /v1/completions"),
+    ({"body": {"prompt": "a"}, "url": ["/v1/completions"]}, "url=['/v1/completions'] is not served; use"),
+    ({"body": {"input": "a"}, "url": "/v1/embeddings"}, "url='/v1/embeddings' is not served; use /v1/chat/completions"),
+    ({"body": {"prompt": "a"}, "url": "/v1/completions", "method": "GET"}, "method='GET' is not served; use 'POST'"),
     ({"body": {"prompt": "a"}, "url": "/v1/chat/completions"}, "there is prompt; give messages"),
     ({"body": "a", "url": "/v1/chat/completions"}, "body is a str, not an object"),
     ({"body": {"prompt": "a"}, "url": "/v1/completions", "max_tokens": 3}, "unknown fields beside body: max_tokens"),
@@ -407,7 +519,16 @@ BAD_LINES = [
     ({"messages": [{"role": "user"}]}, "message 0 of conversation 0 has no content"),
     ({"messages": QUESTION, "tools": 3}, "the chat template cannot render conversation 0"),
     ({"messages": QUESTION, "chat_template_kwargs": [3]}, "the chat template cannot render conversation 0"),
-    ({"prompt": ["a", "b"]}, "prompt 0 has 'a' among its token ids"),
+    ({"prompt": [1, "b"]}, "prompt 0 is a int; give a string or a list of token ids"),
+    ({"prompt": ["a", [2], ["b"], ""]}, "prompt 2 has 'b' among its token ids"),
+    ({"prompt": ["a", "b", ""]}, "prompt 2 is empty; give at least one token"),
+    ({"prompt": [[1], [1] * 256]}, "prompt 1 has 256 tokens, and with one more exceeds max_model_len=256"),
+    ({"prompt": []}, "prompt 0 is empty"),
+    ({"prompt": ["a"] * 10001}, "10001 prompts with n=1 make more than 10000 choices; give fewer in a line"),
+    ({"prompt": [[1], [2]], "n": 5001}, "2 prompts with n=5001 make more than 10000 choices"),
+    ({"prompt": 3}, "prompts is a int; give a string, a list of token ids, or a list"),
+    ({"prompt": "a", "echo": 1}, "echo=1 is not a bool; use true or false"),
+    ({"messages": QUESTION, "echo": True}, "unknown fields: echo; known are"),
     ({"prompt": {"a": 1}}, "prompt 0 is a dict"),
     ({"prompt": ""}, "prompt 0 is empty"),
     ({"prompt": [5000]}, "prompt 0 has token id 5000, outside the vocabulary"),
@@ -472,10 +593,11 @@ def test_logits_of_nan_are_an_error_of_their_line_alone(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"tie_word_embeddings": False}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     save_file(weights, tmp_path / "model" / "model.safetensors")
-    path = write(tmp_path / "in.jsonl", {"prompt": [1, 2], **GREEDY}, {"prompt": [1, 7], **GREEDY})
+    lines = [{"prompt": prompt, **GREEDY} for prompt in ([1, 2], [1, 7], [[1, 2], [1, 7], [1, 3]])]
+    path = write(tmp_path / "in.jsonl", *lines)
     with LLM(tmp_path / "model", device="cpu") as llm:
         job(llm, path)
-    assert errors(path) == {"line-2": "the logits are NaN or infinite after 0 tokens"}
+    assert errors(path) == dict.fromkeys(("line-2", "line-3"), "the logits are NaN or infinite after 0 tokens")
     assert records(path)["line-2"]["error"]["code"] == "model_error"
 
 
@@ -597,6 +719,23 @@ def test_input_and_output_cannot_be_one_file_and_must_be_files(llm: LLM, tmp_pat
         job(llm, write(tmp_path / "in.jsonl", {"prompt": [1]}), max_errors=-1)
 
 
+def test_a_file_of_requests_for_embeddings_is_refused_before_the_model_is_loaded(
+    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    embed = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": "a", "model": "m"}}
+    path = write(tmp_path / "in.jsonl", b"\n", embed, embed)
+    message = (
+        r"^line 2 of .*in\.jsonl: url='/v1/embeddings' is not served; use /v1/chat/completions or /v1/completions$"
+    )
+    with pytest.raises(JobError, match=message):
+        run_batch(lambda: 1 / 0, path, tmp_path / "in.out")  # type: ignore[arg-type,return-value]
+    assert not (tmp_path / "in.out").exists()
+    assert run_main("--model", tiny_model_path(), "-i", path, "-o", tmp_path / "in.out") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    path = write(tmp_path / "in.jsonl", {"prompt": [1], **GREEDY}, embed)
+    assert job(llm, path).num_errors == 1, "a line among others is an error of its own"
+
+
 def test_an_input_that_loses_lines_while_the_job_runs_is_not_finished(llm: LLM, tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", {"prompt": [1], **GREEDY}, {"prompt": [2], **GREEDY})
 
@@ -670,18 +809,35 @@ def test_the_exit_code_says_what_became_of_the_job(tmp_path: Path, capsys: pytes
     bad = write(tmp_path / "bad.jsonl", {"prompt": [2], **GREEDY}, {"prompt": []}, {"prompt": []})
     options = ["--model", tiny_model_path(), "--device", "cpu", "--max-num-seqs", 2, "--no-overlap"]
     assert run_main(*options, "-i", good, "-o", tmp_path / "out1") == 0
-    assert "finished: 1 of 1 lines are done (0 before this run), 0 with errors" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "finished: 1 of 1 lines are done (0 before this run), 0 with errors" in shown
+    assert re.search(
+        r"^Generating: 1/1 req, prefill \d+ tok/s, decode \d+ tok/s, 00:\d\d passed, ", shown, re.MULTILINE
+    )
+    assert "\r" not in shown, "it is no terminal"
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out2") == 3
     assert "add mended lines at the end of the input, and the same command answers them" in capsys.readouterr().err
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out3", "--max-errors", 1) == 4
     assert "too many errors: " in capsys.readouterr().err
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out1") == 2
     assert "has the result of another line 1" in capsys.readouterr().err
-    for changed in (["--temperature", 0.5], ["--seed", 1], ["--load-format", "dummy"], ["--kv-cache-dtype", "int8"]):
+    changes = [["--temperature", 0.5], ["--top-p", 0.5], ["--top-k", 5], ["--system", "a"], ["--seed", 1]]
+    for changed in (*changes, ["--load-format", "dummy"], ["--kv-cache-dtype", "int8"]):
         assert run_main(*options, "-i", good, "-o", tmp_path / "out1", *changed) == 2
     same = ["--seed", 0, "--model", f"{tiny_model_path()}/", "--max-num-seqs", 3]
     assert run_main(*options, *same, "-i", good, "-o", tmp_path / "out1") == 0
-    for wrong in (["--max-num-seqs", "x"], ["--dtype", "int8"], ["--max-num-seqs", 0], ["--max-tokens", 0], ["--no"]):
+    sampling = ["--top-k", 5, "--top-p", 0.5, "--system", "a"]
+    assert run_main(*options, *sampling, "-i", good, "-o", tmp_path / "out5") == 0
+    assert run_main(*options, *sampling[4:], *sampling[2:4], *sampling[:2], "-i", good, "-o", tmp_path / "out5") == 0
+    for wrong in (
+        ["--top-p", 2],
+        ["--top-k", 0.5],
+        ["--max-num-seqs", "x"],
+        ["--dtype", "int8"],
+        ["--max-num-seqs", 0],
+        ["--max-tokens", 0],
+        ["--no"],
+    ):
         assert run_main(*options, "-i", good, "-o", tmp_path / "out4", *wrong) == 2
 
 
