@@ -4,12 +4,15 @@ Two dialects are read: "fp8" (Qwen3-FP8, DeepSeek, static scales) and "compresse
 change the answer and is not built in is refused by field and value.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanoinfer.errors import ModelError
+
+logger = logging.getLogger("nanoinfer")
 
 BLOCK_SIZE = 128  # rows and columns of a weight, and inputs of a token, that share a scale
 # Fields that say how a checkpoint was made, or what it is not; they change nothing here.
@@ -98,7 +101,13 @@ def read_quantization(
             f"config.json has quantization_config with quant_method={method!r}, which is not supported; supported are "
             f"{', '.join(readers)}; use such a checkpoint, or the original one in 16 bits with quantization='fp8'"
         )
-    return QuantizationConfig(in_checkpoint=True, **readers[method](dict(raw)), **names)
+    fields = dict(raw)
+    if fields.pop("kv_cache_scheme", None):
+        logger.info(
+            "the checkpoint has scales for a KV cache in 8 bits, and none are needed: kv_cache_dtype='int8' or 'fp8' "
+            "finds one for each key and value; without it the cache has 16 bits"
+        )
+    return QuantizationConfig(in_checkpoint=True, **readers[method](fields), **names)
 
 
 def _read_fp8(raw: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +118,6 @@ def _read_fp8(raw: dict[str, Any]) -> dict[str, Any]:
     _only("weight_block_size", block, (None, [BLOCK_SIZE, BLOCK_SIZE]))
     _only("activation_scheme", scheme, ("dynamic", "static"))
     _only("fmt", raw.pop("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
-    _only("kv_cache_scheme", raw.pop("kv_cache_scheme", None), (None,))
     _refuse_the_rest(raw, {"quant_method"})
     if block and scheme == "static":
         raise _unsupported("activation_scheme", scheme, ("dynamic",), " with weight_block_size")
@@ -124,7 +132,6 @@ def _read_fp8(raw: dict[str, Any]) -> dict[str, Any]:
 def _read_compressed_tensors(raw: dict[str, Any]) -> dict[str, Any]:
     """Read the dialect of llm-compressor: float-quantized weights, one scheme for all linear layers."""
     _only("format", raw.pop("format", None), ("float-quantized",))
-    _only("kv_cache_scheme", raw.pop("kv_cache_scheme", None), (None,))
     groups, ignored = raw.pop("config_groups", None), raw.pop("ignore", None) or []
     _refuse_the_rest(raw, {"quant_method"})
     schemes = [*groups.values()] if isinstance(groups, Mapping) else []

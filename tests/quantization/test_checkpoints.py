@@ -301,10 +301,8 @@ GROUP = "config_groups/group_0"
         (BLOCKS, "activation_scheme", "none", "activation_scheme='none', which is not supported"),
         (BLOCKS, "activation_scheme", "static", "activation_scheme='static' with weight_block_size, which is not"),
         (BLOCKS, "scale_fmt", "ue8m0", "scale_fmt='ue8m0', which is not supported"),
-        (BLOCKS, "kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme={'num_bits': 8}, which is not supported"),
         (BLOCKS, "modules_to_not_convert", [7], "modules_to_not_convert=[7]; it must be a list of names"),
         (CHANNELS, "format", "pack-quantized", "format='pack-quantized', which is not supported"),
-        (CHANNELS, "kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme={'num_bits': 8}, which is not supported"),
         (CHANNELS, "config_groups", {}, "config_groups={}; one group for all linear layers is supported"),
         (CHANNELS, "ignore", "lm_head", "ignore='lm_head'; it must be a list of names"),
         (CHANNELS, "ignore", ["re:("], "ignore='re:(': missing ), unterminated subpattern"),
@@ -330,6 +328,13 @@ def test_what_is_not_supported_is_refused_by_field_and_value(
         )
     assert message in str(error.value)
     assert "use " in str(error.value) or "must be" in str(error.value)
+
+
+@pytest.mark.parametrize("config", [BLOCKS, CHANNELS])
+def test_scales_for_a_cache_in_8_bits_are_not_needed(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="nanoinfer"):
+        assert read(changed(config, "kv_cache_scheme", {"num_bits": 8, "type": "float"})) == read(config)
+    assert "kv_cache_dtype='int8' or 'fp8' finds one for each key and value" in caplog.text
 
 
 def test_an_option_that_is_not_known_is_refused() -> None:
