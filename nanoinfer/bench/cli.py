@@ -44,6 +44,7 @@ def add_parser(subparsers: Any) -> None:
 
     throughput = add("throughput", run_loads, "time one load, and set it against the hardware's floor", WHICH_LOADS)
     loads = add("loads", run_loads, "time several loads, each against its floor", WHICH_LOADS)
+    text = add("text", run_text, "time text in and text out, plain and with structured outputs")
     trace = add("trace", run_trace, "trace single steps from the middle of a run, host and GPU", WHICH_LOADS)
     kernels = add("kernels", run_kernels, "time attention and products on a GPU, or all-reduces over several")
     host = add("host", run_host, "time what a decode step costs the host; needs no GPU, no model and no PyTorch")
@@ -54,12 +55,14 @@ def add_parser(subparsers: Any) -> None:
     kernels.add_argument("--quantization", choices=QUANTIZATIONS, help="time products, experts and rounding in FP8")
     for parser in (throughput, trace):
         add_sizes(parser)
-    for parser in (throughput, loads, trace):
+    for parser in (throughput, loads, text, trace):
         add_model_and_engine(parser)
-    for parser in (throughput, loads):
-        parser.add_argument("--engine", choices=ENGINES, default="nanoinfer", help="another, where it is installed")
+    for parser, engines in ((throughput, [*ENGINES]), (loads, [*ENGINES]), (text, ["nanoinfer", "vllm"])):
+        parser.add_argument("--engine", choices=engines, default="nanoinfer", help="another, where it is installed")
         parser.add_argument("--runs", type=positive, default=1, help="timed runs, each with the next seed (1)")
-    for parser in (throughput, loads, trace, host):
+    text.add_argument("--tokenizer", metavar="FOLDER", help="a folder with a tokenizer, for random weights")
+    text.set_defaults(top_k=20, top_p=0.95)  # what Qwen3 recommends
+    for parser in (throughput, loads, text, trace, host):
         parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures here")
 
 
@@ -121,6 +124,12 @@ def run_loads(args: argparse.Namespace) -> dict[str, Any]:
     loads = loads_of(args, device)
     check_engine(args, loads)
     return benchmark(loads, device, args, started)
+
+
+def run_text(args: argparse.Namespace) -> dict[str, Any]:
+    from nanoinfer.bench import text
+
+    return text.run(find_device(), args)
 
 
 def run_trace(args: argparse.Namespace) -> dict[str, Any]:

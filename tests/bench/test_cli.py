@@ -11,7 +11,7 @@ import torch
 
 import bench
 from nanoinfer.__main__ import main
-from nanoinfer.bench import host
+from nanoinfer.bench import host, text
 from nanoinfer.bench.workloads import LOADS, Load
 
 SMALL = ["--num-seqs", "3", "--input-len", "8", "--output-len", "5"]
@@ -106,6 +106,19 @@ def test_trace_writes_a_trace_and_says_what_is_missing(
     assert figures["trace"]["gpu"] is None
 
 
+def test_text_sets_constrained_jobs_against_plain_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llguidance")
+    jobs = [text.Job("plain", 2, 5), text.Job("one in digits", 2, 5, 1, {"regex": "[0-9]*"})]
+    monkeypatch.setitem(text.JOBS, "cpu", [jobs])
+    figures = run_json(tmp_path, "text", "--runs", 2)
+    assert [(job["name"], len(job["runs"])) for job in figures["jobs"]] == [("plain", 2), ("one in digits", 2)]
+    printed = capsys.readouterr().out
+    assert "2 prompts, 5 tokens out, plain: " in printed
+    assert "2 prompts, 5 tokens out, one in digits: " in printed
+
+
 def test_host_times_each_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     [small, queued] = host.measure(cases=((2, 0), (2, 1000)), num_steps=4)
     assert (queued["num_running"], queued["num_waiting"], queued["num_steps"]) == (2, 1000, 4)
@@ -135,6 +148,7 @@ def test_the_host_is_timed_without_pytorch() -> None:
         (["throughput", "--runs", 0], "0 is less than 1"),
         (["throughput", "--engine", "nanovllm", "--n", 2], "draws one sample of a prompt, and the load default has 2"),
         (["loads", "--engine", "transformers"], "and the load samples has 4; choose other loads, and leave --n out"),
+        (["text", "--size", "0.6B"], "has no tokenizer; name a folder with one by --tokenizer, or a --model"),
         (["kernels", "--gpus", 99], "--gpus 99: PyTorch sees"),
         (["throughput", "--engine", "nanovllm"], "--engine nanovllm cannot be imported here"),
     ],
