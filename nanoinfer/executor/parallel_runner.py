@@ -35,6 +35,7 @@ from nanoinfer.runner.model_runner import ModelRunner, PendingStep, StepHandle
 logger = logging.getLogger("nanoinfer")
 
 POLL_SECONDS = 20e-6
+STEP_SECONDS = 300.0  # a step of GPUs that takes longer hangs; the first one of a process may compile kernels
 ABORT_SECONDS = 5.0  # how long a GPU may take to end its step, also after its communication was aborted
 
 
@@ -99,7 +100,13 @@ class ParallelRunner:
         """Return the token ids of a sampled step, once they are there."""
         try:
             # Not by a blocking wait: a step never ends if another rank is gone.
+            deadline = time.monotonic() + STEP_SECONDS
             while not (handle.is_done() or self._workers.have_failed):
+                if time.monotonic() > deadline:
+                    raise WorkerError(
+                        f"a step of tensor_parallel_size={self._workers.size} did not end within {STEP_SECONDS:g} s: a "
+                        "process hangs, or a GPU does not answer; make a new LLM"
+                    )
                 time.sleep(POLL_SECONDS)
             self._workers.check()
             return self._runner.wait(handle)
