@@ -86,6 +86,10 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._chat_template_args = {**thinking, **(chat_template_args or {})}
 
+    def close(self) -> None:
+        """Free the model and the cache; closing twice is fine."""
+        self.llm.close()
+
     @property
     def max_length(self) -> int:
         """Return how many tokens a prompt and its completion have at most."""

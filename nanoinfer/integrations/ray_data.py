@@ -14,6 +14,7 @@ import inspect
 import logging
 import os
 import queue
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -177,7 +178,8 @@ class EngineActor:
         chat_template_kwargs: Mapping[str, Any] | None,
         should_continue_on_error: bool,
     ) -> None:
-        self.llm = LLM(model, **options)
+        # Actors that draw from the same seed would give rows with equal prompts equal samples.
+        self.llm = LLM(model, **{"seed": secrets.randbits(63), **options})
         self._base, self._chat_template_kwargs = sampling_params, chat_template_kwargs
         self._should_continue_on_error = should_continue_on_error
         self._rows: queue.Queue[tuple[Row, Future[Row]]] = queue.Queue()  # that wait for room in the engine

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nanoinfer import ConfigError, RequestError, tiny_model_path
+from tests.integrations.snippets import snippet
 from tests.real.make_smollm2 import save_smollm2
 
 pytest.importorskip("lm_eval")
@@ -223,3 +224,10 @@ def test_the_harness_command_knows_the_model(tasks: Path, tmp_path: Path) -> Non
     assert result.returncode == 0, result.stderr
     assert "|sums" in result.stdout
     assert "exact_match" in result.stdout
+
+
+def test_the_snippet_of_the_page_runs(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = snippet("lm-evaluation-harness").replace("Qwen/Qwen3-0.6B", str(tiny_model_path()))
+    source = source.replace("gsm8k", "sums").replace("tasks=", "task_manager=manager, tasks=")
+    exec(source, {"manager": TaskManager(include_path=str(tasks), include_defaults=False)})
+    assert "exact_match" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nanoinfer import ConfigError, RequestError, SamplingParams, tiny_model_path
+from tests.integrations.snippets import snippet
 
 ray = pytest.importorskip("ray")
 pa = pytest.importorskip("pyarrow")
@@ -264,6 +265,13 @@ def test_a_bad_row_ends_the_job_where_it_is_not_to_continue(actor: EngineActor) 
     assert asyncio.run(answer(actor, [{"messages": ask(QUESTION)}]))[0]["generated_text"] == ANSWER
 
 
+def test_actors_draw_samples_of_their_own(actor: EngineActor) -> None:
+    other = EngineActor(str(tiny_model_path()), ENGINE, GREEDY, None, should_continue_on_error=False)
+    row = {"prompt": "1", "sampling_params": {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}}
+    samples = [asyncio.run(answer(each, [row]))[0]["generated_tokens"] for each in (actor, other)]
+    assert samples[0] != samples[1]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -287,3 +295,8 @@ def test_two_actors_on_a_gpu_share_its_memory() -> None:
     processor = build_processor(tiny_model_path(), concurrency=2, num_gpus=0.5)
     assert processor.engine["options"] == {"gpu_memory_utilization": 0.45}
     assert processor.placement["num_gpus"] == 0.5
+
+
+def test_the_snippet_of_the_page_runs(local_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(snippet("Ray Data").replace("Qwen/Qwen3-0.6B", str(tiny_model_path())), {})
+    assert "{'question': 'What is 0 + 48?', 'answer': '0 + 48 = 48'" in capsys.readouterr().out
