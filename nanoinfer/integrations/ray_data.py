@@ -27,6 +27,7 @@ from nanoinfer.batch.openai_format import SAMPLING_FIELDS, parse_body
 from nanoinfer.config import VLLM_NAMES, EngineConfig
 from nanoinfer.errors import check_names
 from nanoinfer.outputs import RequestOutput, TokenLogprobs
+from nanoinfer.sampling_params import is_whole_number
 from nanoinfer.text.columns import as_list
 
 try:
@@ -96,11 +97,11 @@ def build_processor(
     own = [name for name in inspect.signature(build_processor).parameters if name != "options"]
     check_names("build_processor", options, [*own, *(item.name for item in fields(EngineConfig))], FOREIGN_NAMES)
     sizes = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
-    if len(sizes) != 2 or not 1 <= sizes[0] <= sizes[1]:
+    if len(sizes) != 2 or not all(map(is_whole_number, sizes)) or not 1 <= sizes[0] <= sizes[1]:
         raise ConfigError(f"concurrency={concurrency!r}; give a number of actors from 1 on, or the least and the most")
     for name, value in {"batch_size": batch_size, "max_concurrent_batches": max_concurrent_batches}.items():
-        if value < 1:
-            raise ConfigError(f"{name}={value!r} must be at least 1; leave it out for the default")
+        if not is_whole_number(value) or value < 1:
+            raise ConfigError(f"{name}={value!r} must be a whole number of at least 1; leave it out for the default")
     if num_gpus is not None and 0 < num_gpus < 1:
         options = {"gpu_memory_utilization": 0.9 * num_gpus, **options}
     config = EngineConfig.from_options(model, options)

@@ -32,7 +32,6 @@ ANSWER = "312 + 48 = 360"
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     ray.init(num_cpus=4, num_gpus=0, include_dashboard=False, logging_level="ERROR")
     ray.data.DataContext.get_current().enable_progress_bars = False
     yield
@@ -280,7 +279,9 @@ def test_actors_draw_samples_of_their_own(actor: EngineActor) -> None:
         ({"model_source": "x"}, TypeError, "did you mean 'model'"),
         ({"concurrency": 0}, ConfigError, "concurrency=0"),
         ({"concurrency": (3, 2)}, ConfigError, r"concurrency=\(3, 2\)"),
+        ({"concurrency": "2"}, ConfigError, "concurrency='2'"),
         ({"batch_size": 0}, ConfigError, "batch_size=0"),
+        ({"max_concurrent_batches": 1.5}, ConfigError, "max_concurrent_batches=1.5"),
         ({"num_gpus": 1, "tensor_parallel_size": 2}, ConfigError, "use num_gpus=2"),
         ({"sampling_params": {"temperature": -1}}, RequestError, "temperature=-1"),
         ({"sampling_params": "greedy"}, RequestError, "sampling_params='greedy'"),
