@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "batch": EVERYBODY | {"llm", "executor", "text", "progress", "constraints.structured_outputs"},
     "bench": EVERYBODY
     | {*nanoinfer.__all__, "__version__", "engine", "models", "layers", "quantization", "kernels", "distributed"},
+    "integrations": EVERYBODY | {*nanoinfer.__all__, "batch", "text"},
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "batch", "bench"},
 }
 WITHOUT_TORCH = {"constraints", "engine", "config", "sampling_params", "outputs", "errors"}
@@ -91,6 +92,10 @@ def test_the_planning_half_of_the_engine_does_without_torch(name: str) -> None:
 def test_nothing_imports_the_benchmark_but_the_command_line() -> None:
     importers = [name for name, allowed in MAY_IMPORT.items() if "bench" in allowed]
     assert importers == ["__main__"]
+
+
+def test_nothing_imports_the_integrations() -> None:
+    assert [name for name, allowed in MAY_IMPORT.items() if "integrations" in allowed] == []
 
 
 @pytest.mark.parametrize(
@@ -170,9 +175,7 @@ def test_a_name_that_the_package_has_not_is_an_attribute_error() -> None:
 def test_every_module_of_the_cpu_path_imports_without_triton_and_flash_attn() -> None:
     """Two of them run, too: an operator that has a kernel, and the sampler."""
     on_cpu = [
-        name
-        for name in MODULES
-        if name != "__init__" and not lies_in(name, "assets") and not name.startswith(CUDA_ONLY)
+        name for name in MODULES if name != "__init__" and not name.startswith(("assets", "integrations.", *CUDA_ONLY))
     ]
     assert "runner.model_runner" in on_cpu
     lines = [
