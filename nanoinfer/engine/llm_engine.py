@@ -6,53 +6,27 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import xxhash
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.constraints.rules import ConstraintPlan, StepRules
-from nanoinfer.engine.batch import Packet, ScheduledBatch, pack
+from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.logprobs import collect_logprobs
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.errors import EngineClosedError
+from nanoinfer.errors import EngineClosedError, EngineStateError
+from nanoinfer.executor.runner import Runner
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.detokenizer import CompletionText
 from nanoinfer.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nanoinfer")
-
-
-class Runner(Protocol):
-    """Runs steps on one device or on several: a ModelRunner, a ParallelRunner, or a fake one in tests."""
-
-    closed: bool
-    max_model_len: int  # tokens of the longest sequence
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV cache."""
-
-    @property
-    def max_group_rows(self) -> int:
-        """The most decode rows that attention can read a shared prefix for at once; 0 where it cannot."""
-
-    def launch(self, packet: Packet) -> Any:
-        """Start the forward pass of a step, up to its logits."""
-
-    def sample(self, pending: Any, rules: StepRules | None = None) -> Any:
-        """Draw the tokens of the step that was just launched, as the rules that it awaits allow."""
-
-    def wait(self, handle: Any) -> list[int]:
-        """Return the token ids of a sampled step, once they are there."""
-
-    def close(self) -> None:
-        """Free the model and the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,10 +177,12 @@ class LLMEngine:
             self.runner.close()
             self.runner = None
 
-    def check_open(self) -> Runner:
-        """Return the runner. Raises EngineClosedError where there is none any more."""
+    def check_open(self, is_for_steps: bool = True) -> Runner:
+        """Return the runner. Raises EngineClosedError where there is none any more, EngineStateError if it sleeps."""
         if self.runner is None or self.runner.closed:
             raise EngineClosedError("this engine was closed; make a new LLM")
+        if is_for_steps and self.runner.unready:
+            raise EngineStateError(self.runner.unready)
         return self.runner
 
     def _launch(self) -> bool:
