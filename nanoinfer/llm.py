@@ -78,7 +78,8 @@ class LLM:
             # What the tokenizer imports takes as long as loading the weights, so both happen at the same time.
             with ThreadPoolExecutor(1) as background:
                 loading = background.submit(load_tokenizer, tokenizer_folder, vocab_size)
-                runner = _make_runner(self.config, model_config, folder)
+                runner_class = ModelRunner if self.config.tensor_parallel_size == 1 else ParallelRunner
+                runner = runner_class(self.config, model_config, folder)
                 on_failure.callback(runner.close)
                 loaded = time.perf_counter()
                 tokenizer = loading.result()
@@ -288,10 +289,8 @@ class LLM:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, as `generate` makes them. Raises RequestError where there is no tokenizer."""
-        if not isinstance(text, str):
-            raise RequestError(f"{text!r} is a {type(text).__name__}; give a string")
         with self._lock:
-            return self._prompts.tokenize([text])[0]
+            return self._prompts.encode_text(text)
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of one token id or several. Raises RequestError for a wrong id, or without a tokenizer."""
@@ -426,8 +425,3 @@ class LLM:
 
 
 LLM.__doc__ = f"{inspect.cleandoc(LLM.__doc__ or '')}\n\n{describe_options()}\n"
-
-
-def _make_runner(config: EngineConfig, model_config: ModelConfig, folder: Path) -> ModelRunner | ParallelRunner:
-    runner_class = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
-    return runner_class(config, model_config, folder)

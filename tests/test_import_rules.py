@@ -36,7 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"engine"},
     "llm": EVERYBODY
-    | {"constraints", "engine", "executor", "runner", "models", "text", "progress", "scoring", "integrations"},
+    | {"constraints", "engine", "executor", "runner", "models", "text", "progress", "scoring"}
+    | {"integrations.aio", "integrations.weights"},
     "integrations": EVERYBODY | {"llm", "engine", "executor", "text", "progress"},
     "__init__": EVERYBODY | {"llm", "constraints.structured_outputs"},
     "batch": EVERYBODY | {"llm", "executor", "text", "progress", "constraints.structured_outputs"},

@@ -100,6 +100,12 @@ class PromptProcessor:
         self.encode([before + after for before, after in pairs])  # checks their lengths
         return pairs
 
+    def encode_text(self, text: str) -> list[int]:
+        """Return the token ids of a text, however many. Raises RequestError for what is no text."""
+        if not isinstance(text, str):
+            raise RequestError(f"{text!r} is a {type(text).__name__}; give a string")
+        return self.tokenize([text])[0]
+
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool) -> str:
         """Return the text of one token id or several. Raises RequestError for a wrong id, or without a tokenizer."""
         ids: list[Any] = list(token_ids) if isinstance(token_ids, Iterable) else [token_ids]
