@@ -81,7 +81,7 @@ def test_three_hundred_calls_at_once_share_batches_and_one_thread(llm: LLM) -> N
     assert run_all(*map(call, PROMPTS)) == expected
     steps = llm.get_metrics().num_decode_steps - before.num_decode_steps
     assert steps < 3 * SHORT.max_tokens, "one after another they would take 1,500"
-    assert max(num_threads) == 1
+    assert max(num_threads) <= 1
 
 
 def test_a_stream_has_the_chunks_of_a_stream_without_asyncio(llm: LLM) -> None:
