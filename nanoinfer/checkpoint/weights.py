@@ -95,7 +95,9 @@ class ModelWeights:
     # -------- Updates -------------------------------------------------------------------------------------------------
 
     def check(self, name: str, tensor: Any) -> dict[Place, Tensor]:
-        """Return where a tensor goes, with its parts. Raises ModelError for a name or a shape that does not fit."""
+        """Return where a tensor goes: nowhere, if it is not needed. Raises ModelError for one that does not fit."""
+        if not isinstance(name, str):
+            raise ModelError(f"{name!r} is no name of a weight; give pairs of a name and a tensor, or a dict of these")
         if not isinstance(tensor, Tensor):
             raise ModelError(f"{name!r} cannot be updated: it is a {type(tensor).__name__}; give a tensor")
         if not self.is_needed(name):

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanoinfer.device import computing
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.executor.shm_ring import RingReader, RingWriter
 from nanoinfer.runner.model_runner import ModelRunner
@@ -45,7 +46,9 @@ def obey(message: Message, runner: ModelRunner, reader: RingReader) -> None:
     if order == Order.UPDATE:
         dtype, num_dims = DTYPES[numbers[0]], numbers[1]
         shape, name = numbers[2 : 2 + num_dims], bytes(numbers[2 + num_dims :]).decode()
-        runner.weights.update(name, _receive(reader, runner.tp, torch.empty(shape, dtype=dtype, device=runner.device)))
+        with computing(runner.device, None):
+            tensor = torch.empty(shape, dtype=dtype, device=runner.device)
+            runner.weights.update(name, _receive(reader, runner.tp, tensor))
         return
     if order == Order.SLEEP:
         runner.sleep(numbers[0])
@@ -56,7 +59,8 @@ def obey(message: Message, runner: ModelRunner, reader: RingReader) -> None:
 
 def all_have_done_so(runner: ModelRunner) -> None:
     """Wait until all ranks have come here."""
-    runner.tp.minimum(0, runner.device)
+    with computing(runner.device, None):
+        runner.tp.minimum(0, runner.device)
 
 
 class AllRanksWeights:
@@ -76,9 +80,10 @@ class AllRanksWeights:
 
     def update(self, name: str, tensor: Any) -> None:
         """Check a tensor and copy it there, or each rank's share of it."""
-        self.check(name, tensor)  # what the ranks do together must not fail
-        with self._all_ranks(), torch.inference_mode():
-            self._runner.weights.update(name, self._send(name, tensor))
+        # Checked before: what the ranks do together must not fail.
+        if self._runner.weights.check(name, tensor):
+            with self._all_ranks(), computing(self._runner.device, None):
+                self._runner.weights.update(name, self._send(name, tensor))
 
     def _send(self, name: str, tensor: Tensor) -> Tensor:
         """Send a tensor to the workers, and return it on rank 0's device."""

@@ -16,8 +16,10 @@ from nanoinfer.engine.llm_engine import PreparedRequest
 from nanoinfer.llm import LLM, OnFinish, Params, Prompts
 from nanoinfer.outputs import RequestOutput, StreamChunk
 from nanoinfer.progress import Progress
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import as_list_of_prompts, check_on_finish, check_streamable
 
+Prepare = Callable[[], list[PreparedRequest]]
 _creation = threading.Lock()  # held while an LLM gets its driver
 
 
@@ -34,7 +36,11 @@ async def agenerate(
     """Complete one prompt or many, as `LLM.generate` does. on_finish is called in the thread of the event loop."""
     check_on_finish(on_finish)
     prompts = as_list_of_prompts(prompts)
-    call = Call(lambda: llm._prepare(prompts, sampling_params, priority, True, tokenization_kwargs))
+
+    def prepare() -> list[PreparedRequest]:
+        return llm._prepare(prompts, sampling_params, priority, True, tokenization_kwargs)
+
+    call = Call(await _with_grammars(prepare, sampling_params))
     num_reported, is_done = 0, False
     with _driven(llm, call), Progress(llm.get_metrics, len(prompts), use_tqdm) as progress:
         while not is_done:
@@ -56,13 +62,25 @@ async def astream(llm: LLM, prompts: Prompts, sampling_params: Params = None) ->
         return requests
 
     chunks: deque[StreamChunk] = deque()
-    call = Call(prepare, chunks)
+    call = Call(await _with_grammars(prepare, sampling_params), chunks)
     is_done = False
     with _driven(llm, call):
         while not is_done:
             is_done = await call.news()
             while chunks:
                 yield chunks.popleft()
+
+
+async def _with_grammars(prepare: Prepare, sampling_params: Params) -> Prepare:
+    """Return what prepares a call without compiling grammars, which can take seconds: no step is to wait for that.
+
+    A thread of the event loop's own pool compiles them.
+    """
+    all_params = [sampling_params] if isinstance(sampling_params, SamplingParams) else sampling_params or []
+    if all(getattr(params, "structured_outputs", None) is None for params in all_params):
+        return prepare
+    requests = await asyncio.to_thread(prepare)
+    return lambda: requests
 
 
 class Call:
@@ -72,7 +90,7 @@ class Call:
     inbox: the outputs of the requests that have finished. is_abandoned: whether the task waits no more.
     """
 
-    def __init__(self, prepare: Callable[[], list[PreparedRequest]], chunks: deque[StreamChunk] | None = None) -> None:
+    def __init__(self, prepare: Prepare, chunks: deque[StreamChunk] | None = None) -> None:
         self.prepare = prepare
         self.chunks = chunks
         self.loop = asyncio.get_running_loop()
@@ -119,10 +137,10 @@ class Driver:
     def submit(self, llm: LLM, call: Call) -> None:
         """Serve a call from the next step on. Any thread may call this."""
         with self._lock:
-            self._new.append(call)
             if not self._is_running:
-                self._is_running = True
                 threading.Thread(target=self._run, args=(llm,), name="nanoinfer asyncio", daemon=True).start()
+                self._is_running = True
+            self._new.append(call)
 
     def _run(self, llm: LLM) -> None:
         calls: list[Call] = []
@@ -159,6 +177,8 @@ def _begin(llm: LLM, call: Call) -> None:
                 call.request_ids.append(llm.engine.add_request(request, call.inbox, call.chunks, index))
     except BaseException as error:
         call.error = error
+        with suppress(Exception):  # of an engine that is broken
+            _abort(llm, [call])
 
 
 def _abort(llm: LLM, calls: list[Call]) -> None:

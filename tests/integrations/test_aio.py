@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from nanoinfer import LLM, EngineClosedError, EngineStateError, RequestError, SamplingParams, StructuredOutputsParams
+from nanoinfer import (
+    LLM,
+    EngineClosedError,
+    EngineStateError,
+    RequestError,
+    SamplingParams,
+    StructuredOutputsParams,
+    tiny_model_path,
+)
 from nanoinfer.outputs import RequestOutput, StreamChunk
 
 Checkpoint = Callable[..., Path]
@@ -133,6 +141,20 @@ def test_errors_of_a_call_are_those_of_generate_and_harm_no_other(llm: LLM) -> N
     assert good == ids_of(llm.generate([1, 2], SHORT, use_tqdm=False))
     with pytest.raises(TypeError, match="unexpected keyword argument 'priorities'"):
         run_all(generate(llm, [1], priorities=[1]))
+
+
+def test_grammars_are_compiled_beside_the_event_loop_and_the_steps() -> None:
+    pytest.importorskip("llguidance")
+    params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[0-9]{3}"))
+    wrong = replace(params, structured_outputs=StructuredOutputsParams(regex="("))
+    with LLM(tiny_model_path(), device="cpu") as llm:
+        calls = llm.agenerate("What", params), stream(llm, "What", params), generate(llm, "What", wrong)
+        [output], chunks, error = run_all(*calls, return_exceptions=True)
+        assert output.text == llm.generate("What", params, use_tqdm=False)[0].text
+        assert "".join(chunk.text for chunk in chunks) == output.text
+        assert isinstance(error, RequestError)
+        assert len(output.text) == 3
+        wait_until_idle(llm)
 
 
 def test_an_error_in_on_finish_ends_its_call_alone(llm: LLM) -> None:

@@ -206,6 +206,8 @@ def test_a_wrong_name_is_refused_with_close_ones_and_nothing_of_a_dict_is_copied
         llm.update_weights(tensors | {Q_PROJ: torch.zeros(128, 128, dtype=torch.int64)})
     with pytest.raises(ModelError, match=r"cannot be updated: it is a ndarray; give a tensor"):
         llm.update_weights(tensors | {Q_PROJ: tensors[Q_PROJ].numpy()})
+    with pytest.raises(ModelError, match=r"0 is no name of a weight; give pairs of a name and a tensor"):
+        llm.update_weights(enumerate(tensors.values()))
     assert generate(llm) == expected[0]
 
 
