@@ -20,6 +20,7 @@ from nanoinfer.engine.llm_engine import LLMEngine, PreparedRequest
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.executor.parallel_runner import ParallelRunner
+from nanoinfer.integrations import weights
 from nanoinfer.models import REGISTRY
 from nanoinfer.outputs import EngineMetrics, RequestOutput, Score, StreamChunk
 from nanoinfer.progress import Progress
@@ -308,8 +309,6 @@ class LLM:
         Raises ModelError, with close names, for one that does not fit: nothing of a dict is copied then; what came
         before it in an iterable stays. Raises EngineStateError while requests are unfinished, or the engine sleeps.
         """
-        from nanoinfer.integrations import weights
-
         with self._lock:
             weights.update_weights(self.engine, named_tensors)
 
@@ -319,15 +318,11 @@ class LLM:
         level: 1 keeps the weights in host memory; 2 drops them, to be given to `update_weights` after `wake_up`. Raises
         EngineStateError while requests are unfinished.
         """
-        from nanoinfer.integrations import weights
-
         with self._lock:
             weights.sleep(self.engine, level)
 
     def wake_up(self) -> None:
         """Take the memory again. Raises ConfigError where it is not free; the engine sleeps on then, if on one GPU."""
-        from nanoinfer.integrations import weights
-
         with self._lock:
             weights.wake_up(self.engine)
 

@@ -149,14 +149,14 @@ class ModelRunner:
 
     def wake_up(self) -> None:
         """Take the memory again and capture the graphs again. If memory is short, the runner sleeps on and raises."""
-        assert self.sleep_level is not None, "a runner that is awake is woken up"
         try:
             with computing(self.device, self._num_threads):
                 self.weights.return_to_device()
+                self._allocate_logits()
                 self._allocate(self.num_blocks, self.max_model_len)
                 self._capture_graphs()
         except BaseException:
-            self.sleep(self.sleep_level)
+            self.sleep(self.sleep_level or 1)
             raise
         self.sleep_level = None
 
@@ -173,7 +173,7 @@ class ModelRunner:
             self._free_step_memory()
 
     def _free_step_memory(self) -> None:
-        """Free what `_allocate` has made, and the graphs."""
+        """Free what runs steps, but not the weights."""
         self.graphs = None
         for name in ("logits", "kv_cache", "tables", "sampler"):
             vars(self).pop(name, None)  # a runner that sleeps has none
@@ -217,6 +217,7 @@ class ModelRunner:
         self.model = self._load_model(folder, longest)
         self.weights = ModelWeights(self.model)
         self.max_group_rows = self.backends.max_group_rows
+        self._allocate_logits()
         loaded = time.perf_counter()
         if self.device.type == "cpu" and sum(p.numel() for p in self.model.parameters()) < MIN_THREADED_PARAMETERS:
             self._num_threads = 1
@@ -256,13 +257,16 @@ class ModelRunner:
         return model.eval()
 
     def _allocate(self, num_blocks: int, max_model_len: int) -> None:
-        """Make the cache, the tables, the sampler and the buffer of the logits, the largest thing that a step makes."""
-        block_size, max_num_seqs = self.config.kvcache_block_size, self.config.max_num_seqs
+        """Make the cache, the tables and the sampler."""
+        block_size = self.config.kvcache_block_size
         shape = memory.cache_shape(self.model_config, num_blocks, block_size, self.tp)
         self.kv_cache = memory.allocate_kv_cache(shape, self.kv_dtype, self.device)
-        self.tables = StepTables(max_num_seqs, max_model_len, block_size, self.device)
+        self.tables = StepTables(self.config.max_num_seqs, max_model_len, block_size, self.device)
         self.sampler = Sampler(self.tables.token_ids, self.tables.context_lens, self.model_config.vocab_size, self.tp)
-        self.logits = self.model.lm_head.weight.new_empty(max_num_seqs, self.model.vocab_shard.size)
+
+    def _allocate_logits(self) -> None:
+        """Make one buffer for all graphs and for what runs without: the logits are the largest thing of a step."""
+        self.logits = self.model.lm_head.weight.new_empty(self.config.max_num_seqs, self.model.vocab_shard.size)
 
     def _capture_graphs(self) -> None:
         if self._uses_graphs:
