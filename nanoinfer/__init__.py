@@ -13,6 +13,7 @@ from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
 from nanoinfer.errors import (
     ConfigError,
     EngineClosedError,
+    EngineStateError,
     JobError,
     ModelError,
     NanoinferError,
@@ -41,6 +42,7 @@ __all__ = [
     "ConfigError",
     "EngineClosedError",
     "EngineMetrics",
+    "EngineStateError",
     "JobError",
     "Logprob",
     "ModelError",

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,11 +20,12 @@ from nanoinfer.engine.llm_engine import LLMEngine, PreparedRequest
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.executor.parallel_runner import ParallelRunner
+from nanoinfer.integrations import weights
 from nanoinfer.models import REGISTRY
 from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
 from nanoinfer.progress import Progress
 from nanoinfer.runner.model_runner import ModelRunner
-from nanoinfer.sampling_params import SamplingParams, is_whole_number
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scoring import score, scoring_request
 from nanoinfer.text.chat import Conversation, render_chats
 from nanoinfer.text.prompts import (
@@ -35,6 +36,8 @@ from nanoinfer.text.prompts import (
     as_priorities,
     as_prompt,
     as_request_ids,
+    check_on_finish,
+    check_streamable,
     one_for_each,
 )
 from nanoinfer.text.tokenizer import find_tokenizer, load_tokenizer, read_stop_token_ids
@@ -92,6 +95,7 @@ class LLM:
         self._prompts = PromptProcessor(
             tokenizer, self.config.model, model_config.vocab_size, self.max_model_len, stop_token_ids
         )
+        self.async_driver: Any = None  # steps for `agenerate` and `astream`, made by the first of them
         self._unclaimed: list[RequestOutput] = []  # of requests of `add_request`, until `step` returns them
         self._lock = threading.RLock()  # held while a call prepares, queues or drops requests, and for each step
         imports = {"imports": import_seconds.pop()} if import_seconds else {}
@@ -135,8 +139,7 @@ class LLM:
         False} adds none. Raises RequestError for a prompt that cannot be served; nothing is queued then, and nothing is
         left behind if the call fails later.
         """
-        if on_finish is not None and not callable(on_finish):
-            raise RequestError(f"on_finish={on_finish!r} cannot be called; give a function of an output")
+        check_on_finish(on_finish)
         prompts = as_list_of_prompts(prompts)
         requests = self._prepare(prompts, sampling_params, priority, True, tokenization_kwargs, use_tqdm)
         return self._complete(requests, use_tqdm, on_finish)
@@ -188,12 +191,25 @@ class LLM:
         no place for them.
         """
         requests = self._prepare(as_list_of_prompts(prompts), sampling_params)
-        for params in (request.sampling_params for request in requests):
-            if params.prompt_logprobs is not None:
-                raise RequestError(
-                    f"prompt_logprobs={params.prompt_logprobs} cannot be streamed; use generate, or leave it out"
-                )
+        check_streamable([request.sampling_params for request in requests])
         return self._stream(requests)
+
+    async def agenerate(
+        self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = False, **options: Any
+    ) -> list[RequestOutput]:
+        """Do as `generate`, with its arguments and errors, while other tasks of the event loop run.
+
+        Calls of all tasks and threads share batches. If the task is cancelled, its requests are aborted.
+        """
+        from nanoinfer.integrations.aio import agenerate
+
+        return await agenerate(self, prompts, sampling_params, use_tqdm, **options)
+
+    def astream(self, prompts: Prompts, sampling_params: Params = None) -> AsyncGenerator[StreamChunk, None]:
+        """Do as `stream`, for `async for`; the errors are raised when the first chunk is asked for."""
+        from nanoinfer.integrations.aio import astream
+
+        return astream(self, prompts, sampling_params)
 
     def score(self, prompts: Prompts, completions: Prompts, use_tqdm: bool = True) -> list[Score]:
         """Return how likely the model finds each completion after its prompt, and whether greedy decoding would say it.
@@ -204,12 +220,9 @@ class LLM:
         it, and where either is given as token ids, both are tokenized by themselves. Prompts that begin alike share
         the computation of what is alike. Raises RequestError for a pair that cannot be served, or is empty.
         """
-        prompts, completions = as_list_of_prompts(prompts), as_list_of_prompts(completions)
-        if len(prompts) != len(completions):
-            raise RequestError(f"{len(completions)} completions for {len(prompts)} prompts; give one for each")
         self.engine.check_open()
         with self._lock:
-            pairs = self._prompts.encode_pairs(prompts, completions)
+            pairs = self._prompts.encode_pairs(as_list_of_prompts(prompts), as_list_of_prompts(completions))
         outputs = self._complete([*map(scoring_request, pairs)], use_tqdm, on_finish=None)
         return [*map(score, outputs, pairs)]
 
@@ -280,23 +293,41 @@ class LLM:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, as `generate` makes them. Raises RequestError where there is no tokenizer."""
-        if not isinstance(text, str):
-            raise RequestError(f"{text!r} is a {type(text).__name__}; give a string")
         with self._lock:
-            return self._prompts.tokenize([text])[0]
+            return self._prompts.encode_text(text)
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of one token id or several. Raises RequestError for a wrong id, or without a tokenizer."""
-        ids: list[Any] = list(token_ids) if isinstance(token_ids, Iterable) else [token_ids]
-        vocab_size = self._prompts.vocab_size
-        if wrong := [item for item in ids if not is_whole_number(item) or not 0 <= item < vocab_size]:
-            raise RequestError(f"{wrong[0]!r} is no token id; ids are 0 to {vocab_size - 1}")
-        return self._prompts.require_tokenizer().decode([int(item) for item in ids], skip_special_tokens)
+        return self._prompts.decode(token_ids, skip_special_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         with self._lock:
             self.engine.reset_prefix_cache()
+
+    def update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """Copy new weights into the model in place, on all ranks, and forget every cached prefix.
+
+        named_tensors: a dict or an iterable of the checkpoint's names and whole tensors, on any device; all or some.
+        Raises ModelError, with close names, for one that does not fit: nothing of a dict is copied then; what came
+        before it in an iterable stays. Raises EngineStateError while requests are unfinished, or the engine sleeps.
+        """
+        with self._lock:
+            weights.update_weights(self.engine, named_tensors)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the device's memory back until `wake_up`; calls that need the model raise EngineStateError meanwhile.
+
+        level: 1 keeps the weights in host memory; 2 drops them, to be given to `update_weights` after `wake_up`. Raises
+        EngineStateError while requests are unfinished.
+        """
+        with self._lock:
+            weights.sleep(self.engine, level)
+
+    def wake_up(self) -> None:
+        """Take the memory again. Raises ConfigError where it is not free; the engine sleeps on then, if on one GPU."""
+        with self._lock:
+            weights.wake_up(self.engine)
 
     def close(self) -> None:
         """Free the model and the cache; closing twice is fine."""

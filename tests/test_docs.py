@@ -30,6 +30,16 @@ def test_the_readmes_python_can_be_pasted(capsys: pytest.CaptureFixture[str]) ->
     assert "312 + 48 = 360" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("title", "shown"), [("Training loops", ""), ("asyncio", "7 + 48 = 55\n8 + 48 = 56")])
+def test_the_snippets_of_integrations_run(title: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    [section] = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", (DOCS / "integrations.md").read_text(), re.M | re.S)
+    snippets = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    assert snippets
+    for snippet in snippets:
+        exec(snippet, {"__name__": "__main__"})
+    assert capsys.readouterr().out == shown
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_to_a_file(page: Path) -> None:
     for target in LINK.findall(page.read_text()):

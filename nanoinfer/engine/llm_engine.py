@@ -6,53 +6,26 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import xxhash
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.constraints.rules import ConstraintPlan, StepRules
-from nanoinfer.engine.batch import Packet, ScheduledBatch, pack
+from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.logprobs import collect_logprobs
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.errors import EngineClosedError
+from nanoinfer.errors import EngineClosedError, EngineStateError
+from nanoinfer.executor.runner import Runner
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.detokenizer import CompletionText
-from nanoinfer.text.tokenizer import Tokenizer
+from nanoinfer.text.tokenizer import Tokenizer, completion_text
 
 logger = logging.getLogger("nanoinfer")
-
-
-class Runner(Protocol):
-    """Runs steps on one device or on several: a ModelRunner, a ParallelRunner, or a fake one in tests."""
-
-    closed: bool
-    max_model_len: int  # tokens of the longest sequence
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV cache."""
-
-    @property
-    def max_group_rows(self) -> int:
-        """The most decode rows that attention can read a shared prefix for at once; 0 where it cannot."""
-
-    def launch(self, packet: Packet) -> Any:
-        """Start the forward pass of a step, up to its logits."""
-
-    def sample(self, pending: Any, rules: StepRules | None = None) -> Any:
-        """Draw the tokens of the step that was just launched, as the rules that it awaits allow."""
-
-    def wait(self, handle: Any) -> list[int]:
-        """Return the token ids of a sampled step, once they are there."""
-
-    def close(self) -> None:
-        """Free the model and the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +107,7 @@ class LLMEngine:
             seq = Sequence(self._num_sequences, prepared.token_ids, params, seed, prepared.priority, request_id, sample)
             seq.constraint = prepared.constraint.start() if prepared.constraint else None
             self._num_sequences += 1
-            request.completions.append(Completion(seq, self._completion_text(params), chunks, index))
+            request.completions.append(Completion(seq, completion_text(self.tokenizer, params), chunks, index))
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(prepared.token_ids)
             if prepared.prompt_logprobs_start < len(prepared.token_ids):
@@ -203,10 +176,12 @@ class LLMEngine:
             self.runner.close()
             self.runner = None
 
-    def check_open(self) -> Runner:
-        """Return the runner. Raises EngineClosedError where there is none any more."""
+    def check_open(self, is_for_steps: bool = True) -> Runner:
+        """Return the runner. Raises EngineClosedError where there is none any more, EngineStateError if it sleeps."""
         if self.runner is None or self.runner.closed:
             raise EngineClosedError("this engine was closed; make a new LLM")
+        if is_for_steps and self.runner.unready:
+            raise EngineStateError(self.runner.unready)
         return self.runner
 
     def _launch(self) -> bool:
@@ -251,7 +226,8 @@ class LLMEngine:
         collect_logprobs(self._requests, step.batch, step.handle, wanted)
         # Steps overlap: each counts from its launch, or from the end of the one before it.
         now = time.perf_counter()
-        self._count(step.batch, sum(wanted), now - max(step.started, self._last_collected))
+        seconds = now - max(step.started, self._last_collected)
+        self.stats.count_step(bool(step.batch.prefill), step.batch.num_prefill_tokens, sum(wanted), seconds)
         self._last_collected = now
         if self._watched:
             self._watch(step.batch, now)
@@ -259,19 +235,6 @@ class LLMEngine:
     def _collect_until(self, max_in_flight: int) -> None:
         while len(self._in_flight) > max_in_flight:
             self._collect()
-
-    def _count(self, batch: ScheduledBatch, num_generated: int, seconds: float) -> None:
-        """Count a collected step, in which `num_generated` sequences got a token that was wanted."""
-        stats = self.stats
-        stats.num_generated_tokens += num_generated
-        if batch.prefill:
-            stats.num_prefill_steps += 1
-            stats.prefill_tokens += batch.num_prefill_tokens
-            stats.prefill_seconds += seconds
-        else:
-            stats.num_decode_steps += 1
-            stats.decode_tokens += num_generated
-            stats.decode_seconds += seconds
 
     def _note_admissions(self, batch: ScheduledBatch, now: float) -> None:
         for seq in batch.admitted:
@@ -310,12 +273,6 @@ class LLMEngine:
         """Return the seed of a sample's own random stream, so that equal prompts differ and batches do not matter."""
         source = (params.seed,) if params.seed is not None else (self.config.seed, request_id)
         return xxhash.xxh64_intdigest(struct.pack(f"<{len(source) + 1}q", *source, sample)) >> 1
-
-    def _completion_text(self, params: SamplingParams) -> CompletionText:
-        tokenizer = self.tokenizer if params.detokenize else None
-        how = params.skip_special_tokens, params.spaces_between_special_tokens
-        detokenizer = tokenizer.detokenizer(*how) if tokenizer else None
-        return CompletionText(detokenizer, params.stop or (), params.include_stop_str_in_output)
 
     def _discard(self, *batches: ScheduledBatch) -> None:
         """Queue the sequences of all steps in flight, and of these batches, again."""

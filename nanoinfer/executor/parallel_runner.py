@@ -27,6 +27,7 @@ from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, TensorParall
 from nanoinfer.engine.batch import Packet, read_header
 from nanoinfer.errors import WorkerError
 from nanoinfer.executor.interrupts import postponed_interrupt
+from nanoinfer.executor.orders import AllRanksWeights, Order, all_have_done_so, is_order, obey, pack_order
 from nanoinfer.executor.rules_message import pack_rules, read_rules
 from nanoinfer.executor.shm_ring import Ring, RingReader, RingWriter
 from nanoinfer.executor.workers import PASSED, Workers
@@ -113,6 +114,32 @@ class ParallelRunner:
         except Exception as error:
             self._fail(error)
 
+    def sleep(self, level: int) -> None:
+        """Give the devices' memory back; return when all ranks have."""
+        with self._all_ranks():
+            self._writer.send(pack_order(Order.SLEEP, level))
+            self._runner.sleep(level)
+            all_have_done_so(self._runner)
+
+    def wake_up(self) -> None:
+        """Take the memory again. If it is short on one rank, the runner is closed."""
+        with self._all_ranks():
+            self._writer.send(pack_order(Order.WAKE_UP))
+            self._runner.wake_up()
+            all_have_done_so(self._runner)
+
+    @property
+    def weights(self) -> AllRanksWeights:
+        return AllRanksWeights(self._runner, self._writer, self._all_ranks)  # not kept: it holds this runner
+
+    @property
+    def sleep_level(self) -> int | None:
+        return self._runner.sleep_level
+
+    @property
+    def unready(self) -> str | None:
+        return self._runner.unready
+
     def close(self) -> None:
         """End the workers and free this rank's memory. Closing twice is fine; a fork of this process closes nothing."""
         if self._workers.are_ours:
@@ -174,6 +201,9 @@ def run_worker(
     with suppress(EOFError):  # rank 0 has closed the runner, or is gone
         while True:
             packet = reader.receive()
+            if is_order(packet):
+                obey(packet, runner, reader)
+                continue
             pending = runner.launch(packet)
             runner.sample(pending, read_rules(reader.receive()) if read_header(packet).awaits_rules else None)
     if becomes_idle(devices[rank], ABORT_SECONDS):

@@ -1,1 +1,1 @@
-"""Bridges to the tools that people already use. Each needs an extra of its own, and nothing else imports them."""
+"""For the tools that people already use; a bridge to a library needs an extra of its own."""

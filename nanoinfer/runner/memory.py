@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.kv_rounding import num_cache_bytes, tensors_of_cache
@@ -71,17 +70,6 @@ def allocate_kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.
             f"num_kvcache_blocks={shape[1]} needs {num_cache_bytes(shape, dtype) / GIB:.1f} GiB, more than {device} "
             "has free; set it lower, or free the memory that other programs hold"
         ) from None
-
-
-def longest_wanted(config: EngineConfig, model_config: ModelConfig) -> int:
-    """Return the longest sequence that the user asked for, or that the model's positions allow."""
-    limit, requested = model_config.max_model_len, config.max_model_len
-    if requested is not None and requested > limit:
-        raise ConfigError(
-            f"max_model_len={requested} is above the model's own limit of {limit} tokens; use at most {limit}, or "
-            "a config.json with RoPE scaling"
-        )
-    return requested or limit
 
 
 def resolve_max_model_len(requested: int | None, model_limit: int, num_blocks: int, block_size: int) -> int:
