@@ -113,6 +113,9 @@ class EngineConfig:
         "A dict, in JSON on the command line, of fields that replace those of config.json. A dict for a nested config, "
         "such as text_config, replaces fields of that one. A field that nanoinfer does not read is an error.",
     )
+    trace: str | None = option(
+        None, "An HTML file that shows the whole run, step by step and request by request; written by `close`."
+    )
     seed: int = option(0, "The number from which the random streams of all requests derive.")
 
     def __post_init__(self) -> None:
@@ -148,6 +151,8 @@ class EngineConfig:
             raise ConfigError(f"quantization={self.quantization!r} is not known; use {known} or None")
         if self.max_model_len == 1:
             raise ConfigError("max_model_len=1 has no room for a prompt and a completion; use at least 2")
+        if self.trace is not None and (Path(self.trace).is_dir() or not Path(self.trace).parent.is_dir()):
+            raise ConfigError(f"trace={self.trace!r} cannot be written; give a file in a folder that exists")
         if self.kvcache_block_size % 16 != 0:
             nearest = max(16, round(self.kvcache_block_size / 16) * 16)
             raise ConfigError(f"kvcache_block_size={self.kvcache_block_size} is no multiple of 16; use {nearest}")

@@ -16,12 +16,13 @@ from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig, describe_options
 from nanoinfer.constraints.constraints import Constraints
+from nanoinfer.control.run_control import RunControl
 from nanoinfer.engine.llm_engine import LLMEngine, PreparedRequest
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import REGISTRY
-from nanoinfer.outputs import EngineMetrics, RequestOutput, Score, StreamChunk
+from nanoinfer.outputs import RequestOutput, Score, StreamChunk
 from nanoinfer.progress import Progress
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.sampling_params import SamplingParams, is_whole_number
@@ -34,7 +35,6 @@ from nanoinfer.text.prompts import (
     as_list_of_prompts,
     as_priorities,
     as_prompt,
-    as_request_ids,
     one_for_each,
 )
 from nanoinfer.text.tokenizer import find_tokenizer, load_tokenizer, read_stop_token_ids
@@ -49,13 +49,14 @@ OnFinish = Callable[[RequestOutput], object]
 TURN_SECONDS = 0.01  # so long a thread waits for its turn; another's step serves its requests too
 
 
-class LLM:
+class LLM(RunControl):
     """A language model, loaded and ready.
 
         with LLM("Qwen/Qwen3-0.6B") as llm:
             outputs = llm.generate(["Hello", [1, 2, 3]], SamplingParams(temperature=0.6, max_tokens=256))
 
-    model: a local folder, or the id of a model on the Hugging Face hub. options: each by name, see below.
+    model: a local folder, or the id of a model on the Hugging Face hub. options: each by name, see below. RunControl
+    has what programs do to a run that is under way: abort, pause, resume, on_step, get_metrics.
 
     Calls from several threads are served together; their steps take turns.
     Raises TypeError for an unknown option, ConfigError for a value out of range, ModelError for a model that cannot
@@ -93,6 +94,7 @@ class LLM:
         )
         self._unclaimed: list[RequestOutput] = []  # of requests of `add_request`, until `step` returns them
         self._lock = threading.RLock()  # held while a call prepares, queues or drops requests, and for each step
+        self._write_trace = self._start_trace(self.config.trace)
         imports = {"imports": import_seconds.pop()} if import_seconds else {}
         self._log_start(imports | runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded}, started)
 
@@ -209,13 +211,6 @@ class LLM:
         outputs = self._complete([*map(scoring_request, pairs)], use_tqdm, on_finish=None)
         return [*map(score, outputs, pairs)]
 
-    def abort(self, request_ids: int | Sequence[int]) -> None:
-        """Have the next step finish these requests as they are, with finish_reason "abort".
-
-        Ids that are not known, or finished, are passed over. Raises RequestError for what is no id.
-        """
-        self.engine.abort_later(as_request_ids(request_ids))
-
     def add_request(
         self, prompt: GivenPrompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> int:
@@ -270,10 +265,6 @@ class LLM:
         """Return `tokenizer`: vLLM's name for it."""
         return self.tokenizer
 
-    def get_metrics(self) -> EngineMetrics:
-        """Return the work done since this LLM was made, and what it holds now."""
-        return self.engine.metrics()
-
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, as `generate` makes them. Raises RequestError where there is no tokenizer."""
         if not isinstance(text, str):
@@ -298,6 +289,7 @@ class LLM:
         """Free the model and the cache; closing twice is fine."""
         with self._lock:
             self.engine.close()
+            self._write_trace()
 
     exit = close  # nano-vllm's name
 
@@ -375,10 +367,11 @@ class LLM:
                 else:
                     self._step()
         finally:
-            self.engine.abort_later({*request_ids} - {output.request_id for output in inbox})
+            self.abort({*request_ids} - {output.request_id for output in inbox})
 
     def _step(self) -> None:
         """Run one step, or let another thread run its own."""
+        self._wait_while_all_are_paused(TURN_SECONDS)
         if self._lock.acquire(timeout=TURN_SECONDS):
             try:
                 with postponed_interrupt():

@@ -35,7 +35,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": EVERYBODY | STEP_DATA | {"runner", "distributed"},
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"engine"},
-    "llm": EVERYBODY | {"constraints", "engine", "executor", "runner", "models", "text", "progress", "scoring"},
+    "control": EVERYBODY | {"text", "engine"},
+    "llm": EVERYBODY
+    | {"constraints", "control", "engine", "executor", "runner", "models", "text", "progress", "scoring"},
     "__init__": EVERYBODY | {"llm", "constraints.structured_outputs"},
     "batch": EVERYBODY | {"llm", "executor", "text", "progress", "constraints.structured_outputs"},
     "bench": EVERYBODY
