@@ -41,7 +41,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": EVERYBODY | {"llm", "constraints.structured_outputs"},
     "batch": EVERYBODY | {"llm", "executor", "text", "progress", "constraints.structured_outputs"},
     "bench": EVERYBODY
-    | {*nanoinfer.__all__, "__version__", "engine", "models", "layers", "quantization", "kernels", "distributed"},
+    | {
+        *nanoinfer.__all__,
+        "__version__",
+        "control",
+        "engine",
+        "models",
+        "layers",
+        "quantization",
+        "kernels",
+        "distributed",
+    },
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "batch", "bench"},
 }
 WITHOUT_TORCH = {"constraints", "engine", "config", "sampling_params", "outputs", "errors"}
