@@ -72,6 +72,8 @@ class RunControl:
         def end() -> None:
             if callback in events.callbacks:
                 events.callbacks.remove(callback)
+            if not events.callbacks and self._events is events:
+                self._events, self.engine.notify = None, lambda *what: None
 
         return end
 

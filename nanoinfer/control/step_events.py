@@ -109,13 +109,13 @@ class StepEvents:
         step.facts["launched"] = time.perf_counter()
 
     def collected(self, batch: ScheduledBatch, arrived: float) -> None:
-        """Note when the tokens of a step came. Those before it that were never collected have failed."""
-        while self._launched:
-            step = self._launched.popleft()
-            if step.batch is batch:
-                step.facts |= {"arrived": arrived, "ended": time.perf_counter()}
-                self._collected.append(step)
-                return
+        """Note when the tokens of a step came; it may have been launched before anybody listened."""
+        if not any(step.batch is batch for step in self._launched):
+            return
+        while (step := self._launched.popleft()).batch is not batch:
+            pass  # it failed
+        step.facts |= {"arrived": arrived, "ended": time.perf_counter()}
+        self._collected.append(step)
 
     def finished(self, seq: Sequence) -> None:
         self._running.pop(seq.seq_id, None)

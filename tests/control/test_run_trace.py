@@ -47,6 +47,13 @@ def eventful_run(llm: LLM) -> tuple[list[StepEvent], dict[str, int]]:
             llm.resume(ids[0])
     end()
     llm.generate([[1, 2]], PARAMS, use_tqdm=False)  # nobody listens
+    llm.add_request([1, 2], PARAMS)
+    llm.step()
+    late: list[StepEvent] = []
+    llm.on_step(late.append)
+    while not llm.is_finished():
+        llm.step()
+    assert [event.index for event in late] == [*range(19)]
     return events, names
 
 
@@ -60,7 +67,7 @@ def recorded(random_checkpoint: Checkpoint, request: pytest.FixtureRequest) -> t
 def test_the_events_of_a_run_add_up(recorded: tuple) -> None:
     events, _, metrics, _ = recorded
     assert [event.index for event in events] == [*range(len(events))]
-    assert sum(event.num_prefill_tokens for event in events) == metrics.prefill_tokens - 2
+    assert sum(event.num_prefill_tokens for event in events) == metrics.prefill_tokens - 4
     assert not any(event.num_prefill_tokens and event.num_decode_tokens for event in events)
     assert max(event.num_waiting for event in events) > 0
     assert {event.num_paused for event in events} == {0, 1}
