@@ -173,6 +173,8 @@ class LLMEngine:
         self._act_on_marked()
         dropped = set(request_ids)
         self._watched = {key: one for key, one in self._watched.items() if one.seq.request_id not in dropped}
+        for seq in [seq for seq in self._finished if seq.request_id in dropped]:
+            self.notify("finished", seq)
         self._finished = deque(seq for seq in self._finished if seq.request_id not in dropped)
         for request_id in dropped:
             self._requests.pop(request_id, None)

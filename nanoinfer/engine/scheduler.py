@@ -203,10 +203,9 @@ class Scheduler:
         return batch
 
     def _worth_admitting(self) -> bool:
-        """Return False while sequences decode under a long queue and too few rows are free for a group (hysteresis)."""
-        num_rows = self.max_num_seqs - len(self.running)  # free, or held by paused sequences
+        """Return False while sequences decode under a long queue and fewer rows can be had than a group takes."""
         group = min(ADMISSION_GROUP, max(1, self.max_num_seqs // 4))
-        return not self.running or num_rows >= min(group, len(self._waiting))
+        return not self.running or self.max_num_seqs - len(self.running) >= min(group, len(self._waiting))
 
     def _growth(self, seq: Sequence) -> int:
         """Return how many tokens of room to keep for a running sequence."""

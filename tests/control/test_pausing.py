@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoinfer import LLM, RequestError, RequestOutput, SamplingParams
+from nanoinfer import LLM, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams, tiny_model_path
 from nanoinfer.control.pausing import pause, resume
 from nanoinfer.control.run_control import RunControl
 from nanoinfer.engine.sequence import SequenceStatus
@@ -146,6 +146,26 @@ def test_a_paused_request_gets_the_tokens_that_it_would_have_got(llm: LLM, num_s
     assert [its.token_ids for its in samples] == [its.token_ids for its in samples_alone]
     assert len(samples[2].logprobs or []) == 30
     assert llm.get_metrics().prefill_tokens - start == 2 * computed, "nothing is computed again"
+
+
+def test_requests_with_rules_say_the_same_after_a_pause() -> None:
+    forms = [
+        SamplingParams(seed=1, max_tokens=30, structured_outputs=StructuredOutputsParams(regex="[a-z]{20,25}")),
+        SamplingParams(seed=2, max_tokens=30, bad_words=["8", "3"], stop=", 1"),
+        SamplingParams(
+            seed=3, max_tokens=30, logits_processors=[lambda token_ids, logits: logits / (1 + len(token_ids))]
+        ),
+    ]
+    with LLM(tiny_model_path(), device="cpu", kvcache_block_size=16) as llm:
+        alone = llm.generate(["What is 2"] * 3, forms, use_tqdm=False)
+        request_ids = [llm.add_request("What is 2", params) for params in forms]
+        outputs = []
+        for number in range(60):
+            (llm.pause if number % 2 else llm.resume)(request_ids[number % 3])
+            outputs += llm.step()
+        llm.resume(request_ids)
+        outputs += run(llm)
+    assert [output.text for output in sorted(outputs, key=lambda its: its.request_id)] == [its.text for its in alone]
 
 
 def test_a_paused_request_that_gave_its_blocks_up_gets_the_same_tokens(llm: LLM) -> None:

@@ -128,6 +128,15 @@ def test_an_error_in_a_callback_ends_the_call_and_leaves_nothing_behind(random_c
             llm.generate([[1, 2, 3]], PARAMS, use_tqdm=False)
         end(), end()
         assert llm.is_finished()
+        events: list[StepEvent] = []
+        end = llm.on_step(events.append)
+        finish = {"use_tqdm": False, "on_finish": lambda output: 1 / 0}
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([[1], [2], [3]], [replace(PARAMS, max_tokens=2), PARAMS, PARAMS], **finish)  # type: ignore[arg-type]
+        llm.generate([[4]], PARAMS, use_tqdm=False)
+        end()
+        ends = [change.finish_reason for event in events for change in event.changes if change.what == "finished"]
+        assert ends == ["length", "abort", "abort", "length"], "those that were dropped have ended too"
         assert len(llm.generate([[1, 2, 3]], PARAMS, use_tqdm=False)[0].token_ids) == 20
         with pytest.raises(RequestError, match="callback=7 cannot be called; give a function of a StepEvent"):
             llm.on_step(7)  # type: ignore[arg-type]
