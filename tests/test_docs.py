@@ -52,7 +52,8 @@ def test_the_experiments_run_and_show_what_the_page_says(tmp_path: Path) -> None
         text = text.replace(whole, short)
     namespace, (_, blocks, order, prefix, chunks, pause, look) = run_snippets(text, tmp_path)
     [(_, small_running, small_waste), (_, large_running, large_waste)] = blocks
-    assert (float(small_running) >= float(large_running)) and (float(small_waste) < float(large_waste))
+    assert float(small_running) >= float(large_running)
+    assert float(small_waste) < float(large_waste)
     assert [len(seconds) for seconds in namespace["finished"].values()] == [8, 8]
     assert [words[:2] for words in order] == [["first", "come"], ["shortest", "first"]]
     assert [int(words[2]) for words in prefix] == [384, 384, 128 + 384, 24 * 144]

@@ -112,8 +112,8 @@ class Completion:
         if self.chunks is not None:
             wanted = self.seq.sampling_params.logprobs is not None
             logprobs = self.logprobs[start : self.num_read] if wanted else None
-            text, seq, i = self.text.take(), self.seq, self.index
-            self.chunks.append(StreamChunk(i, text, token_ids, finish_reason, seq.sample, logprobs, seq.request_id))
+            index, text, seq = self.index, self.text.take(), self.seq
+            self.chunks.append(StreamChunk(index, text, token_ids, finish_reason, seq.sample, logprobs, seq.request_id))
 
 
 @dataclass(slots=True, eq=False)

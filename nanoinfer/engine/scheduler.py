@@ -7,12 +7,12 @@ Prefill goes first, so that the decode batch is as full as it can be. A sequence
        ^                                                   |
        '------preempt: blocks are short, last in rank first'
 
-    WAITING or RUNNING --pause--> PAUSED --resume--> RUNNING, or WAITING if it holds no row and no blocks (any more)
+    WAITING or RUNNING --pause--> PAUSED --resume--> RUNNING if it still holds its row and blocks, else WAITING
 
 Preemption frees a sequence's blocks and computes it again later, its generated tokens included (recomputation, as in
-PagedAttention, Kwon et al. 2023). Paused sequences give theirs up before any running one is preempted, and for waiting
-ones. The waiting queue is ordered by priority, then by arrival. So a preempted sequence
-is the first to be admitted again among those of its priority: it arrived before all that still wait.
+PagedAttention, Kwon et al. 2023). Paused sequences give up theirs first, also for those that wait. The waiting queue is
+ordered by priority, then by arrival. So a preempted sequence is the first to be admitted again among those of its
+priority: it arrived before all that still wait.
 """
 
 import heapq
@@ -203,7 +203,7 @@ class Scheduler:
         return batch
 
     def _worth_admitting(self) -> bool:
-        """Return False while sequences decode under a long queue and fewer rows can be had than a group takes."""
+        """Return False while sequences decode under a long queue and too few rows are to be had (hysteresis)."""
         group = min(ADMISSION_GROUP, max(1, self.max_num_seqs // 4))
         return not self.running or self.max_num_seqs - len(self.running) >= min(group, len(self._waiting))
 
