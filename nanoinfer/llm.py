@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,13 +16,14 @@ from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig, describe_options
 from nanoinfer.constraints.constraints import Constraints
+from nanoinfer.control.run_control import RunControl
 from nanoinfer.engine.llm_engine import LLMEngine, PreparedRequest
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.executor.parallel_runner import ParallelRunner
-from nanoinfer.integrations import weights
+from nanoinfer.integrations.loops import LoopCalls
 from nanoinfer.models import REGISTRY
-from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
+from nanoinfer.outputs import RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
 from nanoinfer.progress import Progress
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.sampling_params import SamplingParams
@@ -35,7 +36,6 @@ from nanoinfer.text.prompts import (
     as_list_of_prompts,
     as_priorities,
     as_prompt,
-    as_request_ids,
     check_on_finish,
     check_streamable,
     one_for_each,
@@ -52,13 +52,14 @@ OnFinish = Callable[[RequestOutput], object]
 TURN_SECONDS = 0.01  # so long a thread waits for its turn; another's step serves its requests too
 
 
-class LLM:
+class LLM(RunControl, LoopCalls):
     """A language model, loaded and ready.
 
         with LLM("Qwen/Qwen3-0.6B") as llm:
             outputs = llm.generate(["Hello", [1, 2, 3]], SamplingParams(temperature=0.6, max_tokens=256))
 
-    model: a local folder, or the id of a model on the Hugging Face hub. options: each by name, see below.
+    model: a local folder, or the id of a model on the Hugging Face hub. options: each by name, see below. RunControl
+    has what programs do to a run that is under way: abort, pause, resume, on_step, get_metrics.
 
     Calls from several threads are served together; their steps take turns.
     Raises TypeError for an unknown option, ConfigError for a value out of range, ModelError for a model that cannot
@@ -95,9 +96,9 @@ class LLM:
         self._prompts = PromptProcessor(
             tokenizer, self.config.model, model_config.vocab_size, self.max_model_len, stop_token_ids
         )
-        self.async_driver: Any = None  # steps for `agenerate` and `astream`, made by the first of them
         self._unclaimed: list[RequestOutput] = []  # of requests of `add_request`, until `step` returns them
         self._lock = threading.RLock()  # held while a call prepares, queues or drops requests, and for each step
+        self._write_trace = self._start_trace(self.config.trace)
         imports = {"imports": import_seconds.pop()} if import_seconds else {}
         self._log_start(imports | runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded}, started)
 
@@ -194,23 +195,6 @@ class LLM:
         check_streamable([request.sampling_params for request in requests])
         return self._stream(requests)
 
-    async def agenerate(
-        self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = False, **options: Any
-    ) -> list[RequestOutput]:
-        """Do as `generate`, with its arguments and errors, while other tasks of the event loop run.
-
-        Calls of all tasks and threads share batches. If the task is cancelled, its requests are aborted.
-        """
-        from nanoinfer.integrations.aio import agenerate
-
-        return await agenerate(self, prompts, sampling_params, use_tqdm, **options)
-
-    def astream(self, prompts: Prompts, sampling_params: Params = None) -> AsyncGenerator[StreamChunk, None]:
-        """Do as `stream`, for `async for`; the errors are raised when the first chunk is asked for."""
-        from nanoinfer.integrations.aio import astream
-
-        return astream(self, prompts, sampling_params)
-
     def score(self, prompts: Prompts, completions: Prompts, use_tqdm: bool = True) -> list[Score]:
         """Return how likely the model finds each completion after its prompt, and whether greedy decoding would say it.
 
@@ -225,13 +209,6 @@ class LLM:
             pairs = self._prompts.encode_pairs(as_list_of_prompts(prompts), as_list_of_prompts(completions))
         outputs = self._complete([*map(scoring_request, pairs)], use_tqdm, on_finish=None)
         return [*map(score, outputs, pairs)]
-
-    def abort(self, request_ids: int | Sequence[int]) -> None:
-        """Have the next step finish these requests as they are, with finish_reason "abort".
-
-        Ids that are not known, or finished, are passed over. Raises RequestError for what is no id.
-        """
-        self.engine.abort_later(as_request_ids(request_ids))
 
     def add_request(
         self, prompt: GivenPrompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
@@ -287,10 +264,6 @@ class LLM:
         """Return `tokenizer`: vLLM's name for it."""
         return self.tokenizer
 
-    def get_metrics(self) -> EngineMetrics:
-        """Return the work done since this LLM was made, and what it holds now."""
-        return self.engine.metrics()
-
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, as `generate` makes them. Raises RequestError where there is no tokenizer."""
         with self._lock:
@@ -305,34 +278,11 @@ class LLM:
         with self._lock:
             self.engine.reset_prefix_cache()
 
-    def update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        """Copy new weights into the model in place, on all ranks, and forget every cached prefix.
-
-        named_tensors: a dict or an iterable of the checkpoint's names and whole tensors, on any device; all or some.
-        Raises ModelError, with close names, for one that does not fit: nothing of a dict is copied then; what came
-        before it in an iterable stays. Raises EngineStateError while requests are unfinished, or the engine sleeps.
-        """
-        with self._lock:
-            weights.update_weights(self.engine, named_tensors)
-
-    def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back until `wake_up`; calls that need the model raise EngineStateError meanwhile.
-
-        level: 1 keeps the weights in host memory; 2 drops them, to be given to `update_weights` after `wake_up`. Raises
-        EngineStateError while requests are unfinished.
-        """
-        with self._lock:
-            weights.sleep(self.engine, level)
-
-    def wake_up(self) -> None:
-        """Take the memory again. Raises ConfigError where it is not free; the engine sleeps on then, if on one GPU."""
-        with self._lock:
-            weights.wake_up(self.engine)
-
     def close(self) -> None:
         """Free the model and the cache; closing twice is fine."""
         with self._lock:
             self.engine.close()
+            self._write_trace()
 
     exit = close  # nano-vllm's name
 
@@ -410,10 +360,11 @@ class LLM:
                 else:
                     self._step()
         finally:
-            self.engine.abort_later({*request_ids} - {output.request_id for output in inbox})
+            self.abort({*request_ids} - {output.request_id for output in inbox})
 
     def _step(self) -> None:
         """Run one step, or let another thread run its own."""
+        self._wait_while_all_are_paused(TURN_SECONDS)
         if self._lock.acquire(timeout=TURN_SECONDS):
             try:
                 with postponed_interrupt():

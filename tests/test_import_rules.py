@@ -35,13 +35,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": EVERYBODY | STEP_DATA | {"runner", "distributed"},
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"engine"},
+    "control": EVERYBODY | {"text", "engine"},
     "llm": EVERYBODY
-    | {"constraints", "engine", "executor", "runner", "models", "text", "progress", "scoring"}
-    | {"integrations.aio", "integrations.weights"},
+    | {"constraints", "control", "engine", "executor", "runner", "models", "text", "progress", "scoring"}
+    | {"integrations.loops"},
     "__init__": EVERYBODY | {"llm", "constraints.structured_outputs"},
     "batch": EVERYBODY | {"llm", "executor", "text", "progress", "constraints.structured_outputs"},
     "bench": EVERYBODY
-    | {*nanoinfer.__all__, "__version__", "engine", "models", "layers", "quantization", "kernels", "distributed"},
+    | {
+        *nanoinfer.__all__,
+        "__version__",
+        "control",
+        "engine",
+        "models",
+        "layers",
+        "quantization",
+        "kernels",
+        "distributed",
+    },
     "integrations": EVERYBODY | {*nanoinfer.__all__, "llm", "engine", "executor", "text", "progress", "batch"},
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "batch", "bench"},
 }

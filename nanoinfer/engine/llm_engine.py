@@ -4,8 +4,9 @@ import logging
 import struct
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import xxhash
@@ -26,6 +27,8 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.tokenizer import Tokenizer, completion_text
 
 logger = logging.getLogger("nanoinfer")
+
+Action = Callable[[Scheduler, set[int]], None]  # is done to the sequences with these ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +87,8 @@ class LLMEngine:
         self._num_sequences = 0
         self._requests: dict[int, Request] = {}  # those that were not returned
         self._watched: dict[int, Completion] = {}  # by seq_id: to be looked at whenever they have got a token
-        self._marked: deque[int] = deque()  # requests to be aborted by the next step
+        self._marked: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
+        self.notify: Callable[..., None] = lambda *what: None  # is told what happens; see control/step_events.py
 
     def add_request(
         self,
@@ -115,6 +119,7 @@ class LLMEngine:
         self._requests[request_id] = request
         for completion in request.completions:
             self.scheduler.add(completion.seq)
+        self.notify("arrived", request)
         return request_id
 
     def step(self) -> None:
@@ -123,7 +128,7 @@ class LLMEngine:
         If a step fails, the requests that were in it are queued again and the error is raised.
         """
         if self._marked:
-            self._abort_marked()
+            self._act_on_marked()
         launched = self._launch()
         self._collect_until(max_in_flight=1 if launched and self.config.overlap else 0)
         if self.scheduler.is_finished():
@@ -132,28 +137,31 @@ class LLMEngine:
             output = self._output(self._finished[0])
             if output is not None:
                 self._requests.pop(output.request_id).inbox.append(output)
-            self._finished.popleft()
+            self.notify("finished", self._finished.popleft())
+        self.notify("stepped")
 
     def abort(self, request_ids: Collection[int]) -> None:
         """Drop these requests and what they hold; those that are finished are passed over."""
-        self.abort_later(request_ids)
-        self._abort_marked()
+        self.act_later(Scheduler.abort, request_ids)
+        self._act_on_marked()
         dropped = set(request_ids)
         self._watched = {key: one for key, one in self._watched.items() if one.seq.request_id not in dropped}
+        for seq in [seq for seq in self._finished if seq.request_id in dropped]:
+            self.notify("finished", seq)
         self._finished = deque(seq for seq in self._finished if seq.request_id not in dropped)
         for request_id in dropped:
             self._requests.pop(request_id, None)
 
-    def abort_later(self, request_ids: Iterable[int]) -> None:
-        """Have the next step finish these requests as they are, with "abort"; those that are finished are passed over.
+    def act_later(self, action: Action, request_ids: Iterable[int]) -> None:
+        """Have the next step begin with this action on what is unfinished of these requests, such as Scheduler.abort.
 
         Safe at any moment, as in a callback, or where the garbage collector closes a stream.
         """
-        self._marked.extend(request_id for request_id in request_ids if request_id in self._requests)
+        self._marked.extend((action, request_id) for request_id in request_ids if request_id in self._requests)
 
     def is_finished(self) -> bool:
         """Return whether every request has finished and was handed over."""
-        return self.scheduler.is_finished() and not self._finished
+        return self.scheduler.is_finished() and not self.scheduler.paused and not self._finished
 
     def metrics(self) -> EngineMetrics:
         """Return the work done so far, and what is held now."""
@@ -194,9 +202,11 @@ class LLMEngine:
         try:
             self._note_admissions(batch, started)
             is_constrained = any(seq.constraint for seq in batch.sampled)
+            self.notify("launching", batch, started)
             pending = runner.launch(pack(batch, awaits_rules=is_constrained))
             rules = self._rules(batch) if is_constrained else None
             self._in_flight.append(Step(batch, runner.sample(pending, rules), started))
+            self.notify("launched")
         except BaseException:
             self._discard(batch)
             raise
@@ -218,6 +228,7 @@ class LLMEngine:
         except BaseException:
             self._discard()
             raise
+        now = time.perf_counter()
         self._in_flight.popleft()
         for line, error in step.handle.errors.items():
             step.batch.sampled[line].error = error
@@ -225,10 +236,10 @@ class LLMEngine:
         self._finished += self.scheduler.update(step.batch, token_ids)
         collect_logprobs(self._requests, step.batch, step.handle, wanted)
         # Steps overlap: each counts from its launch, or from the end of the one before it.
-        now = time.perf_counter()
         seconds = now - max(step.started, self._last_collected)
         self.stats.count_step(bool(step.batch.prefill), step.batch.num_prefill_tokens, sum(wanted), seconds)
         self._last_collected = now
+        self.notify("collected", step.batch, now)
         if self._watched:
             self._watch(step.batch, now)
 
@@ -260,14 +271,16 @@ class LLMEngine:
                 stopped.append((seq, "stop"))
         self._finished += self.scheduler.finish(stopped)
 
-    def _abort_marked(self) -> None:
+    def _act_on_marked(self) -> None:
         self._collect_until(max_in_flight=0)  # a step that fails must find its sequences as it left them
-        marked = sorted({self._marked.popleft() for _ in range(len(self._marked))})
-        requests = [self._requests[request_id] for request_id in marked if request_id in self._requests]
-        seqs = [completion.seq for request in requests for completion in request.completions]
-        unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
-        self.scheduler.abort({seq.seq_id for seq in unfinished})
-        self._finished += unfinished
+        marked = [self._marked.popleft() for _ in range(len(self._marked))]
+        for action, marks in groupby(marked, key=lambda mark: mark[0]):
+            request_ids = sorted({request_id for _, request_id in marks})
+            requests = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
+            seqs = [completion.seq for request in requests for completion in request.completions]
+            unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
+            action(self.scheduler, {seq.seq_id for seq in unfinished})
+            self._finished += [seq for seq in unfinished if seq.status is SequenceStatus.FINISHED]
 
     def _seed(self, params: SamplingParams, request_id: int, sample: int) -> int:
         """Return the seed of a sample's own random stream, so that equal prompts differ and batches do not matter."""

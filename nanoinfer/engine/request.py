@@ -6,7 +6,7 @@ A sample of a request ends for one of these reasons, and all rules of that are i
               string is complete (`Completion.advance`)
     "length"  it has max_tokens, or the sequence has max_model_len tokens (`set_limits`, `reason_to_end`)
     "error"   its logits were NaN or infinite, or no token was allowed (`reason_to_end`)
-    "abort"   the user aborted the request (`LLMEngine.abort_later`)
+    "abort"   the user aborted the request (`LLM.abort`)
 """
 
 import time
@@ -112,8 +112,8 @@ class Completion:
         if self.chunks is not None:
             wanted = self.seq.sampling_params.logprobs is not None
             logprobs = self.logprobs[start : self.num_read] if wanted else None
-            text, sample = self.text.take(), self.seq.sample
-            self.chunks.append(StreamChunk(self.index, text, token_ids, finish_reason, sample, logprobs))
+            index, text, seq = self.index, self.text.take(), self.seq
+            self.chunks.append(StreamChunk(index, text, token_ids, finish_reason, seq.sample, logprobs, seq.request_id))
 
 
 @dataclass(slots=True, eq=False)

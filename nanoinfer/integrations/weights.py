@@ -63,6 +63,7 @@ def _idle_runner(engine: LLMEngine, call: str) -> Runner:
     if not engine.is_finished() and not runner.unready:
         engine.step()  # hands over what was aborted
     if not engine.is_finished():
-        count = engine.scheduler.num_waiting + len(engine.scheduler.running)
+        scheduler = engine.scheduler
+        count = scheduler.num_waiting + len(scheduler.running) + len(scheduler.paused)
         raise EngineStateError(f"{call} while {count} requests are unfinished; finish them first, or abort them")
     return runner

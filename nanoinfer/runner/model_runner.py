@@ -213,6 +213,7 @@ class ModelRunner:
         """Load the model, size and allocate the cache, capture the graphs."""
         started = time.perf_counter()
         config = self.config
+        free_at_start = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
         longest = self.model_config.longest_sequence(config.max_model_len)
         self.model = self._load_model(folder, longest)
         self.weights = ModelWeights(self.model)
@@ -225,7 +226,7 @@ class ModelRunner:
         num_blocks, free_bytes = config.num_kvcache_blocks, memory.CPU_CACHE_BYTES
         if self.device.type == "cuda":
             self._allocate(1, longest)
-            free_bytes = self._measure_free_bytes()
+            free_bytes = self._measure_free_bytes(free_at_start)
         block_size = config.kvcache_block_size
         if num_blocks is None:
             num_blocks = memory.num_blocks_in(free_bytes, self.model_config, block_size, self.kv_dtype, self.tp)
@@ -273,7 +274,7 @@ class ModelRunner:
             sizes, sharing_sizes = graph_sizes(self.config.max_num_seqs), sharing_graph_sizes(self.config.max_num_seqs)
             self.graphs = DecodeGraphs(self._decode, sizes, sharing_sizes, self.device)
 
-    def _measure_free_bytes(self) -> int:
+    def _measure_free_bytes(self, free_at_start: int) -> int:
         """Return what gpu_memory_utilization leaves for the cache beside weights, tables, the largest step and graphs.
 
         Runs that step and captures two graphs; kernels are compiled on the way.
@@ -286,7 +287,8 @@ class ModelRunner:
             count = num_graphs(max_num_seqs, share_prefixes)
             graph_bytes = measure_graph_bytes(self._decode, graph_sizes(max_num_seqs), count, self.device)
             graph_bytes += SHARING_BYTES if share_prefixes else 0
-        return memory.grantable_bytes(self.config.gpu_memory_utilization, self.device) - step_bytes - graph_bytes
+        share = self.config.gpu_memory_utilization
+        return memory.grantable_bytes(share, free_at_start, self.device) - step_bytes - graph_bytes
 
     def _run_largest_prefill(self) -> None:
         """Run as many prompt tokens as a step may have, in the longest sequences, and sample for all rows."""

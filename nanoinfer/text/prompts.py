@@ -1,7 +1,7 @@
 """What a user can get wrong about prompts and what goes with them, checked before anything is queued."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, cast
@@ -197,7 +197,7 @@ def as_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
     return [int(item) for item in priority]
 
 
-def as_request_ids(request_ids: int | Sequence[int]) -> list[int]:
+def as_request_ids(request_ids: int | Collection[int]) -> list[int]:
     """Return one request id or several as a list."""
     ids: list[Any] = list(request_ids) if isinstance(request_ids, (list, tuple, set, frozenset)) else [request_ids]
     if not all(map(is_whole_number, ids)):

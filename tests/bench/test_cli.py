@@ -102,7 +102,7 @@ def test_trace_writes_a_trace_and_says_what_is_missing(
     printed = capsys.readouterr().out
     assert "no GPU was at work, so only the host's part is shown" in printed
     assert "matplotlib is not installed" in printed
-    assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == ["trace.json"]
+    assert {path.name for path in (tmp_path / "new" / "folder").iterdir()} == {"run.html", "trace.json"}
     assert figures["trace"]["gpu"] is None
 
 
