@@ -171,11 +171,12 @@ class Fp8LinearMethod(Fp8WeightOnlyMethod):
         return x if isinstance(x, QuantizedRows) else quantize_rows(x, self.input_format)
 
     def _group_size(self, layer: Any) -> int:
-        """Return how many inputs share a scale: an eighth of those of all ranks, which 1, 2, 4 or 8 ranks never cut."""
+        """Return how many inputs share a scale: an eighth of those of all ranks, unless a rank's share cuts one."""
         if self.config.weights == "block" or layer.weight.dim() == 3:
             return GROUP_SIZE
-        num_inputs = layer.full_shape[1]
-        return num_inputs // 8 if num_inputs % (8 * GROUP_SIZE) == 0 else GROUP_SIZE
+        num_inputs, share = layer.full_shape[1], layer.weight.shape[1]
+        has_eighths = num_inputs % (8 * GROUP_SIZE) == 0 and share % (num_inputs // 8) == 0
+        return num_inputs // 8 if has_eighths else GROUP_SIZE
 
     def _num_splits(self, x: Tensor, num_outputs: int, bias: Tensor | None) -> int:
         """Return how many splits of K, of whole groups, make about as many tiles as the GPU computes at a time."""
