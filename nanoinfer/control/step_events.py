@@ -42,7 +42,7 @@ class GpuTimer:
         return start.elapsed_time(end) / 1e3
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class OpenStep:
     """A step that was launched and has no event yet."""
 
