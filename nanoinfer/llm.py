@@ -236,8 +236,9 @@ class LLM(RunControl, LoopCalls):
             return self.engine.add_request(request, self._unclaimed)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; return the requests of `add_request` that finished, in this step or during another call's."""
-        self._step()
+        """Return the requests of `add_request` that have finished; where there are none yet, run one step first."""
+        if not self._unclaimed:
+            self._step()
         with self._lock:
             finished = self._unclaimed.copy()
             self._unclaimed.clear()

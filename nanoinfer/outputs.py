@@ -108,7 +108,7 @@ class StreamChunk:
     still become a stop string or is half a character. token_ids: ids that came; the joined ids of a stream's chunks
     are the completion's, and so are their texts. finish_reason: as in CompletionOutput, in the last chunk of a
     completion; None in all others. sample: which of the prompt's `n` completions, from 0. logprobs: for each of
-    `token_ids`, where SamplingParams ask for them. request_id: what `abort`, `pause` and `resume` take.
+    `token_ids`, where SamplingParams ask for them. request_id: what `abort`, `pause` and `resume` take; given by name.
     """
 
     index: int
@@ -117,7 +117,7 @@ class StreamChunk:
     finish_reason: str | None
     sample: int = 0
     logprobs: list[TokenLogprobs] | None = None
-    request_id: int = 0
+    request_id: int = field(kw_only=True)
 
     __repr__ = short_repr
 

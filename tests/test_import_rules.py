@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"errors", "config"},
     "text": EVERYBODY,
     "constraints": EVERYBODY | {"text", "progress"},
-    "engine": EVERYBODY | {"text", "constraints", "executor.runner"},
+    "engine": EVERYBODY | {"text", "constraints", "executor.runner", "control.listener"},
     "distributed": EVERYBODY,
     "kernels": EVERYBODY | {"distributed"},
     "quantization": EVERYBODY | {"kernels", "distributed"},
@@ -56,7 +56,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": EVERYBODY | {*nanoinfer.__all__, "llm", "engine", "executor", "text", "progress", "batch"},
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "batch", "bench"},
 }
-WITHOUT_TORCH = {"constraints", "engine", "executor.runner", "config", "sampling_params", "outputs", "errors"}
+WITHOUT_TORCH = {"constraints", "engine", "executor.runner", "control.listener", "config", "sampling_params"}
+WITHOUT_TORCH |= {"outputs", "errors"}
 CUDA_ONLY = ("kernels.", "layers.attention.flash_attn", "layers.attention.triton")
 
 

@@ -54,8 +54,8 @@ def test_a_repr_has_the_fields_that_say_something() -> None:
         f"outputs=[{FIRST!r}, ... 2 in all])"
     )
     assert repr(dataclasses.replace(OUTPUT, prompt=None)).startswith("RequestOutput(request_id=7, prompt=None, ")
-    assert repr(StreamChunk(0, "a", [1], None)) == (
-        "StreamChunk(index=0, text='a', token_ids=[1], finish_reason=None, sample=0, request_id=0)"
+    assert repr(StreamChunk(0, "a", [1], None, request_id=3)) == (
+        "StreamChunk(index=0, text='a', token_ids=[1], finish_reason=None, sample=0, request_id=3)"
     )
 
 

@@ -1,21 +1,24 @@
 """What a program does to a run that is under way: abort, pause and resume requests, and watch the steps."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from nanoinfer.control.listener import SILENT
 from nanoinfer.control.pausing import pause, resume
 from nanoinfer.control.step_events import GpuTimer, StepCallback, StepEvents
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import RequestError
-from nanoinfer.outputs import EngineMetrics
+from nanoinfer.outputs import EngineMetrics, StepEvent
 from nanoinfer.text.prompts import as_request_ids
 
 logger = logging.getLogger("nanoinfer")
 
 PATIENCE_SECONDS = 1.0  # after so long without anything to run, the log says why
+_registration = threading.RLock()  # held while a callback comes or goes; a finalizer may end one meanwhile
 
 
 class RunControl:
@@ -24,7 +27,6 @@ class RunControl:
     engine: LLMEngine
     _runner_info: Any
     _idle_since: float | None = None  # perf_counter; 0.0 once the log says so
-    _events: StepEvents | None = None
 
     def abort(self, request_ids: int | Collection[int]) -> None:
         """Have the next step finish these requests as they are, with finish_reason "abort".
@@ -61,21 +63,30 @@ class RunControl:
         """
         if not callable(callback):
             raise RequestError(f"callback={callback!r} cannot be called; give a function of a StepEvent")
-        if self._events is None:
-            device = self._runner_info.device
-            timer = GpuTimer(device) if device.type == "cuda" else None
-            self._events = StepEvents(self.engine.scheduler, timer)
-        events = self._events
-        events.callbacks.append(callback)
-        self.engine.notify = events
+
+        def call(event: StepEvent) -> None:  # an object of its own, so that `end` ends this registration and no other
+            callback(event)
+
+        with _registration:
+            events = self._events()
+            events.callbacks.append(call)
+            self.engine.listener = events  # perhaps in the middle of another thread's step
 
         def end() -> None:
-            if callback in events.callbacks:
-                events.callbacks.remove(callback)
-            if not events.callbacks and self._events is events:
-                self._events, self.engine.notify = None, lambda *what: None
+            with _registration:
+                if call in events.callbacks:
+                    events.callbacks.remove(call)
+                if not events.callbacks and self.engine.listener is events:
+                    self.engine.listener = SILENT
 
         return end
+
+    def _events(self) -> StepEvents:
+        """Return what makes the events: new, where nobody listens."""
+        if isinstance(self.engine.listener, StepEvents):
+            return self.engine.listener
+        device = self._runner_info.device
+        return StepEvents(self.engine.scheduler, GpuTimer(device) if device.type == "cuda" else None)
 
     def _start_trace(self, path: str | None) -> Callable[[], object]:
         """Record the run from now on, if a path is given; return the function that writes the file, once."""
@@ -85,7 +96,7 @@ class RunControl:
 
         trace = RunTrace(repr(self))
         self.on_step(trace)
-        return trace.written_at_the_end_of(self.engine, path)
+        return trace.written_at_the_end_of(self.engine, self._events(), path)
 
     def _wait_while_all_are_paused(self, seconds: float) -> None:
         """Wait so long if only paused requests are left; say so, once, if that goes on."""

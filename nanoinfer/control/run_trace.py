@@ -11,10 +11,12 @@ import logging
 import sys
 import weakref
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.outputs import StepEvent
+from nanoinfer.control.step_events import StepEvents
+from nanoinfer.outputs import RequestChange, StepEvent
 
 logger = logging.getLogger("nanoinfer")
 
@@ -64,11 +66,15 @@ class RunTrace:
         for name, counts in self._counts.items():
             counts.append(getattr(event, name))
         self._gpu_seconds.append(-1.0 if event.gpu_seconds is None else event.gpu_seconds)
-        for request_id, sample, what, time, num_tokens, reason in event.changes:
+        self._add(event.changes, event.arrived)
+
+    def _add(self, changes: Iterable[RequestChange], chunks_end: float) -> None:
+        """Record changes of requests. chunks_end: when the tokens of the chunks among them came."""
+        for request_id, sample, what, time, num_tokens, reason in changes:
             self._row.append(self._rows.setdefault((request_id, sample), len(self._rows)))
             self._kind.append(KINDS.index(what))
             self._time.append(time)
-            self._until.append(event.arrived if what == "chunk" else time)
+            self._until.append(chunks_end if what == "chunk" else time)
             self._num_tokens.append(num_tokens)
             self._reason.append(-1 if reason is None else self._reasons.setdefault(reason, len(self._reasons)))
 
@@ -78,11 +84,20 @@ class RunTrace:
         page = PAGE.read_text(encoding="utf-8").replace("__DATA__", data)
         Path(path).write_text(page, encoding="utf-8")
 
-    def written_at_the_end_of(self, engine: object, path: str) -> "weakref.finalize[[str], Any]":
-        """Have the page written when the engine is forgotten or the script ends; return what writes it before that."""
-        return weakref.finalize(engine, self._try_to_write, path)
+    def written_at_the_end_of(
+        self, engine: object, events: StepEvents, path: str
+    ) -> "weakref.finalize[[StepEvents, str], Any]":
+        """Have the page written when the engine is forgotten or the script ends; return what writes it before that.
 
-    def _try_to_write(self, path: str) -> None:
+        events: whose events are recorded; it knows what has happened after the last one.
+        """
+        return weakref.finalize(engine, self._try_to_write, events, path)
+
+    def _try_to_write(self, events: StepEvents, path: str) -> None:
+        for event in events.take():
+            self(event)
+        if not self._num_left_out:
+            self._add(*events.take_rest())
         try:
             self.write(path)
         except OSError as error:  # the run itself went well

@@ -1,18 +1,21 @@
-"""Makes the StepEvents of `LLM.on_step` out of what the engine tells while it works (`LLMEngine.notify`).
+"""Makes the StepEvents of `LLM.on_step` out of what the engine tells its `Listener` while it works.
 
-The engine calls `notify(what, ...)` at six places, and each is a method here. Nothing listens until somebody asks for
-events. What the engine does not tell is read from the scheduler: counts as they are, and preempted and paused sequences
-when the scheduler says that there are others than before.
+What the engine does not tell is read from the scheduler: counts as they are, and preempted and paused sequences when
+the scheduler says that there are others than before.
+
+A thread may begin to listen in the middle of another thread's step. Such a step has no event: whatever is told of a
+step is passed over, unless its launch was told.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from nanoinfer.control.listener import Listener
 from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.scheduler import Scheduler
@@ -39,7 +42,7 @@ class GpuTimer:
         return start.elapsed_time(end) / 1e3
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class OpenStep:
     """A step that was launched and has no event yet."""
 
@@ -50,7 +53,7 @@ class OpenStep:
     end: torch.cuda.Event | None = None
 
 
-class StepEvents:
+class StepEvents(Listener):
     """Calls `callbacks` with a StepEvent for each step."""
 
     def __init__(self, scheduler: Scheduler, timer: GpuTimer | None) -> None:
@@ -61,13 +64,10 @@ class StepEvents:
         self._launched: deque[OpenStep] = deque()  # the oldest first
         self._collected: deque[OpenStep] = deque()
         self._changes: list[RequestChange] = []  # since the last event
-        self._running: dict[int, Sequence] = {seq.seq_id: seq for seq in scheduler.running}
-        self._preempted: set[int] = set()  # ids of sequences that wait
+        self._running: dict[int, Sequence] = {seq.seq_id: seq for seq in [*scheduler.running]}
+        self._preempted: dict[int, Sequence] = {}  # those that wait, or are paused
         self._paused = scheduler.paused
         self._num_preemptions = scheduler.num_preemptions
-
-    def __call__(self, what: str, *details: Any) -> None:
-        getattr(self, what)(*details)
 
     def arrived(self, request: Request) -> None:
         for completion in request.completions:
@@ -83,7 +83,7 @@ class StepEvents:
         self._note_preemptions(started)
         for seq in batch.admitted:
             self._running[seq.seq_id] = seq
-            self._preempted.discard(seq.seq_id)
+            self._preempted.pop(seq.seq_id, None)
         changes = [_change(seq, "admitted", started, admitted[seq.seq_id]) for seq in batch.admitted]
         changes += [_change(chunk.seq, "chunk", started, chunk.length) for chunk in batch.prefill]
         facts = {
@@ -93,7 +93,7 @@ class StepEvents:
             "num_decode_tokens": len(batch.decode),
             "num_running": len(scheduler.running),
             "num_waiting": scheduler.num_waiting,
-            "num_preempted": len(self._preempted),
+            "num_preempted": sum(seq.status is SequenceStatus.WAITING for seq in self._preempted.values()),
             "num_paused": len(scheduler.paused),
             "num_used_blocks": manager.num_used_blocks,
             "num_cached_blocks": manager.num_cached_blocks,
@@ -103,23 +103,24 @@ class StepEvents:
         start = self._timer.mark() if self._timer else None
         self._launched.append(OpenStep(batch, facts, changes, start))
 
-    def launched(self) -> None:
-        step = self._launched[-1]
-        step.end = self._timer.mark() if self._timer else None
-        step.facts["launched"] = time.perf_counter()
+    def launched(self, batch: ScheduledBatch) -> None:
+        for step in self._launched:
+            if step.batch is batch:
+                step.end = self._timer.mark() if self._timer else None
+                step.facts["launched"] = time.perf_counter()
 
     def collected(self, batch: ScheduledBatch, arrived: float) -> None:
-        """Note when the tokens of a step came; it may have been launched before anybody listened."""
-        if not any(step.batch is batch for step in self._launched):
-            return
-        while (step := self._launched.popleft()).batch is not batch:
-            pass  # it failed
-        step.facts |= {"arrived": arrived, "ended": time.perf_counter()}
-        self._collected.append(step)
+        for step in [step for step in self._launched if step.batch is batch]:
+            self._launched.remove(step)
+            step.facts |= {"arrived": arrived, "ended": time.perf_counter()}
+            self._collected.append(step)
+
+    def failed(self) -> None:
+        self._launched.clear()
 
     def finished(self, seq: Sequence) -> None:
         self._running.pop(seq.seq_id, None)
-        self._preempted.discard(seq.seq_id)
+        self._preempted.pop(seq.seq_id, None)
         num_generated = len(seq.token_ids) - seq.num_prompt_tokens
         self._changes.append(_change(seq, "finished", time.perf_counter(), num_generated, seq.finish_reason))
 
@@ -129,16 +130,35 @@ class StepEvents:
         self._note_pauses(now)
         if self._collected:
             self._collected[-1].facts["ended"] = now
+        for event in self._make_events(self._timer):
+            for callback in [*self.callbacks]:
+                callback(event)
+
+    def take(self) -> Iterator[StepEvent]:
+        """Make the events of steps that were collected and have none, as where requests were dropped at once.
+
+        They have no gpu_seconds: this may be asked for at the very end, and when the GPU has failed.
+        """
+        return self._make_events(timer=None)
+
+    def take_rest(self) -> tuple[list[RequestChange], float]:
+        """Return the changes of no event so far, those by steps in flight too, and when these were launched."""
+        self._note_pauses(time.perf_counter())
+        in_flight = [step for step in self._launched if "launched" in step.facts]
+        changes = self._changes + [change for step in in_flight for change in step.changes]
+        self._changes = []
+        self._launched.clear()
+        return sorted(changes, key=_time_of), max((step.facts["launched"] for step in in_flight), default=0.0)
+
+    def _make_events(self, timer: GpuTimer | None) -> Iterator[StepEvent]:
         while self._collected:
             step = self._collected.popleft()
             gpu_seconds = None
-            if self._timer and step.start is not None and step.end is not None:
-                gpu_seconds = self._timer.seconds(step.start, step.end)
-            changes = sorted(self._changes + step.changes, key=lambda change: change.time)
+            if timer and step.start is not None and step.end is not None:
+                gpu_seconds = timer.seconds(step.start, step.end)
+            changes = sorted(self._changes + step.changes, key=_time_of)
             self._changes = []
-            event = StepEvent(gpu_seconds=gpu_seconds, changes=tuple(changes), **step.facts)
-            for callback in [*self.callbacks]:
-                callback(event)
+            yield StepEvent(gpu_seconds=gpu_seconds, changes=tuple(changes), **step.facts)
 
     def _note_pauses(self, now: float, admitted: Container[int] = ()) -> None:
         """Note who was paused or resumed since the last time. admitted: ids of those that the next step admits."""
@@ -151,6 +171,8 @@ class StepEvents:
         for seq in {*before}.difference(self._paused):
             if seq.status is SequenceStatus.RUNNING:
                 self._running[seq.seq_id] = seq
+            elif seq.status is SequenceStatus.WAITING and seq.num_cached_tokens is not None:  # it ran before
+                self._preempted[seq.seq_id] = seq
             if seq.status is not SequenceStatus.FINISHED:
                 num_kept = 0 if seq.seq_id in admitted else seq.num_computed_tokens
                 self._changes.append(_change(seq, "resumed", now, num_kept))
@@ -161,9 +183,13 @@ class StepEvents:
         self._num_preemptions = self._scheduler.num_preemptions
         for seq in [seq for seq in self._running.values() if seq.status is SequenceStatus.WAITING]:
             del self._running[seq.seq_id]
-            self._preempted.add(seq.seq_id)
+            self._preempted[seq.seq_id] = seq
             self._changes.append(_change(seq, "preempted", now, seq.num_tokens))
 
 
 def _change(seq: Sequence, what: str, now: float, num_tokens: int, reason: str | None = None) -> RequestChange:
     return RequestChange(seq.request_id, seq.sample, what, now, num_tokens, reason)
+
+
+def _time_of(change: RequestChange) -> float:
+    return change.time

@@ -14,6 +14,7 @@ import xxhash
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.constraints.rules import ConstraintPlan, StepRules
+from nanoinfer.control.listener import SILENT, Listener
 from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.logprobs import collect_logprobs
@@ -88,7 +89,7 @@ class LLMEngine:
         self._requests: dict[int, Request] = {}  # those that were not returned
         self._watched: dict[int, Completion] = {}  # by seq_id: to be looked at whenever they have got a token
         self._marked: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
-        self.notify: Callable[..., None] = lambda *what: None  # is told what happens; see control/step_events.py
+        self.listener: Listener = SILENT  # is told what happens
 
     def add_request(
         self,
@@ -119,7 +120,7 @@ class LLMEngine:
         self._requests[request_id] = request
         for completion in request.completions:
             self.scheduler.add(completion.seq)
-        self.notify("arrived", request)
+        self.listener.arrived(request)
         return request_id
 
     def step(self) -> None:
@@ -137,8 +138,8 @@ class LLMEngine:
             output = self._output(self._finished[0])
             if output is not None:
                 self._requests.pop(output.request_id).inbox.append(output)
-            self.notify("finished", self._finished.popleft())
-        self.notify("stepped")
+            self.listener.finished(self._finished.popleft())
+        self.listener.stepped()
 
     def abort(self, request_ids: Collection[int]) -> None:
         """Drop these requests and what they hold; those that are finished are passed over."""
@@ -147,7 +148,7 @@ class LLMEngine:
         dropped = set(request_ids)
         self._watched = {key: one for key, one in self._watched.items() if one.seq.request_id not in dropped}
         for seq in [seq for seq in self._finished if seq.request_id in dropped]:
-            self.notify("finished", seq)
+            self.listener.finished(seq)
         self._finished = deque(seq for seq in self._finished if seq.request_id not in dropped)
         for request_id in dropped:
             self._requests.pop(request_id, None)
@@ -202,11 +203,11 @@ class LLMEngine:
         try:
             self._note_admissions(batch, started)
             is_constrained = any(seq.constraint for seq in batch.sampled)
-            self.notify("launching", batch, started)
+            self.listener.launching(batch, started)
             pending = runner.launch(pack(batch, awaits_rules=is_constrained))
             rules = self._rules(batch) if is_constrained else None
             self._in_flight.append(Step(batch, runner.sample(pending, rules), started))
-            self.notify("launched")
+            self.listener.launched(batch)
         except BaseException:
             self._discard(batch)
             raise
@@ -239,7 +240,7 @@ class LLMEngine:
         seconds = now - max(step.started, self._last_collected)
         self.stats.count_step(bool(step.batch.prefill), step.batch.num_prefill_tokens, sum(wanted), seconds)
         self._last_collected = now
-        self.notify("collected", step.batch, now)
+        self.listener.collected(step.batch, now)
         if self._watched:
             self._watch(step.batch, now)
 
@@ -292,6 +293,7 @@ class LLMEngine:
         in_flight = [step.batch for step in self._in_flight]
         self._in_flight.clear()
         self.scheduler.discard([*in_flight, *batches])
+        self.listener.failed()
 
     def _output(self, seq: Sequence) -> RequestOutput | None:
         """Finish a sample; return the output of its request, if it is the last."""

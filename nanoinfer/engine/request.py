@@ -110,10 +110,10 @@ class Completion:
         """Count these tokens as read, and hand what is new to the stream, if there is one."""
         start, self.num_read = self.num_read, self.num_read + len(token_ids)
         if self.chunks is not None:
-            wanted = self.seq.sampling_params.logprobs is not None
-            logprobs = self.logprobs[start : self.num_read] if wanted else None
             index, text, seq = self.index, self.text.take(), self.seq
-            self.chunks.append(StreamChunk(index, text, token_ids, finish_reason, seq.sample, logprobs, seq.request_id))
+            logprobs = self.logprobs[start : self.num_read] if seq.sampling_params.logprobs is not None else None
+            chunk = StreamChunk(index, text, token_ids, finish_reason, seq.sample, logprobs, request_id=seq.request_id)
+            self.chunks.append(chunk)
 
 
 @dataclass(slots=True, eq=False)

@@ -341,6 +341,25 @@ def test_a_browser_shows_a_run_without_steps(tmp_path: Path) -> None:
     assert shown["steps"] == "0"
 
 
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+def test_a_browser_shows_a_request_of_no_step_and_a_step_of_unknown_gpu_time(recorded: tuple, tmp_path: Path) -> None:
+    trace = RunTrace("ends early")
+    trace._add([RequestChange(0, 0, "arrived", 1.0, 5), RequestChange(0, 0, "finished", 2.0, 0, "abort")], 0.0)
+    trace.write(tmp_path / "run.html")
+    shown = open_in_browser(tmp_path / "run.html")
+    assert "error" not in shown
+    assert (shown["steps"], shown["rows"]) == ("0", "1")
+    assert "request 0: abort\nprompt of 5 tokens" in shown["tip"]
+    trace = RunTrace("on a GPU")
+    for second, gpu_seconds in enumerate([None, 0.5]):
+        times = {"started": second, "launched": second + 0.1, "arrived": second + 0.9, "ended": second + 1}
+        trace(replace(recorded[0][0], **times, gpu_seconds=gpu_seconds, changes=()))
+    trace.write(tmp_path / "run.html")
+    shown = open_in_browser(tmp_path / "run.html")
+    assert "error" not in shown
+    assert shown["tip"].endswith("GPU time not known")
+
+
 def test_recording_a_step_takes_microseconds() -> None:
     started = perf_counter()
     large_trace(100, 5000)
