@@ -17,11 +17,12 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig, describe_options
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.control.run_control import RunControl
+from nanoinfer.control.weight_control import WeightControl
 from nanoinfer.engine.llm_engine import LLMEngine, PreparedRequest
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.executor.parallel_runner import ParallelRunner
-from nanoinfer.integrations.loops import LoopCalls
+from nanoinfer.integrations.async_calls import AsyncCalls
 from nanoinfer.models import REGISTRY
 from nanoinfer.outputs import RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
 from nanoinfer.progress import Progress
@@ -52,14 +53,15 @@ OnFinish = Callable[[RequestOutput], object]
 TURN_SECONDS = 0.01  # so long a thread waits for its turn; another's step serves its requests too
 
 
-class LLM(RunControl, LoopCalls):
+class LLM(RunControl, WeightControl, AsyncCalls):
     """A language model, loaded and ready.
 
         with LLM("Qwen/Qwen3-0.6B") as llm:
             outputs = llm.generate(["Hello", [1, 2, 3]], SamplingParams(temperature=0.6, max_tokens=256))
 
     model: a local folder, or the id of a model on the Hugging Face hub. options: each by name, see below. RunControl
-    has what programs do to a run that is under way: abort, pause, resume, on_step, get_metrics.
+    has what programs do to a run that is under way: abort, pause, resume, on_step, get_metrics. WeightControl has
+    update_weights, sleep and wake_up; AsyncCalls has agenerate and astream.
 
     Calls from several threads are served together; their steps take turns.
     Raises TypeError for an unknown option, ConfigError for a value out of range, ModelError for a model that cannot

@@ -35,10 +35,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": EVERYBODY | STEP_DATA | {"runner", "distributed"},
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"engine"},
-    "control": EVERYBODY | {"text", "engine"},
+    "control": EVERYBODY | {"text", "engine", "executor.runner", "executor.interrupts"},
     "llm": EVERYBODY
     | {"constraints", "control", "engine", "executor", "runner", "models", "text", "progress", "scoring"}
-    | {"integrations.loops"},
+    | {"integrations.async_calls"},
     "__init__": EVERYBODY | {"llm", "constraints.structured_outputs"},
     "batch": EVERYBODY | {"llm", "executor", "text", "progress", "constraints.structured_outputs"},
     "bench": EVERYBODY

@@ -182,6 +182,24 @@ def test_a_log_that_is_closed_does_not_end_the_work(monkeypatch: pytest.MonkeyPa
         bar.update(2)
 
 
+@pytest.mark.parametrize("use_tqdm", [True, False])
+def test_a_log_that_was_closed_before_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch, use_tqdm: bool) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    sys.stderr.close()
+    with progress.progress_bar("Generating", "req", 2, use_tqdm) as bar:
+        bar.update(2)
+
+
+@pytest.mark.parametrize("use_tqdm", [True, False])
+def test_without_standard_error_nothing_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], use_tqdm: bool
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with progress.progress_bar("Generating", "req", 2, use_tqdm) as bar:
+        bar.update(2)
+    assert capsys.readouterr().out == ""
+
+
 NOTEBOOK_WITHOUT_WIDGETS = """
 import sys, types
 sys.modules["ipywidgets"] = None

@@ -70,6 +70,9 @@ class ModelWeights:
     def fill(self, place: Place, tensor: Tensor) -> None:
         """Copy a tensor, or the part of one, into its place. Raises ModelError for one that does not fit."""
         self._check_part(place, tensor)
+        self._put(place, tensor)
+
+    def _put(self, place: Place, tensor: Tensor) -> None:
         (module, param), shard = self._homes[place], place[1]
         if hasattr(module, "weight_loader"):
             module.weight_loader(param, tensor, *([shard] if shard else []))
@@ -114,11 +117,16 @@ class ModelWeights:
             raise ModelError(f"{name!r} cannot be updated: {error}") from None
         return parts
 
-    @torch.inference_mode()
     def update(self, name: str, tensor: Tensor) -> None:
         """Check a tensor and copy it into its place."""
-        for place, part in self.check(name, tensor).items():
-            self.fill(place, part)
+        if self.check(name, tensor):
+            self.copy(name, tensor)
+
+    @torch.inference_mode()
+    def copy(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor that was checked, and is needed, into its place."""
+        for place, part in self.split(name, tensor).items():
+            self._put(place, part)
 
     def names(self) -> list[str]:
         """Return the names under which checkpoints hold the weights, packed ones under both their names."""
@@ -134,13 +142,19 @@ class ModelWeights:
         Buffers, which no checkpoint has, are kept in any case. If memory for the copies is short, nothing is freed.
         """
         params, buffers = _storages(self._model.parameters()), _storages(self._model.buffers())
-        is_gpu = any(storage.device.type != "cpu" for storage in params)
-        for storage in [*(params if keep else ()), *buffers] if is_gpu else []:
+        if all(storage.device.type == "cpu" for storage in params):
+            self._free([] if keep else params)
+            return
+        copies = {}
+        for storage in [*params, *buffers] if keep else buffers:
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True).untyped_storage()
-            self._on_host[storage] = host.copy_(storage, non_blocking=True)
-        if is_gpu:
-            torch.cuda.synchronize()
-        for storage in [*params, *buffers] if is_gpu else [] if keep else params:
+            copies[storage] = host.copy_(storage, non_blocking=True)
+        torch.cuda.synchronize()
+        self._on_host |= copies  # all or none: what is kept here comes back
+        self._free([*params, *buffers])
+
+    def _free(self, storages: list[torch.UntypedStorage]) -> None:
+        for storage in storages:
             self._freed[storage] = storage.nbytes()
             storage.resize_(0)
 

@@ -123,14 +123,15 @@ class LLMEngine:
         self.listener.arrived(request)
         return request_id
 
-    def step(self) -> None:
+    def step(self, launch: bool = True) -> None:
         """Launch the next step, collect the one before it, and hand over the requests that finished.
 
+        launch: whether a step may be launched; if not, nothing is computed that was not under way.
         If a step fails, the requests that were in it are queued again and the error is raised.
         """
         if self._marked:
             self._act_on_marked()
-        launched = self._launch()
+        launched = launch and self._launch()
         self._collect_until(max_in_flight=1 if launched and self.config.overlap else 0)
         if self.scheduler.is_finished():
             self._collect_until(max_in_flight=0)  # it was launched before a stop was known, and nobody waits for it

@@ -48,7 +48,7 @@ def obey(message: Message, runner: ModelRunner, reader: RingReader) -> None:
         shape, name = numbers[2 : 2 + num_dims], bytes(numbers[2 + num_dims :]).decode()
         with computing(runner.device, None):
             tensor = torch.empty(shape, dtype=dtype, device=runner.device)
-            runner.weights.update(name, _receive(reader, runner.tp, tensor))
+            runner.weights.copy(name, _receive(reader, runner.tp, tensor))  # rank 0 has checked it
         return
     if order == Order.SLEEP:
         runner.sleep(numbers[0])
@@ -80,15 +80,18 @@ class AllRanksWeights:
 
     def update(self, name: str, tensor: Any) -> None:
         """Check a tensor and copy it there, or each rank's share of it."""
-        # Checked before: what the ranks do together must not fail.
-        if self._runner.weights.check(name, tensor):
-            with self._all_ranks(), computing(self._runner.device, None):
-                self._runner.weights.update(name, self._send(name, tensor))
+        # Checked and brought to the device before: what the ranks do together must not fail.
+        if not self._runner.weights.check(name, tensor):
+            return
+        with computing(self._runner.device, None):
+            tensor = tensor.detach().to(self._runner.device)
+            tensor = (tensor if tensor.dtype in DTYPES else tensor.float()).contiguous()
+        with self._all_ranks(), computing(self._runner.device, None):
+            self._send(name, tensor)
+            self._runner.weights.copy(name, tensor)
 
-    def _send(self, name: str, tensor: Tensor) -> Tensor:
-        """Send a tensor to the workers, and return it on rank 0's device."""
-        tensor = tensor.detach().to(self._runner.device)
-        tensor = (tensor if tensor.dtype in DTYPES else tensor.float()).contiguous()
+    def _send(self, name: str, tensor: Tensor) -> None:
+        """Send a tensor on rank 0's device to the workers."""
         dtype = DTYPES.index(tensor.dtype)
         self._writer.send(pack_order(Order.UPDATE, dtype, tensor.dim(), *tensor.shape, *name.encode()))
         values = tensor.view(-1).view(torch.uint8)
@@ -98,7 +101,6 @@ class AllRanksWeights:
             padded = np.zeros(-(-len(values) // 4), np.int32)
             padded.view(np.uint8)[: len(values)] = values.numpy()
             self._writer.send(padded)
-        return tensor
 
 
 def _receive(reader: RingReader, tp: TensorParallel, tensor: Tensor) -> Tensor:

@@ -9,15 +9,14 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from nanoinfer.engine.llm_engine import PreparedRequest
 from nanoinfer.llm import LLM, OnFinish, Params, Prompts
-from nanoinfer.outputs import RequestOutput, StreamChunk
+from nanoinfer.outputs import RequestOutput, RequestOutputs, StreamChunk
 from nanoinfer.progress import Progress
-from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.prompts import as_list_of_prompts, check_on_finish, check_streamable
+from nanoinfer.text.prompts import as_list_of_prompts, check_on_finish, check_streamable, one_for_each
 
 Prepare = Callable[[], list[PreparedRequest]]
 _creation = threading.Lock()  # held while an LLM gets its driver
@@ -40,7 +39,7 @@ async def agenerate(
     def prepare() -> list[PreparedRequest]:
         return llm._prepare(prompts, sampling_params, priority, True, tokenization_kwargs)
 
-    call = Call(await _with_grammars(prepare, sampling_params))
+    call = Call(await _with_grammars(prepare, sampling_params, len(prompts)))
     num_reported, is_done = 0, False
     with _driven(llm, call), Progress(llm.get_metrics, len(prompts), use_tqdm) as progress:
         while not is_done:
@@ -49,11 +48,40 @@ async def agenerate(
             while on_finish is not None and num_reported < len(call.inbox):
                 num_reported += 1
                 on_finish(call.inbox[num_reported - 1])
-    return sorted(call.inbox, key=lambda output: output.request_id)
+    return RequestOutputs(sorted(call.inbox, key=lambda output: output.request_id))
 
 
-async def astream(llm: LLM, prompts: Prompts, sampling_params: Params = None) -> AsyncGenerator[StreamChunk, None]:
+def astream(llm: LLM, prompts: Prompts, sampling_params: Params = None) -> AsyncGenerator[StreamChunk, None]:
     """Complete one prompt or many, and yield what is new of each, as `LLM.stream` does."""
+    scope = ExitStack()
+    return ChunkStream(_chunks(llm, prompts, sampling_params, scope), scope)
+
+
+class ChunkStream(AsyncGenerator[StreamChunk, None]):
+    """An async generator that aborts what is unfinished as soon as it is forgotten, such as by a loop that is left.
+
+    One of Python's own would be closed in a later turn of the event loop. scope: what is closed then.
+    """
+
+    def __init__(self, chunks: AsyncGenerator[StreamChunk, None], scope: ExitStack) -> None:
+        self._chunks, self._scope = chunks, scope
+
+    async def asend(self, value: None) -> StreamChunk:
+        return await self._chunks.asend(value)
+
+    async def athrow(self, *error: Any) -> StreamChunk:
+        return await self._chunks.athrow(*error)
+
+    async def aclose(self) -> None:
+        await self._chunks.aclose()
+
+    def __del__(self) -> None:
+        self._scope.close()
+
+
+async def _chunks(
+    llm: LLM, prompts: Prompts, sampling_params: Params, scope: ExitStack
+) -> AsyncGenerator[StreamChunk, None]:
     prompts = as_list_of_prompts(prompts)
 
     def prepare() -> list[PreparedRequest]:
@@ -62,22 +90,22 @@ async def astream(llm: LLM, prompts: Prompts, sampling_params: Params = None) ->
         return requests
 
     chunks: deque[StreamChunk] = deque()
-    call = Call(await _with_grammars(prepare, sampling_params), chunks)
+    call = Call(await _with_grammars(prepare, sampling_params, len(prompts)), chunks)
     is_done = False
-    with _driven(llm, call):
+    with scope:
+        scope.enter_context(_driven(llm, call))
         while not is_done:
             is_done = await call.news()
             while chunks:
                 yield chunks.popleft()
 
 
-async def _with_grammars(prepare: Prepare, sampling_params: Params) -> Prepare:
+async def _with_grammars(prepare: Prepare, sampling_params: Params, num_prompts: int) -> Prepare:
     """Return what prepares a call without compiling grammars, which can take seconds: no step is to wait for that.
 
     A thread of the event loop's own pool compiles them.
     """
-    all_params = [sampling_params] if isinstance(sampling_params, SamplingParams) else sampling_params or []
-    if all(getattr(params, "structured_outputs", None) is None for params in all_params):
+    if all(params.structured_outputs is None for params in one_for_each(sampling_params, num_prompts)):
         return prepare
     requests = await asyncio.to_thread(prepare)
     return lambda: requests
@@ -116,14 +144,18 @@ class Call:
 
 @contextmanager
 def _driven(llm: LLM, call: Call) -> Iterator[None]:
-    """Have the driver serve a call in this scope; it aborts what is unfinished at the end of it."""
+    """Have the driver serve a call in this scope; what is unfinished at the end of it is aborted.
+
+    It counts as unfinished no longer then: a call that needs an idle engine hands it over itself.
+    """
     with _creation:
         llm.async_driver = llm.async_driver or Driver()
     llm.async_driver.submit(llm, call)
     try:
         yield
     finally:
-        call.is_abandoned = True
+        call.is_abandoned = True  # first: `_begin` looks at it after it has queued
+        llm.abort(call.unfinished_ids())
 
 
 class Driver:
@@ -175,6 +207,8 @@ def _begin(llm: LLM, call: Call) -> None:
         with llm._lock:
             for index, request in enumerate(requests):
                 call.request_ids.append(llm.engine.add_request(request, call.inbox, call.chunks, index))
+            if call.is_abandoned:  # while they were prepared; no other thread has seen them yet
+                llm.abort(call.unfinished_ids())
     except BaseException as error:
         call.error = error
         with suppress(Exception):  # of an engine that is broken

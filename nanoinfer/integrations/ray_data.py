@@ -43,6 +43,8 @@ DATA_COLUMN = "__data"  # holds a row, pickled, between the stages
 ERROR_COLUMN = "__inference_error__"
 INPUTS = ("messages", "tokenized_prompt", "prompt")  # the first of these that a row has is what the model reads
 FOREIGN_NAMES = {"model_source": "model", "engine_kwargs": "options of LLM by their names", **VLLM_NAMES}
+# What sampling_params of a row may have: the fields, and OpenAI's names for some of them.
+PARAM_NAMES = (*SAMPLING_FIELDS, "max_completion_tokens", "response_format", "top_logprobs")
 NO_OUTPUT: Row = {
     "prompt_token_ids": None,
     "num_input_tokens": 0,
@@ -204,11 +206,12 @@ class EngineActor:
             while True:
                 self._feed()
                 for output in self.llm.step():
-                    future, reason = self._asked.pop(output.request_id), output.outputs[0].error
+                    future, reason = self._asked[output.request_id], output.outputs[0].error
                     if reason is None:
                         future.set_result(output_columns(output))
                     else:
                         self._refuse(future, RuntimeError(reason))
+                    del self._asked[output.request_id]  # not before: an error on the way is its row's, too
         except WorkerError:
             logger.exception("the actor ends, for Ray to start another one in its place")
             os._exit(1)  # Ray repeats the tasks of an actor that dies, and not those of one that raises
@@ -233,6 +236,11 @@ class EngineActor:
                 self._asked[self._ask(row)] = future
             except (ValueError, TypeError, RecursionError) as error:  # RequestError is a ValueError
                 self._refuse(future, error)
+            except WorkerError:
+                raise
+            except BaseException as error:  # ends the thread, which hands it to the rows that it finds
+                future.set_exception(error)
+                raise
 
     def _ask(self, row: Row) -> int:
         """Queue the request of a row, and return its id."""
@@ -284,7 +292,11 @@ def merge_params(base: SamplingParams, given: Any) -> SamplingParams:
     if isinstance(given, SamplingParams):
         params = given
     elif given is None or isinstance(given, Mapping):
-        body = parse_body({**plain(given or {}), "prompt": ""})
+        given = plain(given or {})
+        if unknown := sorted(map(str, {*given}.difference(PARAM_NAMES))):
+            known = ", ".join(sorted(PARAM_NAMES))
+            raise RequestError(f"sampling_params has unknown fields: {', '.join(unknown)}; known are {known}")
+        body = parse_body({**given, "prompt": ""})
         params = replace(base, **{name: body[name] for name in SAMPLING_FIELDS if name in body})
     else:
         raise RequestError(f"sampling_params={given!r}; give a dict such as {{'max_tokens': 16}}, or a SamplingParams")

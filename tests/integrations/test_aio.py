@@ -19,7 +19,8 @@ from nanoinfer import (
     StructuredOutputsParams,
     tiny_model_path,
 )
-from nanoinfer.outputs import RequestOutput, StreamChunk
+from nanoinfer.integrations import aio
+from nanoinfer.outputs import RequestOutput, RequestOutputs, StreamChunk
 
 Checkpoint = Callable[..., Path]
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -124,6 +125,7 @@ def test_options_are_those_of_generate(llm: LLM) -> None:
     assert [len(output.token_ids) for output in outputs] == [6, 150, 6]
     assert [output.prompt_token_ids for output in outputs] == [[2, 3]] * 3
     assert [*map(id, finished)] == [id(outputs[index]) for index in (2, 0, 1)], "the higher priority is first"
+    assert isinstance(outputs, RequestOutputs), "a table in a notebook"
     assert run_all(generate(llm, []), stream(llm, [])) == [[], []]
 
 
@@ -134,6 +136,8 @@ def test_errors_of_a_call_are_those_of_generate_and_harm_no_other(llm: LLM) -> N
         (generate(llm, [[1]], [SHORT, SHORT]), "2 sampling_params for 1 prompts"),
         (generate(llm, [[1]], on_finish=3), "on_finish=3 cannot be called"),
         (generate(llm, 5), "prompts is a int"),
+        (llm.agenerate([1, 2], 5), "sampling_params=5; give a SamplingParams for all prompts"),
+        (stream(llm, [1, 2], "greedy"), "sampling_params='greedy'; give a SamplingParams"),  # type: ignore[arg-type]
         (stream(llm, [[1, 2]], replace(SHORT, prompt_logprobs=1)), "prompt_logprobs=1 cannot be streamed"),
         (generate(llm, [[1]], replace(SHORT, structured_outputs=StructuredOutputsParams(regex="a"))), "about text"),
     ]
@@ -217,6 +221,61 @@ def test_a_call_that_is_cancelled_at_once_is_not_begun(llm: LLM) -> None:
 
     run_all(cancel())
     wait_until_idle(llm)
+
+
+def test_what_was_cancelled_or_left_keeps_no_trainer_waiting(llm: LLM) -> None:
+    async def train() -> None:
+        for _ in range(5):
+            task = asyncio.create_task(llm.agenerate(PROMPTS[:4], LONG))
+            while llm.get_metrics().num_used_blocks < 4:
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            llm.update_weights({})
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(llm.agenerate(PROMPTS[:4], LONG), 0.01)
+            llm.sleep()
+            llm.wake_up()
+            async for _ in llm.astream(PROMPTS[:4], LONG):
+                break
+            llm.update_weights({})
+            async for _ in (chunks := llm.astream(PROMPTS[:4], LONG)):
+                await chunks.aclose()
+            llm.update_weights({})
+
+    run_all(train())
+
+
+@pytest.mark.parametrize("place", ["prepare", "add_request"])
+def test_a_call_that_is_cancelled_while_it_is_queued_keeps_no_trainer_waiting(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    is_there, may_go_on = threading.Event(), threading.Event()
+    owner, name = (llm, "_prepare") if place == "prepare" else (llm.engine, "add_request")
+    original = getattr(owner, name)
+
+    def slowly(*args: Any) -> Any:
+        is_there.set()
+        assert may_go_on.wait(20)
+        return original(*args)
+
+    async def train() -> None:
+        task = asyncio.create_task(llm.agenerate(PROMPTS[:4], LONG))
+        await asyncio.to_thread(is_there.wait, 20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        # While they are prepared nothing is queued, and while they are queued the trainer waits for its turn.
+        threading.Timer(0.1, may_go_on.set).start()
+        for _ in range(20):
+            await asyncio.to_thread(llm.update_weights, {})
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(owner, name, slowly)
+    monkeypatch.setattr(aio, "_abort", lambda *_: None)  # the driver's own, which may come before or after
+    run_all(train())
+    monkeypatch.undo()
 
 
 def test_an_error_of_the_engine_reaches_every_task_and_the_next_call_is_served(

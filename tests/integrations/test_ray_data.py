@@ -17,6 +17,7 @@ from tests.integrations.snippets import snippet
 ray = pytest.importorskip("ray")
 pa = pytest.importorskip("pyarrow")
 
+from nanoinfer.integrations import ray_data  # noqa: E402
 from nanoinfer.integrations.ray_data import DATA_COLUMN, ERROR_COLUMN, EngineActor, build_processor  # noqa: E402
 
 pytestmark = [
@@ -264,6 +265,34 @@ def test_a_bad_row_ends_the_job_where_it_is_not_to_continue(actor: EngineActor) 
     assert asyncio.run(answer(actor, [{"messages": ask(QUESTION)}]))[0]["generated_text"] == ANSWER
 
 
+@pytest.mark.parametrize("place", ["_ask", "output_columns"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_unforeseen_error_reaches_every_row_also_the_one_in_hand(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    broken = EngineActor(str(tiny_model_path()), ENGINE, GREEDY, None, should_continue_on_error=True)
+    monkeypatch.setattr(broken if place == "_ask" else ray_data, place, lambda _: {}["x"])
+
+    async def ask_thrice() -> list[Any]:
+        batches = (answer(broken, [{"prompt": "1"}]) for _ in range(3))
+        return await asyncio.wait_for(asyncio.gather(*batches, return_exceptions=True), 20)
+
+    assert [type(error) for error in asyncio.run(ask_thrice())] == [KeyError] * 3
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"max_completion_tokens": 3},
+        {"logprobs": True, "top_logprobs": 2, "max_tokens": 3},
+        {"max_tokens": 3, "n": None},
+    ],
+)
+def test_parameters_may_have_the_names_that_openai_gives_them(actor: EngineActor, params: dict[str, Any]) -> None:
+    [row] = asyncio.run(answer(actor, [{"prompt": "1", "sampling_params": {"ignore_eos": True, **params}}]))
+    assert row["num_generated_tokens"] == 3
+
+
 def test_actors_draw_samples_of_their_own(actor: EngineActor) -> None:
     other = EngineActor(str(tiny_model_path()), ENGINE, GREEDY, None, should_continue_on_error=False)
     row = {"prompt": "1", "sampling_params": {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}}
@@ -285,6 +314,10 @@ def test_actors_draw_samples_of_their_own(actor: EngineActor) -> None:
         ({"num_gpus": 1, "tensor_parallel_size": 2}, ConfigError, "use num_gpus=2"),
         ({"sampling_params": {"temperature": -1}}, RequestError, "temperature=-1"),
         ({"sampling_params": "greedy"}, RequestError, "sampling_params='greedy'"),
+        ({"sampling_params": {"echo": True}}, RequestError, "unknown fields: echo; known are allowed_token_ids, "),
+        ({"sampling_params": {"prompt": "x", "model": "y"}}, RequestError, "unknown fields: model, prompt; known are"),
+        ({"sampling_params": {"body": {}, 1: 2}}, RequestError, "unknown fields: 1, body"),
+        ({"sampling_params": {"stream": False}}, RequestError, "unknown fields: stream"),
     ],
 )
 def test_what_is_wrong_is_said_before_ray_starts(options: Any, error: type[Exception], message: str) -> None:

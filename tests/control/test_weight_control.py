@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoinfer import LLM, ConfigError, EngineClosedError, EngineStateError, ModelError, SamplingParams
+from nanoinfer.checkpoint import weights
 from nanoinfer.checkpoint.loader import iterate_weights
 from nanoinfer.checkpoint.weights import ModelWeights, checkpoint_name
 from nanoinfer.models import REGISTRY
@@ -312,6 +313,25 @@ def test_what_was_aborted_does_not_keep_an_engine_awake(llm: LLM) -> None:
     assert [output.finish_reason for output in llm.step()] == ["abort"]
 
 
+def test_a_call_that_is_refused_computes_nothing(llm: LLM, pair: tuple[Path, Path]) -> None:
+    def num_steps() -> int:
+        metrics = llm.get_metrics()
+        return metrics.num_prefill_steps + metrics.num_decode_steps
+
+    before = num_steps()
+    request_id = llm.add_request(PROMPTS[0], GREEDY)
+    calls: list[Callable[[], Any]] = [llm.sleep, lambda: llm.update_weights(iterate_weights(pair[1]))]
+    for call in calls:
+        with pytest.raises(EngineStateError, match="while 1 requests are unfinished"):
+            call()
+    assert num_steps() == before
+    llm.abort(request_id)
+    llm.sleep()
+    llm.wake_up()
+    assert num_steps() == before
+    assert [output.finish_reason for output in llm.step()] == ["abort"]
+
+
 def test_threads_that_generate_end_well_while_another_tries_to_update(
     llm: LLM, pair: tuple[Path, Path], expected: tuple[Tokens, Tokens]
 ) -> None:
@@ -344,6 +364,88 @@ def test_memory_that_is_short_leaves_the_engine_asleep(
             generate(llm)
         llm.wake_up()
         assert generate(llm) == expected[0]
+
+
+class FakeStorage:
+    """Memory of a GPU, as far as `leave_device` looks at it."""
+
+    device = torch.device("cuda")
+
+    def __init__(self) -> None:
+        self.size = 4
+
+    def nbytes(self) -> int:
+        return self.size
+
+    def resize_(self, size: int) -> None:
+        self.size = size
+
+
+class FakeHostMemory:
+    """Host memory that is short after so many tensors."""
+
+    def __init__(self, num_tensors: int) -> None:
+        self.num_left = num_tensors
+
+    def empty(self, *_: Any, **__: Any) -> Any:
+        if not self.num_left:
+            raise RuntimeError("CUDA error: out of memory")
+        self.num_left -= 1
+        return self
+
+    def untyped_storage(self) -> Any:
+        return self
+
+    def copy_(self, *_: Any, **__: Any) -> Any:
+        return self
+
+
+def test_copies_made_before_host_memory_ran_out_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would take memory, and a later sleep at level 2 would bring these old weights back."""
+    model = torch.nn.Linear(1, 1)
+    model.register_buffer("table", torch.ones(1))
+    storages = {id(tensor): FakeStorage() for tensor in (model.weight, model.bias, model.table)}
+    monkeypatch.setattr(weights, "_storages", lambda tensors: [storages[id(tensor)] for tensor in tensors])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    held = ModelWeights(model)
+    with monkeypatch.context() as short:
+        short.setattr(torch, "empty", FakeHostMemory(1).empty)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            held.leave_device(keep=True)
+    assert held._on_host == {}
+    assert [storage.size for storage in storages.values()] == [4] * 3
+    monkeypatch.setattr(torch, "empty", FakeHostMemory(1).empty)
+    held.leave_device(keep=False)
+    assert [*held._on_host] == [storages[id(model.table)]]
+    assert [storage.size for storage in storages.values()] == [0] * 3
+
+
+def test_device_memory_that_is_short_for_a_tensor_does_not_close_an_engine_of_two_ranks(
+    pair: tuple[Path, Path], expected: tuple[Tokens, Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with LLM(pair[0], device="cpu", tensor_parallel_size=2) as llm:
+        with monkeypatch.context() as short:
+            short.setattr(torch.Tensor, "to", fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                llm.update_weights(iterate_weights(pair[1]))
+        assert generate(llm) == expected[0]
+        llm.update_weights(iterate_weights(pair[1]))
+        assert generate(llm) == expected[1]
+
+
+@pytest.mark.parametrize("is_dict", [True, False])
+def test_a_tensor_is_checked_once_before_it_is_copied_and_a_dict_once_before(
+    llm: LLM, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, is_dict: bool
+) -> None:
+    checked: list[str] = []
+    check = ModelWeights.check
+    monkeypatch.setattr(ModelWeights, "check", lambda self, *pair: [checked.append(pair[0]), check(self, *pair)][1])
+    tensors = dict(iterate_weights(pair[0]))
+    llm.update_weights(tensors if is_dict else tensors.items())
+    assert checked == [*tensors] * (1 + is_dict)
 
 
 @pytest.mark.parametrize("rank_count", [1, 2])
