@@ -295,7 +295,7 @@ def test_parameters_may_have_the_names_that_openai_gives_them(actor: EngineActor
 
 def test_actors_draw_samples_of_their_own(actor: EngineActor) -> None:
     other = EngineActor(str(tiny_model_path()), ENGINE, GREEDY, None, should_continue_on_error=False)
-    row = {"prompt": "1", "sampling_params": {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}}
+    row = {"prompt": "1", "sampling_params": {"temperature": 5.0, "max_tokens": 40, "ignore_eos": True}}
     samples = [asyncio.run(answer(each, [row]))[0]["generated_tokens"] for each in (actor, other)]
     assert samples[0] != samples[1]
 
