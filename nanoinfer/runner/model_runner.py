@@ -30,7 +30,7 @@ from nanoinfer.models import get_model_class
 from nanoinfer.models.decoder import DecoderForCausalLM
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, measure_graph_bytes, num_graphs, sharing_graph_sizes
-from nanoinfer.runner.step_tables import PADDING_ROW, StepTables, cumulative_lens
+from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import PromptLogprobs, SampleLogprobs, Sampler
 
 MIN_THREADED_PARAMETERS = 2**24  # threads slow the steps of smaller models down
@@ -294,15 +294,7 @@ class ModelRunner:
         """Run as many prompt tokens as a step may have, in the longest sequences, and sample for all rows."""
         num_tokens, longest = self.config.max_num_batched_tokens, self.tables.token_ids.shape[1] - 1
         lens = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
-        cu_lens = cumulative_lens(torch.tensor(lens, dtype=torch.int32, device=self.device))
-        metadata = PrefillMetadata(
-            query_lens=tuple(lens),
-            context_lens=tuple(lens),
-            cu_query_lens=cu_lens,
-            cu_context_lens=cu_lens,
-            slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=self.device),
-            block_tables=self.tables.block_tables[: len(lens)],
-        )
+        metadata = PrefillMetadata.of_whole_prompts(lens, self.tables.block_tables)
         metadata = self.backends.plan(metadata, self.kv_cache)
         token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
         positions = torch.arange(num_tokens, device=self.device) % longest
