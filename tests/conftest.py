@@ -44,6 +44,8 @@ RANDOM_MODEL = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu"):
+            item.add_marker(pytest.mark.xdist_group("gpu"))
         if item.get_closest_marker("gpu") and NUM_GPUS < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if item.get_closest_marker("multi_gpu") and NUM_GPUS < 2:
