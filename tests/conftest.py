@@ -79,6 +79,15 @@ def log_level_of_before() -> Iterator[None]:
     logger.setLevel(level)
 
 
+@pytest.fixture
+def llm(shared: Any) -> Iterator[Any]:
+    """The module's `shared` engine with an empty prefix cache; every test leaves it without requests."""
+    shared.reset_prefix_cache()
+    yield shared
+    assert shared.is_finished()
+    assert shared.get_metrics().num_used_blocks == 0
+
+
 @pytest.fixture(scope="session")
 def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`random_checkpoint(**overrides)`: the folder of a random float32 Qwen3 without a tokenizer, built once.

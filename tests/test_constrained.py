@@ -91,15 +91,6 @@ def shared() -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture
-def llm(shared: LLM) -> Iterator[LLM]:
-    """An engine that every test leaves without requests."""
-    shared.reset_prefix_cache()
-    yield shared
-    assert shared.is_finished()
-    assert shared.engine.block_manager.num_used_blocks == 0
-
-
 def said(outputs: list[RequestOutput]) -> list[tuple[list[int], str, str, Any]]:
     return [
         (sample.token_ids, sample.text, sample.finish_reason, sample.stop_reason)

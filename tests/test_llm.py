@@ -40,15 +40,6 @@ def shared(random_checkpoint: Checkpoint) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture
-def llm(shared: LLM) -> Iterator[LLM]:
-    """An engine with an empty prefix cache; every test leaves it without requests."""
-    shared.reset_prefix_cache()
-    yield shared
-    assert shared.is_finished()
-    assert shared.engine.block_manager.num_used_blocks == 0
-
-
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[LLM]:
     with LLM(tiny_model_path(), device="cpu") as llm:

@@ -22,15 +22,6 @@ def shared(random_checkpoint: Checkpoint, request: pytest.FixtureRequest) -> Ite
         yield llm
 
 
-@pytest.fixture
-def llm(shared: LLM) -> Iterator[LLM]:
-    """An engine with an empty prefix cache; every test leaves it without requests."""
-    shared.reset_prefix_cache()
-    yield shared
-    assert shared.is_finished()
-    assert num_used_blocks(shared) == 0
-
-
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[LLM]:
     with LLM(tiny_model_path(), device="cpu") as llm:

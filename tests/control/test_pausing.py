@@ -27,15 +27,6 @@ def shared(random_checkpoint: Checkpoint, request: pytest.FixtureRequest) -> Ite
         yield llm
 
 
-@pytest.fixture
-def llm(shared: LLM) -> Iterator[LLM]:
-    """An engine with an empty prefix cache; every test leaves it without requests."""
-    shared.reset_prefix_cache()
-    yield shared
-    assert shared.is_finished()
-    assert shared.get_metrics().num_used_blocks == 0
-
-
 def run(llm: LLM) -> list[RequestOutput]:
     outputs = []
     while not llm.is_finished():
