@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.real.make_smollm2 import HOW_TO_INSTALL, missing_packages
 
@@ -132,3 +134,13 @@ def reference_model() -> Callable[[Path], Any]:
         return models[folder]
 
     return load
+
+
+@pytest.fixture
+def checkpoint_with_nan(random_checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    """A random checkpoint in which token 7 has an embedding of NaN."""
+    shutil.copytree(random_checkpoint(), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path

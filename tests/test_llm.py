@@ -170,18 +170,14 @@ def test_outputs_of_a_step_are_kept_when_the_text_of_one_cannot_be_made(
 
 
 def test_a_request_whose_logits_are_nan_ends_in_an_error_and_harms_no_other(
-    random_checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    random_checkpoint: Checkpoint, checkpoint_with_nan: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Token 7 has an embedding of NaN: prompts with it are lost, before, beside and after the others."""
-    shutil.copytree(random_checkpoint(), tmp_path, dirs_exist_ok=True)
-    weights = load_file(tmp_path / "model.safetensors")
-    weights["model.embed_tokens.weight"][7] = torch.nan
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     good, bad = [[11] * 20, [12] * 40, [13] * 3], [[7] * 20, [12] * 35 + [7]]
     options = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 24, "max_model_len": 256}
     with LLM(random_checkpoint(), **options) as llm:
         expected = [output.token_ids for output in llm.generate(good, SHORT, use_tqdm=False)]
-    with LLM(tmp_path, **options) as llm:
+    with LLM(checkpoint_with_nan, **options) as llm:
         for _ in range(3):
             outputs = llm.generate([bad[0], *good, bad[1]], SHORT, use_tqdm=False)
             assert [output.finish_reason for output in outputs] == ["error", *["length"] * 3, "error"]

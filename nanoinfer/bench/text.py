@@ -65,24 +65,13 @@ def run(device: str, args: argparse.Namespace) -> dict[str, Any]:
         if args.tokenizer:
             options["tokenizer"] = args.tokenizer
         engine = load_engine(args.engine, model.folder, options)
-        llm = engine.llm
-        with closing(llm):
+        with closing(engine.llm):
             for jobs in JOBS[device]:
                 speeds: dict[str, list[float]] = {job.name: [] for job in jobs}
                 for seed in range(args.seed, args.seed + args.runs + 1):  # the first turn compiles, and is not counted
                     for job in jobs:
                         prompts = draw_prompts(seed, job.num_prompts, WORDS[device])
-                        common = {"temperature": 0.6, "top_k": args.top_k, "top_p": args.top_p, "ignore_eos": True}
-                        plain = engine.params(**common, max_tokens=job.max_tokens)
-                        params = [plain] * job.num_prompts
-                        for index in range(job.num_constrained):
-                            rule = engine.constraint(**job.constraint or {})
-                            params[index] = engine.params(**common, max_tokens=job.max_tokens, structured_outputs=rule)
-                        llm.reset_prefix_cache()
-                        started = perf_counter()
-                        outputs = llm.generate(prompts, params, use_tqdm=False)
-                        seconds = perf_counter() - started
-                        speeds[job.name].append(sum(len(output.outputs[0].token_ids) for output in outputs) / seconds)
+                        speeds[job.name].append(tokens_per_second(engine, job, prompts, args))
                 figures += report(jobs, speeds)
     return {"model": model.name, **describe_machine(device), "jobs": figures}
 
@@ -109,6 +98,21 @@ def load_engine(engine: str, folder: Path, options: dict[str, Any]) -> TextEngin
     llm = vllm.LLM(model=str(folder), **options)
     llm.close = lambda: None
     return TextEngine(llm, vllm.SamplingParams, Rule)
+
+
+def tokens_per_second(engine: TextEngine, job: Job, prompts: list[str], args: argparse.Namespace) -> float:
+    """Run a job once, without cached prefixes."""
+    common = {"temperature": 0.6, "top_k": args.top_k, "top_p": args.top_p, "ignore_eos": True}
+    common["max_tokens"] = job.max_tokens
+    params = [engine.params(**common)] * len(prompts)
+    for index in range(job.num_constrained):
+        rule = engine.constraint(**job.constraint or {})
+        params[index] = engine.params(**common, structured_outputs=rule)
+    engine.llm.reset_prefix_cache()
+    started = perf_counter()
+    outputs = engine.llm.generate(prompts, params, use_tqdm=False)
+    seconds = perf_counter() - started
+    return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
 
 
 def draw_prompts(seed: int, num_prompts: int, num_words: tuple[int, int]) -> list[str]:
