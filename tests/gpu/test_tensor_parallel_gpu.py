@@ -65,13 +65,21 @@ def test_biases_tied_heads_and_shared_kv_heads_are_those_of_one(
         "num_attention_heads": 8,
         "num_key_value_heads": num_kv_heads,
     }
-    folder, params = random_checkpoint(head_dim=128, **sizes), SamplingParams(temperature=0, max_tokens=8)
+    folder, params = random_checkpoint(head_dim=128, **sizes), SamplingParams(temperature=0, max_tokens=8, logprobs=5)
     prompts = [[i, i + 1, i + 2] * (1 + 11 * i) for i in range(24)]
     results = []
     for count in (1, size):
         with LLM(folder, dtype="bfloat16", tensor_parallel_size=count) as llm:
-            results.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
-    assert sum(one == two for one, two in zip(*results, strict=True)) >= 20, "16 bits turn a near tie now and then"
+            results.append([output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)])
+    num_equal = 0
+    for one, several in zip(*results, strict=True):
+        differing = [i for i in range(8) if one.token_ids[i] != several.token_ids[i]]
+        num_equal += not differing
+        if differing:  # 16 bits turn a near tie now and then
+            its_logprobs = one.logprobs[differing[0]]
+            best, other = (its_logprobs[each.token_ids[differing[0]]].logprob for each in (one, several))
+            assert best - other < 0.1
+    assert num_equal >= 12
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
@@ -142,7 +150,7 @@ def test_all_ranks_have_as_many_blocks_and_the_memory_that_was_granted() -> None
 
 def test_more_gpus_than_there_are_is_refused_with_their_number() -> None:
     count = torch.cuda.device_count()
-    with pytest.raises(ConfigError, match=f"PyTorch sees {count}, of which cuda:{count - 1} is the first to use"):
+    with pytest.raises(ConfigError, match=f"PyTorch sees {count}; cuda:{count - 1} is the first to use; use at most 1"):
         LLM(tiny_model_path(), device=f"cuda:{count - 1}", tensor_parallel_size=2)
 
 
