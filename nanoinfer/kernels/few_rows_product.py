@@ -228,8 +228,17 @@ def few_rows_product(
 
 
 def choose_tiling(num_rows: int, num_lines: int, size: int, device: torch.device) -> Tiling:
-    """Return how to cut a product with a weight of so many lines (rows) of `size` values."""
-    columns, most_columns = 8, 64 if num_rows <= 16 else 32
-    while columns < most_columns and num_lines // (2 * columns) >= num_multiprocessors(device) * 3 // 4:
+    """Return how to cut a product with a weight of so many lines (rows) of `size` values.
+
+    All programs should be on the GPU at the same time, and leave room for the first ones of the next kernel.
+    """
+    columns = 8
+    while columns < 32 and num_lines // (2 * columns) >= num_multiprocessors(device) * 3 // 4:
         columns *= 2
-    return Tiling(columns, slices=8, depth=64, ahead=2, stages=3, warps=8)
+    if num_rows > 16:  # x takes most of the memory
+        return Tiling(columns, slices=1, depth=64, ahead=1, stages=5, warps=4 if num_rows <= 64 else 8)
+    if columns * size <= 2**15:  # 64 KiB, of which all is read ahead
+        return Tiling(columns, slices=8, depth=64, ahead=6, stages=3, warps=8)
+    if num_lines >= 16384:
+        return Tiling(columns=128, slices=1, depth=64, ahead=2, stages=4, warps=4)
+    return Tiling(min(columns, 16), slices=4, depth=64, ahead=2, stages=5, warps=4)

@@ -4,6 +4,7 @@ On a GPU: tests/gpu/test_few_rows_gpu.py.
 """
 
 import inspect
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from nanoinfer.layers import few_rows
 
 triton = pytest.importorskip("triton")
 
-from nanoinfer.kernels import few_rows_product  # noqa: E402
+from nanoinfer.kernels import few_rows_attention, few_rows_product  # noqa: E402
 from nanoinfer.kernels.few_rows_product import Tiling  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
 
@@ -39,8 +40,10 @@ def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
     return request.param
 
 
-def test_on_cuda_the_kernel_of_the_twins_name_runs_with_its_parameters() -> None:
-    kernel, twin = few_rows_product.few_rows_product, few_rows.few_rows_product
+@pytest.mark.parametrize("module", [few_rows_product, few_rows_attention], ids=["product", "attention"])
+def test_on_cuda_the_kernel_of_the_twins_name_runs_with_its_parameters(module: ModuleType) -> None:
+    name = module.__name__.rpartition(".")[2]
+    kernel, twin = getattr(module, name), getattr(few_rows, name)
     assert inspect.getclosurevars(twin).nonlocals["on_cuda"]() is kernel
     assert inspect.signature(kernel) == inspect.signature(twin)
 
@@ -94,3 +97,92 @@ def test_16_bits_are_rounded_about_as_often_as_by_separate_layers(tiling: Tiling
 
 def test_no_rows_give_no_rows() -> None:
     assert few_rows_product.few_rows_product(randn(0, 64), randn(32, 64)).shape == (0, 32)
+
+
+# --- attention ---
+
+
+def attention_inputs(
+    context_lens: list[int],
+    group_size: int = 2,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    rotary_dim: int = 64,
+    has_norms: bool = True,
+    block_size: int = 16,
+) -> dict[str, object]:
+    """Rows of so many tokens, of which the newest is not in the cache yet; the cache is NaN wherever no token is."""
+    num_rows, max_blocks = len(context_lens), max(1, -(-max(context_lens) // block_size))
+    tables = torch.randperm(num_rows * max_blocks, generator=torch.Generator().manual_seed(1)).view(num_rows, -1)
+    cache = torch.full((2, num_rows * max_blocks, num_kv_heads, block_size, head_dim), float("nan"))
+    slots = []
+    for row, length in enumerate(context_lens):
+        for token in range(length - 1):
+            block = tables[row, token // block_size]
+            cache[:, block, :, token % block_size] = randn(2, num_kv_heads, head_dim, seed=1000 * row + token)
+        last = length - 1
+        slots.append(int(tables[row, last // block_size]) * block_size + last % block_size if length else -1)
+    angles = randn(max(context_lens) + 1, rotary_dim // 2, seed=2)
+    return {
+        "qkv": 2 * randn(num_rows, (group_size + 2) * num_kv_heads * head_dim + 8)[:, :-8],
+        "norm_weights": (randn(head_dim, seed=3), randn(head_dim, seed=4)) if has_norms else None,
+        "eps": 1e-6,
+        "positions": torch.tensor([max(0, length - 1) for length in context_lens]),
+        "cos_sin_cache": torch.cat((angles.cos(), angles.sin()), dim=1),
+        "k_cache": cache[0],
+        "v_cache": cache[1],
+        "slot_mapping": torch.tensor(slots),
+        "context_lens": torch.tensor(context_lens, dtype=torch.int32),
+        "block_tables": tables.int(),
+        "scale": 0.2,
+    }
+
+
+def assert_attends_like_its_twin(inputs: dict[str, object]) -> None:
+    """The outputs of all rows with a context, and the cache afterwards."""
+    copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    result = few_rows_attention.few_rows_attention(**inputs)
+    expected = few_rows.few_rows_attention(*copies.values())
+    has_context = inputs["context_lens"] > 0
+    torch.testing.assert_close(result[has_context], expected[has_context], rtol=1e-5, atol=2e-5)
+    for name in ("k_cache", "v_cache"):
+        torch.testing.assert_close(inputs[name], copies[name], rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_multiprocessors", [1, 2, 9])
+@pytest.mark.parametrize("context_lens", [[1], [70], [16, 17, 0, 33], [200, 1, 2, 50, 64, 65]])
+def test_attention_equals_its_twin(
+    context_lens: list[int], num_multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_rows_attention, "num_multiprocessors", lambda _: num_multiprocessors)
+    assert_attends_like_its_twin(attention_inputs(context_lens))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"has_norms": False},
+        {"head_dim": 80, "rotary_dim": 80},
+        {"rotary_dim": 32},
+        {"head_dim": 128, "rotary_dim": 128, "group_size": 1},
+        {"group_size": 7, "num_kv_heads": 1},
+        {"group_size": 20, "block_size": 64},
+        {"block_size": 48},
+    ],
+)
+def test_attention_equals_its_twin_in_other_shapes(options: dict[str, int]) -> None:
+    assert_attends_like_its_twin(attention_inputs([100, 3, 130], **options))
+
+
+@pytest.mark.parametrize("num_rows", [16, 17, 64])
+def test_attention_of_more_rows_equals_its_twin(num_rows: int) -> None:
+    assert_attends_like_its_twin(attention_inputs([(7 * row) % 40 for row in range(num_rows)], num_kv_heads=1))
+
+
+def test_a_row_whose_values_are_nan_leaves_the_others_alone() -> None:
+    inputs = attention_inputs([30, 30])
+    inputs["v_cache"][inputs["block_tables"][0].long()] = float("nan")
+    expected = few_rows.few_rows_attention(*attention_inputs([30, 30]).values())
+    result = few_rows_attention.few_rows_attention(**inputs)
+    assert result[0].isnan().all()
+    torch.testing.assert_close(result[1], expected[1], rtol=1e-5, atol=2e-5)
