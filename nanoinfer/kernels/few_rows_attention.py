@@ -1,4 +1,4 @@
-"""Decode attention for few rows, from the packed QKV product to the heads' outputs. Twin: `layers/few_rows.py`.
+"""Decode attention for few rows, from the packed QKV product to the heads' outputs. Twin: `layers/attention/layer.py`.
 
 One kernel normalises and rotates queries and keys, writes the new keys and values to the cache, and attends. What it
 reads beside the QKV product was there before the step began, so a program fetches its first keys and values before it

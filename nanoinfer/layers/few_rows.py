@@ -1,15 +1,28 @@
-"""What a layer consists of in steps of few tokens, where kernels do more at once: see `kernels/few_rows_*.py`."""
+"""Steps of few rows: when they have kernels of their own, and the products of a layer, fused with what is around them.
 
+Such a step is bound by reading weights, and each kernel needs some time until it reads at full speed. So these steps
+run fewer kernels, each of which fetches its first weights, or keys and values, before the kernel before it is done.
+With more rows the common kernels are faster.
+"""
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.device import import_error
 from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels.programmatic_launch import overlap_options
 from nanoinfer.layers.activation import silu_and_mul
-from nanoinfer.layers.attention.backend import AttentionSpec
-from nanoinfer.layers.attention.layer import norm_rope_store
-from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache
-from nanoinfer.layers.attention.torch_reference import TorchBackend
 from nanoinfer.layers.layernorm import rms_norm
+
+MAX_FEW_ROWS = 16  # 0 turns these kernels off
+
+
+def has_few_rows(x: Tensor) -> bool:
+    """Return whether a step with these rows, (num_rows, size), may run them: on Hopper and later, and in 16 bits."""
+    if not 0 < len(x) <= MAX_FEW_ROWS or x.dtype == torch.float32:
+        return False
+    return bool(overlap_options(x.device)["OVERLAP"]) and not import_error("triton")
 
 
 @triton_on_cuda("nanoinfer.kernels.few_rows_product")
@@ -31,29 +44,3 @@ def few_rows_product(
     out = silu_and_mul(sums) if gated else sums
     assert isinstance(out, Tensor), "SwiGLU rounds to 8 bits only if it is told to"
     return out if residual is None else out + residual
-
-
-@triton_on_cuda("nanoinfer.kernels.few_rows_attention")
-def few_rows_attention(
-    qkv: Tensor,
-    norm_weights: tuple[Tensor, Tensor] | None,
-    eps: float,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-) -> Tensor:
-    """Write each row's new key and value to the cache, and attend from its new token: (num_rows, num_heads, head_dim).
-
-    See `norm_rope_store` for the first arguments, of a cache that is not in 8 bits. context_lens: (num_rows,) int32,
-    the new token included; the result of a row without context is undefined. block_tables: (num_rows, max_blocks)
-    int32. scale: of the scores.
-    """
-    cache = LayerCache(k_cache, v_cache)
-    q, _, _ = norm_rope_store(qkv, norm_weights, eps, positions, cos_sin_cache, k_cache, v_cache, slot_mapping)
-    spec = AttentionSpec(q.shape[1], k_cache.shape[1], q.shape[2], scale)
-    return TorchBackend(spec).decode(q, cache, DecodeMetadata(slot_mapping, context_lens, block_tables))

@@ -68,9 +68,11 @@ class DecoderAttention(nn.Module):
 
     def forward(self, positions: Tensor, hidden: Activations, cache: LayerCache, metadata: Metadata) -> PartialSum:
         qkv = self.qkv_proj(hidden)  # (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
+        return self.o_proj(self.attend(qkv, positions, cache, metadata))
+
+    def attend(self, qkv: Tensor, positions: Tensor, cache: LayerCache, metadata: Metadata) -> Tensor:
         norm_weights = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        out = self.attn(qkv, norm_weights, positions, cache, metadata)  # (num_tokens, num_heads, head_dim)
-        return self.o_proj(out.flatten(1))
+        return self.attn(qkv, norm_weights, positions, cache, metadata).flatten(1)  # (num_tokens, o_proj's input size)
 
 
 class DecoderMLP(nn.Module):

@@ -4,6 +4,7 @@ On a GPU: tests/gpu/test_few_rows_gpu.py.
 """
 
 import inspect
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.layers import few_rows
+from nanoinfer.layers.attention import layer
 
 triton = pytest.importorskip("triton")
 
@@ -40,10 +42,14 @@ def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
     return request.param
 
 
-@pytest.mark.parametrize("module", [few_rows_product, few_rows_attention], ids=["product", "attention"])
-def test_on_cuda_the_kernel_of_the_twins_name_runs_with_its_parameters(module: ModuleType) -> None:
-    name = module.__name__.rpartition(".")[2]
-    kernel, twin = getattr(module, name), getattr(few_rows, name)
+@pytest.mark.parametrize(
+    ("twin", "kernels"),
+    [(few_rows.few_rows_product, few_rows_product), (layer.few_rows_attention, few_rows_attention)],
+)
+def test_on_cuda_the_kernel_of_a_twins_name_runs_with_its_parameters(
+    twin: Callable[..., object], kernels: ModuleType
+) -> None:
+    kernel = getattr(kernels, twin.__name__)
     assert inspect.getclosurevars(twin).nonlocals["on_cuda"]() is kernel
     assert inspect.signature(kernel) == inspect.signature(twin)
 
@@ -142,7 +148,7 @@ def assert_attends_like_its_twin(inputs: dict[str, object]) -> None:
     """The outputs of all rows with a context, and the cache afterwards."""
     copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
     result = few_rows_attention.few_rows_attention(**inputs)
-    expected = few_rows.few_rows_attention(*copies.values())
+    expected = layer.few_rows_attention(*copies.values())
     has_context = inputs["context_lens"] > 0
     torch.testing.assert_close(result[has_context], expected[has_context], rtol=1e-5, atol=2e-5)
     for name in ("k_cache", "v_cache"):
@@ -182,7 +188,7 @@ def test_attention_of_more_rows_equals_its_twin(num_rows: int) -> None:
 def test_a_row_whose_values_are_nan_leaves_the_others_alone() -> None:
     inputs = attention_inputs([30, 30])
     inputs["v_cache"][inputs["block_tables"][0].long()] = float("nan")
-    expected = few_rows.few_rows_attention(*attention_inputs([30, 30]).values())
+    expected = layer.few_rows_attention(*attention_inputs([30, 30]).values())
     result = few_rows_attention.few_rows_attention(**inputs)
     assert result[0].isnan().all()
     torch.testing.assert_close(result[1], expected[1], rtol=1e-5, atol=2e-5)

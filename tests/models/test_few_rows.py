@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.layers import few_rows as layers
+from nanoinfer.layers.attention import layer
 from nanoinfer.layers.attention.torch_reference import TorchBackend
-from nanoinfer.models import few_rows
+from nanoinfer.models import few_rows as models
 from tests.models.test_architectures import checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
 
@@ -18,13 +21,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the path's functions as they are called; the path is on, whatever device and dtype there are."""
     names: list[str] = []
 
-    def note(name: str) -> None:
-        function = getattr(few_rows, name)
-        monkeypatch.setattr(few_rows, name, lambda *args, **kwargs: names.append(name) or function(*args, **kwargs))
+    def note(module: ModuleType, name: str) -> None:
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: names.append(name) or function(*args, **kwargs))
 
-    note("few_rows_product")
-    note("few_rows_attention")
-    monkeypatch.setattr(few_rows, "_can_overlap", lambda x: True)
+    note(models, "few_rows_product")
+    note(layer, "few_rows_attention")
+    for module in (models, layer):
+        monkeypatch.setattr(module, "has_few_rows", lambda x: 0 < len(x) <= layers.MAX_FEW_ROWS)
     return names
 
 
@@ -50,10 +54,10 @@ def test_few_rows_give_the_tokens_of_the_common_path(
     """Batches of three rows and of fewer, so that a request's steps go through both paths."""
     folder, prompts = checkpoint(architecture, 0, **overrides), draw_prompts(0, (29, 1, 40, 20))
     options = {"max_num_seqs": 3, "kvcache_block_size": 16, "max_model_len": 112}
-    monkeypatch.setattr(few_rows, "MAX_FEW_ROWS", 0)
+    monkeypatch.setattr(layers, "MAX_FEW_ROWS", 0)
     expected = generate(folder, prompts, **options)
     assert not calls
-    monkeypatch.setattr(few_rows, "MAX_FEW_ROWS", max_few_rows)
+    monkeypatch.setattr(layers, "MAX_FEW_ROWS", max_few_rows)
     assert generate(folder, prompts, **options) == expected
     assert "few_rows_product" in calls
 
@@ -70,9 +74,9 @@ def test_attention_is_fused_unless_the_cache_has_8_bits(
             prompts = [[*range(40)], [7, 8, 9]]
             return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
-    monkeypatch.setattr(few_rows, "MAX_FEW_ROWS", 0)
+    monkeypatch.setattr(layers, "MAX_FEW_ROWS", 0)
     expected = draw()
-    monkeypatch.setattr(few_rows, "MAX_FEW_ROWS", 16)
+    monkeypatch.setattr(layers, "MAX_FEW_ROWS", 16)
     monkeypatch.setattr(TorchBackend, "name", "triton")
     assert draw() == expected
     assert ("few_rows_attention" in calls) == (kv_cache_dtype == "auto")
@@ -88,7 +92,7 @@ def test_experts_and_weights_in_8_bits_take_the_common_path(
     assert not calls
 
 
-def test_neither_a_cpu_nor_float16_has_the_path() -> None:
-    assert few_rows.MAX_FEW_ROWS > 0
+def test_a_cpu_has_no_such_path() -> None:
+    assert layers.MAX_FEW_ROWS > 0
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert not few_rows.suits_few_rows(object(), torch.zeros(1, 8, dtype=dtype))
+        assert not layers.has_few_rows(torch.zeros(1, 8, dtype=dtype))
