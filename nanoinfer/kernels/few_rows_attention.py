@@ -19,7 +19,7 @@ from torch import Tensor
 from nanoinfer.kernels.device_properties import num_multiprocessors
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
-TILE = 64  # tokens
+TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions
 PROGRAMS_PER_SM = 2
 STAGES = 5  # a tile's block is looked up two stages before the tile, and the tile two stages before its use
 MASKED = tl.constexpr(
@@ -272,8 +272,10 @@ def few_rows_attention(
     num_splits = num_wanted + num_rows  # one more a row at most, as the last one need not be full
     partials = out.new_empty(num_splits, num_heads, head_dim, dtype=torch.float32)
     lse = partials.new_empty(num_splits, num_heads)
-    shape = {"head_dim": head_dim, "HEAD_DIM": max(64, triton.next_power_of_2(head_dim))}
-    tiles = {"TILE": math.gcd(block_size, TILE), "ROWS": max(16, triton.next_power_of_2(num_rows))}
+    padded_dim = max(64, triton.next_power_of_2(head_dim))
+    shape = {"head_dim": head_dim, "HEAD_DIM": padded_dim}
+    tile = math.gcd(block_size, TILE_ELEMENTS // padded_dim)
+    tiles = {"TILE": tile, "ROWS": max(16, triton.next_power_of_2(num_rows))}
     _few_rows_attention_kernel[(num_kv_heads, num_splits)](
         qkv,
         *(norm_weights or (None, None)),

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.device import import_error
+from nanoinfer.kernels.device_properties import has_large_shared_memory
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.programmatic_launch import overlap_options
 from nanoinfer.layers.activation import silu_and_mul
@@ -19,10 +20,10 @@ MAX_FEW_ROWS = 16  # 0 turns these kernels off
 
 
 def has_few_rows(x: Tensor) -> bool:
-    """Return whether a step with these rows, (num_rows, size), may run them: on Hopper and later, and in 16 bits."""
-    if not 0 < len(x) <= MAX_FEW_ROWS or x.dtype == torch.float32:
+    """Return whether a step with these rows, (num_rows, size), may run them: on GPUs like Hopper's, and in 16 bits."""
+    if not 0 < len(x) <= MAX_FEW_ROWS or x.dtype == torch.float32 or import_error("triton"):
         return False
-    return bool(overlap_options(x.device)["OVERLAP"]) and not import_error("triton")
+    return bool(overlap_options(x.device)["OVERLAP"]) and has_large_shared_memory(x.device)
 
 
 @triton_on_cuda("nanoinfer.kernels.few_rows_product")
