@@ -60,7 +60,9 @@ class EngineConfig:
     max_num_batched_tokens: int = option(
         16384, "The most prompt tokens in one step; longer prompts are computed in chunks."
     )
-    gpu_memory_utilization: float = option(0.9, "The share of the GPU's memory that the engine may use, in (0, 1].")
+    gpu_memory_utilization: float = option(
+        0.9, "The share of the GPU's memory that the engine may use, in (0, 1]; other programs do not count."
+    )
     kvcache_block_size: int = option(
         256, "The number of tokens in a block of the KV cache; a multiple of 16, and of 256 for flash_attn."
     )
@@ -113,6 +115,9 @@ class EngineConfig:
         "A dict, in JSON on the command line, of fields that replace those of config.json. A dict for a nested config, "
         "such as text_config, replaces fields of that one. A field that nanoinfer does not read is an error.",
     )
+    trace: str | None = option(
+        None, "An HTML file that shows the whole run, step by step and request by request; written by `close`."
+    )
     seed: int = option(0, "The number from which the random streams of all requests derive.")
 
     def __post_init__(self) -> None:
@@ -148,6 +153,8 @@ class EngineConfig:
             raise ConfigError(f"quantization={self.quantization!r} is not known; use {known} or None")
         if self.max_model_len == 1:
             raise ConfigError("max_model_len=1 has no room for a prompt and a completion; use at least 2")
+        if self.trace is not None and (Path(self.trace).is_dir() or not Path(self.trace).parent.is_dir()):
+            raise ConfigError(f"trace={self.trace!r} cannot be written; give a file in a folder that exists")
         if self.kvcache_block_size % 16 != 0:
             nearest = max(16, round(self.kvcache_block_size / 16) * 16)
             raise ConfigError(f"kvcache_block_size={self.kvcache_block_size} is no multiple of 16; use {nearest}")

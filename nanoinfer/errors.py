@@ -6,6 +6,7 @@
     |-- RequestError (ValueError)        a prompt or sampling parameter that cannot be served
     |-- JobError (ValueError)            input or output of a batch job that cannot be used
     |-- WorkerError (RuntimeError)       a process of a tensor-parallel engine has ended
+    |-- EngineStateError (RuntimeError)  a call that the engine cannot serve now: it sleeps, or requests are unfinished
     `-- EngineClosedError (RuntimeError) a call to an engine that was closed
 
 Every message says what was wrong, the value, and what to do. Catching ValueError catches all that a user can mend.
@@ -41,6 +42,10 @@ class JobError(NanoinferError, ValueError):
 
 class EngineClosedError(NanoinferError, RuntimeError):
     """The engine was closed before this call."""
+
+
+class EngineStateError(NanoinferError, RuntimeError):
+    """The engine cannot serve this call now, because it sleeps, lacks weights, or has requests that are unfinished."""
 
 
 class WorkerError(NanoinferError, RuntimeError):

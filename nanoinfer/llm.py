@@ -16,15 +16,18 @@ from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig, describe_options
 from nanoinfer.constraints.constraints import Constraints
+from nanoinfer.control.run_control import RunControl
+from nanoinfer.control.weight_control import WeightControl
 from nanoinfer.engine.llm_engine import LLMEngine, PreparedRequest
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.executor.parallel_runner import ParallelRunner
+from nanoinfer.integrations.async_calls import AsyncCalls
 from nanoinfer.models import REGISTRY
-from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
+from nanoinfer.outputs import RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
 from nanoinfer.progress import Progress
 from nanoinfer.runner.model_runner import ModelRunner
-from nanoinfer.sampling_params import SamplingParams, is_whole_number
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scoring import score, scoring_request
 from nanoinfer.text.chat import Conversation, render_chats
 from nanoinfer.text.prompts import (
@@ -34,7 +37,8 @@ from nanoinfer.text.prompts import (
     as_list_of_prompts,
     as_priorities,
     as_prompt,
-    as_request_ids,
+    check_on_finish,
+    check_streamable,
     one_for_each,
 )
 from nanoinfer.text.tokenizer import find_tokenizer, load_tokenizer, read_stop_token_ids
@@ -49,13 +53,15 @@ OnFinish = Callable[[RequestOutput], object]
 TURN_SECONDS = 0.01  # so long a thread waits for its turn; another's step serves its requests too
 
 
-class LLM:
+class LLM(RunControl, WeightControl, AsyncCalls):
     """A language model, loaded and ready.
 
         with LLM("Qwen/Qwen3-0.6B") as llm:
             outputs = llm.generate(["Hello", [1, 2, 3]], SamplingParams(temperature=0.6, max_tokens=256))
 
-    model: a local folder, or the id of a model on the Hugging Face hub. options: each by name, see below.
+    model: a local folder, or the id of a model on the Hugging Face hub. options: each by name, see below. RunControl
+    has what programs do to a run that is under way: abort, pause, resume, on_step, get_metrics. WeightControl has
+    update_weights, sleep and wake_up; AsyncCalls has agenerate and astream.
 
     Calls from several threads are served together; their steps take turns.
     Raises TypeError for an unknown option, ConfigError for a value out of range, ModelError for a model that cannot
@@ -94,6 +100,7 @@ class LLM:
         )
         self._unclaimed: list[RequestOutput] = []  # of requests of `add_request`, until `step` returns them
         self._lock = threading.RLock()  # held while a call prepares, queues or drops requests, and for each step
+        self._write_trace = self._start_trace(self.config.trace)
         imports = {"imports": import_seconds.pop()} if import_seconds else {}
         self._log_start(imports | runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded}, started)
 
@@ -135,8 +142,7 @@ class LLM:
         False} adds none. Raises RequestError for a prompt that cannot be served; nothing is queued then, and nothing is
         left behind if the call fails later.
         """
-        if on_finish is not None and not callable(on_finish):
-            raise RequestError(f"on_finish={on_finish!r} cannot be called; give a function of an output")
+        check_on_finish(on_finish)
         prompts = as_list_of_prompts(prompts)
         requests = self._prepare(prompts, sampling_params, priority, True, tokenization_kwargs, use_tqdm)
         return self._complete(requests, use_tqdm, on_finish)
@@ -188,11 +194,7 @@ class LLM:
         no place for them.
         """
         requests = self._prepare(as_list_of_prompts(prompts), sampling_params)
-        for params in (request.sampling_params for request in requests):
-            if params.prompt_logprobs is not None:
-                raise RequestError(
-                    f"prompt_logprobs={params.prompt_logprobs} cannot be streamed; use generate, or leave it out"
-                )
+        check_streamable([request.sampling_params for request in requests])
         return self._stream(requests)
 
     def score(self, prompts: Prompts, completions: Prompts, use_tqdm: bool = True) -> list[Score]:
@@ -204,21 +206,11 @@ class LLM:
         it, and where either is given as token ids, both are tokenized by themselves. Prompts that begin alike share
         the computation of what is alike. Raises RequestError for a pair that cannot be served, or is empty.
         """
-        prompts, completions = as_list_of_prompts(prompts), as_list_of_prompts(completions)
-        if len(prompts) != len(completions):
-            raise RequestError(f"{len(completions)} completions for {len(prompts)} prompts; give one for each")
         self.engine.check_open()
         with self._lock:
-            pairs = self._prompts.encode_pairs(prompts, completions)
+            pairs = self._prompts.encode_pairs(as_list_of_prompts(prompts), as_list_of_prompts(completions))
         outputs = self._complete([*map(scoring_request, pairs)], use_tqdm, on_finish=None)
         return [*map(score, outputs, pairs)]
-
-    def abort(self, request_ids: int | Sequence[int]) -> None:
-        """Have the next step finish these requests as they are, with finish_reason "abort".
-
-        Ids that are not known, or finished, are passed over. Raises RequestError for what is no id.
-        """
-        self.engine.abort_later(as_request_ids(request_ids))
 
     def add_request(
         self, prompt: GivenPrompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
@@ -246,8 +238,9 @@ class LLM:
             return self.engine.add_request(request, self._unclaimed)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; return the requests of `add_request` that finished, in this step or during another call's."""
-        self._step()
+        """Return the requests of `add_request` that have finished; where there are none yet, run one step first."""
+        if not self._unclaimed:
+            self._step()
         with self._lock:
             finished = self._unclaimed.copy()
             self._unclaimed.clear()
@@ -274,24 +267,14 @@ class LLM:
         """Return `tokenizer`: vLLM's name for it."""
         return self.tokenizer
 
-    def get_metrics(self) -> EngineMetrics:
-        """Return the work done since this LLM was made, and what it holds now."""
-        return self.engine.metrics()
-
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, as `generate` makes them. Raises RequestError where there is no tokenizer."""
-        if not isinstance(text, str):
-            raise RequestError(f"{text!r} is a {type(text).__name__}; give a string")
         with self._lock:
-            return self._prompts.tokenize([text])[0]
+            return self._prompts.encode_text(text)
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of one token id or several. Raises RequestError for a wrong id, or without a tokenizer."""
-        ids: list[Any] = list(token_ids) if isinstance(token_ids, Iterable) else [token_ids]
-        vocab_size = self._prompts.vocab_size
-        if wrong := [item for item in ids if not is_whole_number(item) or not 0 <= item < vocab_size]:
-            raise RequestError(f"{wrong[0]!r} is no token id; ids are 0 to {vocab_size - 1}")
-        return self._prompts.require_tokenizer().decode([int(item) for item in ids], skip_special_tokens)
+        return self._prompts.decode(token_ids, skip_special_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -302,6 +285,7 @@ class LLM:
         """Free the model and the cache; closing twice is fine."""
         with self._lock:
             self.engine.close()
+            self._write_trace()
 
     exit = close  # nano-vllm's name
 
@@ -379,10 +363,11 @@ class LLM:
                 else:
                     self._step()
         finally:
-            self.engine.abort_later({*request_ids} - {output.request_id for output in inbox})
+            self.abort({*request_ids} - {output.request_id for output in inbox})
 
     def _step(self) -> None:
         """Run one step, or let another thread run its own."""
+        self._wait_while_all_are_paused(TURN_SECONDS)
         if self._lock.acquire(timeout=TURN_SECONDS):
             try:
                 with postponed_interrupt():

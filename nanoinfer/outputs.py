@@ -4,7 +4,7 @@ import html
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_SHOWN = 80  # characters of a text or a list in a repr
 MAX_HTML = 2000  # characters of a text in a notebook
@@ -108,7 +108,7 @@ class StreamChunk:
     still become a stop string or is half a character. token_ids: ids that came; the joined ids of a stream's chunks
     are the completion's, and so are their texts. finish_reason: as in CompletionOutput, in the last chunk of a
     completion; None in all others. sample: which of the prompt's `n` completions, from 0. logprobs: for each of
-    `token_ids`, where SamplingParams ask for them.
+    `token_ids`, where SamplingParams ask for them. request_id: what `abort`, `pause` and `resume` take; given by name.
     """
 
     index: int
@@ -117,6 +117,7 @@ class StreamChunk:
     finish_reason: str | None
     sample: int = 0
     logprobs: list[TokenLogprobs] | None = None
+    request_id: int = field(kw_only=True)
 
     __repr__ = short_repr
 
@@ -162,10 +163,75 @@ class EngineMetrics:
 
     __repr__ = short_repr
 
+    def count_step(self, is_prefill: bool, num_prompt_tokens: int, num_generated: int, seconds: float) -> None:
+        """Count a step that computed so many tokens of prompts, and gave so many sequences a token that was wanted."""
+        self.num_generated_tokens += num_generated
+        if is_prefill:
+            self.num_prefill_steps += 1
+            self.prefill_tokens += num_prompt_tokens
+            self.prefill_seconds += seconds
+        else:
+            self.num_decode_steps += 1
+            self.decode_tokens += num_generated
+            self.decode_seconds += seconds
+
     @property
     def prefix_hit_rate(self) -> float:
         """Return the share of the prompts' tokens that came from the prefix cache."""
         return self.cached_tokens / max(1, self.num_prompt_tokens)
+
+
+class RequestChange(NamedTuple):
+    """Says what happened to one sample of a request.
+
+    `what` is one of these; `num_tokens` says of it
+
+        "arrived"    it was queued: the tokens of its prompt
+        "admitted"   it got its blocks: the tokens that the prefix cache had of them
+        "chunk"      the step computes a part of its prompt: the tokens of that
+        "preempted"  it gave its blocks up: the tokens to be computed again
+        "paused"     the tokens whose keys and values it keeps for now
+        "resumed"    the tokens of which it still has keys and values; 0: it waits to be admitted
+        "finished"   the tokens that were generated
+    """
+
+    request_id: int
+    sample: int  # which of the request's completions, from 0
+    what: str
+    time: float  # seconds, on the clock of time.perf_counter
+    num_tokens: int
+    finish_reason: str | None = None  # as in CompletionOutput, where it finished
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """Holds what one step did: what `LLM.on_step` calls its functions with. Sequences are samples of requests.
+
+    Times are seconds on the clock of time.perf_counter. Steps overlap: the next one is usually launched before the
+    tokens of this one arrive.
+    """
+
+    index: int  # of the step: those launched while somebody listens are counted from 0; one that fails has no event
+    started: float  # when the host began to schedule it
+    launched: float  # when the host had given all its work to the device
+    arrived: float  # when the host had its tokens
+    ended: float  # when the host had made texts and outputs of these
+    gpu_seconds: float | None  # from its first work on the GPU (rank 0's) to its last; None without a GPU
+    num_prefill_tokens: int  # prompt tokens computed, those of preempted sequences again included
+    num_decode_tokens: int  # sequences that got their next token from the last one; 0 in a step with prefill
+    num_running: int  # sequences that hold a row and run, as this step was scheduled; likewise all that follow
+    num_waiting: int  # sequences in the queue
+    num_preempted: int  # those among them that ran, and gave their blocks up
+    num_paused: int  # sequences that compute nothing until they are resumed
+    num_used_blocks: int  # blocks of the KV cache that sequences hold
+    num_cached_blocks: int  # blocks, in use or free, that the prefix cache would find
+    num_free_blocks: int  # blocks that can be handed out; free and used ones are all there are
+    changes: tuple[RequestChange, ...]  # what happened to requests since the event before, in order
+
+    @property
+    def host_seconds(self) -> float:
+        """Return how long the host worked for this step: until it was launched, and once its tokens had come."""
+        return (self.launched - self.started) + (self.ended - self.arrived)
 
 
 def engine_html(engine: str, description: str, metrics: EngineMetrics) -> str:

@@ -48,6 +48,8 @@ class LogLines:
 
     def _write(self) -> None:
         self._written = time.monotonic()
+        if self._stream is None:  # a program without a console has no standard error, and print would use its output
+            return
         passed, num_new, num_left = self._written - self._started, self.n - self._initial, self._total - self.n
         left = tqdm.format_interval(passed * num_left / num_new) if num_new else "?"
         line = f"{self._desc}: {self.n}/{self._total} {self._unit}{self._postfix}"
@@ -60,7 +62,9 @@ def progress_bar(desc: str, unit: str, total: int, use_tqdm: bool, initial: int 
 
     delay: seconds before which nothing is shown. The other arguments are tqdm's.
     """
-    is_terminal = getattr(sys.stderr, "isatty", bool)()
+    is_terminal = False
+    with suppress(OSError, ValueError):  # where standard error is closed
+        is_terminal = getattr(sys.stderr, "isatty", bool)()
     in_notebook = type(sys.stderr).__module__.startswith("ipykernel.")  # no terminal, but it can redraw a line
     if use_tqdm and not (is_terminal or in_notebook):
         return LogLines(desc, unit, total, initial, delay)

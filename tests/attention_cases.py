@@ -13,9 +13,15 @@ from torch import Tensor
 
 from nanoinfer.engine.shared_prefixes import PrefixGroup
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
-from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, PrefillMetadata, SharedPrefixes
+from nanoinfer.layers.attention.metadata import (
+    DecodeMetadata,
+    KVCache,
+    LayerCache,
+    PrefillMetadata,
+    SharedPrefixes,
+    cumulative_lens,
+)
 from nanoinfer.layers.attention.torch_reference import TorchBackend
-from nanoinfer.runner.step_tables import cumulative_lens
 
 NAN = float("nan")
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}

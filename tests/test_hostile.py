@@ -46,7 +46,7 @@ def refusal(folder: Path, **options: Any) -> str:
 def test_every_error_of_the_tree_is_a_value_error_or_a_runtime_error() -> None:
     classes = [item for item in vars(errors).values() if isinstance(item, type) and item.__module__ == errors.__name__]
     tree = [item for item in classes if item is not NanoinferError]
-    assert len(tree) == 6
+    assert len(tree) == 7
     assert all(issubclass(item, NanoinferError) and issubclass(item, (ValueError, RuntimeError)) for item in tree)
 
 
@@ -147,7 +147,7 @@ def test_a_header_that_lies_is_refused_with_the_file(folder: Path, change: dict[
 def test_weights_that_are_no_floating_point_numbers_are_refused(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {NORM: weights[NORM].to(torch.int16)}, folder / "model.safetensors")
-    assert f"{NORM} in {folder}: the checkpoint has torch.int16, and only floating-point" in refusal(folder)
+    assert f"{NORM} in {folder}: it has torch.int16, and only floating-point" in refusal(folder)
 
 
 def test_an_index_may_only_name_files_of_its_folder(folder: Path) -> None:

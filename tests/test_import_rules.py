@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"errors", "config"},
     "text": EVERYBODY,
     "constraints": EVERYBODY | {"text", "progress"},
-    "engine": EVERYBODY | {"text", "constraints"},
+    "engine": EVERYBODY | {"text", "constraints", "executor.runner", "control.listener"},
     "distributed": EVERYBODY,
     "kernels": EVERYBODY | {"distributed"},
     "quantization": EVERYBODY | {"kernels", "distributed"},
@@ -35,14 +35,29 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": EVERYBODY | STEP_DATA | {"runner", "distributed"},
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"engine"},
-    "llm": EVERYBODY | {"constraints", "engine", "executor", "runner", "models", "text", "progress", "scoring"},
+    "control": EVERYBODY | {"text", "engine", "executor.runner", "executor.interrupts"},
+    "llm": EVERYBODY
+    | {"constraints", "control", "engine", "executor", "runner", "models", "text", "progress", "scoring"}
+    | {"integrations.async_calls"},
     "__init__": EVERYBODY | {"llm", "constraints.structured_outputs"},
     "batch": EVERYBODY | {"llm", "executor", "text", "progress", "constraints.structured_outputs"},
     "bench": EVERYBODY
-    | {*nanoinfer.__all__, "__version__", "engine", "models", "layers", "quantization", "kernels", "distributed"},
+    | {
+        *nanoinfer.__all__,
+        "__version__",
+        "control",
+        "engine",
+        "models",
+        "layers",
+        "quantization",
+        "kernels",
+        "distributed",
+    },
+    "integrations": EVERYBODY | {*nanoinfer.__all__, "llm", "engine", "executor", "text", "progress", "batch"},
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "batch", "bench"},
 }
-WITHOUT_TORCH = {"constraints", "engine", "config", "sampling_params", "outputs", "errors"}
+WITHOUT_TORCH = {"constraints", "engine", "executor.runner", "control.listener", "config", "sampling_params"}
+WITHOUT_TORCH |= {"outputs", "errors"}
 CUDA_ONLY = ("kernels.", "layers.attention.flash_attn", "layers.attention.triton")
 
 
@@ -82,7 +97,7 @@ def test_imports_go_down_from_part_to_part(name: str) -> None:
     assert forbidden_imports(name, MODULES[name].read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.partition(".")[0] in WITHOUT_TORCH])
+@pytest.mark.parametrize("name", [name for name in MODULES if any(lies_in(name, part) for part in WITHOUT_TORCH)])
 def test_the_planning_half_of_the_engine_does_without_torch(name: str) -> None:
     names = imported_names(MODULES[name].read_text(encoding="utf-8"))
     assert [imported for imported in names if lies_in(imported, "torch")] == []
@@ -91,6 +106,10 @@ def test_the_planning_half_of_the_engine_does_without_torch(name: str) -> None:
 def test_nothing_imports_the_benchmark_but_the_command_line() -> None:
     importers = [name for name, allowed in MAY_IMPORT.items() if "bench" in allowed]
     assert importers == ["__main__"]
+
+
+def test_nothing_imports_the_integrations() -> None:
+    assert [name for name, allowed in MAY_IMPORT.items() if "integrations" in allowed] == []
 
 
 @pytest.mark.parametrize(
@@ -170,9 +189,7 @@ def test_a_name_that_the_package_has_not_is_an_attribute_error() -> None:
 def test_every_module_of_the_cpu_path_imports_without_triton_and_flash_attn() -> None:
     """Two of them run, too: an operator that has a kernel, and the sampler."""
     on_cpu = [
-        name
-        for name in MODULES
-        if name != "__init__" and not lies_in(name, "assets") and not name.startswith(CUDA_ONLY)
+        name for name in MODULES if name != "__init__" and not name.startswith(("assets", "integrations.", *CUDA_ONLY))
     ]
     assert "runner.model_runner" in on_cpu
     lines = [

@@ -54,8 +54,8 @@ def test_a_repr_has_the_fields_that_say_something() -> None:
         f"outputs=[{FIRST!r}, ... 2 in all])"
     )
     assert repr(dataclasses.replace(OUTPUT, prompt=None)).startswith("RequestOutput(request_id=7, prompt=None, ")
-    assert repr(StreamChunk(0, "a", [1], None)) == (
-        "StreamChunk(index=0, text='a', token_ids=[1], finish_reason=None, sample=0)"
+    assert repr(StreamChunk(0, "a", [1], None, request_id=3)) == (
+        "StreamChunk(index=0, text='a', token_ids=[1], finish_reason=None, sample=0, request_id=3)"
     )
 
 
@@ -180,6 +180,24 @@ def test_a_log_that_is_closed_does_not_end_the_work(monkeypatch: pytest.MonkeyPa
     with progress.progress_bar("Generating", "req", 2, use_tqdm=True) as bar:
         sys.stderr.close()
         bar.update(2)
+
+
+@pytest.mark.parametrize("use_tqdm", [True, False])
+def test_a_log_that_was_closed_before_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch, use_tqdm: bool) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    sys.stderr.close()
+    with progress.progress_bar("Generating", "req", 2, use_tqdm) as bar:
+        bar.update(2)
+
+
+@pytest.mark.parametrize("use_tqdm", [True, False])
+def test_without_standard_error_nothing_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], use_tqdm: bool
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with progress.progress_bar("Generating", "req", 2, use_tqdm) as bar:
+        bar.update(2)
+    assert capsys.readouterr().out == ""
 
 
 NOTEBOOK_WITHOUT_WIDGETS = """

@@ -45,12 +45,21 @@ def add_parser(subparsers: Any) -> None:
     throughput = add("throughput", run_loads, "time one load, and set it against the hardware's floor", WHICH_LOADS)
     loads = add("loads", run_loads, "time several loads, each against its floor", WHICH_LOADS)
     text = add("text", run_text, "time text in and text out, plain and with structured outputs")
-    trace = add("trace", run_trace, "trace single steps from the middle of a run, host and GPU", WHICH_LOADS)
+    trace = add(
+        "trace",
+        run_trace,
+        "draw a whole run as a page, and trace single steps from its middle, host and GPU",
+        WHICH_LOADS,
+    )
     kernels = add("kernels", run_kernels, "time attention and products on a GPU, or all-reduces over several")
     host = add("host", run_host, "time what a decode step costs the host; needs no GPU, no model and no PyTorch")
 
     loads.add_argument("names", nargs="*", type=load_name, metavar="LOAD", help="all, if none is named")
-    trace.add_argument("folder", type=Path, metavar="FOLDER", help="where the trace and its picture go")
+    loads.add_argument(
+        "--against", choices=ENGINES, action="append", default=[], help="then time this engine too, if it is installed"
+    )
+    loads.add_argument("--picture", type=Path, metavar="FILE", help="draw all figures, as .svg or .png")
+    trace.add_argument("folder", type=Path, metavar="FOLDER", help="where the page, the trace and its picture go")
     kernels.add_argument("--gpus", type=positive, default=1, metavar="N", help="time all-reduces over N GPUs")
     kernels.add_argument("--quantization", choices=QUANTIZATIONS, help="time products, experts and rounding in FP8")
     for parser in (throughput, trace):
@@ -123,7 +132,23 @@ def run_loads(args: argparse.Namespace) -> dict[str, Any]:
     device = find_device()
     loads = loads_of(args, device)
     check_engine(args, loads)
-    return benchmark(loads, device, args, started)
+    figures = {args.engine: benchmark(loads, device, args, started)}
+    for engine in getattr(args, "against", ()):
+        other = argparse.Namespace(**{**vars(args), "engine": engine})
+        try:
+            check_engine(other, loads)
+            figures[engine] = benchmark(loads, device, other, perf_counter())
+        except ConfigError as error:
+            print(f"{engine} is left out: {error}")
+    if getattr(args, "picture", None):
+        from nanoinfer.bench.picture import draw_loads
+
+        try:
+            draw_loads(figures, args.picture)
+        except ImportError:
+            print("no picture, as matplotlib is not installed: pip install matplotlib")
+    own = figures.pop(args.engine)
+    return {**own, "against": figures} if figures else own
 
 
 def run_text(args: argparse.Namespace) -> dict[str, Any]:

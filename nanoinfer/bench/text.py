@@ -64,7 +64,8 @@ def run(device: str, args: argparse.Namespace) -> dict[str, Any]:
         options = engine_options(model, Load(1, (1, 1), (1, 1)), args) | model.options
         if args.tokenizer:
             options["tokenizer"] = args.tokenizer
-        llm, params_class, constraint_class = load_classes(args.engine, model.folder, options)
+        engine = load_engine(args.engine, model.folder, options)
+        llm = engine.llm
         with closing(llm):
             for jobs in JOBS[device]:
                 speeds: dict[str, list[float]] = {job.name: [] for job in jobs}
@@ -72,11 +73,11 @@ def run(device: str, args: argparse.Namespace) -> dict[str, Any]:
                     for job in jobs:
                         prompts = draw_prompts(seed, job.num_prompts, WORDS[device])
                         common = {"temperature": 0.6, "top_k": args.top_k, "top_p": args.top_p, "ignore_eos": True}
-                        plain = params_class(**common, max_tokens=job.max_tokens)
+                        plain = engine.params(**common, max_tokens=job.max_tokens)
                         params = [plain] * job.num_prompts
                         for index in range(job.num_constrained):
-                            rule = constraint_class(**job.constraint or {})
-                            params[index] = params_class(**common, max_tokens=job.max_tokens, structured_outputs=rule)
+                            rule = engine.constraint(**job.constraint or {})
+                            params[index] = engine.params(**common, max_tokens=job.max_tokens, structured_outputs=rule)
                         llm.reset_prefix_cache()
                         started = perf_counter()
                         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -86,12 +87,20 @@ def run(device: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"model": model.name, **describe_machine(device), "jobs": figures}
 
 
-def load_classes(engine: str, folder: Path, options: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Start an engine; return it and its classes of sampling parameters and of constraints."""
+class TextEngine(NamedTuple):
+    """Holds an engine, and its classes of sampling parameters and of constraints, which have the same names."""
+
+    llm: Any
+    params: Any
+    constraint: Any
+
+
+def load_engine(engine: str, folder: Path, options: dict[str, Any]) -> TextEngine:
+    """Start an engine. Raises ConfigError where it is not installed."""
     if engine == "nanoinfer":
         from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 
-        return LLM(folder, **options), SamplingParams, StructuredOutputsParams
+        return TextEngine(LLM(folder, **options), SamplingParams, StructuredOutputsParams)
     try:
         import vllm
         from vllm.sampling_params import StructuredOutputsParams as Rule
@@ -99,7 +108,7 @@ def load_classes(engine: str, folder: Path, options: dict[str, Any]) -> tuple[An
         raise ConfigError(f"--engine {engine} cannot be imported here ({error}); install it first") from error
     llm = vllm.LLM(model=str(folder), **options)
     llm.close = lambda: None
-    return llm, vllm.SamplingParams, Rule
+    return TextEngine(llm, vllm.SamplingParams, Rule)
 
 
 def draw_prompts(seed: int, num_prompts: int, num_words: tuple[int, int]) -> list[str]:

@@ -1,9 +1,9 @@
-"""`nanoinfer bench trace`: where a step's time goes, with host and GPU on one clock.
+"""`nanoinfer bench trace`: a page of the whole run, and where a step's time goes, with host and GPU on one clock.
 
-Every call of `LLM.step` lies in a span named "step 7". PyTorch's profiler knows what the GPU does by name and time, and
-by a number of the host's call that asked for it. That call lies in a span, so each kernel is known to belong to its
-step, also where a CUDA graph asked for hundreds at once. The profiler itself takes time, on the host for each call and
-on the GPU for each kernel: steps are somewhat longer here.
+The page is that of `LLM(..., trace=...)`. For single steps, every call of `LLM.step` lies in a span named "step 7".
+PyTorch's profiler knows what the GPU does by name and time, and by a number of the host's call that asked for it. That
+call lies in a span, so each kernel is known to belong to its step, also where a CUDA graph asked for hundreds at once.
+The profiler itself takes time, on the host for each call and on the GPU for each kernel, so steps are longer here.
 """
 
 import json
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoinfer import SamplingParams
 from nanoinfer.bench.workloads import Workload
+from nanoinfer.control.run_trace import RunTrace
 
 if TYPE_CHECKING:
     from nanoinfer import LLM
@@ -75,14 +76,19 @@ class KernelTime(NamedTuple):
 def trace(llm: "LLM", workload: Workload, params: list[SamplingParams], folder: Path) -> dict[str, Any]:
     """Run the workload, then again with its middle traced to `folder`; print and draw it, and return the figures."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, picture = folder / "trace.json", folder / "steps.png"
+    page, path, picture = folder / "run.html", folder / "trace.json", folder / "steps.png"
+    run = RunTrace(f"{llm!r}: {len(workload.prompts)} requests, seed {workload.seed}")
+    end = llm.on_step(run)
     add_requests(llm, workload, params)
     num_steps = run_steps(llm, count())
+    end()
+    run.write(page)
     trace_steps(llm, workload, params, choose_window(num_steps), path)
     traced = read_trace(path)
     steps = traced[NUM_SETTLING_STEPS:] or traced
     figures = print_steps(steps)
-    print(f"  trace, for https://ui.perfetto.dev: {path}")
+    print(f"  the whole run: {page}")
+    print(f"  trace of these steps, for https://ui.perfetto.dev: {path}")
     try:
         draw_steps(steps, picture)
         print(f"  picture: {picture}")

@@ -3,7 +3,6 @@
 Everything is accounted for: a parameter that no tensor fills, and a tensor that no parameter takes, are errors.
 """
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,47 +12,39 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.hub import GGUF_REMEDY, read_json
+from nanoinfer.checkpoint.weights import ModelWeights, listed
 from nanoinfer.errors import ModelError
 
 PICKLED = (".bin", ".pt", ".pth")
-SHOWN = 8  # names listed in a message
-# A table that we compute, and scales calibrated for a KV cache in 8 bits: ours are those of each token's own vectors.
-NOT_NEEDED = re.compile(r"rotary_emb\.inv_freq$|self_attn\.(\w+\.)?(q|k|v|kv|output)_scale$")
 
 
 def load_model(model: Any, folder: Path) -> None:
-    """Fill every parameter of `model`, an nn.Module, from the safetensors files in `folder`.
+    """Fill every parameter of `model`, as `ModelWeights` takes it, from the safetensors files in `folder`.
 
-    `model.locate(name)` says which parameter, or shard of one, a tensor fills; `model.ignored_weights` lists tensors to
-    skip; a module with a `weight_loader(param, tensor[, shard])` places its own share. Raises ModelError where tensors
-    are missing, left over, or of another shape.
+    Raises ModelError where tensors are missing, left over, or of another shape.
     """
-    missing: dict[tuple[str, str | None], tuple[Any, Tensor]] = {}  # parameter and shard -> its module, the parameter
-    for name, param in model.named_parameters():
-        module = model.get_submodule(name.rpartition(".")[0])
-        missing |= {(name, shard): (module, param) for shard in getattr(module, "shards", (None,))}
+    weights = ModelWeights(model)
+    weights.expect_all()
     seen, left_over = set(), []
     for name, tensor in iterate_weights(folder):
         if name in seen:
             raise ModelError(f"{folder} has {name} in two of its files; remove the file that is not of this checkpoint")
         seen.add(name)
-        if name in model.ignored_weights or NOT_NEEDED.search(name):
+        if not weights.is_needed(name):
             continue
-        target, shard = model.locate(name)
         try:
-            parts = {shard: tensor} if shard else _unpack(model, target, tensor)
-            if not all((target, key) in missing for key in parts):
+            parts = weights.split(name, tensor)
+            if not all(place in weights.missing for place in parts):
                 left_over.append(name)
                 continue
-            for key, full in parts.items():
-                _place(*missing.pop((target, key)), key, full)
+            for place, part in parts.items():
+                weights.fill(place, part)
         except ModelError as error:
             raise ModelError(f"{name} in {folder}: {error}; is this config.json that of the checkpoint?") from None
-    if missing:
-        names = [f"{name} ({shard})" if shard else name for name, shard in missing]
-        raise ModelError(f"{folder} lacks weights for {_listed(names)}; download the checkpoint again")
+    if weights.missing:
+        raise ModelError(f"{folder} lacks weights for {listed(weights.missing_names())}; download the checkpoint again")
     if left_over:
-        raise ModelError(f"{folder} has weights that the model does not know: {_listed(left_over)}")
+        raise ModelError(f"{folder} has weights that the model does not know: {listed(left_over)}")
 
 
 def fill_with_random_weights(model: nn.Module, std: float, seed: int) -> None:
@@ -96,7 +87,7 @@ def _weight_files(folder: Path) -> list[Path]:
     else:
         files = sorted(folder.glob("*.safetensors"))
     if absent := [path.name for path in files if not path.is_file()]:
-        raise ModelError(f"{folder} lacks {_listed(absent)}, which its index names; download the checkpoint again")
+        raise ModelError(f"{folder} lacks {listed(absent)}, which its index names; download the checkpoint again")
     if files:
         return files
     if any(folder.glob("*.gguf")):
@@ -107,29 +98,3 @@ def _weight_files(folder: Path) -> list[Path]:
             "convert them with transformers' save_pretrained(safe_serialization=True)"
         )
     raise ModelError(f"{folder} has no *.safetensors file; download the checkpoint, or use load_format='dummy'")
-
-
-def _unpack(model: Any, name: str, tensor: Tensor) -> dict[str | None, Tensor]:
-    """Return the parts of a tensor that a checkpoint holds packed as we do, or the tensor itself."""
-    try:
-        module = model.get_submodule(name.rpartition(".")[0])
-    except AttributeError:
-        return {None: tensor}
-    param = getattr(module, name.rpartition(".")[2], None)
-    return module.unpack(tensor, param) if hasattr(module, "unpack") else {None: tensor}
-
-
-def _place(module: Any, param: Tensor, shard: str | None, tensor: Tensor) -> None:
-    if not tensor.is_floating_point():
-        raise ModelError(f"the checkpoint has {tensor.dtype}, and only floating-point weights are supported")
-    if hasattr(module, "weight_loader"):
-        module.weight_loader(param, tensor, *([shard] if shard else []))
-    elif param.shape != tensor.shape:
-        raise ModelError(f"the checkpoint has shape {tuple(tensor.shape)}, config.json implies {tuple(param.shape)}")
-    else:
-        param.copy_(tensor)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(sorted(names)[:SHOWN]) + more

@@ -189,6 +189,16 @@ class ModelConfig:
         """Return the windows of the layers; one that no sequence of so many positions outgrows is none."""
         return tuple(window if window and window < max_positions else None for window in self.windows)
 
+    def longest_sequence(self, requested: int | None) -> int:
+        """Return how long a sequence may be: as asked for, or as the model allows. Raises ConfigError above that."""
+        limit = self.max_model_len
+        if requested is not None and requested > limit:
+            raise ConfigError(
+                f"max_model_len={requested} is above the model's own limit of {limit} tokens; use at most {limit}, or "
+                "a config.json with RoPE scaling"
+            )
+        return requested or limit
+
     def check_tensor_parallel_size(self, size: int) -> None:
         """Raise ConfigError where heads or MLP cannot be split over `size` ranks, with the sizes that would do."""
         heads, kv_heads, mlps = self.num_attention_heads, self.num_key_value_heads, self._mlps

@@ -4,55 +4,32 @@ import logging
 import struct
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import xxhash
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.constraints.rules import ConstraintPlan, StepRules
-from nanoinfer.engine.batch import Packet, ScheduledBatch, pack
+from nanoinfer.control.listener import SILENT, Listener
+from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.logprobs import collect_logprobs
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.errors import EngineClosedError
+from nanoinfer.errors import EngineClosedError, EngineStateError
+from nanoinfer.executor.runner import Runner
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.detokenizer import CompletionText
-from nanoinfer.text.tokenizer import Tokenizer
+from nanoinfer.text.tokenizer import Tokenizer, completion_text
 
 logger = logging.getLogger("nanoinfer")
 
-
-class Runner(Protocol):
-    """Runs steps on one device or on several: a ModelRunner, a ParallelRunner, or a fake one in tests."""
-
-    closed: bool
-    max_model_len: int  # tokens of the longest sequence
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV cache."""
-
-    @property
-    def max_group_rows(self) -> int:
-        """The most decode rows that attention can read a shared prefix for at once; 0 where it cannot."""
-
-    def launch(self, packet: Packet) -> Any:
-        """Start the forward pass of a step, up to its logits."""
-
-    def sample(self, pending: Any, rules: StepRules | None = None) -> Any:
-        """Draw the tokens of the step that was just launched, as the rules that it awaits allow."""
-
-    def wait(self, handle: Any) -> list[int]:
-        """Return the token ids of a sampled step, once they are there."""
-
-    def close(self) -> None:
-        """Free the model and the cache."""
+Action = Callable[[Scheduler, set[int]], None]  # is done to the sequences with these ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +88,8 @@ class LLMEngine:
         self._num_sequences = 0
         self._requests: dict[int, Request] = {}  # those that were not returned
         self._watched: dict[int, Completion] = {}  # by seq_id: to be looked at whenever they have got a token
-        self._marked: deque[int] = deque()  # requests to be aborted by the next step
+        self._marked: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
+        self.listener: Listener = SILENT  # is told what happens
 
     def add_request(
         self,
@@ -134,7 +112,7 @@ class LLMEngine:
             seq = Sequence(self._num_sequences, prepared.token_ids, params, seed, prepared.priority, request_id, sample)
             seq.constraint = prepared.constraint.start() if prepared.constraint else None
             self._num_sequences += 1
-            request.completions.append(Completion(seq, self._completion_text(params), chunks, index))
+            request.completions.append(Completion(seq, completion_text(self.tokenizer, params), chunks, index))
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(prepared.token_ids)
             if prepared.prompt_logprobs_start < len(prepared.token_ids):
@@ -142,16 +120,18 @@ class LLMEngine:
         self._requests[request_id] = request
         for completion in request.completions:
             self.scheduler.add(completion.seq)
+        self.listener.arrived(request)
         return request_id
 
-    def step(self) -> None:
+    def step(self, launch: bool = True) -> None:
         """Launch the next step, collect the one before it, and hand over the requests that finished.
 
+        launch: whether a step may be launched; if not, nothing is computed that was not under way.
         If a step fails, the requests that were in it are queued again and the error is raised.
         """
         if self._marked:
-            self._abort_marked()
-        launched = self._launch()
+            self._act_on_marked()
+        launched = launch and self._launch()
         self._collect_until(max_in_flight=1 if launched and self.config.overlap else 0)
         if self.scheduler.is_finished():
             self._collect_until(max_in_flight=0)  # it was launched before a stop was known, and nobody waits for it
@@ -159,28 +139,31 @@ class LLMEngine:
             output = self._output(self._finished[0])
             if output is not None:
                 self._requests.pop(output.request_id).inbox.append(output)
-            self._finished.popleft()
+            self.listener.finished(self._finished.popleft())
+        self.listener.stepped()
 
     def abort(self, request_ids: Collection[int]) -> None:
         """Drop these requests and what they hold; those that are finished are passed over."""
-        self.abort_later(request_ids)
-        self._abort_marked()
+        self.act_later(Scheduler.abort, request_ids)
+        self._act_on_marked()
         dropped = set(request_ids)
         self._watched = {key: one for key, one in self._watched.items() if one.seq.request_id not in dropped}
+        for seq in [seq for seq in self._finished if seq.request_id in dropped]:
+            self.listener.finished(seq)
         self._finished = deque(seq for seq in self._finished if seq.request_id not in dropped)
         for request_id in dropped:
             self._requests.pop(request_id, None)
 
-    def abort_later(self, request_ids: Iterable[int]) -> None:
-        """Have the next step finish these requests as they are, with "abort"; those that are finished are passed over.
+    def act_later(self, action: Action, request_ids: Iterable[int]) -> None:
+        """Have the next step begin with this action on what is unfinished of these requests, such as Scheduler.abort.
 
         Safe at any moment, as in a callback, or where the garbage collector closes a stream.
         """
-        self._marked.extend(request_id for request_id in request_ids if request_id in self._requests)
+        self._marked.extend((action, request_id) for request_id in request_ids if request_id in self._requests)
 
     def is_finished(self) -> bool:
         """Return whether every request has finished and was handed over."""
-        return self.scheduler.is_finished() and not self._finished
+        return self.scheduler.is_finished() and not self.scheduler.paused and not self._finished
 
     def metrics(self) -> EngineMetrics:
         """Return the work done so far, and what is held now."""
@@ -203,10 +186,12 @@ class LLMEngine:
             self.runner.close()
             self.runner = None
 
-    def check_open(self) -> Runner:
-        """Return the runner. Raises EngineClosedError where there is none any more."""
+    def check_open(self, is_for_steps: bool = True) -> Runner:
+        """Return the runner. Raises EngineClosedError where there is none any more, EngineStateError if it sleeps."""
         if self.runner is None or self.runner.closed:
             raise EngineClosedError("this engine was closed; make a new LLM")
+        if is_for_steps and self.runner.unready:
+            raise EngineStateError(self.runner.unready)
         return self.runner
 
     def _launch(self) -> bool:
@@ -219,9 +204,11 @@ class LLMEngine:
         try:
             self._note_admissions(batch, started)
             is_constrained = any(seq.constraint for seq in batch.sampled)
+            self.listener.launching(batch, started)
             pending = runner.launch(pack(batch, awaits_rules=is_constrained))
             rules = self._rules(batch) if is_constrained else None
             self._in_flight.append(Step(batch, runner.sample(pending, rules), started))
+            self.listener.launched(batch)
         except BaseException:
             self._discard(batch)
             raise
@@ -243,6 +230,7 @@ class LLMEngine:
         except BaseException:
             self._discard()
             raise
+        now = time.perf_counter()
         self._in_flight.popleft()
         for line, error in step.handle.errors.items():
             step.batch.sampled[line].error = error
@@ -250,28 +238,16 @@ class LLMEngine:
         self._finished += self.scheduler.update(step.batch, token_ids)
         collect_logprobs(self._requests, step.batch, step.handle, wanted)
         # Steps overlap: each counts from its launch, or from the end of the one before it.
-        now = time.perf_counter()
-        self._count(step.batch, sum(wanted), now - max(step.started, self._last_collected))
+        seconds = now - max(step.started, self._last_collected)
+        self.stats.count_step(bool(step.batch.prefill), step.batch.num_prefill_tokens, sum(wanted), seconds)
         self._last_collected = now
+        self.listener.collected(step.batch, now)
         if self._watched:
             self._watch(step.batch, now)
 
     def _collect_until(self, max_in_flight: int) -> None:
         while len(self._in_flight) > max_in_flight:
             self._collect()
-
-    def _count(self, batch: ScheduledBatch, num_generated: int, seconds: float) -> None:
-        """Count a collected step, in which `num_generated` sequences got a token that was wanted."""
-        stats = self.stats
-        stats.num_generated_tokens += num_generated
-        if batch.prefill:
-            stats.num_prefill_steps += 1
-            stats.prefill_tokens += batch.num_prefill_tokens
-            stats.prefill_seconds += seconds
-        else:
-            stats.num_decode_steps += 1
-            stats.decode_tokens += num_generated
-            stats.decode_seconds += seconds
 
     def _note_admissions(self, batch: ScheduledBatch, now: float) -> None:
         for seq in batch.admitted:
@@ -297,31 +273,28 @@ class LLMEngine:
                 stopped.append((seq, "stop"))
         self._finished += self.scheduler.finish(stopped)
 
-    def _abort_marked(self) -> None:
+    def _act_on_marked(self) -> None:
         self._collect_until(max_in_flight=0)  # a step that fails must find its sequences as it left them
-        marked = sorted({self._marked.popleft() for _ in range(len(self._marked))})
-        requests = [self._requests[request_id] for request_id in marked if request_id in self._requests]
-        seqs = [completion.seq for request in requests for completion in request.completions]
-        unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
-        self.scheduler.abort({seq.seq_id for seq in unfinished})
-        self._finished += unfinished
+        marked = [self._marked.popleft() for _ in range(len(self._marked))]
+        for action, marks in groupby(marked, key=lambda mark: mark[0]):
+            request_ids = sorted({request_id for _, request_id in marks})
+            requests = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
+            seqs = [completion.seq for request in requests for completion in request.completions]
+            unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
+            action(self.scheduler, {seq.seq_id for seq in unfinished})
+            self._finished += [seq for seq in unfinished if seq.status is SequenceStatus.FINISHED]
 
     def _seed(self, params: SamplingParams, request_id: int, sample: int) -> int:
         """Return the seed of a sample's own random stream, so that equal prompts differ and batches do not matter."""
         source = (params.seed,) if params.seed is not None else (self.config.seed, request_id)
         return xxhash.xxh64_intdigest(struct.pack(f"<{len(source) + 1}q", *source, sample)) >> 1
 
-    def _completion_text(self, params: SamplingParams) -> CompletionText:
-        tokenizer = self.tokenizer if params.detokenize else None
-        how = params.skip_special_tokens, params.spaces_between_special_tokens
-        detokenizer = tokenizer.detokenizer(*how) if tokenizer else None
-        return CompletionText(detokenizer, params.stop or (), params.include_stop_str_in_output)
-
     def _discard(self, *batches: ScheduledBatch) -> None:
         """Queue the sequences of all steps in flight, and of these batches, again."""
         in_flight = [step.batch for step in self._in_flight]
         self._in_flight.clear()
         self.scheduler.discard([*in_flight, *batches])
+        self.listener.failed()
 
     def _output(self, seq: Sequence) -> RequestOutput | None:
         """Finish a sample; return the output of its request, if it is the last."""

@@ -6,7 +6,7 @@ A sample of a request ends for one of these reasons, and all rules of that are i
               string is complete (`Completion.advance`)
     "length"  it has max_tokens, or the sequence has max_model_len tokens (`set_limits`, `reason_to_end`)
     "error"   its logits were NaN or infinite, or no token was allowed (`reason_to_end`)
-    "abort"   the user aborted the request (`LLMEngine.abort_later`)
+    "abort"   the user aborted the request (`LLM.abort`)
 """
 
 import time
@@ -110,10 +110,10 @@ class Completion:
         """Count these tokens as read, and hand what is new to the stream, if there is one."""
         start, self.num_read = self.num_read, self.num_read + len(token_ids)
         if self.chunks is not None:
-            wanted = self.seq.sampling_params.logprobs is not None
-            logprobs = self.logprobs[start : self.num_read] if wanted else None
-            text, sample = self.text.take(), self.seq.sample
-            self.chunks.append(StreamChunk(self.index, text, token_ids, finish_reason, sample, logprobs))
+            index, text, seq = self.index, self.text.take(), self.seq
+            logprobs = self.logprobs[start : self.num_read] if seq.sampling_params.logprobs is not None else None
+            chunk = StreamChunk(index, text, token_ids, finish_reason, seq.sample, logprobs, request_id=seq.request_id)
+            self.chunks.append(chunk)
 
 
 @dataclass(slots=True, eq=False)

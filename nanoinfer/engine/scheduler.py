@@ -7,9 +7,12 @@ Prefill goes first, so that the decode batch is as full as it can be. A sequence
        ^                                                   |
        '------preempt: blocks are short, last in rank first'
 
+    WAITING or RUNNING --pause--> PAUSED --resume--> RUNNING if it still holds its row and blocks, else WAITING
+
 Preemption frees a sequence's blocks and computes it again later, its generated tokens included (recomputation, as in
-PagedAttention, Kwon et al. 2023). The waiting queue is ordered by priority, then by arrival. So a preempted sequence
-is the first to be admitted again among those of its priority: it arrived before all that still wait.
+PagedAttention, Kwon et al. 2023). Paused sequences give up theirs first, also for those that wait. The waiting queue is
+ordered by priority, then by arrival. So a preempted sequence is the first to be admitted again among those of its
+priority: it arrived before all that still wait.
 """
 
 import heapq
@@ -58,6 +61,7 @@ class Scheduler:
         self.reserved_tokens = reserved_tokens
         self.shared_prefixes = PrefixGrouper(max_group_rows, block_manager.block_size)
         self.running: list[Sequence] = []
+        self.paused: list[Sequence] = []  # those with a row still hold their blocks
         self.num_preemptions = 0
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on (-priority, seq_id)
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
@@ -68,6 +72,7 @@ class Scheduler:
         return len(self._waiting)
 
     def is_finished(self) -> bool:
+        """Return whether nothing is left to run; paused sequences are not looked at."""
         return not self._waiting and not self.running
 
     def add(self, seq: Sequence) -> None:
@@ -130,12 +135,27 @@ class Scheduler:
 
     def abort(self, seq_ids: set[int]) -> None:
         """Drop these sequences wherever they are; ids that are not known, or finished, are passed over."""
-        self.finish([(seq, "abort") for seq in self.running if seq.seq_id in seq_ids])
-        for _, seq in self._waiting:
-            if seq.seq_id in seq_ids:
-                seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"
+        holding = [seq for seq in self.running + self.paused if seq.row is not None]
+        self.finish([(seq, "abort") for seq in holding if seq.seq_id in seq_ids])
+        for seq in self.withdraw(seq_ids):
+            seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"
+
+    def withdraw(self, seq_ids: set[int]) -> list[Sequence]:
+        """Take these sequences from the queue and from the paused ones; return them."""
+        taken = [seq for seq in self.paused + [seq for _, seq in self._waiting] if seq.seq_id in seq_ids]
+        self.paused = [seq for seq in self.paused if seq.seq_id not in seq_ids]
         self._waiting = [item for item in self._waiting if item[1].seq_id not in seq_ids]
         heapq.heapify(self._waiting)
+        return taken
+
+    def reclaim(self) -> bool:
+        """Take row and blocks from the last in rank of the paused sequences; return False where none has any."""
+        last = max((seq for seq in self.paused if seq.row is not None), key=lambda seq: seq.rank, default=None)
+        if last is None:
+            return False
+        self.num_preemptions += 1
+        self._release(last, SequenceStatus.PAUSED)
+        return True
 
     def _schedule_prefill(self) -> ScheduledBatch:
         """Schedule chunks of prompts begun earlier, then of new ones, until the step's token budget is used."""
@@ -148,7 +168,7 @@ class Scheduler:
         if not (batch.prefill or self._worth_admitting()):
             return batch
         growth = sum(self._growth(seq) for seq in self.running) if self._waiting else 0
-        while budget > 0 and self._free_rows and self._waiting:
+        while budget > 0 and self._waiting and (self._free_rows or self.reclaim()):
             seq = self._waiting[0][1]
             growth += self._growth(seq)
             if not self._try_admit(batch, seq, growth):
@@ -161,6 +181,8 @@ class Scheduler:
         # One whose last token is in flight has nothing more to run.
         decode = [seq for seq in self.running if seq.num_tokens < seq.max_num_tokens]
         needy = [seq for seq in decode if self.block_manager.needs_block(seq)]
+        while len(needy) > self.block_manager.num_free_blocks and self.reclaim():
+            pass
         if in_flight and len(needy) > self.block_manager.num_free_blocks:
             return ScheduledBatch()
         while len(needy) > self.block_manager.num_free_blocks:
@@ -181,9 +203,9 @@ class Scheduler:
         return batch
 
     def _worth_admitting(self) -> bool:
-        """Return False while sequences decode under a long queue and fewer rows are free than a group (hysteresis)."""
+        """Return False while sequences decode under a long queue and too few rows are to be had (hysteresis)."""
         group = min(ADMISSION_GROUP, max(1, self.max_num_seqs // 4))
-        return not self.running or len(self._free_rows) >= min(group, len(self._waiting))
+        return not self.running or self.max_num_seqs - len(self.running) >= min(group, len(self._waiting))
 
     def _growth(self, seq: Sequence) -> int:
         """Return how many tokens of room to keep for a running sequence."""
@@ -196,9 +218,10 @@ class Scheduler:
             return False
         cached_block_ids = manager.find_cached_prefix(seq)
         reserve = -(-growth // manager.block_size) if self.running else 0
-        if manager.num_blocks_to_allocate(seq, cached_block_ids) + reserve > manager.num_free_blocks:
-            self._blocked = (seq.seq_id, manager.num_frees)
-            return False
+        while manager.num_blocks_to_allocate(seq, cached_block_ids) + reserve > manager.num_free_blocks:
+            if not self.reclaim():
+                self._blocked = (seq.seq_id, manager.num_frees)
+                return False
         heapq.heappop(self._waiting)
         manager.allocate(seq, cached_block_ids)
         self.shared_prefixes.forget()  # if it ran before, it now has another block table

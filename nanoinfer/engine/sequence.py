@@ -11,6 +11,7 @@ from nanoinfer.sampling_params import SamplingParams
 class SequenceStatus(Enum):
     WAITING = auto()  # in the queue, holds no blocks and no row
     RUNNING = auto()  # admitted: holds a row and the blocks of its tokens
+    PAUSED = auto()  # computes nothing; if it was running, it holds row and blocks until others need them
     FINISHED = auto()  # done or aborted, holds nothing
 
 

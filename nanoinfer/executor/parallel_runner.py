@@ -27,6 +27,7 @@ from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, TensorParall
 from nanoinfer.engine.batch import Packet, read_header
 from nanoinfer.errors import WorkerError
 from nanoinfer.executor.interrupts import postponed_interrupt
+from nanoinfer.executor.orders import AllRanksWeights, Order, all_have_done_so, is_order, obey, pack_order
 from nanoinfer.executor.rules_message import pack_rules, read_rules
 from nanoinfer.executor.shm_ring import Ring, RingReader, RingWriter
 from nanoinfer.executor.workers import PASSED, Workers
@@ -35,6 +36,7 @@ from nanoinfer.runner.model_runner import ModelRunner, PendingStep, StepHandle
 logger = logging.getLogger("nanoinfer")
 
 POLL_SECONDS = 20e-6
+STEP_SECONDS = 300.0  # a step of GPUs that takes longer hangs; the first one of a process may compile kernels
 ABORT_SECONDS = 5.0  # how long a GPU may take to end its step, also after its communication was aborted
 
 
@@ -99,12 +101,44 @@ class ParallelRunner:
         """Return the token ids of a sampled step, once they are there."""
         try:
             # Not by a blocking wait: a step never ends if another rank is gone.
+            deadline = time.monotonic() + STEP_SECONDS
             while not (handle.is_done() or self._workers.have_failed):
+                if time.monotonic() > deadline:
+                    raise WorkerError(
+                        f"a step of tensor_parallel_size={self._workers.size} did not end within {STEP_SECONDS:g} s: a "
+                        "process hangs, or a GPU does not answer; make a new LLM"
+                    )
                 time.sleep(POLL_SECONDS)
             self._workers.check()
             return self._runner.wait(handle)
         except Exception as error:
             self._fail(error)
+
+    def sleep(self, level: int) -> None:
+        """Give the devices' memory back; return when all ranks have."""
+        with self._all_ranks():
+            self._writer.send(pack_order(Order.SLEEP, level))
+            self._runner.sleep(level)
+            all_have_done_so(self._runner)
+
+    def wake_up(self) -> None:
+        """Take the memory again. If it is short on one rank, the runner is closed."""
+        with self._all_ranks():
+            self._writer.send(pack_order(Order.WAKE_UP))
+            self._runner.wake_up()
+            all_have_done_so(self._runner)
+
+    @property
+    def weights(self) -> AllRanksWeights:
+        return AllRanksWeights(self._runner, self._writer, self._all_ranks)  # not kept: it holds this runner
+
+    @property
+    def sleep_level(self) -> int | None:
+        return self._runner.sleep_level
+
+    @property
+    def unready(self) -> str | None:
+        return self._runner.unready
 
     def close(self) -> None:
         """End the workers and free this rank's memory. Closing twice is fine; a fork of this process closes nothing."""
@@ -167,6 +201,9 @@ def run_worker(
     with suppress(EOFError):  # rank 0 has closed the runner, or is gone
         while True:
             packet = reader.receive()
+            if is_order(packet):
+                obey(packet, runner, reader)
+                continue
             pending = runner.launch(packet)
             runner.sample(pending, read_rules(reader.receive()) if read_header(packet).awaits_rules else None)
     if becomes_idle(devices[rank], ABORT_SECONDS):

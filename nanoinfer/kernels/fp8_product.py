@@ -203,7 +203,7 @@ def fp8_product(
     has_groups, blocks = x_scales.shape[1] > 1, weight_scales.dim() == 2
     group = group_size_of(row_size, x_scales.shape[1]) if has_groups else None
     assert num_splits == 1 or depth % (group or GROUP_SIZE) == 0, f"a split of {depth} values is not made of groups"
-    if _suits_pytorch(num_tokens, weight, dtype, has_groups or blocks):
+    if _suits_pytorch(num_tokens, weight, dtype, has_groups or blocks or num_splits > 1):
         scales = x_scales.contiguous(), weight_scales.unsqueeze(0)
         product = torch._scaled_mm(x, weight.t(), *scales, bias=bias, out_dtype=dtype, use_fast_accum=True, out=out)
         return product.unsqueeze(0)
@@ -240,10 +240,10 @@ def fp8_product(
     return result
 
 
-def _suits_pytorch(num_tokens: int, weight: Tensor, dtype: torch.dtype, has_blocks: bool) -> bool:
+def _suits_pytorch(num_tokens: int, weight: Tensor, dtype: torch.dtype, has_parts: bool) -> bool:
     """Return whether torch._scaled_mm can compute a product, and there are enough tokens for it."""
     is_even = all(size % 16 == 0 for size in weight.shape)
-    return num_tokens > FEW_TOKENS and weight.is_cuda and dtype == torch.bfloat16 and is_even and not has_blocks
+    return num_tokens > FEW_TOKENS and weight.is_cuda and dtype == torch.bfloat16 and is_even and not has_parts
 
 
 def choose_tiling(num_tokens: int, device: torch.device) -> Tiling:

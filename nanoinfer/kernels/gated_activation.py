@@ -5,10 +5,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
-from nanoinfer.kernels.fp8_rows import store_rounded, tile_of_row
+from nanoinfer.kernels.fp8_rows import MAX_TILE, store_rounded, tile_of_row
 from nanoinfer.kernels.programmatic_launch import overlap_options
-
-MAX_TILE = 1024  # outputs for each program
 
 
 @triton.jit

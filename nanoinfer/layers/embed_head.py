@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.layers.linear import check_shape
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -18,8 +18,11 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab = tp.vocab_shard(vocab_size)
         self.weight = nn.Parameter(torch.empty(self.vocab.size, hidden_size), requires_grad=False)
 
-    def weight_loader(self, param: Tensor, full: Tensor) -> None:
+    def check_weight(self, _param: Tensor, full: Tensor) -> None:
         check_shape(full, self.full_shape)
+
+    def weight_loader(self, param: Tensor, full: Tensor) -> None:
+        self.check_weight(param, full)
         param.copy_(full.narrow(0, *self.vocab))
 
     def forward(self, token_ids: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.errors import ModelError
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.quantization.linear_method import LinearMethod
 
@@ -76,9 +76,13 @@ class ColumnParallelLinear(ShardedLinear):
         check_shape(full, (sum(sizes), *full.shape[1:]))
         return dict(zip(self.full_sizes, full.split(sizes), strict=True))
 
+    def check_weight(self, param: Tensor, full: Tensor, shard: str) -> None:
+        shape = entries(self.full_sizes[shard], param), *param.shape[1:]
+        self.quant_method.check(self, param, full, shape)
+
     def weight_loader(self, param: Tensor, full: Tensor, shard: str) -> None:
+        self.check_weight(param, full, shard)
         for place, part in self.quant_method.prepare(self, param, full, shard):
-            check_shape(part, (entries(self.full_sizes[shard], place), *place.shape[1:]))
             offset = 0
             for name, size in self.local_sizes.items():
                 if name == shard:
@@ -141,9 +145,13 @@ class RowParallelLinear(ShardedLinear):
     def num_outputs(self, _shard: str | None) -> int:
         return self.full_shape[0]
 
+    def check_weight(self, param: Tensor, full: Tensor) -> None:
+        shape = tuple(entries(size, param) for size in self.full_shape[: param.dim()])
+        self.quant_method.check(self, param, full, shape)
+
     def weight_loader(self, param: Tensor, full: Tensor) -> None:
+        self.check_weight(param, full)
         for place, part in self.quant_method.prepare(self, param, full, None):
-            check_shape(part, tuple(entries(size, place) for size in self.full_shape[: place.dim()]))
             place.copy_(self.tp.shard(part, dim=1) if place.dim() == 2 else part)
 
     def forward(self, x: Activations) -> PartialSum:
@@ -174,9 +182,3 @@ def sum_buffers(tp: TensorParallel, num_tokens: int) -> SymmetricBuffers | None:
 def entries(size: int, param: Tensor | None) -> int:
     """Return how many entries of a parameter stand for so many rows: fewer in one that holds the scales of blocks."""
     return -(-size // getattr(param, "block_size", 1))
-
-
-def check_shape(full: Tensor, expected: tuple[int, ...]) -> None:
-    """Raise ModelError where a checkpoint's tensor does not have the shape that config.json implies."""
-    if tuple(full.shape) != expected:
-        raise ModelError(f"the checkpoint has shape {tuple(full.shape)}, config.json implies {expected}")

@@ -15,7 +15,7 @@ from nanoinfer.checkpoint.model_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
-from nanoinfer.layers.linear import PartialSum, check_shape, entries, sum_buffers
+from nanoinfer.layers.linear import PartialSum, entries, sum_buffers
 from nanoinfer.quantization.fp8_linear import Fp8LinearMethod
 from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod
 
@@ -133,10 +133,14 @@ class PackedExperts(nn.Module):
     def num_outputs(self, _shard: str) -> int:
         return self.full_shape[0]
 
+    def check_weight(self, param: Tensor, full: Tensor, _shard: str) -> None:
+        shape = tuple(entries(size, param) for size in self.full_shape[: param.dim() - 1])
+        self.quant_method.check(self, param, full, shape)
+
     def weight_loader(self, param: Tensor, full: Tensor, shard: str) -> None:
+        self.check_weight(param, full, shard)
         expert, _, part = shard.partition(".")
         for place, tensor in self.quant_method.prepare(self, param, full, shard):
-            check_shape(tensor, tuple(entries(size, place) for size in self.full_shape[: place.dim() - 1]))
             if self.split_dim < tensor.dim():
                 tensor = self.tp.shard(tensor, self.split_dim)
             size = place.shape[1] // len(self.parts)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.fp8_format import Activations
 from nanoinfer.layers.activation import gelu_tanh_and_mul
@@ -19,7 +20,7 @@ from nanoinfer.layers.attention.metadata import KVCache, LayerCache, Metadata
 from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
-from nanoinfer.layers.linear import PartialSum, check_shape
+from nanoinfer.layers.linear import PartialSum
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.models.decoder import DecoderAttention, DecoderForCausalLM, DecoderMLP, DecoderSpec
 from nanoinfer.quantization.fp8_linear import with_quantization

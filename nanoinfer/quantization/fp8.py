@@ -6,8 +6,9 @@ The functions here define them in plain PyTorch; Triton kernels compute the same
   that are rounded while they are loaded may have up to twice that, if it fits them better: `fit_weight`.
 - NaN stays NaN and is left out of the largest value. Infinity makes NaN of its row. Neither reaches another row.
 - A row of activations has one scale where every rank has all of the row: before QKV and gate-up. Where the ranks split
-  the inputs, before the output and down projections, each 128 values have one. No rank's share cuts such a group, so
-  the scales do not depend on the number of ranks, and the ranks need not tell each other their largest values.
+  the inputs, before the output and down projections, each eighth of a row has one, or each 128 values. No rank's share
+  cuts such a group, so the scales do not depend on the number of ranks, and the ranks need not tell each other their
+  largest values. (Three ranks, or six, cut eighths, and have groups of 128.)
 """
 
 import torch

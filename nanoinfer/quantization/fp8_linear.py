@@ -92,20 +92,26 @@ class Fp8WeightOnlyMethod(LinearMethod):
     def empty_output(self, layer: Any, num_tokens: int) -> Tensor:
         return layer.weight.new_empty(num_tokens, len(layer.weight), dtype=self.dtype)
 
+    def check(self, layer: Any, param: Tensor, full: Tensor, shape: tuple[int, ...]) -> None:
+        if param is layer.weight and (full.dtype == FP8) != self.config.in_checkpoint:
+            expected = "in float8_e4m3fn" if self.config.in_checkpoint else "in 16 or 32 bits"
+            raise ModelError(f"it has {full.dtype}, and by its quantization_config it is {expected}")
+        if param is getattr(layer, "input_scale", None):
+            if full.numel() != 1:
+                raise ModelError(f"it has shape {tuple(full.shape)}, and one scale for all inputs is known")
+        elif self.config.weights == "block" or param is not self.scales(layer):
+            super().check(layer, param, full, shape)
+        elif full.numel() != 1:
+            super().check(layer, param, full.reshape(-1), shape)
+
     def prepare(self, layer: Any, param: Tensor, full: Tensor, shard: str | None) -> list[tuple[Tensor, Tensor]]:
         if param is layer.weight:
-            is_rounded = full.dtype == FP8
-            if is_rounded != self.config.in_checkpoint:
-                expected = "in float8_e4m3fn" if self.config.in_checkpoint else "in 16 or 32 bits"
-                raise ModelError(f"the checkpoint has {full.dtype}, and by its quantization_config it is {expected}")
-            if is_rounded:
+            if self.config.in_checkpoint:
                 return [(param, full)]
             # All of a row, before it is cut, so that its scale does not depend on the number of ranks.
             values, scales = fit_weight(full.to(param.device))
             return [(param, values), (self.scales(layer), scales)]
         if param is getattr(layer, "input_scale", None):
-            if full.numel() != 1:
-                raise ModelError(f"the checkpoint has shape {tuple(full.shape)}, and one scale for all inputs is known")
             param[0 if shard is None else layer.shards.index(shard)] = full.float().item()
             layer.largest_input_scale.copy_(param.max())
             return []
@@ -165,11 +171,12 @@ class Fp8LinearMethod(Fp8WeightOnlyMethod):
         return x if isinstance(x, QuantizedRows) else quantize_rows(x, self.input_format)
 
     def _group_size(self, layer: Any) -> int:
-        """Return how many inputs share a scale: an eighth of those of all ranks, which 1, 2, 4 or 8 ranks never cut."""
+        """Return how many inputs share a scale: an eighth of those of all ranks, unless a rank's share cuts one."""
         if self.config.weights == "block" or layer.weight.dim() == 3:
             return GROUP_SIZE
-        num_inputs = layer.full_shape[1]
-        return num_inputs // 8 if num_inputs % (8 * GROUP_SIZE) == 0 else GROUP_SIZE
+        num_inputs, share = layer.full_shape[1], layer.weight.shape[1]
+        has_eighths = num_inputs % (8 * GROUP_SIZE) == 0 and share % (num_inputs // 8) == 0
+        return num_inputs // 8 if has_eighths else GROUP_SIZE
 
     def _num_splits(self, x: Tensor, num_outputs: int, bias: Tensor | None) -> int:
         """Return how many splits of K, of whole groups, make about as many tiles as the GPU computes at a time."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
 
 MAX_SPLIT_K_TOKENS = 256  # a product of more tokens fills the GPU by itself
@@ -27,6 +28,10 @@ class LinearMethod:
     def create_weights(self, layer: Any, *shape: int) -> None:
         """Give the layer its parameters. shape: of this rank's weight, (..., num_outputs, num_inputs)."""
         layer.weight = nn.Parameter(torch.empty(*shape), requires_grad=False)
+
+    def check(self, layer: Any, param: Tensor, full: Tensor, shape: tuple[int, ...]) -> None:
+        """Raise ModelError unless `full` is what a checkpoint has for `param`. shape: that of the whole parameter."""
+        check_shape(full, shape)
 
     def prepare(self, layer: Any, param: Tensor, full: Tensor, shard: str | None) -> list[tuple[Tensor, Tensor]]:
         """Turn a checkpoint's tensor for `param` into what the layer is to cut and place: (parameter, full tensor)."""

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.kv_rounding import num_cache_bytes, tensors_of_cache
@@ -16,6 +15,7 @@ from nanoinfer.layers.attention.metadata import KVCache
 
 CPU_CACHE_BYTES = 4 * 2**30  # the cache's size on a CPU unless num_kvcache_blocks says otherwise; taken as it is used
 GIB = 2**30
+MAX_FREE_SHARE = 0.98  # of what other programs leave free on a GPU, the most that is taken
 
 
 def cache_shape(config: ModelConfig, num_blocks: int, block_size: int, tp: TensorParallel) -> tuple[int, ...]:
@@ -35,11 +35,14 @@ def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def grantable_bytes(share: float, device: torch.device) -> int:
-    """Return what is left on a GPU of the `share` of its memory that the engine may use."""
+def grantable_bytes(share: float, free_at_start: int, device: torch.device) -> int:
+    """Return what is left on a GPU of the `share` of its memory that the engine may use, if others leave it so much.
+
+    free_at_start: bytes that were free before the engine took any.
+    """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return int(total * share) - (total - free)
+    return int(min(total * share, free_at_start * MAX_FREE_SHARE)) - (free_at_start - free)
 
 
 def num_blocks_in(free_bytes: int, config: ModelConfig, block_size: int, dtype: torch.dtype, tp: TensorParallel) -> int:
@@ -71,17 +74,6 @@ def allocate_kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.
             f"num_kvcache_blocks={shape[1]} needs {num_cache_bytes(shape, dtype) / GIB:.1f} GiB, more than {device} "
             "has free; set it lower, or free the memory that other programs hold"
         ) from None
-
-
-def longest_wanted(config: EngineConfig, model_config: ModelConfig) -> int:
-    """Return the longest sequence that the user asked for, or that the model's positions allow."""
-    limit, requested = model_config.max_model_len, config.max_model_len
-    if requested is not None and requested > limit:
-        raise ConfigError(
-            f"max_model_len={requested} is above the model's own limit of {limit} tokens; use at most {limit}, or "
-            "a config.json with RoPE scaling"
-        )
-    return requested or limit
 
 
 def resolve_max_model_len(requested: int | None, model_limit: int, num_blocks: int, block_size: int) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanoinfer.checkpoint.loader import fill_with_random_weights, load_model
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.weights import ModelWeights
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.rules import StepRules
 from nanoinfer.device import computing, default_dtype, is_out_of_memory, select_device, select_dtype, to_device
@@ -29,7 +30,7 @@ from nanoinfer.models import get_model_class
 from nanoinfer.models.decoder import DecoderForCausalLM
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, measure_graph_bytes, num_graphs, sharing_graph_sizes
-from nanoinfer.runner.step_tables import PADDING_ROW, StepTables, cumulative_lens
+from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import PromptLogprobs, SampleLogprobs, Sampler
 
 MIN_THREADED_PARAMETERS = 2**24  # threads slow the steps of smaller models down
@@ -88,6 +89,7 @@ class ModelRunner:
         self.backends = AttentionBackends(backend, self.device, self.dtype, block_size, self.kv_dtype != self.dtype)
         self.graphs: DecodeGraphs | None = None
         self.closed = False
+        self.sleep_level: int | None = None  # None while awake
         self._num_threads: int | None = None  # the user's own number of CPU threads
         try:
             with computing(self.device, self._num_threads):
@@ -138,24 +140,46 @@ class ModelRunner:
             handle.event.synchronize()
         return handle.token_ids.tolist()
 
+    def sleep(self, level: int) -> None:
+        """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
+        with computing(self.device, self._num_threads):
+            self.weights.leave_device(keep=level == 1)
+        self.sleep_level = level
+        self._free_step_memory()
+
+    def wake_up(self) -> None:
+        """Take the memory again and capture the graphs again. If memory is short, the runner sleeps on and raises."""
+        try:
+            with computing(self.device, self._num_threads):
+                self.weights.return_to_device()
+                self._allocate_logits()
+                self._allocate(self.num_blocks, self.max_model_len)
+                self._capture_graphs()
+        except BaseException:
+            self.sleep(self.sleep_level or 1)
+            raise
+        self.sleep_level = None
+
+    @property
+    def unready(self) -> str | None:
+        """Why no step can run now, and what to do; None if one can."""
+        return self.weights.explain_missing() if self.sleep_level is None else "this engine sleeps; call wake_up first"
+
     def close(self) -> None:
         """Give the device's memory back. The runner cannot be used any more; closing twice is fine."""
-        if self.closed:
-            return
-        self.closed = True
+        if not self.closed:
+            self.closed = True
+            del self.model, self.weights
+            self._free_step_memory()
+
+    def _free_step_memory(self) -> None:
+        """Free what runs steps, but not the weights."""
         self.graphs = None
-        del self.model, self.logits, self.kv_cache, self.tables, self.sampler
+        for name in ("logits", "kv_cache", "tables", "sampler"):
+            vars(self).pop(name, None)  # a runner that sleeps has none
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    @property
-    def num_blocks(self) -> int:
-        return self.kv_cache.num_blocks
-
-    @property
-    def max_group_rows(self) -> int:
-        return self.backends.max_group_rows
 
     def _launch_prefill(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> PendingStep:
         assert not header.num_decode, "a step is prefill or decode: both would write the logits from line 0"
@@ -189,10 +213,12 @@ class ModelRunner:
         """Load the model, size and allocate the cache, capture the graphs."""
         started = time.perf_counter()
         config = self.config
-        longest = memory.longest_wanted(config, self.model_config)
+        free_at_start = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+        longest = self.model_config.longest_sequence(config.max_model_len)
         self.model = self._load_model(folder, longest)
-        # One buffer for all graphs and for what runs without: the logits are the largest thing that a step makes.
-        self.logits = self.model.lm_head.weight.new_empty(config.max_num_seqs, self.model.vocab_shard.size)
+        self.weights = ModelWeights(self.model)
+        self.max_group_rows = self.backends.max_group_rows
+        self._allocate_logits()
         loaded = time.perf_counter()
         if self.device.type == "cpu" and sum(p.numel() for p in self.model.parameters()) < MIN_THREADED_PARAMETERS:
             self._num_threads = 1
@@ -200,17 +226,15 @@ class ModelRunner:
         num_blocks, free_bytes = config.num_kvcache_blocks, memory.CPU_CACHE_BYTES
         if self.device.type == "cuda":
             self._allocate(1, longest)
-            free_bytes = self._measure_free_bytes()
+            free_bytes = self._measure_free_bytes(free_at_start)
         block_size = config.kvcache_block_size
         if num_blocks is None:
             num_blocks = memory.num_blocks_in(free_bytes, self.model_config, block_size, self.kv_dtype, self.tp)
-        num_blocks = self.tp.minimum(num_blocks, self.device)
+        self.num_blocks = num_blocks = self.tp.minimum(num_blocks, self.device)
         self.max_model_len = memory.resolve_max_model_len(config.max_model_len, longest, num_blocks, block_size)
         self._allocate(num_blocks, self.max_model_len)
         sized = time.perf_counter()
-        if self._uses_graphs:
-            sizes, sharing_sizes = graph_sizes(config.max_num_seqs), sharing_graph_sizes(config.max_num_seqs)
-            self.graphs = DecodeGraphs(self._decode, sizes, sharing_sizes, self.device)
+        self._capture_graphs()
         captured = time.perf_counter()
         seconds = {"weights": loaded - started, "warm-up": sized - loaded, "graphs": captured - sized}
         description = (
@@ -241,7 +265,16 @@ class ModelRunner:
         self.tables = StepTables(self.config.max_num_seqs, max_model_len, block_size, self.device)
         self.sampler = Sampler(self.tables.token_ids, self.tables.context_lens, self.model_config.vocab_size, self.tp)
 
-    def _measure_free_bytes(self) -> int:
+    def _allocate_logits(self) -> None:
+        """Make one buffer for all graphs and for what runs without: the logits are the largest thing of a step."""
+        self.logits = self.model.lm_head.weight.new_empty(self.config.max_num_seqs, self.model.vocab_shard.size)
+
+    def _capture_graphs(self) -> None:
+        if self._uses_graphs:
+            sizes, sharing_sizes = graph_sizes(self.config.max_num_seqs), sharing_graph_sizes(self.config.max_num_seqs)
+            self.graphs = DecodeGraphs(self._decode, sizes, sharing_sizes, self.device)
+
+    def _measure_free_bytes(self, free_at_start: int) -> int:
         """Return what gpu_memory_utilization leaves for the cache beside weights, tables, the largest step and graphs.
 
         Runs that step and captures two graphs; kernels are compiled on the way.
@@ -254,21 +287,14 @@ class ModelRunner:
             count = num_graphs(max_num_seqs, share_prefixes)
             graph_bytes = measure_graph_bytes(self._decode, graph_sizes(max_num_seqs), count, self.device)
             graph_bytes += SHARING_BYTES if share_prefixes else 0
-        return memory.grantable_bytes(self.config.gpu_memory_utilization, self.device) - step_bytes - graph_bytes
+        share = self.config.gpu_memory_utilization
+        return memory.grantable_bytes(share, free_at_start, self.device) - step_bytes - graph_bytes
 
     def _run_largest_prefill(self) -> None:
         """Run as many prompt tokens as a step may have, in the longest sequences, and sample for all rows."""
         num_tokens, longest = self.config.max_num_batched_tokens, self.tables.token_ids.shape[1] - 1
         lens = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
-        cu_lens = cumulative_lens(torch.tensor(lens, dtype=torch.int32, device=self.device))
-        metadata = PrefillMetadata(
-            query_lens=tuple(lens),
-            context_lens=tuple(lens),
-            cu_query_lens=cu_lens,
-            cu_context_lens=cu_lens,
-            slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=self.device),
-            block_tables=self.tables.block_tables[: len(lens)],
-        )
+        metadata = PrefillMetadata.of_whole_prompts(lens, self.tables.block_tables)
         metadata = self.backends.plan(metadata, self.kv_cache)
         token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
         positions = torch.arange(num_tokens, device=self.device) % longest

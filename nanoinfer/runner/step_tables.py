@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from nanoinfer.engine.batch import Header, PacketSections
-from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, SharedPrefixes, ragged_indices
+from nanoinfer.layers.attention.metadata import (
+    DecodeMetadata,
+    PrefillMetadata,
+    SharedPrefixes,
+    cumulative_lens,
+    ragged_indices,
+)
 
 PADDING_ROW = -1  # indexes the last row, a spare line whose context stays empty
 
@@ -100,10 +106,3 @@ class StepTables:
         """Return block_id * block_size + offset of each position, (num_tokens,) int64."""
         block_ids = block_tables[lines, positions // self.block_size].long()
         return block_ids * self.block_size + positions % self.block_size
-
-
-def cumulative_lens(lens: Tensor) -> Tensor:
-    """Return where segments of these lengths begin and end: (num_segments,) -> (num_segments + 1,) int32."""
-    cu_lens = torch.zeros(len(lens) + 1, dtype=torch.int32, device=lens.device)
-    torch.cumsum(lens, dim=0, dtype=torch.int32, out=cu_lens[1:])
-    return cu_lens

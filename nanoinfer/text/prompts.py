@@ -1,7 +1,7 @@
 """What a user can get wrong about prompts and what goes with them, checked before anything is queued."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, cast
@@ -89,6 +89,8 @@ class PromptProcessor:
 
         Two texts are tokenized as one; see `split_whole`. Raises RequestError for a pair that cannot be served.
         """
+        if len(prompts) != len(completions):
+            raise RequestError(f"{len(completions)} completions for {len(prompts)} prompts; give one for each")
         texts: list[Prompt] = [
             before + after if isinstance(before, str) and isinstance(after, str) else []
             for before, after in zip(prompts, completions, strict=True)
@@ -97,6 +99,19 @@ class PromptProcessor:
         pairs = [split_whole(*ids) for ids in zip(*apart, self.tokenize(texts), strict=True)]
         self.encode([before + after for before, after in pairs])  # checks their lengths
         return pairs
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the token ids of a text, however many. Raises RequestError for what is no text."""
+        if not isinstance(text, str):
+            raise RequestError(f"{text!r} is a {type(text).__name__}; give a string")
+        return self.tokenize([text])[0]
+
+    def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool) -> str:
+        """Return the text of one token id or several. Raises RequestError for a wrong id, or without a tokenizer."""
+        ids: list[Any] = list(token_ids) if isinstance(token_ids, Iterable) else [token_ids]
+        if wrong := [item for item in ids if not is_whole_number(item) or not 0 <= item < self.vocab_size]:
+            raise RequestError(f"{wrong[0]!r} is no token id; ids are 0 to {self.vocab_size - 1}")
+        return self.require_tokenizer().decode([int(item) for item in ids], skip_special_tokens)
 
     def check_all_params(self, sampling_params: list[SamplingParams]) -> list[SamplingParams]:
         """Return what `check_params` makes of each; what stands there for many prompts is checked once."""
@@ -182,7 +197,7 @@ def as_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
     return [int(item) for item in priority]
 
 
-def as_request_ids(request_ids: int | Sequence[int]) -> list[int]:
+def as_request_ids(request_ids: int | Collection[int]) -> list[int]:
     """Return one request id or several as a list."""
     ids: list[Any] = list(request_ids) if isinstance(request_ids, (list, tuple, set, frozenset)) else [request_ids]
     if not all(map(is_whole_number, ids)):
@@ -201,6 +216,21 @@ def one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one for all, or one for each")
     return list(params)
+
+
+def check_on_finish(on_finish: Any) -> None:
+    """Raise RequestError for what cannot be called with an output."""
+    if on_finish is not None and not callable(on_finish):
+        raise RequestError(f"on_finish={on_finish!r} cannot be called; give a function of an output")
+
+
+def check_streamable(sampling_params: list[SamplingParams]) -> None:
+    """Raise RequestError for what a stream's chunks have no place for."""
+    for params in sampling_params:
+        if params.prompt_logprobs is not None:
+            raise RequestError(
+                f"prompt_logprobs={params.prompt_logprobs} cannot be streamed; use generate, or leave it out"
+            )
 
 
 def split_whole(prompt: list[int], completion: list[int], whole: list[int]) -> tuple[list[int], list[int]]:

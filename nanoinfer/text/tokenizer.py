@@ -10,7 +10,15 @@ from typing import Any
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import ModelError, RequestError
-from nanoinfer.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, cache_bytes, find_byte_format
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.detokenizer import (
+    ByteDetokenizer,
+    CompletionText,
+    Detokenizer,
+    WindowDetokenizer,
+    cache_bytes,
+    find_byte_format,
+)
 
 logger = logging.getLogger("nanoinfer")
 
@@ -186,3 +194,10 @@ def read_stop_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[
     if not all(item is None or isinstance(item, int) for item in listed):
         raise ModelError(f"{path} has eos_token_id={eos!r}; it must be an id or a list of ids")
     return frozenset({*listed, tokenizer.hf.eos_token_id if tokenizer else None} - {None})
+
+
+def completion_text(tokenizer: Tokenizer | None, params: SamplingParams) -> CompletionText:
+    """Return the text of a completion that has just begun; without a tokenizer it stays empty."""
+    options = params.skip_special_tokens, params.spaces_between_special_tokens
+    detokenizer = tokenizer.detokenizer(*options) if tokenizer and params.detokenize else None
+    return CompletionText(detokenizer, params.stop or (), params.include_stop_str_in_output)

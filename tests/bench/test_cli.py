@@ -94,6 +94,20 @@ def test_all_loads_run_in_one_process(
     assert capsys.readouterr().out.count("loaded in") == 5  # steady and shared need the same options
 
 
+def test_loads_are_timed_against_another_engine_and_drawn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(LOADS, "cpu", {name: [Load(2, (2, 6), (2, 3))] for name in LOADS["cuda"]})
+    monkeypatch.setitem(sys.modules, "nanovllm", None)
+    picture = tmp_path / "loads.svg"
+    options = ["--against", "transformers", "--against", "nanovllm", "--picture", picture]
+    figures = run_json(tmp_path, "loads", "default", "small", *options)
+    assert [load["name"] for load in figures["against"]["transformers"]["loads"]] == ["default", "small"]
+    assert "nanovllm is left out: --engine nanovllm cannot be imported here" in capsys.readouterr().out
+    assert picture.read_text().count("<path") > 4
+
+
 def test_trace_writes_a_trace_and_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,7 +116,7 @@ def test_trace_writes_a_trace_and_says_what_is_missing(
     printed = capsys.readouterr().out
     assert "no GPU was at work, so only the host's part is shown" in printed
     assert "matplotlib is not installed" in printed
-    assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == ["trace.json"]
+    assert {path.name for path in (tmp_path / "new" / "folder").iterdir()} == {"run.html", "trace.json"}
     assert figures["trace"]["gpu"] is None
 
 

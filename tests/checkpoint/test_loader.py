@@ -207,7 +207,7 @@ def test_a_wrong_shape_is_refused_with_both_shapes(
 ) -> None:
     tensors = checkpoint_tensors(bias=True) | {name: torch.zeros(found)}
     save_file(tensors, tmp_path / "model.safetensors")
-    message = f"{name} in {tmp_path}: the checkpoint has shape {found}, config.json implies {expected}; is this"
+    message = f"{name} in {tmp_path}: it has shape {found}, config.json implies {expected}; is this"
     assert_error(tmp_path, message, tiny_config(attention_bias=True))
 
 

@@ -1,6 +1,7 @@
 """What the tests of scheduler and block manager share: short makers, and a device that runs packets without a model."""
 
 from collections import defaultdict
+from collections.abc import Set
 from itertools import accumulate
 from random import Random
 
@@ -195,8 +196,11 @@ def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool) ->
         assert len(batch.decode) == len(scheduler.running) - len(left_out)
 
 
-def check_invariants(scheduler: Scheduler, seqs: list[Sequence]) -> None:
-    """What holds between any two calls of the scheduler, to which `seqs` were added: nothing is lost or held twice."""
+def check_invariants(scheduler: Scheduler, seqs: list[Sequence], resumed: Set[int] = frozenset()) -> None:
+    """What holds between any two calls of the scheduler, to which `seqs` were added: nothing is lost or held twice.
+
+    resumed: ids of those that were paused, so that later ones may have overtaken them.
+    """
     manager = scheduler.block_manager
     waiting = [seq for seq in seqs if seq.status is SequenceStatus.WAITING]
     assert scheduler.num_waiting == len(waiting)
@@ -207,14 +211,19 @@ def check_invariants(scheduler: Scheduler, seqs: list[Sequence]) -> None:
     }
     for priority in {seq.priority for seq in waiting} & {seq.priority for seq in scheduler.running}:
         running_ids = [seq.seq_id for seq in scheduler.running if seq.priority == priority]
-        assert max(running_ids) < min(seq.seq_id for seq in waiting if seq.priority == priority), "not FIFO"
+        waiting_ids = [seq.seq_id for seq in waiting if seq.priority == priority and seq.seq_id not in resumed]
+        assert max(running_ids) < min(waiting_ids, default=max(running_ids) + 1), "not FIFO"
 
-    rows = {seq.row for seq in scheduler.running}
-    assert len(rows) == len(scheduler.running), "a row has two sequences"
+    assert {seq for seq in seqs if seq.status is SequenceStatus.PAUSED} == {*scheduler.paused}
+    assert all(seq.num_pending_tokens == 0 for seq in scheduler.paused)
+    assert all((seq.row is None) == (not seq.block_table) for seq in scheduler.paused)
+    holding = scheduler.running + [seq for seq in scheduler.paused if seq.row is not None]
+    rows = {seq.row for seq in holding}
+    assert len(rows) == len(holding), "a row has two sequences"
     assert rows <= set(range(scheduler.max_num_seqs))
 
     users = defaultdict(list)
-    for seq in scheduler.running:
+    for seq in holding:
         assert len(seq.block_table) * manager.block_size >= seq.num_computed_tokens
         for column, block_id in enumerate(seq.block_table):
             users[block_id].append((column, seq.token_ids[: (column + 1) * manager.block_size]))

@@ -6,6 +6,7 @@ from random import Random
 import pytest
 import xxhash
 
+from nanoinfer.control.pausing import pause, resume
 from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.scheduler import Scheduler
@@ -48,6 +49,8 @@ class History:
         self.in_flight: list[tuple[ScheduledBatch, list[int] | None]] = []  # None: it failed
         self.seqs: list[Sequence] = []
         self.aborted: set[int] = set()
+        self.pausing = random.choice([0.0, 0.05, 0.3])  # how often requests are paused, and resumed
+        self.resumed: set[int] = set()
         self.seen: Counter[str] = Counter()  # what happened, so that a test can tell that it does
         self.first_admissions: list[int] = []
 
@@ -60,6 +63,10 @@ class History:
             if random.random() < 0.02:
                 newest = len(self.seqs)
                 self.abort(random.randint(max(0, newest - 8), newest))
+            if random.random() < self.pausing:
+                self.pause(random.choices(range(len(self.seqs) + 1), k=random.randint(1, 3)))
+            if self.pausing and random.random() < 0.5:
+                self.resume([seq.seq_id for seq in self.scheduler.paused if random.random() < 0.7])
             if random.random() < 0.005:
                 self.manager.reset_prefix_cache()
                 assert self.manager.num_cached_blocks == 0
@@ -67,7 +74,7 @@ class History:
         self.finish()
 
     def check(self) -> None:
-        check_invariants(self.scheduler, self.seqs)
+        check_invariants(self.scheduler, self.seqs, self.resumed)
         if all(token_ids is not None for _, token_ids in self.in_flight):
             check_cache_contents(self.manager, self.device, self.seqs[-8:])
 
@@ -87,12 +94,30 @@ class History:
         }
         self.scheduler.abort({seq_id})
 
+    def pause(self, seq_ids: list[int]) -> None:
+        self.collect_all_but(0)
+        pause(self.scheduler, {*seq_ids})
+        paused = [seq for seq in self.seqs if seq.seq_id in seq_ids and seq.status is not SequenceStatus.FINISHED]
+        assert all(seq.status is SequenceStatus.PAUSED for seq in paused)
+        self.seen["paused"] += len(paused)
+
+    def resume(self, seq_ids: list[int]) -> None:
+        self.collect_all_but(0)
+        for seq in self.scheduler.paused:
+            if seq.seq_id in seq_ids:
+                kept = "resumed with its blocks" if seq.block_table else "resumed without blocks"
+                self.seen[kept] += 1
+        self.resumed |= {*seq_ids}
+        resume(self.scheduler, {*seq_ids})
+
     def step(self, fails: bool = False) -> None:
         in_flight = bool(self.in_flight)
         batch = self.scheduler.schedule(in_flight)
         assert in_flight or bool(batch) != self.scheduler.is_finished()
         check_batch(self.scheduler, batch, in_flight)
-        check_invariants(self.scheduler, self.seqs)
+        check_invariants(self.scheduler, self.seqs, self.resumed)
+        computing = [chunk.seq for chunk in batch.prefill] + batch.decode
+        assert not {*computing} & {*self.scheduler.paused}, "what is paused computes nothing"
         self.first_admissions += [seq.seq_id for seq in batch.admitted if seq.seq_id not in self.first_admissions]
         if batch:
             fails = fails or any(token_ids is None for _, token_ids in self.in_flight)  # what follows a failure fails
@@ -118,7 +143,13 @@ class History:
                 assert (seq.completion_token_ids, seq.finish_reason) == expected
 
     def finish(self) -> None:
-        """Run what is left; nothing may leak."""
+        """Run what is left, then what is paused; nothing may leak."""
+        for _ in range(MAX_STEPS):
+            if self.scheduler.is_finished():
+                break
+            self.step()
+            self.check()
+        self.resume([seq.seq_id for seq in self.scheduler.paused])
         for _ in range(MAX_STEPS):
             if self.scheduler.is_finished():
                 break
@@ -130,6 +161,7 @@ class History:
         assert {seq.seq_id for seq in self.seqs if seq.finish_reason == "abort"} == self.aborted
         for priority in {seq.priority for seq in self.seqs}:
             admitted = [seq_id for seq_id in self.first_admissions if self.seqs[seq_id].priority == priority]
+            admitted = [seq_id for seq_id in admitted if seq_id not in self.resumed]
             assert admitted == sorted(admitted), "not first come, first served"
         assert self.manager.num_free_blocks == self.manager.num_blocks
 
@@ -148,4 +180,5 @@ def test_in_random_histories_every_request_gets_the_answer_it_would_get_alone(nu
         seen.update(history.seen)
         num_steps += length
     wanted = ("several running", "blocks shared", "prefix groups", "chunks cut", "overlaps", "failures", "preemptions")
+    wanted += ("paused", "resumed with its blocks", "resumed without blocks")
     assert all(seen[event] >= num_steps / 200 for event in wanted), f"the histories are too tame: {seen}"

@@ -25,7 +25,7 @@ from nanoinfer.executor import parallel_runner, workers
 from nanoinfer.executor.shm_ring import SLOT_SIZE
 from nanoinfer.executor.workers import PASSED, Workers
 from nanoinfer.runner import model_runner
-from nanoinfer.runner.model_runner import ModelRunner
+from nanoinfer.runner.model_runner import ModelRunner, StepHandle
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see what is left of an engine")
 
@@ -372,6 +372,21 @@ def test_a_worker_that_is_killed_is_an_error_of_generate(seconds: float, sent: i
         generate(llm, [[1, 2, 3]] * 4, LONG)
     assert time.monotonic() - started < 10
     killer.join()
+    llm.close()
+
+
+@pytest.mark.usefixtures("nothing_remains")
+def test_a_step_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that hangs stops the GPUs of all ranks; on a CPU the step of this rank would not even be launched."""
+    llm, _ = start()
+    generate(llm, [[1, 2, 3]])
+    with monkeypatch.context() as patch:
+        patch.setattr(parallel_runner, "STEP_SECONDS", 0.2)
+        patch.setattr(StepHandle, "is_done", lambda handle: False)
+        with pytest.raises(WorkerError, match=r"did not end within 0\.2 s: a process hangs, or a GPU does not answer"):
+            generate(llm, [[1, 2, 3]])
+    with pytest.raises(EngineClosedError):
+        generate(llm, [[1, 2, 3]])
     llm.close()
 
 

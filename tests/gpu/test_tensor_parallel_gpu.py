@@ -165,6 +165,21 @@ def test_a_worker_that_is_killed_is_an_error_and_a_new_engine_works(when: str, e
     assert answers(2) == expected
 
 
+def test_a_worker_that_hangs_is_an_error_and_a_new_engine_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = answers(2)
+    llm = LLM(tiny_model_path(), tensor_parallel_size=2)
+    [pid] = [child.pid for child in active_children() if child.name == "nanoinfer rank 1"]
+    chunks = llm.stream([[1, 2, 3]] * 64, LONG)
+    for _ in range(640):
+        next(chunks)
+    monkeypatch.setattr("nanoinfer.executor.parallel_runner.STEP_SECONDS", 3.0)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match="did not end within 3 s: a process hangs, or a GPU does not answer"):
+        list(chunks)
+    llm.close()
+    assert answers(2) == expected
+
+
 def test_an_interrupted_generate_leaves_a_usable_engine() -> None:
     with LLM(tiny_model_path(), tensor_parallel_size=2) as llm:
         expected = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].token_ids

@@ -266,7 +266,7 @@ def test_scales_of_another_shape_are_refused(plain_folder: Callable[[bool], Path
     tensors = load_file(fp8 / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(3, 1)
     save_file(tensors, fp8 / "model.safetensors")
-    with pytest.raises(ModelError, match=r"the checkpoint has shape \(3, 1\), config.json implies \(2, 1\)"):
+    with pytest.raises(ModelError, match=r"it has shape \(3, 1\), config.json implies \(2, 1\)"):
         run(fp8)
 
 

@@ -166,6 +166,17 @@ def quantized(layer: nn.Module, **options: Any) -> Any:
 
 
 @pytest.mark.usefixtures("fp8_hardware")
+@pytest.mark.parametrize(
+    ("num_inputs", "size", "group_size"), [(3072, 1, 384), (3072, 8, 384), (3072, 3, 128), (640, 1, 128)]
+)
+def test_inputs_that_ranks_split_have_a_scale_for_each_eighth_that_no_rank_cuts(
+    num_inputs: int, size: int, group_size: int
+) -> None:
+    layer = quantized(RowParallelLinear(num_inputs, 64, False, TensorParallel(0, size)))
+    assert layer.input_format.group_size == group_size
+
+
+@pytest.mark.usefixtures("fp8_hardware")
 def test_a_row_parallel_layer_of_two_ranks_computes_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its inputs are rounded in groups that no share cuts, and its weights by whole rows."""
     monkeypatch.setattr(TensorParallel, "all_reduce", lambda self, x: x)  # the test adds them up

@@ -3,7 +3,7 @@
 Both travel as arguments from the runner down to attention. Nothing is read from a global.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -57,6 +57,13 @@ class KVCache:
         return LayerCache(self.k[index], self.v[index], k_scales, v_scales)
 
 
+def cumulative_lens(lens: Tensor) -> Tensor:
+    """Return where segments of these lengths begin and end: (num_segments,) -> (num_segments + 1,) int32."""
+    cu_lens = torch.zeros(len(lens) + 1, dtype=torch.int32, device=lens.device)
+    torch.cumsum(lens, dim=0, dtype=torch.int32, out=cu_lens[1:])
+    return cu_lens
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillMetadata:
     """Describes a prefill step: chunks of prompts, laid end to end.
@@ -72,6 +79,14 @@ class PrefillMetadata:
     slot_mapping: Tensor  # (num_tokens,) int64: block_id * block_size + offset of each token; -1 skips the write
     block_tables: Tensor  # (num_chunks, max_blocks) int32
     plans: Mapping[Hashable, Tensor] = field(default_factory=dict)  # by AttentionSpec; a backend makes it
+
+    @classmethod
+    def of_whole_prompts(cls, lens: Sequence[int], block_tables: Tensor) -> "PrefillMetadata":
+        """Return the step that computes whole prompts of these lengths, and stores none of their keys and values."""
+        device, lens = block_tables.device, tuple(lens)
+        cu_lens = cumulative_lens(torch.tensor(lens, dtype=torch.int32, device=device))
+        nowhere = torch.full((sum(lens),), -1, dtype=torch.int64, device=device)
+        return cls(lens, lens, cu_lens, cu_lens, nowhere, block_tables[: len(lens)])
 
     @property
     def reads_cache(self) -> bool:

@@ -1,0 +1,205 @@
+"""The weights of a model by their names in a checkpoint: filled, replaced, and taken off the device for a while.
+
+`load_model` fills them from files, and `LLM.update_weights` from the tensors of a trainer. Both go this way, so they
+pack, shard and quantize alike. Everything happens in place.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoinfer.errors import ModelError
+
+Place = tuple[str, str | None]  # a parameter's name, and the shard of it that one tensor fills; None where that is all
+# A table that we compute, and scales calibrated for a KV cache in 8 bits: ours are those of each token's own vectors.
+NOT_NEEDED = re.compile(r"rotary_emb\.inv_freq$|self_attn\.(\w+\.)?(q|k|v|kv|output)_scale$")
+SHOWN = 8  # names listed in a message
+NUM_CLOSE = 5  # names suggested for one that is not known
+
+
+class ModelWeights:
+    """Knows where each tensor of a checkpoint goes.
+
+    model: an nn.Module. `model.locate(name)` says which parameter, or shard of one, a tensor fills;
+    `model.ignored_weights` lists tensors to skip. A module with a `weight_loader(param, tensor[, shard])` places its
+    own share; its `check_weight`, with the same arguments, raises ModelError for a tensor that does not fit.
+    missing: the places that are still to be filled, in the model's order.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._homes: dict[Place, tuple[Any, Tensor]] = {}  # the module, and its parameter
+        for name, param in model.named_parameters():
+            module = model.get_submodule(name.rpartition(".")[0])
+            self._homes |= {(name, shard): (module, param) for shard in getattr(module, "shards", (None,))}
+        self.missing: dict[Place, None] = {}
+        self._freed: dict[torch.UntypedStorage, int] = {}  # memory that is off the device -> its size in bytes
+        self._on_host: dict[torch.UntypedStorage, torch.UntypedStorage] = {}  # the same -> its copy, if it has one
+
+    def expect_all(self) -> None:
+        """Hold all places for missing."""
+        self.missing = dict.fromkeys(self._homes)
+
+    def missing_names(self) -> list[str]:
+        """Return which parameters are to be filled, with the shard in brackets where it is not all of one."""
+        return [f"{name} ({shard})" if shard else name for name, shard in self.missing]
+
+    def is_needed(self, name: str) -> bool:
+        """Return whether a checkpoint's tensor fills anything; its name may still be unknown."""
+        return name not in self._model.ignored_weights and not NOT_NEEDED.search(name)
+
+    def split(self, name: str, tensor: Tensor) -> dict[Place, Tensor]:
+        """Return where a tensor goes, in parts if the checkpoint holds it packed. The places may not exist.
+
+        Raises ModelError for a tensor that cannot be cut into its parts.
+        """
+        target, shard = self._model.locate(name)
+        path, _, kind = target.rpartition(".")
+        try:
+            module = self._model.get_submodule(path)
+        except AttributeError:
+            return {(target, shard): tensor}
+        if shard is not None or not hasattr(module, "unpack"):
+            return {(target, shard): tensor}
+        return {(target, key): part for key, part in module.unpack(tensor, getattr(module, kind, None)).items()}
+
+    def fill(self, place: Place, tensor: Tensor) -> None:
+        """Copy a tensor, or the part of one, into its place. Raises ModelError for one that does not fit."""
+        self._check_part(place, tensor)
+        self._put(place, tensor)
+
+    def _put(self, place: Place, tensor: Tensor) -> None:
+        (module, param), shard = self._homes[place], place[1]
+        if hasattr(module, "weight_loader"):
+            module.weight_loader(param, tensor, *([shard] if shard else []))
+        else:
+            param.copy_(tensor)
+        self.missing.pop(place, None)
+
+    def _check_part(self, place: Place, tensor: Tensor) -> None:
+        (module, param), shard = self._homes[place], place[1]
+        if not tensor.is_floating_point():
+            raise ModelError(f"it has {tensor.dtype}, and only floating-point weights are supported")
+        if hasattr(module, "check_weight"):
+            module.check_weight(param, tensor, *([shard] if shard else []))
+        else:
+            check_shape(tensor, tuple(param.shape))
+
+    def explain_missing(self) -> str | None:
+        """Say which weights are missing, and what to do; None if none are."""
+        if not self.missing:
+            return None
+        return f"this engine lacks weights for {listed(self.missing_names())}; give them to update_weights"
+
+    # -------- Updates -------------------------------------------------------------------------------------------------
+
+    def check(self, name: str, tensor: Any) -> dict[Place, Tensor]:
+        """Return where a tensor goes: nowhere, if it is not needed. Raises ModelError for one that does not fit."""
+        if not isinstance(name, str):
+            raise ModelError(f"{name!r} is no name of a weight; give pairs of a name and a tensor, or a dict of these")
+        if not isinstance(tensor, Tensor):
+            raise ModelError(f"{name!r} cannot be updated: it is a {type(tensor).__name__}; give a tensor")
+        if not self.is_needed(name):
+            return {}
+        try:
+            parts = self.split(name, tensor)
+            if not all(place in self._homes for place in parts):
+                close = difflib.get_close_matches(name, names := self.names(), NUM_CLOSE)
+                known = f"close ones are {', '.join(close)}" if close else f"it has {names[0]} and so on"
+                raise ModelError(f"the model has no weight of this name; use the names of its checkpoint: {known}")
+            for place, part in parts.items():
+                self._check_part(place, part)
+        except ModelError as error:
+            raise ModelError(f"{name!r} cannot be updated: {error}") from None
+        return parts
+
+    def update(self, name: str, tensor: Tensor) -> None:
+        """Check a tensor and copy it into its place."""
+        if self.check(name, tensor):
+            self.copy(name, tensor)
+
+    @torch.inference_mode()
+    def copy(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor that was checked, and is needed, into its place."""
+        for place, part in self.split(name, tensor).items():
+            self._put(place, part)
+
+    def names(self) -> list[str]:
+        """Return the names under which checkpoints hold the weights, packed ones under both their names."""
+        whole = {name for name, shard in self._homes if shard and "." not in shard}  # not of experts
+        return [*(checkpoint_name(self._model, place) for place in self._homes), *sorted(whole)]
+
+    # -------- Off the device, and back --------------------------------------------------------------------------------
+
+    def leave_device(self, keep: bool) -> None:
+        """Free the memory of the weights, until `return_to_device`.
+
+        keep: whether host memory gets a copy of them, pinned, if the device is a GPU; a CPU's stay where they are.
+        Buffers, which no checkpoint has, are kept in any case. If memory for the copies is short, nothing is freed.
+        """
+        params, buffers = _storages(self._model.parameters()), _storages(self._model.buffers())
+        if all(storage.device.type == "cpu" for storage in params):
+            self._free([] if keep else params)
+            return
+        copies = {}
+        for storage in [*params, *buffers] if keep else buffers:
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True).untyped_storage()
+            copies[storage] = host.copy_(storage, non_blocking=True)
+        torch.cuda.synchronize()
+        self._on_host |= copies  # all or none: what is kept here comes back
+        self._free([*params, *buffers])
+
+    def _free(self, storages: list[torch.UntypedStorage]) -> None:
+        for storage in storages:
+            self._freed[storage] = storage.nbytes()
+            storage.resize_(0)
+
+    def return_to_device(self) -> None:
+        """Take the memory of the weights again, and copy back what was kept; all places of others are missing then.
+
+        The memory has other addresses. If it is short, some of it may have been taken; `leave_device` gives that back.
+        """
+        for storage, num_bytes in list(self._freed.items()):
+            storage.resize_(num_bytes)
+            host = self._on_host.pop(storage, None)
+            if host is None:
+                storage.fill_(0)  # type: ignore[attr-defined]  # graphs are captured before the weights come
+                self.expect_all()
+            else:
+                storage.copy_(host, non_blocking=True)
+            del self._freed[storage]
+
+
+def checkpoint_name(model: Any, place: Place) -> str:
+    """Return the name of the tensor that fills a place: what `model.locate` finds the place of."""
+    name, shard = place
+    packed_names = {packed: name for name, packed in model.packed_modules_mapping.items()}
+    given_names = {ours: name for name, ours in model.renamed_modules.items()}
+    *path, packed, kind = name.split(".")
+    if shard is not None:
+        expert, _, shard = shard.rpartition(".")
+        packed = packed_names.get((packed, shard), packed)
+        path += [expert] if expert else []
+    return ".".join(given_names.get(part, part) for part in (*path, packed, kind))
+
+
+def check_shape(full: Tensor, expected: tuple[int, ...]) -> None:
+    """Raise ModelError where a checkpoint's tensor does not have the shape that config.json implies."""
+    if tuple(full.shape) != expected:
+        raise ModelError(f"it has shape {tuple(full.shape)}, config.json implies {expected}")
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the memory of all these tensors, each once, without what is empty."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return [storage for storage in dict.fromkeys(storages) if storage.nbytes()]
+
+
+def listed(names: list[str]) -> str:
+    """Return the first names in one line, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(sorted(names)[:SHOWN]) + more

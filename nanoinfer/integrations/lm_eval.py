@@ -1,0 +1,222 @@
+"""lm-evaluation-harness: `NanoinferLM` for `simple_evaluate`, and its command line with `--model nanoinfer`.
+
+    python -m nanoinfer.integrations.lm_eval --model nanoinfer --model_args pretrained=Qwen/Qwen3-8B --tasks gsm8k
+
+The harness finds models in a registry that each process fills by itself; it reads no entry points of other packages. So
+this module adds the name when it is imported, and as a program it goes on as the command `lm_eval`. Arguments,
+truncation and stop strings are those of the harness's own vLLM backend (lm_eval/models/vllm_causallms.py).
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nanoinfer import LLM, ConfigError, RequestError, SamplingParams
+
+try:
+    from jinja2 import TemplateError
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import model_registry
+    from lm_eval.models.utils import (
+        handle_stop_sequences,
+        has_bos_prefix,
+        maybe_truncate,
+        normalize_gen_kwargs,
+        postprocess_generated_text,
+    )
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    raise ImportError(
+        f"lm-evaluation-harness cannot be imported ({error}); pip install 'nanoinfer[lm-eval]'"
+    ) from error
+
+logger = logging.getLogger("nanoinfer")
+
+TokenIds = list[int]
+Pair = tuple[Any, TokenIds, TokenIds]  # what a result is cached by, then token ids of a context and of what follows it
+
+
+class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped here
+    """A model of the harness that runs on nanoinfer.
+
+    pretrained, options: as for `LLM`. max_length: the same as its max_model_len; longer contexts lose their first
+    tokens. truncation_side: what the contexts of generate_until lose instead: "right" or "middle". max_gen_toks: tokens
+    to generate where a task does not say. add_bos_token: whether to encode with special tokens; if not given, as the
+    tokenizer does. prefix_token_id: stands before a text that has no context; if not given, BOS, or else EOS.
+    enable_thinking, chat_template_args: for the chat template. think_end_token: the answer is what comes after its last
+    occurrence. batch_size, max_batch_size: ignored, because the engine fills its batches itself; see max_num_seqs.
+
+    Raises ConfigError for options that contradict each other, and what `LLM` raises.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        *,
+        max_length: int | None = None,
+        max_model_len: int | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        truncation_side: str = "left",
+        enable_thinking: bool | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
+        think_end_token: str | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if max_length is not None and max_model_len is not None:
+            raise ConfigError(
+                f"max_length={max_length} and max_model_len={max_model_len} are the same; give one of them"
+            )
+        if truncation_side not in ("left", "right", "middle"):
+            raise ConfigError(f"truncation_side={truncation_side!r} is not known; use left, right or middle")
+        if enable_thinking and think_end_token is None:
+            raise ConfigError("enable_thinking=True needs think_end_token, such as '</think>', to find the answers")
+        self.llm = LLM(pretrained, max_model_len=max_length or max_model_len, **options)
+        self.tokenizer = self.llm.tokenizer
+        if self.tokenizer is None:
+            raise ConfigError(f"{pretrained} has no tokenizer, and tasks are texts; name one with tokenizer=...")
+        self.max_gen_toks = max_gen_toks
+        self.batch_size = "auto"
+        self._add_bos_token, self._prefix_token_id = add_bos_token, prefix_token_id
+        self._truncation_side, self._think_end_token = truncation_side, think_end_token
+        thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self._chat_template_args = {**thinking, **(chat_template_args or {})}
+
+    def close(self) -> None:
+        """Free the model and the cache; closing twice is fine."""
+        self.llm.close()
+
+    @property
+    def max_length(self) -> int:
+        """Return how many tokens a prompt and its completion have at most."""
+        return self.llm.max_model_len
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Return the token that stands before a text that has no context."""
+        given = (self._prefix_token_id, self.tokenizer.bos_token_id)
+        return next((int(token_id) for token_id in given if token_id is not None), self.eot_token_id)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Return the model's name, by which requests are cached."""
+        return self.llm.config.model.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the text of a conversation; a last message that is begun goes on if there is no generation prompt."""
+
+        def render(messages: list[dict[str, str]]) -> str:
+            ends = {
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": not add_generation_prompt,
+            }
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **ends, **self._chat_template_args))
+
+        try:
+            return render(chat_history)
+        except TemplateError:
+            logger.warning("the chat template refuses a conversation, which is tried again without the system message")
+            return render([message for message in chat_history if message["role"] != "system"])
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> TokenIds:
+        """Return the token ids of a text; one that begins with BOS, as chat templates write it, gets no second one."""
+        if add_special_tokens is None:
+            add_special_tokens = self._add_bos_token
+            if has_bos_prefix(string, self.tokenizer.decode([self.prefix_token_id])):
+                add_special_tokens = False
+        special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        ids: TokenIds = self.tokenizer(string, verbose=False, **special)["input_ids"]
+        return ids
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each whole text, in windows of at most `max_length` tokens."""
+        pairs: list[Pair] = []
+        counts = []  # windows of each text
+        for (text,) in (request.args for request in requests):
+            # One token of max_length is for the context, and one for the completion that every request has.
+            windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 2, 1)
+            pairs += [(None, *make_disjoint_window(window)) for window in windows]
+            counts.append(len(pairs))
+        totals = [total for total, _ in self._loglikelihood_tokens(pairs, disable_tqdm)]
+        results = [sum(totals[start:end]) for start, end in zip([0, *counts], counts, strict=False)]
+        for request, result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
+        return results
+
+    def _loglikelihood_tokens(self, requests: Sequence[Pair], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation, and whether greedy decoding would write it."""
+        pairs = [self._fit(context, continuation) for _, context, continuation in requests]
+        contexts, continuations = [context for context, _ in pairs], [continuation for _, continuation in pairs]
+        scores = self.llm.score(contexts, continuations, use_tqdm=not disable_tqdm) if pairs else []
+        results = [(score.total, score.is_greedy) for score in scores]
+        for (key, _, _), result in zip(requests, results, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, result)
+        return results
+
+    def _fit(self, context: TokenIds, continuation: TokenIds) -> tuple[TokenIds, TokenIds]:
+        """Drop what is too long from the left, down to one token of context."""
+        limit = self.max_length - 1
+        num_tokens = len(context) + len(continuation)
+        if num_tokens <= limit:
+            return context, continuation
+        logger.warning("%d tokens exceed max_length=%d - 1; the first ones are dropped", num_tokens, self.max_length)
+        kept = (context + continuation)[-limit:]
+        num_context = max(1, limit - len(continuation))
+        return kept[:num_context], kept[num_context:]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return what the model says to each context, up to a stop string of its task."""
+        if not requests:
+            return []
+        eos = self.tokenizer.decode([self.eot_token_id])
+        all_options = [
+            normalize_gen_kwargs(request.args[1], default_max_gen_toks=self.max_gen_toks) for request in requests
+        ]
+        stops = [[*filter(None, handle_stop_sequences(options.pop("until"), eos))] for options in all_options]
+        prompts, params = [], []
+        for request, options, stop in zip(requests, all_options, stops, strict=True):
+            prompt, max_tokens = self._truncate(self.tok_encode(request.args[0]), options.pop("max_gen_toks"))
+            prompts.append(prompt)
+            # Stop strings of the task may be anywhere in what the model thinks.
+            params.append(sampling_params(options, max_tokens, [eos] if self._think_end_token else stop))
+        outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
+        texts = [
+            postprocess_generated_text(output.text, stop, self._think_end_token)
+            for output, stop in zip(outputs, stops, strict=True)
+        ]
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def _truncate(self, prompt: TokenIds, max_tokens: int) -> tuple[TokenIds, int]:
+        """Shorten a prompt so that `max_tokens` fit behind it. Raises RequestError where they leave it no room."""
+        if max_tokens >= self.max_length:
+            raise RequestError(f"max_gen_toks={max_tokens} leaves no room in max_length={self.max_length}; lower it")
+        kept: tuple[TokenIds, int] = maybe_truncate(prompt, max_tokens, self.max_length, side=self._truncation_side)
+        return kept
+
+
+def sampling_params(options: dict[str, Any], max_tokens: int, stop: list[str]) -> SamplingParams:
+    """Return the sampling parameters of a request from what the harness calls generation arguments."""
+    options = {"skip_special_tokens": False, "spaces_between_special_tokens": False, **options}
+    if not options.pop("do_sample"):
+        options["temperature"] = 0.0
+    return SamplingParams(max_tokens=max_tokens, stop=stop, **options)
+
+
+# As text, so that `python -m` registers the class of the imported module, and not one of __main__ beside it.
+model_registry.register("nanoinfer", target="nanoinfer.integrations.lm_eval:NanoinferLM")
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

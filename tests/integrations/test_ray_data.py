@@ -1,0 +1,336 @@
+"""Ray Data with the tiny checkpoint: in a local Ray of two workers, and batches handed straight to an actor."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoinfer import ConfigError, RequestError, SamplingParams, tiny_model_path
+from tests.integrations.snippets import snippet
+
+ray = pytest.importorskip("ray")
+pa = pytest.importorskip("pyarrow")
+
+from nanoinfer.integrations import ray_data  # noqa: E402
+from nanoinfer.integrations.ray_data import DATA_COLUMN, ERROR_COLUMN, EngineActor, build_processor  # noqa: E402
+
+pytestmark = [
+    # Ray warns of the old names of settings that it sets itself.
+    pytest.mark.filterwarnings("ignore::Warning:ray.data.context"),
+]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+ENGINE = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 512, "max_num_seqs": 32}
+QUESTION = "What is 312 + 48?"
+ANSWER = "312 + 48 = 360"
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    ray.init(num_cpus=4, num_gpus=0, include_dashboard=False, logging_level="ERROR")
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield
+    ray.shutdown()
+
+
+def ask(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def once(flag: Path, action: Callable[[], object]) -> Callable[[list[int], Any], Any]:
+    """A logits processor that does something in the engine's own process, the first time in all processes."""
+
+    def process(token_ids: list[int], logits: Any) -> Any:
+        if not flag.exists():
+            flag.touch()
+            action()
+        return logits
+
+    return process
+
+
+def note(folder: Path, name: str) -> Callable[[list[int], Any], Any]:
+    """A logits processor that notes in a file which process it runs in, and when."""
+
+    def process(token_ids: list[int], logits: Any) -> Any:
+        with (folder / name).open("a") as file:
+            file.write(f"{os.getpid()} {time.monotonic()}\n")
+        return logits
+
+    return process
+
+
+def noted(folder: Path, name: str) -> list[tuple[int, float]]:
+    lines = map(str.split, (folder / name).read_text().splitlines())
+    return [(int(pid), float(seconds)) for pid, seconds in lines]
+
+
+def kill_workers() -> None:
+    for child in multiprocessing.active_children():
+        os.kill(child.pid or 0, signal.SIGKILL)
+
+
+def test_nothing_is_lost_or_doubled_when_an_actor_is_killed(local_ray: None, tmp_path: Path) -> None:
+    flag, pids = tmp_path / "killed", tmp_path / "pids"
+    pids.mkdir()
+    die = once(flag, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    def preprocess(row: dict[str, Any]) -> dict[str, Any]:
+        processors = [die] if row["id"] == 1100 else [note(pids, str(row["id"]))] if row["id"] % 20 == 0 else None
+        params = SamplingParams(temperature=0, max_tokens=4, logits_processors=processors)
+        return {"prompt": f"What is {row['id']} + 1?", "sampling_params": params}
+
+    processor = build_processor(
+        tiny_model_path(),
+        concurrency=2,
+        batch_size=50,
+        max_concurrent_batches=4,
+        preprocess=preprocess,
+        postprocess=lambda row: {"id": row["id"], "prompt": row["prompt"], "tokens": row["num_generated_tokens"]},
+        **ENGINE,
+    )
+    rows = processor(ray.data.range(2000)).take_all()
+    assert flag.exists(), "the actor with row 1100 was killed"
+    assert sorted(row["id"] for row in rows) == [*range(2000)]
+    assert all(row["prompt"] == f"What is {row['id']} + 1?" for row in rows)
+    assert all(row["tokens"] in (1, 2, 3, 4) and row[ERROR_COLUMN] == "" for row in rows)
+    assert len({pid for file in pids.iterdir() for pid, _ in noted(pids, file.name)}) == 3, "two, and the restarted one"
+
+
+def test_a_tensor_parallel_actor_whose_worker_dies_is_started_again(local_ray: None, tmp_path: Path) -> None:
+    flag = tmp_path / "killed"
+
+    def preprocess(row: dict[str, Any]) -> dict[str, Any]:
+        processors = [once(flag, kill_workers)] if row["id"] == 3 else None
+        params = SamplingParams(temperature=0, max_tokens=16, logits_processors=processors)
+        return {"messages": ask(QUESTION), "sampling_params": params}
+
+    processor = build_processor(
+        tiny_model_path(), tensor_parallel_size=2, preprocess=preprocess, batch_size=4, **ENGINE
+    )
+    rows = processor(ray.data.range(8)).take_all()
+    assert flag.exists(), "the process of rank 1 was killed"
+    assert [row["generated_text"] for row in rows] == [ANSWER] * 8
+
+
+MIXED: dict[str, dict[str, Any]] = {
+    "messages": {"messages": ask(QUESTION)},
+    "prompt": {"prompt": QUESTION},
+    "token ids": {"tokenized_prompt": [307, 287]},
+    "own parameters": {"messages": ask(QUESTION), "sampling_params": {"max_tokens": 2, "seed": None, "stop": ["x"]}},
+    "a form": {"messages": ask(QUESTION), "sampling_params": {"structured_outputs": {"choice": ["yes", "no"]}}},
+    "log-probabilities": {"prompt": "1 + 1", "sampling_params": {"logprobs": 1, "prompt_logprobs": 0, "max_tokens": 2}},
+    "no prompt": {},
+    "empty": {"prompt": ""},
+    "no content": {"messages": [{"role": "user"}]},
+    "wrong temperature": {"prompt": "1", "sampling_params": {"temperature": -1}},
+    "unknown parameter": {"prompt": "1", "sampling_params": {"temprature": 1}},
+    "several samples": {"prompt": "1", "sampling_params": {"n": 2, "temperature": 1}},
+    "wrong token id": {"tokenized_prompt": [10**6]},
+    "too long": {"tokenized_prompt": [5] * 5000},
+}
+
+
+@pytest.fixture(scope="module")
+def mixed(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """The rows of MIXED by their names, answered by one actor and written to Parquet files; and the notes of two more.
+
+    Each of the two rows has a batch of its own.
+    """
+    folder = tmp_path_factory.mktemp("mixed")
+
+    def preprocess(row: dict[str, Any]) -> dict[str, Any]:
+        if row["name"] in MIXED:
+            return MIXED[row["name"]]
+        processors = [note(folder, row["name"])]
+        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, logits_processors=processors)
+        return {"prompt": "1", "sampling_params": params}
+
+    def postprocess(row: dict[str, Any]) -> dict[str, Any]:
+        columns = ("name", "prompt_token_ids", "generated_text", "generated_tokens", "finish_reason", "logprobs")
+        return {name: row[name] for name in columns} | {"first": row["prompt_logprobs"] and row["prompt_logprobs"][0]}
+
+    processor = build_processor(
+        tiny_model_path(),
+        sampling_params={"temperature": 0, "max_tokens": 16},
+        preprocess=preprocess,
+        postprocess=postprocess,
+        batch_size=1,
+        **ENGINE,
+    )
+    dataset = ray.data.from_items([{"name": name} for name in ("long 1", *MIXED, "long 2")], override_num_blocks=16)
+    return {row["name"]: row for row in processor(dataset).take_all()}, folder
+
+
+def test_rows_are_conversations_texts_or_token_ids_with_parameters_of_their_own(mixed: Any) -> None:
+    rows, _ = mixed
+    assert rows["messages"]["generated_text"] == ANSWER
+    assert rows["messages"]["finish_reason"] == "stop"
+    assert 0 < len(rows["prompt"]["generated_tokens"]) <= 16
+    assert rows["prompt"]["generated_text"] != ANSWER, "no chat template was applied"
+    assert [*rows["token ids"]["prompt_token_ids"]] == [307, 287]
+    assert rows["own parameters"]["finish_reason"] == "length"
+    assert len(rows["own parameters"]["generated_tokens"]) == 2
+    assert rows["a form"]["generated_text"] in ("yes", "no")
+
+
+def test_log_probabilities_are_dicts(mixed: Any) -> None:
+    row = mixed[0]["log-probabilities"]
+    assert next(iter(row["logprobs"][0].values())).keys() == {"logprob", "rank", "decoded_token"}
+    assert row["first"] is None
+    assert mixed[0]["messages"]["logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no prompt", "needs one of messages, tokenized_prompt, prompt"),
+        ("empty", "prompt 0 is empty"),
+        ("no content", "has no content"),
+        ("wrong temperature", "temperature=-1"),
+        ("unknown parameter", "unknown fields: temprature"),
+        ("several samples", "n=2"),
+        ("wrong token id", "token id 1000000"),
+        ("too long", "exceeds max_model_len"),
+    ],
+)
+def test_a_bad_row_says_what_is_wrong_and_the_others_are_answered(mixed: Any, name: str, reason: str) -> None:
+    rows, _ = mixed
+    assert reason in rows[name][ERROR_COLUMN]
+    assert rows["messages"][ERROR_COLUMN] == ""
+    assert rows[name]["generated_text"] == "", "columns are there, so that a file of all rows has one schema"
+
+
+def test_two_batches_of_an_actor_are_in_its_engine_at_once(mixed: Any) -> None:
+    first, second = (noted(mixed[1], name) for name in ("long 1", "long 2"))
+    assert len({pid for pid, _ in first + second}) == 1
+    assert first[0][1] < second[-1][1]
+    assert second[0][1] < first[-1][1]
+
+
+@pytest.fixture(scope="module")
+def actor() -> EngineActor:
+    return EngineActor(str(tiny_model_path()), ENGINE, GREEDY, None, should_continue_on_error=False)
+
+
+async def answer(actor: EngineActor, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    packed = pa.table({DATA_COLUMN: [ray.cloudpickle.dumps(row) for row in rows]})
+    return [*map(ray.cloudpickle.loads, (await actor(packed))[DATA_COLUMN])]
+
+
+def test_an_engine_never_drains_between_batches(actor: EngineActor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two batches at a time, as Ray calls an actor with max_concurrency 2: whenever one ends, the other is running."""
+    num_running: list[int] = []
+    step = actor.llm.step
+
+    def watched() -> Any:
+        num_running.append(len(actor.llm.engine.scheduler.running))
+        return step()
+
+    monkeypatch.setattr(actor.llm, "step", watched)
+
+    async def run() -> None:
+        two = asyncio.Semaphore(2)
+
+        async def batch(number: int) -> None:
+            async with two:
+                params = {"max_tokens": 20 + 7 * number, "ignore_eos": True}
+                await answer(actor, [{"prompt": f"{number} {row}", "sampling_params": params} for row in range(8)])
+
+        await asyncio.gather(*map(batch, range(6)))
+
+    asyncio.run(run())
+    assert len(num_running) < 6 * 40, "batches share steps"
+    assert min(num_running[1:-1]) >= 8
+
+
+def test_rows_keep_their_order_so_that_prefixes_are_found(actor: EngineActor) -> None:
+    prefix = " ".join(map(str, range(60)))
+    asyncio.run(answer(actor, [{"prompt": prefix}]))
+    rows = [{"id": row, "prompt": f"{prefix} {row}"} for row in range(10)]
+    answered = asyncio.run(answer(actor, rows))
+    assert [row["id"] for row in answered] == [*range(10)]
+    assert min(row["num_cached_tokens"] for row in answered) >= 96
+
+
+def test_a_bad_row_ends_the_job_where_it_is_not_to_continue(actor: EngineActor) -> None:
+    with pytest.raises(RequestError, match="needs one of messages"):
+        asyncio.run(answer(actor, [{"text": "1"}]))
+    assert asyncio.run(answer(actor, [{"messages": ask(QUESTION)}]))[0]["generated_text"] == ANSWER
+
+
+@pytest.mark.parametrize("place", ["_ask", "output_columns"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_unforeseen_error_reaches_every_row_also_the_one_in_hand(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    broken = EngineActor(str(tiny_model_path()), ENGINE, GREEDY, None, should_continue_on_error=True)
+    monkeypatch.setattr(broken if place == "_ask" else ray_data, place, lambda _: {}["x"])
+
+    async def ask_thrice() -> list[Any]:
+        batches = (answer(broken, [{"prompt": "1"}]) for _ in range(3))
+        return await asyncio.wait_for(asyncio.gather(*batches, return_exceptions=True), 20)
+
+    assert [type(error) for error in asyncio.run(ask_thrice())] == [KeyError] * 3
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"max_completion_tokens": 3},
+        {"logprobs": True, "top_logprobs": 2, "max_tokens": 3},
+        {"max_tokens": 3, "n": None},
+    ],
+)
+def test_parameters_may_have_the_names_that_openai_gives_them(actor: EngineActor, params: dict[str, Any]) -> None:
+    [row] = asyncio.run(answer(actor, [{"prompt": "1", "sampling_params": {"ignore_eos": True, **params}}]))
+    assert row["num_generated_tokens"] == 3
+
+
+def test_actors_draw_samples_of_their_own(actor: EngineActor) -> None:
+    other = EngineActor(str(tiny_model_path()), ENGINE, GREEDY, None, should_continue_on_error=False)
+    row = {"prompt": "1", "sampling_params": {"temperature": 5.0, "max_tokens": 40, "ignore_eos": True}}
+    samples = [asyncio.run(answer(each, [row]))[0]["generated_tokens"] for each in (actor, other)]
+    assert samples[0] != samples[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"tensor_paralel_size": 2}, TypeError, "did you mean 'tensor_parallel_size'"),
+        ({"batchsize": 2}, TypeError, "did you mean 'batch_size'"),
+        ({"model_source": "x"}, TypeError, "did you mean 'model'"),
+        ({"concurrency": 0}, ConfigError, "concurrency=0"),
+        ({"concurrency": (3, 2)}, ConfigError, r"concurrency=\(3, 2\)"),
+        ({"concurrency": "2"}, ConfigError, "concurrency='2'"),
+        ({"batch_size": 0}, ConfigError, "batch_size=0"),
+        ({"max_concurrent_batches": 1.5}, ConfigError, "max_concurrent_batches=1.5"),
+        ({"num_gpus": 1, "tensor_parallel_size": 2}, ConfigError, "use num_gpus=2"),
+        ({"sampling_params": {"temperature": -1}}, RequestError, "temperature=-1"),
+        ({"sampling_params": "greedy"}, RequestError, "sampling_params='greedy'"),
+        ({"sampling_params": {"echo": True}}, RequestError, "unknown fields: echo; known are allowed_token_ids, "),
+        ({"sampling_params": {"prompt": "x", "model": "y"}}, RequestError, "unknown fields: model, prompt; known are"),
+        ({"sampling_params": {"body": {}, 1: 2}}, RequestError, "unknown fields: 1, body"),
+        ({"sampling_params": {"stream": False}}, RequestError, "unknown fields: stream"),
+    ],
+)
+def test_what_is_wrong_is_said_before_ray_starts(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build_processor(tiny_model_path(), **options)
+
+
+def test_two_actors_on_a_gpu_share_its_memory() -> None:
+    processor = build_processor(tiny_model_path(), concurrency=2, num_gpus=0.5)
+    assert processor.engine["options"] == {"gpu_memory_utilization": 0.45}
+    assert processor.placement["num_gpus"] == 0.5
+
+
+def test_the_snippet_of_the_page_runs(local_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(snippet("Ray Data").replace("Qwen/Qwen3-0.6B", str(tiny_model_path())), {})
+    assert "{'question': 'What is 0 + 48?', 'answer': '0 + 48 = 48'" in capsys.readouterr().out
