@@ -11,7 +11,6 @@ from torch import Tensor
 from nanoinfer import LLM, SamplingParams, tiny_model_path
 from nanoinfer.kernels.programmatic_launch import overlap_options
 from nanoinfer.layers import few_rows as layers
-from nanoinfer.layers.attention.layer import few_rows_attention
 from nanoinfer.layers.few_rows import few_rows_product
 from nanoinfer.models import few_rows
 
@@ -23,7 +22,7 @@ pytestmark = [
     ),
 ]
 
-ROWS = [1, 3, 16, 17, 64, 128]
+ROWS = [1, 2, 3, 5, 8]
 # (outputs, inputs, gated): the products of 0.6B, 4B, 8B, Llama 8B and Qwen2.5 7B; sizes that end inside a tile
 SHAPES = [
     *((4096, 1024, False), (1024, 2048, False), (3072, 1024, True), (1024, 3072, False)),
@@ -76,71 +75,9 @@ def test_a_product_is_as_exact_as_its_twin(num_outputs: int, size: int, gated: b
     assert torch.equal(few_rows_product(x, weight, **options), result), "equal inputs give equal bits"
 
 
-def attention_inputs(
-    context_lens: list[int],
-    num_heads: int = 16,
-    num_kv_heads: int = 8,
-    head_dim: int = 128,
-    rotary_dim: int = 128,
-    has_norms: bool = True,
-    block_size: int = 256,
-) -> dict[str, Any]:
-    torch.manual_seed(0)
-    num_rows, max_blocks = len(context_lens), max(1, -(-max(context_lens) // block_size))
-    tables = torch.randperm(num_rows * max_blocks, device="cuda").view(num_rows, -1)
-    lens = torch.tensor(context_lens, device="cuda")
-    last = (lens - 1).clamp(min=0)
-    slots = tables.gather(1, (last // block_size)[:, None])[:, 0] * block_size + last % block_size
-    angles = torch.randn(max(context_lens) + 1, rotary_dim // 2, device="cuda")
-    return {
-        "qkv": randn(num_rows, (num_heads + 2 * num_kv_heads) * head_dim),
-        "norm_weights": (randn(head_dim), randn(head_dim)) if has_norms else None,
-        "eps": 1e-6,
-        "positions": last,
-        "cos_sin_cache": torch.cat((angles.cos(), angles.sin()), dim=1),
-        "k_cache": randn(num_rows * max_blocks, num_kv_heads, block_size, head_dim),
-        "v_cache": randn(num_rows * max_blocks, num_kv_heads, block_size, head_dim),
-        "slot_mapping": torch.where(lens > 0, slots, -1),
-        "context_lens": lens.int(),
-        "block_tables": tables.int(),
-        "scale": head_dim**-0.5,
-    }
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_heads": 32, "has_norms": False},
-        {"num_heads": 28, "num_kv_heads": 4, "has_norms": False},
-        {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "rotary_dim": 64},
-        {"num_heads": 8, "num_kv_heads": 1, "head_dim": 256, "rotary_dim": 256},
-        {"head_dim": 80, "rotary_dim": 80},
-        {"rotary_dim": 64, "block_size": 16},
-        {"num_heads": 64, "num_kv_heads": 2},
-    ],
-)
-@pytest.mark.parametrize(
-    "context_lens",
-    [[1], [400], [32768], [0, 1, 64, 65], [*range(90, 1050, 60)], [20000, *[30] * 15], [*range(0, 640, 10)]],
-)
-def test_attention_equals_its_twin(context_lens: list[int], options: dict[str, Any]) -> None:
-    inputs = attention_inputs(context_lens, **options)
-    copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    result = few_rows_attention(*inputs.values())
-    expected = few_rows_attention.__wrapped__(*copies.values())
-    has_context = inputs["context_lens"] > 0
-    torch.testing.assert_close(result[has_context].float(), expected[has_context].float(), rtol=2e-2, atol=2e-2)
-    for name in ("k_cache", "v_cache"):
-        torch.testing.assert_close(inputs[name].float(), copies[name].float(), rtol=2**-7, atol=2**-7)
-    assert torch.equal(few_rows_attention(*inputs.values())[has_context], result[has_context])
-
-
-@pytest.mark.parametrize("num_rows", [1, 5, 16])
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
 def test_a_chain_in_a_cuda_graph_equals_one_that_waits_for_each_kernel(num_rows: int) -> None:
     """Kernels start while the one before them is running, so that each must wait before it reads or overwrites."""
-    inputs = attention_inputs([100 + 70 * row for row in range(num_rows)])
-    _, norm_weights, eps, *cache_and_metadata = inputs.values()
     hidden, inner, num_layers = 1024, 3072, 8
     norms = [(randn(hidden), 1e-6) for _ in range(2 * num_layers)]
     shapes = (4096, hidden), (hidden, 2048), (2 * inner, hidden), (hidden, inner)
@@ -155,8 +92,7 @@ def test_a_chain_in_a_cuda_graph_equals_one_that_waits_for_each_kernel(num_rows:
 
         for index, (qkv_proj, o_proj, gate_up_proj, down_proj) in enumerate(all_weights):
             qkv = run(few_rows_product, x, qkv_proj, norm=norms[2 * index])
-            heads = run(few_rows_attention, qkv, norm_weights, eps, *cache_and_metadata)
-            x = run(few_rows_product, heads.flatten(1), o_proj, residual=x)
+            x = run(few_rows_product, qkv[:, :2048], o_proj, residual=x)
             gated = run(few_rows_product, x, gate_up_proj, norm=norms[2 * index + 1], gated=True)
             x = run(few_rows_product, gated, down_proj, residual=x)
         return x
@@ -198,8 +134,8 @@ def answers(monkeypatch: pytest.MonkeyPatch, max_few_rows: int, enforce_eager: b
 def test_the_path_for_few_rows_continues_prompts_as_the_common_one_does(
     monkeypatch: pytest.MonkeyPatch, enforce_eager: bool
 ) -> None:
-    common, few = (answers(monkeypatch, rows, enforce_eager) for rows in (0, 16))
-    assert answers(monkeypatch, 16, enforce_eager) == few, "equal steps give equal bits"
+    common, few = (answers(monkeypatch, rows, enforce_eager) for rows in (0, 8))
+    assert answers(monkeypatch, 8, enforce_eager) == few, "equal steps give equal bits"
     for (tokens, logprob), (few_tokens, few_logprob) in zip(common, few, strict=True):
         if tokens == few_tokens:  # else they part where two tokens are within rounding of each other
             assert abs(logprob - few_logprob) < 0.5

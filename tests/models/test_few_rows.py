@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoinfer import LLM, SamplingParams
 from nanoinfer.layers import few_rows as layers
-from nanoinfer.layers.attention import layer
-from nanoinfer.layers.attention.torch_reference import TorchBackend
 from nanoinfer.models import few_rows as models
 from tests.models.test_architectures import checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
@@ -26,13 +23,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, lambda *args, **kwargs: names.append(name) or function(*args, **kwargs))
 
     note(models, "few_rows_product")
-    note(layer, "few_rows_attention")
-    for module in (models, layer):
-        monkeypatch.setattr(module, "has_few_rows", lambda x: 0 < len(x) <= layers.MAX_FEW_ROWS)
+    monkeypatch.setattr(models, "has_few_rows", lambda x: 0 < len(x) <= layers.MAX_FEW_ROWS)
     return names
 
 
-@pytest.mark.parametrize("max_few_rows", [2, 16])
+@pytest.mark.parametrize("max_few_rows", [2, 8])
 @pytest.mark.parametrize(
     ("architecture", "overrides"),
     [
@@ -60,26 +55,6 @@ def test_few_rows_give_the_tokens_of_the_common_path(
     monkeypatch.setattr(layers, "MAX_FEW_ROWS", max_few_rows)
     assert generate(folder, prompts, **options) == expected
     assert "few_rows_product" in calls
-
-
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_attention_is_fused_unless_the_cache_has_8_bits(
-    calls: list[str], random_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str
-) -> None:
-    """The backend's name stands for kernels that are not there on a CPU."""
-
-    def draw() -> list[list[int]]:
-        params = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True)
-        with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16, kv_cache_dtype=kv_cache_dtype) as llm:
-            prompts = [[*range(40)], [7, 8, 9]]
-            return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-
-    monkeypatch.setattr(layers, "MAX_FEW_ROWS", 0)
-    expected = draw()
-    monkeypatch.setattr(layers, "MAX_FEW_ROWS", 16)
-    monkeypatch.setattr(TorchBackend, "name", "triton")
-    assert draw() == expected
-    assert ("few_rows_attention" in calls) == (kv_cache_dtype == "auto")
 
 
 def test_experts_and_weights_in_8_bits_take_the_common_path(

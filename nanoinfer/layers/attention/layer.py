@@ -3,11 +3,9 @@
 from torch import Tensor, nn
 
 from nanoinfer.kernels.dispatch import triton_on_cuda
-from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
+from nanoinfer.layers.attention.backend import AttentionBackend
 from nanoinfer.layers.attention.kv_rounding import round_vectors
-from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, Metadata, PrefillMetadata
-from nanoinfer.layers.attention.torch_reference import TorchBackend
-from nanoinfer.layers.few_rows import has_few_rows
+from nanoinfer.layers.attention.metadata import LayerCache, Metadata, PrefillMetadata
 from nanoinfer.layers.layernorm import rms_norm
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, rotate
 
@@ -31,20 +29,6 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend from all tokens of the step: (num_tokens, num_heads, head_dim). See `norm_rope_store` for shapes."""
         cos_sin_cache, slot_mapping = self.rotary_emb.cos_sin_cache, metadata.slot_mapping
-        if isinstance(metadata, DecodeMetadata) and self._is_fused(qkv, cache, metadata):
-            return few_rows_attention(
-                qkv,
-                norm_weights,
-                self.norm_eps,
-                positions,
-                cos_sin_cache,
-                cache.k,
-                cache.v,
-                slot_mapping,
-                metadata.context_lens,
-                metadata.block_tables,
-                self.backend.spec.scale,
-            )
         q, k, v = norm_rope_store(
             qkv,
             norm_weights,
@@ -60,12 +44,6 @@ class Attention(nn.Module):
         if isinstance(metadata, PrefillMetadata):
             return self.backend.prefill(q, k, v, cache, metadata)
         return self.backend.decode(q, cache, metadata)
-
-    def _is_fused(self, qkv: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> bool:
-        """Return whether one kernel does all of it: for few rows of full attention, without what only others know."""
-        if cache.is_rounded or metadata.shared_prefixes is not None or self.backend.spec.window is not None:
-            return False
-        return self.backend.name.startswith("triton") and has_few_rows(qkv)
 
 
 def store(
@@ -122,30 +100,3 @@ def norm_rope_store(
     q, k = (rotate(x, positions, cos_sin_cache) for x in (q, k))
     store(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales)
     return q, k, v
-
-
-@triton_on_cuda("nanoinfer.kernels.few_rows_attention")
-def few_rows_attention(
-    qkv: Tensor,
-    norm_weights: tuple[Tensor, Tensor] | None,
-    eps: float,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-) -> Tensor:
-    """Write each row's new key and value to the cache, and attend from its new token: (num_rows, num_heads, head_dim).
-
-    It is for steps of few rows: see `layers/few_rows.py`. For the first arguments see `norm_rope_store`; the cache is
-    not in 8 bits. context_lens: (num_rows,) int32,
-    the new token included; the result of a row without context is undefined. block_tables: (num_rows, max_blocks)
-    int32. scale: of the scores.
-    """
-    cache = LayerCache(k_cache, v_cache)
-    q, _, _ = norm_rope_store(qkv, norm_weights, eps, positions, cos_sin_cache, k_cache, v_cache, slot_mapping)
-    spec = AttentionSpec(q.shape[1], k_cache.shape[1], q.shape[2], scale)
-    return TorchBackend(spec).decode(q, cache, DecodeMetadata(slot_mapping, context_lens, block_tables))
