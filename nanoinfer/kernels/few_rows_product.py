@@ -75,20 +75,22 @@ def _few_rows_product_kernel(
     GATED: tl.constexpr,  # whether the weight has the gate and then up, of which SwiGLU makes one output
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
+    SLICES: tl.constexpr,  # of K, each for another warp; their sums are added up in the end
     OUTPUTS: tl.constexpr,  # of a warp; from two on Triton leaves sums where they are until they are stored
     DEPTH: tl.constexpr,  # values of a line in a step
     AHEAD: tl.constexpr,  # steps whose weights are on their way
     OVERLAP: tl.constexpr,
 ):
     num_lines: tl.constexpr = OUTPUTS * (1 + GATED)  # of the weight that a warp reads
-    num_steps: tl.constexpr = (size + DEPTH - 1) // DEPTH
+    num_steps: tl.constexpr = (size + DEPTH * SLICES - 1) // (DEPTH * SLICES)
     num_chunks: tl.constexpr = (num_steps + AHEAD - 1) // AHEAD
-    is_whole: tl.constexpr = size % (DEPTH * AHEAD) == 0
-    first = (tl.program_id(0) * WARPS + tl.arange(0, WARPS)) * OUTPUTS
+    is_whole: tl.constexpr = size % (DEPTH * SLICES * AHEAD) == 0
+    warp = tl.arange(0, WARPS)
+    first = (tl.program_id(0) * (WARPS // SLICES) + warp // SLICES) * OUTPUTS
     # A tile is (32, WARPS, 8), in this order so that Triton gives each warp a line of the weight. Each warp reads all
     # that it needs of x, so x is loaded in such tiles too.
     k = tl.arange(0, 32)[:, None, None] * 8 + tl.arange(0, 8)[None, None, :]
-    x_k = k + tl.zeros((1, WARPS, 1), tl.int32)
+    k += (warp % SLICES * (num_steps * DEPTH))[None, :, None]
     weight_ptrs, x_ptrs = (), ()
     for index in tl.static_range(OUTPUTS):
         line = tl.minimum(first + index, num_outputs - 1).to(tl.int64)[None, :, None]
@@ -99,7 +101,8 @@ def _few_rows_product_kernel(
         x_ptrs += (x_ptr + tl.minimum(row, num_rows - 1) * x_row_stride,)  # type: ignore[assignment]
     # In the end each lane has another row and output.
     lane = tl.arange(0, 32)[:, None]
-    row, column = lane // OUTPUTS, first[None, :] + lane % OUTPUTS
+    first_of_line = (tl.program_id(0) * (WARPS // SLICES) + tl.arange(0, WARPS // SLICES)) * OUTPUTS
+    row, column = lane // OUTPUTS, first_of_line[None, :] + lane % OUTPUTS
     out_offsets = row * num_outputs + column
     is_out = (row < num_rows) & (column < num_outputs)
 
@@ -125,9 +128,9 @@ def _few_rows_product_kernel(
     for chunk in range(num_chunks - 1):
         xs, norm_weights, later = (), (), ()
         for index in tl.static_range(AHEAD):
-            xs += _load_lines(x_ptrs, (chunk * AHEAD + index) * DEPTH, x_k, size, True)
+            xs += _load_lines(x_ptrs, (chunk * AHEAD + index) * DEPTH, k, size, True)
             if norm_weight_ptr is not None:
-                norm_weights += (_load(norm_weight_ptr, (chunk * AHEAD + index) * DEPTH, x_k, size, True),)  # type: ignore[assignment]
+                norm_weights += (_load(norm_weight_ptr, (chunk * AHEAD + index) * DEPTH, k, size, True),)  # type: ignore[assignment]
         for index in tl.static_range(AHEAD):
             norm_weight = None if norm_weight_ptr is None else norm_weights[index]
             its_weights, its_xs = (
@@ -139,9 +142,9 @@ def _few_rows_product_kernel(
         weights = later
     xs, norm_weights = (), ()
     for index in tl.static_range(AHEAD):
-        xs += _load_lines(x_ptrs, ((num_chunks - 1) * AHEAD + index) * DEPTH, x_k, size, is_whole)
+        xs += _load_lines(x_ptrs, ((num_chunks - 1) * AHEAD + index) * DEPTH, k, size, is_whole)
         if norm_weight_ptr is not None:
-            norm_weights += (_load(norm_weight_ptr, ((num_chunks - 1) * AHEAD + index) * DEPTH, x_k, size, is_whole),)  # type: ignore[assignment]
+            norm_weights += (_load(norm_weight_ptr, ((num_chunks - 1) * AHEAD + index) * DEPTH, k, size, is_whole),)  # type: ignore[assignment]
     for index in tl.static_range(AHEAD):
         norm_weight = None if norm_weight_ptr is None else norm_weights[index]
         its_weights, its_xs = (
@@ -160,9 +163,17 @@ def _few_rows_product_kernel(
     if norm_weight_ptr is not None:
         for index in tl.static_range(ROWS):
             mean_square = tl.where(row == index, tl.sum(squares[index], axis=0, keep_dims=True) / size, mean_square)
+    if SLICES > 1:
+        out = tl.sum(tl.reshape(out, (32, WARPS // SLICES, SLICES)), axis=2)
+        if GATED:
+            up = tl.sum(tl.reshape(up, (32, WARPS // SLICES, SLICES)), axis=2)
+        if norm_weight_ptr is not None:
+            mean_square = tl.sum(tl.reshape(mean_square, (32, WARPS // SLICES, SLICES)), axis=2)
+    if norm_weight_ptr is not None:
         factor = tl.rsqrt(mean_square + eps)
         out *= factor
-        up *= factor
+        if GATED:
+            up *= factor
     if bias_ptr is not None:
         out += bias.to(tl.float32)
     if GATED:  # rounded where separate kernels would do it
@@ -180,6 +191,7 @@ class Tiling(NamedTuple):
     """How a product is cut: see the kernel's constants."""
 
     warps: int
+    slices: int
     outputs: int
     ahead: int
 
@@ -207,9 +219,9 @@ def few_rows_product(
     if num_rows == 0:
         return out
     tiling = choose_tiling(num_rows, len(weight), size, gated, x.device)
-    num_steps = triton.cdiv(size, DEPTH)
+    num_steps = triton.cdiv(size, DEPTH * tiling.slices)
     norm_weight, eps = norm or (None, 0.0)
-    _few_rows_product_kernel[(triton.cdiv(num_outputs, tiling.warps * tiling.outputs),)](
+    _few_rows_product_kernel[(triton.cdiv(num_outputs, tiling.warps // tiling.slices * tiling.outputs),)](
         x,
         weight,
         bias,
@@ -224,6 +236,7 @@ def few_rows_product(
         GATED=gated,
         ROWS=triton.next_power_of_2(num_rows),
         WARPS=tiling.warps,
+        SLICES=tiling.slices,
         OUTPUTS=tiling.outputs,
         DEPTH=DEPTH,
         AHEAD=min(tiling.ahead, num_steps),
@@ -235,4 +248,4 @@ def few_rows_product(
 
 def choose_tiling(num_rows: int, num_lines: int, size: int, gated: bool, device: torch.device) -> Tiling:
     """Return how to cut a product with a weight of so many lines (rows) of `size` values."""
-    return Tiling(4, 2, ahead=4)
+    return Tiling(4, 1, 2, ahead=4)

@@ -16,7 +16,7 @@ from nanoinfer.kernels.programmatic_launch import overlap_options
 from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.layernorm import rms_norm
 
-MAX_FEW_ROWS = 8  # 0 turns these kernels off
+MAX_FEW_ROWS = 4  # 0 turns these kernels off
 
 
 def has_few_rows(x: Tensor) -> bool:

@@ -23,9 +23,9 @@ pytestmark = [
 ]
 
 TILINGS = [
-    Tiling(warps=2, outputs=2, ahead=1),
-    Tiling(warps=4, outputs=4, ahead=2),  # of up to three steps, so that the last chunk is not a whole one
-    Tiling(warps=1, outputs=2, ahead=8),  # all of the weight is read ahead
+    Tiling(warps=2, slices=1, outputs=2, ahead=1),
+    Tiling(warps=4, slices=2, outputs=4, ahead=2),  # of up to three steps, so that the last chunk is not a whole one
+    Tiling(warps=2, slices=2, outputs=2, ahead=8),  # all of the weight is read ahead
 ]
 
 
