@@ -82,6 +82,7 @@ def _quantize_rows_kernel(
     column = first + tl.arange(0, TILE)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_row_stride + column, mask=column < end, other=0.0).to(tl.float32)
     store_rounded(x, first, end, values_ptr + row * size, scales_ptr + row * num_groups, static_scale_ptr, GROUP, TILE)
 

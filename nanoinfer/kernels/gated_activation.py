@@ -31,6 +31,7 @@ def _gated_activation_kernel(
     mask = column < end
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     gate = tl.load(gate_up_ptr + row * row_stride + column, mask=mask)
     up = tl.load(gate_up_ptr + row * row_stride + size + column, mask=mask)
     wide = gate.to(tl.float32)

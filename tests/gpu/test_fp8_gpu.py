@@ -28,6 +28,12 @@ from nanoinfer.quantization.fp8 import (
     quantize_weight,
 )
 from nanoinfer.quantization.fp8_linear import with_quantization
+from tests.fp8_cases import (
+    assert_experts_are_as_good_as_their_twin,
+    assert_few_differ,
+    assert_near,
+    unrounded_expert_mlp,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,7 +65,9 @@ def formats() -> dict[str, RowFormat]:
 def quantized(layer: nn.Module, **options: Any) -> Any:
     """The layer as the only one of a model; its weights are random."""
     [module] = with_quantization([nn.ModuleDict({"it": layer})], QuantizationConfig(**options))
-    generator = torch.Generator(CUDA).manual_seed(0)
+    generator = torch.Generator(CUDA).manual_seed(
+        1
+    )  # the same seed as the inputs' would make a weight of their numbers
     for part in module.modules():
         if hasattr(part, "quant_method"):
             part.quant_method.fill_with_random_weights(part, 0.02, generator)
@@ -71,12 +79,6 @@ def assert_equal_rows(actual: QuantizedRows, expected: QuantizedRows) -> None:
     torch.testing.assert_close(actual.scales.cpu(), expected.scales.cpu(), rtol=0, atol=0, equal_nan=True)
     values = [rows.values.cpu().float() for rows in (actual, expected)]
     torch.testing.assert_close(*values, rtol=0, atol=0, equal_nan=True)
-
-
-def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Within a share of the size of their row."""
-    size = expected.float().square().mean(dim=-1, keepdim=True).sqrt()
-    assert ((actual.float() - expected.float()).abs() <= tolerance * (expected.float().abs() + size)).all()
 
 
 # --- rows ---
@@ -107,11 +109,15 @@ def test_a_norm_in_fp8_is_the_norm_rounded(name: str, size: int, num_rows: int) 
     rows, total = add_rms_norm_to_fp8(x, residual, weight, 1e-6, None, row_format)
     wide, expected_total = add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(total, expected_total)
-    # The two kernels may add up the squares of a row in another order; then a value may get its neighbour in 16 bits.
+    # The two kernels may add up the squares of a row in another order; then a value may get its neighbour in 16 bits,
+    # or, rounded before the weight and after it, the next one. Then also a value in 8 bits may get its neighbour.
     expected = quantize_rows.__wrapped__(wide, row_format)
-    torch.testing.assert_close(rows.scales, expected.scales, rtol=2**-7, atol=0)
-    assert (rows.values.float() != expected.values.float()).sum() <= 1e-5 * rows.values.numel()
-    assert rows.wide is None if name != "wide" else torch.equal(rows.wide, wide)
+    torch.testing.assert_close(rows.scales, expected.scales, rtol=2**-6, atol=0)
+    assert_few_differ(rows.values, expected.values, rtol=2**-3, atol=2**-9)
+    assert (rows.wide is None) == (name != "wide")
+    if rows.wide is not None:
+        assert_few_differ(rows.wide, wide, rtol=2**-6)
+        assert_equal_rows(rows, quantize_rows.__wrapped__(rows.wide, row_format))
 
 
 @pytest.mark.parametrize("function", [silu_and_mul, gelu_tanh_and_mul])
@@ -163,9 +169,12 @@ def test_a_row_parallel_product_of_few_tokens_is_split_over_k(
     terms = layer(x).terms
     assert len(terms) > 1
     assert layer.input_format.group_size == (128 if options else num_inputs // 8)
-    wide = dequantize_rows(quantize_rows(x, layer.input_format))
-    expected = wide @ dequantize_weight(layer.weight, layer.quant_method.scales(layer)).t()
-    assert_near(terms.float().sum(0), expected, 2e-2)
+    wide = dequantize_rows(quantize_rows(x, layer.input_format)).double()
+    expected = wide @ dequantize_weight(layer.weight, layer.quant_method.scales(layer)).double().t()
+    actual = terms.double().sum(0)
+    assert_near(actual, expected, 2e-2)
+    # Rounding partial sums to bfloat16 costs 0.17%, adding them up in tensor cores up to 0.1%.
+    assert (actual - expected).norm() / expected.norm() < 3e-3
 
 
 @pytest.mark.parametrize(("group_size", "largest"), [(128, 4e-4), (1536, 1.5e-3), (None, 4e-3)])
@@ -178,6 +187,23 @@ def test_sums_lose_far_less_than_rounding_does(num_tokens: int, group_size: int 
     actual = fp8_product(rows.values, rows.scales, weight, scales, None, torch.float32)[0]
     expected = dequantize_rows(rows).double() @ dequantize_weight(weight, scales).double().t()
     assert (actual - expected).norm() / expected.norm() < largest
+
+
+@pytest.mark.parametrize(
+    ("num_inputs", "group_size", "largest"), [(12288, 128, 2e-3), (12288, 1536, 4e-2), (4096, None, 1e-1)]
+)
+@pytest.mark.parametrize("num_tokens", [16, 100, 256])
+def test_sums_of_one_sign_come_out_a_little_too_small(
+    num_tokens: int, num_inputs: int, group_size: int | None, largest: float
+) -> None:
+    """Tensor cores cut off what does not fit into their 14 bits, which adds up where all products have one sign."""
+    torch.manual_seed(0)
+    rows = quantize_rows(randn(num_tokens, num_inputs).abs(), RowFormat(group_size=group_size))
+    weight, scales = quantize_weight(randn(1024, num_inputs).abs())
+    actual = fp8_product(rows.values, rows.scales, weight, scales, None, torch.float32)[0]
+    expected = dequantize_rows(rows).double() @ dequantize_weight(weight, scales).double().t()
+    assert (actual >= (1 - largest) * expected).all()
+    assert (actual <= (1 + 1e-4) * expected).all()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 64, 256])
@@ -228,13 +254,12 @@ def test_experts_equal_their_twin(
     rows = quantize_rows(randn(num_tokens, hidden), RowFormat(group_size=128 if block_size else None))
     gate_up = quantize_weight(randn(experts, 2 * inner, hidden) / hidden**0.5, block_size)
     down = quantize_weight(randn(experts, hidden, inner) / inner**0.5, block_size)
+    unrounded = None
     for row_format in (RowFormat(group_size=128), RowFormat(scale=torch.tensor(0.02, device=CUDA))):
-        arguments = (rows.values, rows.scales, *gate_up, *down, row_format, ids, weights)
-        actual = fp8_expert_mlp(*arguments, torch.bfloat16)
-        expected = fp8_expert_mlp.__wrapped__(*arguments, torch.bfloat16)
-        error = (actual.float() - expected.float()).norm() / expected.float().norm()
-        tolerance = 1e-2 if num_tokens > 16 else 3e-2  # single values, which SwiGLU rounds to a neighbour in e4m3
-        assert error < tolerance
+        arguments = (rows.values, rows.scales, *gate_up, *down, row_format, ids, weights, torch.bfloat16)
+        actual, twin = fp8_expert_mlp(*arguments), fp8_expert_mlp.__wrapped__(*arguments)
+        unrounded = unrounded_expert_mlp(*arguments) if unrounded is None else unrounded
+        assert_experts_are_as_good_as_their_twin(actual, twin, unrounded)
         assert (actual[:, ids[:, 0] == experts] == 0).all()
 
 

@@ -54,12 +54,17 @@ def test_several_gpus_give_the_answers_of_one(size: int, enforce_eager: bool) ->
     assert same >= 0.97 * len(EXAMPLES), f"{same} of {len(EXAMPLES)} agree; in bf16 a near tie may flip"
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "num_kv_heads"), [(2, 1), (4, 1), (8, 1), (8, 4), (8, 8)])
 def test_biases_tied_heads_and_shared_kv_heads_are_those_of_one(
-    random_checkpoint: Callable[..., Path], size: int
+    random_checkpoint: Callable[..., Path], size: int, num_kv_heads: int
 ) -> None:
     needs_gpus(size)
-    sizes = {"attention_bias": True, "tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 1}
+    sizes = {
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "num_attention_heads": 8,
+        "num_key_value_heads": num_kv_heads,
+    }
     folder, params = random_checkpoint(head_dim=128, **sizes), SamplingParams(temperature=0, max_tokens=8)
     prompts = [[i, i + 1, i + 2] * (1 + 11 * i) for i in range(24)]
     results = []
@@ -139,6 +144,34 @@ def test_more_gpus_than_there_are_is_refused_with_their_number() -> None:
     count = torch.cuda.device_count()
     with pytest.raises(ConfigError, match=f"PyTorch sees {count}, of which cuda:{count - 1} is the first to use"):
         LLM(tiny_model_path(), device=f"cuda:{count - 1}", tensor_parallel_size=2)
+
+
+def test_a_worker_of_eight_that_is_killed_is_an_error_and_a_new_engine_works(
+    random_checkpoint: Callable[..., Path],
+) -> None:
+    needs_gpus(8)
+    folder = random_checkpoint(head_dim=64, num_attention_heads=8, num_key_value_heads=8)
+
+    def load() -> LLM:
+        return LLM(folder, dtype="bfloat16", max_model_len=2048, tensor_parallel_size=8)
+
+    params = replace(LONG, max_tokens=1500)
+    with load() as llm:
+        expected = llm.generate([[1, 2, 3]] * 64, params, use_tqdm=False)
+    llm = load()
+    pids = {child.name: child.pid for child in active_children()}
+    chunks = llm.stream([[1, 2, 3]] * 64, params)
+    for _ in range(640):
+        next(chunks)
+    os.kill(pids["nanoinfer rank 5"], signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 5 of tensor_parallel_size=8 was ended by SIGKILL"):
+        list(chunks)
+    assert time.monotonic() - started < 20
+    llm.close()
+    with load() as llm:
+        again = llm.generate([[1, 2, 3]] * 64, params, use_tqdm=False)
+    assert [output.token_ids for output in again] == [output.token_ids for output in expected]
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
@@ -298,7 +331,7 @@ def _all_reduce_in_all_ways(rank: int, size: int, folder: str) -> None:
     tp.close()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_custom_all_reduce_and_overlapped_slices_give_the_sums_of_nccl(size: int, tmp_path: Path) -> None:
     needs_gpus(size)
     os.environ.update(NCCL_ENVIRONMENT)

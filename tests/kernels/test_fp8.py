@@ -16,6 +16,7 @@ from nanoinfer.quantization.fp8 import dequantize_rows, quantize_weight
 triton = pytest.importorskip("triton")
 
 from nanoinfer.kernels import fp8_experts, fp8_product, fp8_rows, gated_activation, rms_norm  # noqa: E402
+from tests.fp8_cases import assert_experts_are_as_good_as_their_twin, unrounded_expert_mlp  # noqa: E402
 from tests.kernels.helpers import exact_fp8, loops_are_interpreted  # noqa: E402
 
 pytestmark = [
@@ -246,6 +247,7 @@ def test_experts_equal_their_twin(
     # Where gate and up differ in their last bits, SwiGLU may be rounded to a neighbour in e4m3.
     torch.testing.assert_close(actual, expected, rtol=0.01, atol=0.01)
     assert (actual - expected).abs().mean() < 1e-4
+    assert_experts_are_as_good_as_their_twin(actual, expected, unrounded_expert_mlp(*arguments))
     assert (actual[:, ids[:, 0] == num_experts] == 0).all()
 
 

@@ -22,12 +22,14 @@ from nanoinfer.quantization.fp8 import (
     dequantize_rows,
     dequantize_weight,
     fit_weight,
+    fp8_expert_mlp,
     fp8_product,
     has_fp8_products,
     quantize_rows,
     quantize_weight,
 )
 from nanoinfer.quantization.fp8_linear import Fp8LinearMethod, Fp8WeightOnlyMethod, with_quantization
+from tests.fp8_cases import assert_experts_are_as_good_as_their_twin, unrounded_expert_mlp
 
 NAN, INFINITY = float("nan"), float("inf")
 WHOLE, RANKS = TensorParallel(), [TensorParallel(rank, size=2) for rank in range(2)]
@@ -315,3 +317,27 @@ def test_experts_in_fp8_are_near_those_with_widened_weights(monkeypatch: pytest.
     out = layer(rows).terms.sum(0)
     assert torch.equal(out, layer(x).terms.sum(0))
     assert (out - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("fault", ["scales", "expert", "value"])
+def test_what_is_asked_of_experts_finds_a_fault_in_one_pair(fault: str) -> None:
+    """The twin passes. It fails with scales that are 5% off, another expert's weight, or one value that is wrong."""
+    rows = quantize_rows(randn(12, 384), RowFormat())
+    gate_up, gate_up_scales = quantize_weight(randn(4, 512, 384, seed=1) / 384**0.5)
+    down, down_scales = quantize_weight(randn(4, 384, 256, seed=2) / 16)
+    ids, weights = torch.tensor([[0, 1], [1, 2], [2, 0]] * 4, dtype=torch.int32), torch.full((12, 2), 0.5)
+    ids[5, 1] = 3  # the only pair of this expert
+    arguments = rows.values, rows.scales, gate_up, gate_up_scales, down, down_scales, RowFormat(group_size=128)
+    twin = fp8_expert_mlp(*arguments, ids, weights, torch.bfloat16)
+    unrounded = unrounded_expert_mlp(*arguments, ids, weights, torch.bfloat16)
+    assert_experts_are_as_good_as_their_twin(twin, twin, unrounded)
+    if fault == "scales":
+        down_scales[3] *= 1.05
+    elif fault == "expert":
+        down[3] = down[2]
+    wrong = fp8_expert_mlp(*arguments, ids, weights, torch.bfloat16)
+    if fault == "value":
+        wrong[1, 5, twin[1, 5].abs().argmax()] = 0.0
+    assert (wrong != twin).any(-1).sum() == 1
+    with pytest.raises(AssertionError):
+        assert_experts_are_as_good_as_their_twin(wrong, twin, unrounded)
