@@ -23,6 +23,7 @@ from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
+from nanoinfer.models.few_rows import few_rows_layer, suits_few_rows
 from nanoinfer.quantization.fp8_linear import with_quantization
 
 
@@ -67,9 +68,11 @@ class DecoderAttention(nn.Module):
 
     def forward(self, positions: Tensor, hidden: Activations, cache: LayerCache, metadata: Metadata) -> PartialSum:
         qkv = self.qkv_proj(hidden)  # (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
+        return self.o_proj(self.attend(qkv, positions, cache, metadata))
+
+    def attend(self, qkv: Tensor, positions: Tensor, cache: LayerCache, metadata: Metadata) -> Tensor:
         norm_weights = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        out = self.attn(qkv, norm_weights, positions, cache, metadata)  # (num_tokens, num_heads, head_dim)
-        return self.o_proj(out.flatten(1))
+        return self.attn(qkv, norm_weights, positions, cache, metadata).flatten(1)  # (num_tokens, o_proj's input size)
 
 
 class DecoderMLP(nn.Module):
@@ -119,12 +122,14 @@ class DecoderLayer(nn.Module):
         cache: LayerCache,
         metadata: Metadata,
         row_mask: Tensor | None,
-    ) -> tuple[PartialSum, Tensor]:
-        """Return what this layer's MLP adds to the residual stream, and the stream.
+    ) -> tuple[PartialSum | None, Tensor]:
+        """Return what this layer's MLP adds to the residual stream, None if it is added already, and the stream.
 
-        hidden: what the layer before adds; None in the first. residual: (num_tokens, hidden_size). row_mask:
+        hidden: what the layer before adds; None for nothing. residual: (num_tokens, hidden_size). row_mask:
         (num_tokens,) bool, False where a row is padding, for which no expert is read; None if there are no experts.
         """
+        if hidden is None and suits_few_rows(self, residual):
+            return None, few_rows_layer(self, positions, residual, cache, metadata)
         normed, residual = self.input_layernorm(hidden, residual, self.self_attn.qkv_proj.input_format)
         hidden = self.self_attn(positions, normed, cache, metadata)
         normed, residual = self.post_attention_layernorm(hidden, residual, self.mlp.input_format)

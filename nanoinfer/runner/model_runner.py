@@ -200,7 +200,7 @@ class ModelRunner:
         """Compute one token for each row (num_rows,) int32, from the tables to the logits: a CUDA graph captures it."""
         if shared_prefixes is not None:  # columns of a packet, unless in a graph; kernels take them contiguous
             shared_prefixes = SharedPrefixes(*(column.contiguous() for column in shared_prefixes))
-        inputs = self.tables.decode_inputs(rows.long(), shared_prefixes)
+        inputs = self.tables.decode_inputs(rows, shared_prefixes)
         metadata = self.backends.plan(inputs.metadata, self.kv_cache)
         self._write_logits(self.model(inputs.token_ids, inputs.positions, self.kv_cache, metadata))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.engine.batch import Header, PacketSections
+from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.layers.attention.metadata import (
     DecodeMetadata,
     PrefillMetadata,
@@ -79,30 +80,36 @@ class StepTables:
             context_lens=tuple(start + length for _, start, length in host_chunks),
             cu_query_lens=cu_query_lens,
             cu_context_lens=cumulative_lens((starts + lens).int()),
-            slot_mapping=self._slots(self.block_tables, token_rows, positions),
+            slot_mapping=slots_of(self.block_tables, token_rows, positions, self.block_size),
             block_tables=self.block_tables[rows],
         )
         return PrefillInputs(self.token_ids[token_rows, positions], positions, metadata)
 
     def decode_inputs(self, rows: Tensor, shared_prefixes: SharedPrefixes | None = None) -> DecodeInputs:
-        """Return the newest token of each row; `rows` (num_rows,) int64 may contain PADDING_ROW.
+        """Return the newest token of each row; `rows` (num_rows,) int32 may contain PADDING_ROW.
 
         shared_prefixes: which of these rows begin with the same blocks, if any do.
         """
-        context_lens = self.context_lens[rows]
-        positions = (context_lens - 1).clamp(min=0).long()
-        block_tables = self.block_tables[rows]
-        lines = torch.arange(len(rows), device=self.device)
-        slots = self._slots(block_tables, lines, positions)
-        metadata = DecodeMetadata(
-            slot_mapping=torch.where(context_lens > 0, slots, -1),
-            context_lens=context_lens,
-            block_tables=block_tables,
-            shared_prefixes=shared_prefixes,
-        )
-        return DecodeInputs(self.token_ids[rows, positions], positions, metadata)
+        tables = self.token_ids, self.context_lens, self.block_tables
+        token_ids, positions, slots, context_lens, block_tables = read_rows(rows, *tables, self.block_size)
+        return DecodeInputs(token_ids, positions, DecodeMetadata(slots, context_lens, block_tables, shared_prefixes))
 
-    def _slots(self, block_tables: Tensor, lines: Tensor, positions: Tensor) -> Tensor:
-        """Return block_id * block_size + offset of each position, (num_tokens,) int64."""
-        block_ids = block_tables[lines, positions // self.block_size].long()
-        return block_ids * self.block_size + positions % self.block_size
+
+@triton_on_cuda("nanoinfer.kernels.read_rows")
+def read_rows(
+    rows: Tensor, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the newest token of each row, its position and its slot, the row's context length and its block table.
+
+    rows: (num_rows,) int32. The rest are the tables. A row without tokens has position 0 and slot -1.
+    """
+    rows = rows.long()
+    lens, blocks = context_lens[rows], block_tables[rows]
+    positions = (lens - 1).clamp(min=0).long()
+    slots = torch.where(lens > 0, slots_of(block_tables, rows, positions, block_size), -1)
+    return token_ids[rows, positions], positions, slots, lens, blocks
+
+
+def slots_of(block_tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """Return block_id * block_size + offset of each position, (num_tokens,) int64."""
+    return block_tables[rows, positions // block_size].long() * block_size + positions % block_size

@@ -19,6 +19,7 @@ from nanoinfer.layers.attention.layer import norm_rope_store
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, SharedPrefixes
 from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
 from nanoinfer.layers.linear import RowParallelLinear
+from nanoinfer.runner.step_tables import read_rows
 from nanoinfer.sampling.gumbel_max import best_candidates, sample, sample_and_append
 from nanoinfer.sampling.step_rules import MaskSender
 from nanoinfer.sampling.token_bitmask import forbid_tokens
@@ -549,3 +550,18 @@ def test_draws_under_qwens_settings_follow_the_truncated_softmax() -> None:
     assert observed.sum() == num_draws
     expected = (logits[0, allowed].double() / 0.6).softmax(dim=0) * num_draws
     assert ((observed - expected) ** 2 / expected).sum() < 65  # at most 28 degrees of freedom, p = 0.0001
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 512])
+@pytest.mark.parametrize("max_blocks", [1, 160, 3000])
+def test_rows_of_the_tables_are_read_as_their_twin_reads_them(max_blocks: int, num_rows: int) -> None:
+    torch.manual_seed(0)
+    token_ids = torch.randint(0, 150000, (513, 256 * max_blocks + 1), dtype=torch.int32, device="cuda")
+    block_tables = torch.randint(0, 2**31 // 256, (513, max_blocks), dtype=torch.int32, device="cuda")
+    context_lens = torch.randint(0, 256 * max_blocks + 1, (513,), dtype=torch.int32, device="cuda")
+    context_lens[-1] = 0
+    rows = torch.randint(-1, 512, (num_rows, 4), dtype=torch.int32, device="cuda")[:, 1]
+    arguments = rows, token_ids, context_lens, block_tables, 256
+    for actual, expected in zip(read_rows(*arguments), read_rows.__wrapped__(*arguments), strict=True):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)

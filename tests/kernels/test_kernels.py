@@ -17,6 +17,7 @@ from torch import Tensor
 from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
 from nanoinfer.layers import activation, layernorm
 from nanoinfer.layers.attention import layer as attention_layer
+from nanoinfer.runner import step_tables
 from nanoinfer.sampling import gumbel_max, token_bitmask, top_k_top_p
 from nanoinfer.sampling.gumbel_max import sample
 
@@ -26,6 +27,7 @@ from nanoinfer.kernels import all_reduce_rms_norm as all_reduce_kernels  # noqa:
 from nanoinfer.kernels import gated_activation as gated_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
+from nanoinfer.kernels import read_rows as read_rows_kernels  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
 from nanoinfer.kernels import token_bitmask as bitmask_kernels  # noqa: E402
 from nanoinfer.kernels import top_k_top_p as threshold_kernels  # noqa: E402
@@ -68,6 +70,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (gumbel_max.sample_and_append, sample_kernels),
         (top_k_top_p.thresholds, threshold_kernels),
         (token_bitmask.forbid_tokens, bitmask_kernels),
+        (step_tables.read_rows, read_rows_kernels),
     ],
 )
 def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(
@@ -634,3 +637,22 @@ def test_thresholds_leave_out_logits_of_minus_infinity() -> None:
     found, expected = threshold_kernels.thresholds(scores, limits), top_k_top_p.thresholds.__wrapped__(scores, limits)
     allowed, wanted = (scores.isfinite() & (scores >= bounds.unsqueeze(1)) for bounds in (found, expected))
     assert torch.equal(allowed, wanted)
+
+
+# --- the tables ---
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("max_blocks", [1, 40, 100])
+def test_rows_are_read_as_their_twin_reads_them(max_blocks: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(0, 999, (6, 16 * max_blocks + 1), generator=generator, dtype=torch.int32)
+    block_tables = torch.randint(0, 2**20, (6, max_blocks), generator=generator, dtype=torch.int32)
+    context_lens = torch.tensor([1, 16, 16 * max_blocks, 9, 3, 0], dtype=torch.int32)
+    rows = torch.tensor([[2, 7], [-1, 7], [0, 7], [1, 7], [-1, 7]], dtype=torch.int32)[:, 0]  # out of wider lines
+    arguments = rows, token_ids, context_lens, block_tables, 16
+    for actual, expected in zip(
+        read_rows_kernels.read_rows(*arguments), step_tables.read_rows(*arguments), strict=True
+    ):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)

@@ -1,0 +1,251 @@
+"""A product for steps of a few tokens, fused with the norm before it and with what follows. Twin: `layers/few_rows.py`.
+
+Such a product does nothing but read its weight, which takes 1 to 50 microseconds, so what counts is that the memory
+never idles, least of all between two kernels.
+
+- A program issues the loads of its first weights before it waits for the kernel before it, and lets the next kernel
+  start right then. So one kernel's weights arrive while the other still computes.
+- Tensor cores want 16 rows, and their operands through shared memory. Here each thread multiplies what it loads, and
+  threads add up their sums only at the end.
+- RMSNorm is a factor for each row. A program sums up the squares of what it multiplies anyway, and scales its results.
+- SwiGLU and the residual addition are done where the sums are.
+
+Every thread multiplies by every row, which limits this to a few of them.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.programmatic_launch import overlap_options
+
+MAX_ROWS = 8
+DEPTH = 256  # values of a line that a warp reads at once: 16 bytes a thread
+
+
+@triton.jit
+def _load(ptr, first, k, size: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """Return the values from `first` on; 0 beyond the last one."""
+    k = first + k
+    if IS_WHOLE:
+        return tl.load(ptr + k)
+    else:
+        return tl.load(ptr + k, mask=k < size, other=0.0)
+
+
+@triton.jit
+def _load_lines(ptrs, first, k, size: tl.constexpr, IS_WHOLE: tl.constexpr):
+    tiles = ()
+    for index in tl.static_range(len(ptrs)):
+        tiles += (_load(ptrs[index], first, k, size, IS_WHOLE),)  # type: ignore[assignment]
+    return tiles
+
+
+@triton.jit
+def _multiply(weights, xs, norm_weight, sums, squares):
+    """Add the products of each row of x and each line of the weight to `sums`, the squares of x to `squares`."""
+    new_sums, new_squares = (), ()
+    for row in tl.static_range(len(xs)):
+        x = xs[row].to(tl.float32)
+        if norm_weight is not None:
+            new_squares += (squares[row] + tl.sum(x * x, axis=2),)  # type: ignore[assignment]
+            x *= norm_weight.to(tl.float32)
+        for index in tl.static_range(len(weights)):
+            product = tl.sum(weights[index].to(tl.float32) * x, axis=2)
+            new_sums += (sums[row * len(weights) + index] + product,)  # type: ignore[assignment]
+    return new_sums, new_squares
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _few_rows_product_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,  # None for none, as are the next two
+    norm_weight_ptr,
+    residual_ptr,
+    out_ptr,
+    x_row_stride,
+    eps,
+    num_rows,
+    num_outputs: tl.constexpr,
+    size: tl.constexpr,  # of the sums
+    GATED: tl.constexpr,  # whether the weight has the gate and then up, of which SwiGLU makes one output
+    ROWS: tl.constexpr,
+    WARPS: tl.constexpr,
+    SLICES: tl.constexpr,  # of K, each for another warp; their sums are added up in the end
+    OUTPUTS: tl.constexpr,  # of a warp; from two on Triton leaves sums where they are until they are stored
+    DEPTH: tl.constexpr,  # values of a line in a step
+    AHEAD: tl.constexpr,  # steps whose weights are on their way
+    OVERLAP: tl.constexpr,
+):
+    num_lines: tl.constexpr = OUTPUTS * (1 + GATED)  # of the weight that a warp reads
+    num_steps: tl.constexpr = (size + DEPTH * SLICES - 1) // (DEPTH * SLICES)
+    num_chunks: tl.constexpr = (num_steps + AHEAD - 1) // AHEAD
+    is_whole: tl.constexpr = size % (DEPTH * SLICES * AHEAD) == 0
+    warp = tl.arange(0, WARPS)
+    first = (tl.program_id(0) * (WARPS // SLICES) + warp // SLICES) * OUTPUTS
+    # A tile is (32, WARPS, 8), in this order so that Triton gives each warp a line of the weight. Each warp reads all
+    # that it needs of x, so x is loaded in such tiles too.
+    k = tl.arange(0, 32)[:, None, None] * 8 + tl.arange(0, 8)[None, None, :]
+    k += (warp % SLICES * (num_steps * DEPTH))[None, :, None]
+    weight_ptrs, x_ptrs = (), ()
+    for index in tl.static_range(OUTPUTS):
+        line = tl.minimum(first + index, num_outputs - 1).to(tl.int64)[None, :, None]
+        weight_ptrs += (weight_ptr + line * size,)  # type: ignore[assignment]
+        if GATED:
+            weight_ptrs += (weight_ptr + (line + num_outputs) * size,)  # type: ignore[assignment]
+    for row in tl.static_range(ROWS):
+        x_ptrs += (x_ptr + tl.minimum(row, num_rows - 1) * x_row_stride,)  # type: ignore[assignment]
+    # In the end each lane has another row and output.
+    lane = tl.arange(0, 32)[:, None]
+    first_of_line = (tl.program_id(0) * (WARPS // SLICES) + tl.arange(0, WARPS // SLICES)) * OUTPUTS
+    row, column = lane // OUTPUTS, first_of_line[None, :] + lane % OUTPUTS
+    out_offsets = row * num_outputs + column
+    is_out = (row < num_rows) & (column < num_outputs)
+
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    weights, sums, squares = (), (), ()
+    for step in tl.static_range(AHEAD):
+        weights += _load_lines(weight_ptrs, step * DEPTH, k, size, is_whole)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask=is_out, other=0.0)
+        if GATED:
+            up_bias = tl.load(bias_ptr + num_outputs + column, mask=is_out, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + out_offsets, mask=is_out, other=0.0)
+    for _ in tl.static_range(ROWS * num_lines):
+        sums += (tl.zeros((32, WARPS), tl.float32),)  # type: ignore[assignment]
+    if norm_weight_ptr is not None:
+        for _ in tl.static_range(ROWS):
+            squares += (tl.zeros((32, WARPS), tl.float32),)  # type: ignore[assignment]
+
+    for chunk in range(num_chunks - 1):
+        xs, norm_weights, later = (), (), ()
+        for index in tl.static_range(AHEAD):
+            xs += _load_lines(x_ptrs, (chunk * AHEAD + index) * DEPTH, k, size, True)
+            if norm_weight_ptr is not None:
+                norm_weights += (_load(norm_weight_ptr, (chunk * AHEAD + index) * DEPTH, k, size, True),)  # type: ignore[assignment]
+        for index in tl.static_range(AHEAD):
+            norm_weight = None if norm_weight_ptr is None else norm_weights[index]
+            its_weights, its_xs = (
+                weights[index * num_lines : (index + 1) * num_lines],
+                xs[index * ROWS : (index + 1) * ROWS],
+            )
+            sums, squares = _multiply(its_weights, its_xs, norm_weight, sums, squares)
+            later += _load_lines(weight_ptrs, ((chunk + 1) * AHEAD + index) * DEPTH, k, size, is_whole)
+        weights = later
+    xs, norm_weights = (), ()
+    for index in tl.static_range(AHEAD):
+        xs += _load_lines(x_ptrs, ((num_chunks - 1) * AHEAD + index) * DEPTH, k, size, is_whole)
+        if norm_weight_ptr is not None:
+            norm_weights += (_load(norm_weight_ptr, ((num_chunks - 1) * AHEAD + index) * DEPTH, k, size, is_whole),)  # type: ignore[assignment]
+    for index in tl.static_range(AHEAD):
+        norm_weight = None if norm_weight_ptr is None else norm_weights[index]
+        its_weights, its_xs = (
+            weights[index * num_lines : (index + 1) * num_lines],
+            xs[index * ROWS : (index + 1) * ROWS],
+        )
+        sums, squares = _multiply(its_weights, its_xs, norm_weight, sums, squares)
+
+    out = tl.zeros((32, WARPS), tl.float32)
+    up, mean_square = out, out
+    for index in tl.static_range(ROWS * OUTPUTS):
+        is_its_lane = lane == index
+        out = tl.where(is_its_lane, tl.sum(sums[index * (1 + GATED)], axis=0, keep_dims=True), out)
+        if GATED:
+            up = tl.where(is_its_lane, tl.sum(sums[index * 2 + 1], axis=0, keep_dims=True), up)
+    if norm_weight_ptr is not None:
+        for index in tl.static_range(ROWS):
+            mean_square = tl.where(row == index, tl.sum(squares[index], axis=0, keep_dims=True) / size, mean_square)
+    if SLICES > 1:
+        out = tl.sum(tl.reshape(out, (32, WARPS // SLICES, SLICES)), axis=2)
+        if GATED:
+            up = tl.sum(tl.reshape(up, (32, WARPS // SLICES, SLICES)), axis=2)
+        if norm_weight_ptr is not None:
+            mean_square = tl.sum(tl.reshape(mean_square, (32, WARPS // SLICES, SLICES)), axis=2)
+    if norm_weight_ptr is not None:
+        factor = tl.rsqrt(mean_square + eps)
+        out *= factor
+        if GATED:
+            up *= factor
+    if bias_ptr is not None:
+        out += bias.to(tl.float32)
+    if GATED:  # rounded where separate kernels would do it
+        if bias_ptr is not None:
+            up += up_bias.to(tl.float32)
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        gate, up = out.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        out = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+    if residual_ptr is not None:
+        out += residual.to(tl.float32)
+    tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=is_out)
+
+
+class Tiling(NamedTuple):
+    """How a product is cut: see the kernel's constants."""
+
+    warps: int
+    slices: int
+    outputs: int
+    ahead: int
+
+
+def few_rows_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """Return SwiGLU(RMSNorm(x) W^T + b) + residual, (num_rows, num_outputs); all except the product may be left out.
+
+    x: (num_rows, size), rows contiguous, at most MAX_ROWS. weight: (num_outputs, size), contiguous, or
+    (2 * num_outputs, size) with the gate before up if it is `gated`. bias: as long as the weight. norm: the norm's
+    weight, (size,) in the dtype of x, and its epsilon. residual: (num_rows, num_outputs), contiguous.
+    """
+    (num_rows, size), num_outputs = x.shape, len(weight) // (1 + gated)
+    assert num_rows <= MAX_ROWS, f"{num_rows} rows are too many; at most {MAX_ROWS}"
+    assert x.stride(1) == 1, f"the rows of x must be contiguous, strides {x.stride()}"
+    assert weight.is_contiguous(), f"the weight must be contiguous, strides {weight.stride()}"
+    assert residual is None or residual.is_contiguous(), "the residual must be contiguous"
+    out = x.new_empty(num_rows, num_outputs)
+    if num_rows == 0:
+        return out
+    tiling = choose_tiling(num_rows, len(weight), size, gated, x.device)
+    num_steps = triton.cdiv(size, DEPTH * tiling.slices)
+    norm_weight, eps = norm or (None, 0.0)
+    _few_rows_product_kernel[(triton.cdiv(num_outputs, tiling.warps // tiling.slices * tiling.outputs),)](
+        x,
+        weight,
+        bias,
+        norm_weight,
+        residual,
+        out,
+        x.stride(0),
+        eps,
+        num_rows,
+        num_outputs=num_outputs,
+        size=size,
+        GATED=gated,
+        ROWS=triton.next_power_of_2(num_rows),
+        WARPS=tiling.warps,
+        SLICES=tiling.slices,
+        OUTPUTS=tiling.outputs,
+        DEPTH=DEPTH,
+        AHEAD=min(tiling.ahead, num_steps),
+        num_warps=tiling.warps,
+        **overlap_options(x.device),
+    )
+    return out
+
+
+def choose_tiling(num_rows: int, num_lines: int, size: int, gated: bool, device: torch.device) -> Tiling:
+    """Return how to cut a product with a weight of so many lines (rows) of `size` values."""
+    return Tiling(4, 1, 2, ahead=4)

@@ -1,0 +1,47 @@
+"""Steps of few rows: when they have kernels of their own, and the products of a layer, fused with what is around them.
+
+Such a step is bound by reading weights, and each kernel needs some time until it reads at full speed. So these steps
+run fewer kernels, each of which fetches its first weights, or keys and values, before the kernel before it is done.
+With more rows the common kernels are faster.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.device import import_error
+from nanoinfer.kernels.device_properties import has_large_shared_memory
+from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels.programmatic_launch import overlap_options
+from nanoinfer.layers.activation import silu_and_mul
+from nanoinfer.layers.layernorm import rms_norm
+
+MAX_FEW_ROWS = 4  # 0 turns these kernels off
+
+
+def has_few_rows(x: Tensor) -> bool:
+    """Return whether a step with these rows, (num_rows, size), may run them: on GPUs like Hopper's, and in 16 bits."""
+    if not 0 < len(x) <= MAX_FEW_ROWS or x.dtype == torch.float32 or import_error("triton"):
+        return False
+    return bool(overlap_options(x.device)["OVERLAP"]) and has_large_shared_memory(x.device)
+
+
+@triton_on_cuda("nanoinfer.kernels.few_rows_product")
+def few_rows_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """Return SwiGLU(RMSNorm(x) W^T + b) + residual, (num_rows, num_outputs); all except the product may be left out.
+
+    x: (num_rows, size). weight: (num_outputs, size), or (2 * num_outputs, size) with the gate before up if it is
+    `gated`. bias: as long as the weight. norm: the norm's weight, (size,), and its epsilon. residual: (num_rows,
+    num_outputs).
+    """
+    sums = F.linear(x if norm is None else rms_norm(x, *norm), weight, bias)
+    out = silu_and_mul(sums) if gated else sums
+    assert isinstance(out, Tensor), "SwiGLU rounds to 8 bits only if it is told to"
+    return out if residual is None else out + residual

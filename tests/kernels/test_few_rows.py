@@ -1,0 +1,96 @@
+"""The kernels for steps of few rows in Triton's interpreter, on the CPU, against their twins.
+
+On a GPU: tests/gpu/test_few_rows_gpu.py.
+"""
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoinfer.layers import few_rows
+
+triton = pytest.importorskip("triton")
+
+from nanoinfer.kernels import few_rows_product  # noqa: E402
+from nanoinfer.kernels.few_rows_product import Tiling  # noqa: E402
+from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"),
+    loops_are_interpreted,
+]
+
+TILINGS = [
+    Tiling(warps=2, slices=1, outputs=2, ahead=1),
+    Tiling(warps=4, slices=2, outputs=4, ahead=2),  # of up to three steps, so that the last chunk is not a whole one
+    Tiling(warps=2, slices=2, outputs=2, ahead=8),  # all of the weight is read ahead
+]
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=TILINGS, ids=str)
+def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tiling:
+    monkeypatch.setattr(few_rows_product, "choose_tiling", lambda *_: request.param)
+    return request.param
+
+
+def test_on_cuda_the_kernel_of_the_twins_name_runs_with_its_parameters() -> None:
+    twin, kernel = few_rows.few_rows_product, few_rows_product.few_rows_product
+    assert inspect.getclosurevars(twin).nonlocals["on_cuda"]() is kernel
+    assert inspect.signature(kernel) == inspect.signature(twin)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("num_outputs", "size"), [(64, 512), (40, 96), (33, 600), (9, 1024)])
+def test_a_product_equals_its_twin(num_rows: int, num_outputs: int, size: int, tiling: Tiling) -> None:
+    x, weight = randn(num_rows, size), randn(num_outputs, size, seed=1)
+    result = few_rows_product.few_rows_product(x, weight)
+    torch.testing.assert_close(result, few_rows.few_rows_product(x, weight), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_what_is_fused_equals_separate_layers(
+    has_bias: bool, gated: bool, has_residual: bool, has_norm: bool, tiling: Tiling
+) -> None:
+    num_rows, num_outputs, size = 3, 44, 344
+    num_lines = 2 * num_outputs if gated else num_outputs
+    x, weight = 3 * randn(num_rows, size + 8)[:, :size], randn(num_lines, size, seed=1) / 12  # rows out of wider ones
+    options = {
+        "bias": randn(num_lines, seed=2) if has_bias else None,
+        "norm": (randn(size, seed=3), 1e-5) if has_norm else None,
+        "residual": randn(num_rows, num_outputs, seed=4) if has_residual else None,
+        "gated": gated,
+    }
+    result = few_rows_product.few_rows_product(x, weight, **options)
+    torch.testing.assert_close(result, few_rows.few_rows_product(x, weight, **options), rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_of_nan_or_of_zeros_leaves_the_others_alone(tiling: Tiling) -> None:
+    x, weight, norm = randn(4, 96), randn(24, 96, seed=1), (randn(96, seed=2), 1e-6)
+    expected = few_rows.few_rows_product(x, weight, norm=norm)
+    x[1], x[2, 5] = 0.0, float("nan")
+    result = few_rows_product.few_rows_product(x, weight, norm=norm)
+    torch.testing.assert_close(result[[0, 3]], expected[[0, 3]], rtol=1e-5, atol=1e-4)
+    assert (result[1] == 0).all()
+    assert result[2].isnan().all()
+
+
+def test_16_bits_are_rounded_about_as_often_as_by_separate_layers(tiling: Tiling) -> None:
+    x, weight, norm = randn(3, 128).half(), (randn(128, 128, seed=1) / 11).half(), randn(128, seed=2).half()
+    result = few_rows_product.few_rows_product(x, weight, norm=(norm, 1e-6), gated=True)
+    assert result.dtype == torch.float16
+    exact = few_rows.few_rows_product(x.float(), weight.float(), norm=(norm.float(), 1e-6), gated=True)
+    twin = few_rows.few_rows_product(x, weight, norm=(norm, 1e-6), gated=True)
+    assert (result.float() - exact).norm() < 1.5 * (twin.float() - exact).norm()
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert few_rows_product.few_rows_product(randn(0, 64), randn(32, 64)).shape == (0, 32)

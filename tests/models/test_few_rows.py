@@ -1,0 +1,73 @@
+"""The path of decoder layers for steps of few rows, on a CPU with the twins of its kernels: same tokens, same cache."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from nanoinfer.layers import few_rows as layers
+from nanoinfer.models import few_rows as models
+from tests.models.test_architectures import checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the path's functions as they are called; the path is on, whatever device and dtype there are."""
+    names: list[str] = []
+
+    def note(module: ModuleType, name: str) -> None:
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: names.append(name) or function(*args, **kwargs))
+
+    note(models, "few_rows_product")
+    monkeypatch.setattr(models, "has_few_rows", lambda x: 0 < len(x) <= layers.MAX_FEW_ROWS)
+    return names
+
+
+@pytest.mark.parametrize("max_few_rows", [2, 8])
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+        ("MistralForCausalLM", {"sliding_window": 7}),
+        ("Qwen2ForCausalLM", {}),
+        ("Qwen3ForCausalLM", {}),
+        ("Phi3ForCausalLM", {}),
+    ],
+)
+def test_few_rows_give_the_tokens_of_the_common_path(
+    calls: list[str],
+    checkpoint: Callable[..., Path],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    overrides: dict[str, Any],
+    max_few_rows: int,
+) -> None:
+    """Batches of three rows and of fewer, so that a request's steps go through both paths."""
+    folder, prompts = checkpoint(architecture, 0, **overrides), draw_prompts(0, (29, 1, 40, 20))
+    options = {"max_num_seqs": 3, "kvcache_block_size": 16, "max_model_len": 112}
+    monkeypatch.setattr(layers, "MAX_FEW_ROWS", 0)
+    expected = generate(folder, prompts, **options)
+    assert not calls
+    monkeypatch.setattr(layers, "MAX_FEW_ROWS", max_few_rows)
+    assert generate(folder, prompts, **options) == expected
+    assert "few_rows_product" in calls
+
+
+def test_experts_and_weights_in_8_bits_take_the_common_path(
+    calls: list[str],
+    checkpoint: Callable[..., Path],  # noqa: F811
+    random_checkpoint: Callable[..., Path],
+) -> None:
+    generate(checkpoint("MixtralForCausalLM", 0), [[1, 2, 3]], max_model_len=64)
+    generate(random_checkpoint(), [[1, 2, 3]], max_model_len=64, quantization="fp8")
+    assert not calls
+
+
+def test_a_cpu_has_no_such_path() -> None:
+    assert layers.MAX_FEW_ROWS > 0
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert not layers.has_few_rows(torch.zeros(1, 8, dtype=dtype))
