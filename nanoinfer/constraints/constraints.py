@@ -1,7 +1,7 @@
 """What limits the tokens of a request beside their probability: compiled once, then followed token by token."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
@@ -21,11 +21,17 @@ from nanoinfer.text.tokenizer import Tokenizer
 class Constraints:
     """Compiles what requests ask for, and says what each token of a step may be.
 
-    vocab_size: width of the logits. stop_token_ids: the model's.
+    vocab_size: width of the logits. stop_token_ids: the model's. new_bits: allocates the masks of a step.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_token_ids: frozenset[int]) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        stop_token_ids: frozenset[int],
+        new_bits: Callable[[tuple[int, int]], Bits] = token_sets.new_bits,
+    ) -> None:
+        self._tokenizer, self._vocab_size, self._new_bits = tokenizer, vocab_size, new_bits
         self._num_words = -(-vocab_size // 32)
         self._stop_token_ids = frozenset(token_id for token_id in stop_token_ids if token_id < vocab_size)
         self._grammars = GrammarCache(
@@ -64,13 +70,13 @@ class Constraints:
         samples = cast(Sequence[SampleConstraint | None], constraints)
         followed = [(line, sample) for line, sample in enumerate(samples) if sample is not None]
         in_set = [(line, sample) for line, sample in followed if sample.plan.token_set is not None]
-        sets = np.empty((len(in_set), self._num_words), np.int32)
+        sets = self._new_bits((len(in_set), self._num_words))
         for (_, sample), row in zip(in_set, sets, strict=True):
             sample.write_token_set(row)
         set_lines = [line for line, _ in in_set]
         in_grammar = [sample for _, sample in followed if sample.matcher is not None]
         grammar_lines = [line for line, sample in followed if sample.matcher is not None]
-        grammars = np.empty((len(in_grammar), self._num_words), np.int32)
+        grammars = self._new_bits((len(in_grammar), self._num_words))
         self._fill(in_grammar, grammars)
         set_rows = dict(zip(set_lines, sets, strict=True))
         _place_stop_tokens(

@@ -14,6 +14,11 @@ Bits = NDArray[np.int32]  # (num_words,): token i is bit i % 32 of word i // 32
 NUM_FIRST_WORDS = 64  # where a set that is not empty almost always has a token
 
 
+def new_bits(shape: tuple[int, int]) -> Bits:
+    """Allocate several sets, (num_sets, num_words), not yet written."""
+    return np.empty(shape, np.int32)
+
+
 def all_tokens(vocab_size: int) -> Bits:
     """Return the set of all tokens; bits past the last are 0."""
     return _from_bools(np.ones(vocab_size, bool))
