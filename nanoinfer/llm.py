@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from nanoinfer.config import EngineConfig, describe_options
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.control.run_control import RunControl
 from nanoinfer.control.weight_control import WeightControl
+from nanoinfer.device import host_array
 from nanoinfer.engine.llm_engine import LLMEngine, PreparedRequest
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
@@ -88,7 +90,8 @@ class LLM(RunControl, WeightControl, AsyncCalls):
                 loaded = time.perf_counter()
                 tokenizer = loading.result()
             stop_token_ids = read_stop_token_ids(folder, tokenizer)
-            self._constraints = Constraints(tokenizer, model_config.vocab_size, stop_token_ids)
+            new_bits = partial(host_array, device=runner.info.device)
+            self._constraints = Constraints(tokenizer, model_config.vocab_size, stop_token_ids, new_bits)
             self.engine = LLMEngine(self.config, runner, tokenizer, stop_token_ids, self._constraints)
             if isinstance(runner, ParallelRunner):
                 weakref.finalize(self.engine, runner.close)  # when the engine is forgotten, and when the script ends

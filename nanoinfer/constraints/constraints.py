@@ -1,9 +1,10 @@
 """What limits the tokens of a request beside their probability: compiled once, then followed token by token."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from operator import itemgetter
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +21,17 @@ from nanoinfer.text.tokenizer import Tokenizer
 class Constraints:
     """Compiles what requests ask for, and says what each token of a step may be.
 
-    vocab_size: width of the logits. stop_token_ids: the model's.
+    vocab_size: width of the logits. stop_token_ids: the model's. new_bits: allocates the masks of a step.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_token_ids: frozenset[int]) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        stop_token_ids: frozenset[int],
+        new_bits: Callable[[tuple[int, int]], Bits] = token_sets.new_bits,
+    ) -> None:
+        self._tokenizer, self._vocab_size, self._new_bits = tokenizer, vocab_size, new_bits
         self._num_words = -(-vocab_size // 32)
         self._stop_token_ids = frozenset(token_id for token_id in stop_token_ids if token_id < vocab_size)
         self._grammars = GrammarCache(
@@ -60,34 +67,34 @@ class Constraints:
         A constraint that leaves no token has an `error` from then on. The arrays are new ones in each step: they may
         still be copied from while the next step's are written.
         """
-        followed = [
-            (line, constraint)
-            for line, constraint in enumerate(cast(Sequence[SampleConstraint | None], constraints))
-            if constraint is not None
-        ]
-        in_grammar = [(line, constraint) for line, constraint in followed if constraint.matcher is not None]
-        in_set = [(line, constraint) for line, constraint in followed if constraint.plan.token_set is not None]
-        sets = np.empty((len(in_set), self._num_words), np.int32)
-        set_rows = {line: row for (line, _), row in zip(in_set, sets, strict=True)}
-        for line, constraint in in_set:
-            constraint.write_token_set(set_rows[line])
-        grammars = np.empty((len(in_grammar), self._num_words), np.int32)
-        self._fill([constraint for _, constraint in in_grammar], grammars)
-        for (line, constraint), row in zip(in_grammar, grammars, strict=True):
-            constraint.finish_mask(row, set_rows.get(line))
+        samples = cast(Sequence[SampleConstraint | None], constraints)
+        followed = [(line, sample) for line, sample in enumerate(samples) if sample is not None]
+        in_set = [(line, sample) for line, sample in followed if sample.plan.token_set is not None]
+        sets = self._new_bits((len(in_set), self._num_words))
+        for (_, sample), row in zip(in_set, sets, strict=True):
+            sample.write_token_set(row)
+        set_lines = [line for line, _ in in_set]
+        in_grammar = [sample for _, sample in followed if sample.matcher is not None]
+        grammar_lines = [line for line, sample in followed if sample.matcher is not None]
+        grammars = self._new_bits((len(in_grammar), self._num_words))
+        self._fill(in_grammar, grammars)
+        set_rows = dict(zip(set_lines, sets, strict=True))
+        _place_stop_tokens(
+            in_grammar, grammars, {row: set_rows[line] for row, line in enumerate(grammar_lines) if line in set_rows}
+        )
         return StepRules(
-            RowMasks([line for line, _ in in_grammar], grammars) if in_grammar else None,
-            RowMasks([line for line, _ in in_set], sets) if in_set else None,
+            RowMasks(grammar_lines, grammars) if in_grammar else None,
+            RowMasks(set_lines, sets) if in_set else None,
             {
-                line: (constraint.plan.functions, list(constraint.token_ids))
-                for line, constraint in followed
-                if constraint.plan.functions
+                line: (sample.plan.functions, list(sample.token_ids))
+                for line, sample in followed
+                if sample.plan.functions
             },
         )
 
     def _fill(self, constraints: list["SampleConstraint"], masks: NDArray[np.int32]) -> None:
         """Write what the grammars allow, row by row."""
-        matchers = []
+        matchers: list[tuple[int, Any, int]] = []  # by template, so that threads do not wait for each other
         for row, constraint in enumerate(constraints):
             assert constraint.plan.grammar is not None, "it was found to have one"
             if constraint.error is not None:
@@ -95,47 +102,62 @@ class Constraints:
             elif not constraint.token_ids:
                 masks[row] = constraint.plan.grammar.first_mask
             else:
-                matchers.append((constraint.matcher, row))
+                matchers.append((constraint.template, constraint.matcher, row))
         if matchers:
-            self._grammars.library.fill(matchers, masks)
+            matchers.sort(key=itemgetter(0))
+            self._grammars.library.fill([(matcher, row) for _, matcher, row in matchers], masks)
 
     def _plan(self, params: SamplingParams, grammar: Grammar | None, token_set: TokenSet | None) -> "Plan":
         own = frozenset(token_id for token_id in params.stop_token_ids or () if token_id < self._vocab_size)
         if grammar is not None and (own or token_set is not None):
             first_mask = grammar.first_mask.copy() if token_set is None else grammar.first_mask & token_set.always
             token_sets.remove(first_mask, own)
-            if not first_mask.any() and not grammar.fork().is_accepting():
+            if not first_mask.any() and not grammar.fork()[0].is_accepting():
                 raise RequestError(
                     f"{grammar.name} begins with no token that allowed_token_ids, bad_words and stop_token_ids leave; "
                     "allow more"
                 )
+        stop_ids = self._stop_token_ids | own
+        own_only = own - self._stop_token_ids  # no mask of a grammar knows of these
+        ignored = self._stop_token_ids - own if params.ignore_eos else frozenset()
         return Plan(
             grammar=grammar,
             token_set=token_set,
             functions=tuple(params.logits_processors or ()),
-            stop_ids=self._stop_token_ids | own,
-            own_stop_ids=own - self._stop_token_ids,
-            ignored_stop_ids=self._stop_token_ids - own if params.ignore_eos else frozenset(),
+            stop_ids=stop_ids,
             min_tokens=params.min_tokens,
+            within=StopTokens(added=frozenset(), removed=own_only),
+            at_early_end=StopTokens(added=frozenset(), removed=stop_ids),
+            at_end=StopTokens(added=own_only, removed=ignored),
         )
+
+
+class StopTokens(NamedTuple):
+    """Says which stop tokens are added to what a grammar allows, and which are removed from that."""
+
+    added: frozenset[int]
+    removed: frozenset[int]
 
 
 @dataclass(frozen=True)
 class Plan:
     """What one request asks for, checked and compiled.
 
-    stop_ids: the model's and the request's own; own_stop_ids: those that are not the model's.
-    ignored_stop_ids: those that come only where the grammar allows nothing else, as ignore_eos asks.
-    min_tokens: before this many tokens, all stop ids come only there.
+    stop_ids: the model's and the request's own.
+    within: what changes where the text may not end: own stop tokens that are text would end it early.
+    at_early_end: what changes where it may end, before it has min_tokens tokens.
+    at_end: what changes where it may end, from then on: ignore_eos removes the model's stop tokens.
+    What is removed may come even so where nothing else is left.
     """
 
     grammar: Grammar | None
     token_set: TokenSet | None
     functions: tuple[UserFunction, ...]
     stop_ids: frozenset[int]
-    own_stop_ids: frozenset[int]
-    ignored_stop_ids: frozenset[int]
     min_tokens: int
+    within: StopTokens
+    at_early_end: StopTokens
+    at_end: StopTokens
 
     def start(self) -> "SampleConstraint":
         return SampleConstraint(self)
@@ -144,14 +166,18 @@ class Plan:
 class SampleConstraint:
     """Follows one sample by all that its request asks for.
 
-    matcher: where its text is in the grammar, if it has one. token_ids: the completion's.
+    matcher: where its text is in the grammar, if it has one. template: what that was copied from, by number.
+    token_ids: the completion's.
     """
 
-    __slots__ = ("error", "follows_tokens", "matcher", "plan", "token_ids")
+    __slots__ = ("error", "follows_tokens", "matcher", "plan", "template", "token_ids")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.matcher: Any = None if plan.grammar is None else plan.grammar.fork()
+        self.matcher: Any = None
+        self.template = 0
+        if plan.grammar is not None:
+            self.matcher, self.template = plan.grammar.fork()
         self.token_ids: list[int] = []
         self.error: str | None = None
         has_endings = plan.token_set is not None and bool(plan.token_set.endings)
@@ -183,32 +209,25 @@ class SampleConstraint:
         if self.error is not None:
             row[:] = 0
 
-    def finish_mask(self, row: Bits, set_row: Bits | None) -> None:
-        """Say in what the grammar allows where stop tokens may come; find out whether any token is left.
+    def find_error(self) -> bool:
+        """Return whether no token may come any more, also if its matcher has just failed."""
+        if self.error is None and self.matcher.is_error():
+            self._fail(explain(self.matcher.get_error()), "make the grammar simpler")
+        return self.error is not None
 
-        set_row: what the token set leaves, if there is one.
-        """
-        plan, matcher = self.plan, self.matcher
-        if self.error is not None:
-            return
-        if matcher.is_error():
-            self._fail(explain(matcher.get_error()), "make the grammar simpler")
-            row[:] = 0
-            return
-        held_back = plan.stop_ids if len(self.token_ids) < plan.min_tokens else plan.ignored_stop_ids
-        if not held_back and not plan.own_stop_ids and set_row is None:
-            return
-        may_end = matcher.is_accepting()
-        token_sets.remove(row, plan.own_stop_ids)  # in the text they would end it early
-        if may_end:
-            token_sets.add(row, plan.own_stop_ids)
-            token_sets.remove(row, held_back)
-        if np.count_nonzero(row if set_row is None else row & set_row):  # twice as fast as any()
-            return
-        if may_end and plan.stop_ids:
-            token_sets.add(row, plan.stop_ids)
+    def stop_tokens(self) -> StopTokens:
+        """Return what is to change in what the grammar allows."""
+        plan = self.plan
+        if not self.matcher.is_accepting():
+            return plan.within
+        return plan.at_early_end if len(self.token_ids) < plan.min_tokens else plan.at_end
+
+    def end(self, row: Bits, set_row: Bits | None) -> None:
+        """Allow stop tokens alone, as nothing else is left; where the text may not end, that is an error."""
+        if self.plan.stop_ids and self.matcher.is_accepting():
+            token_sets.add(row, self.plan.stop_ids)
             if set_row is not None:
-                token_sets.add(set_row, plan.stop_ids)
+                token_sets.add(set_row, self.plan.stop_ids)
             return
         self._fail("it and allowed_token_ids, bad_words or stop_token_ids leave none", "allow more of them")
         row[:] = 0
@@ -216,6 +235,29 @@ class SampleConstraint:
     def _fail(self, cause: str, remedy: str) -> None:
         name = "" if self.plan.grammar is None else f" by {self.plan.grammar.name}"
         self.error = f"no token may come{name} after {len(self.token_ids)} tokens: {cause}; {remedy}"
+
+
+def _place_stop_tokens(constraints: list[SampleConstraint], masks: Bits, sets: dict[int, Bits]) -> None:
+    """Say in what the grammars allow where stop tokens may come; find out where no token is left.
+
+    masks: (num_constraints, num_words). sets: by row of these, what the token set leaves, if there is one.
+    """
+    changes: dict[StopTokens, list[int]] = {}  # the rows of each; usually there are one or two
+    for row, constraint in enumerate(constraints):
+        if constraint.find_error():
+            masks[row] = 0
+            sets.pop(row, None)
+        elif any(stops := constraint.stop_tokens()):
+            changes.setdefault(stops, []).append(row)
+    for stops, rows in changes.items():
+        token_sets.add(masks, stops.added, rows)
+        token_sets.remove(masks, stops.removed, rows)
+    # A mask that was not changed has a token: the library fails where there is none.
+    for row in token_sets.find_empty(masks, [row for rows in changes.values() for row in rows if row not in sets]):
+        constraints[row].end(masks[row], None)
+    for row, set_row in sets.items():
+        if not (masks[row] & set_row).any():
+            constraints[row].end(masks[row], set_row)
 
 
 def _asks(params: SamplingParams) -> bool:

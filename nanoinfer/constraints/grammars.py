@@ -42,9 +42,13 @@ class Grammar:
         self.num_samples = 0  # that were to follow it so far
         self._turn = itertools.count()
 
-    def fork(self) -> Any:
-        """Return an llguidance.LLMatcher at the beginning of a text. It takes a microsecond."""
-        return self.templates[next(self._turn) % len(self.templates)].deep_copy()
+    def fork(self) -> tuple[Any, int]:
+        """Return an llguidance.LLMatcher at the beginning of a text, and which template it was copied from.
+
+        Templates take turns. It takes a microsecond.
+        """
+        template = next(self._turn) % len(self.templates)
+        return self.templates[template].deep_copy(), template
 
 
 class GrammarLibrary:
@@ -114,11 +118,13 @@ class GrammarLibrary:
         grammar.templates.append(self._look_ahead(template, grammar.first_mask))
 
     def fill(self, matchers: list[tuple[Any, int]], bits: NDArray[np.int32]) -> None:
-        """Write the mask of each matcher into its row of `bits`, (num_rows, num_words), in threads, without the GIL."""
+        """Write the mask of each matcher into its row of `bits`, (num_rows, num_words), in threads, without the GIL.
+
+        Each thread gets a part of the list: forks of one template should stand together there.
+        """
         self._fill(self._executor, matchers, bits)
         if not self._stop_token_ids:  # the library takes a token for one even so
-            for _, row in matchers:
-                token_sets.remove(bits[row], self._tokenizer.eos_tokens)
+            token_sets.remove(bits, self._tokenizer.eos_tokens, [row for _, row in matchers])
 
     def _look_ahead(self, template: Any, first_mask: NDArray[np.int32]) -> Any:
         """Return a template that has the mask of the state after a first token.

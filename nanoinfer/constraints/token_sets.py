@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,12 @@ from nanoinfer.errors import RequestError
 from nanoinfer.text.tokenizer import Tokenizer
 
 Bits = NDArray[np.int32]  # (num_words,): token i is bit i % 32 of word i // 32
+NUM_FIRST_WORDS = 64  # where a set that is not empty almost always has a token
+
+
+def new_bits(shape: tuple[int, int]) -> Bits:
+    """Allocate several sets, (num_sets, num_words), not yet written."""
+    return np.empty(shape, np.int32)
 
 
 def all_tokens(vocab_size: int) -> Bits:
@@ -29,16 +36,24 @@ def _from_bools(chosen: NDArray[np.bool_]) -> Bits:
     return np.packbits(padded, bitorder="little").view(np.int32)
 
 
-def add(row: Bits, token_ids: Iterable[int]) -> None:
-    words = row.view(np.uint32)
+def add(bits: Bits, token_ids: Iterable[int], rows: Any = ...) -> None:
+    """Add tokens to a set, or to these rows of several sets, (num_sets, num_words)."""
+    words = bits.view(np.uint32)
     for token_id in token_ids:
-        words[token_id >> 5] |= 1 << (token_id & 31)
+        words[rows, token_id >> 5] |= 1 << (token_id & 31)
 
 
-def remove(row: Bits, token_ids: Iterable[int]) -> None:
-    words = row.view(np.uint32)
+def remove(bits: Bits, token_ids: Iterable[int], rows: Any = ...) -> None:
+    """Remove tokens from a set, or from these rows of several."""
+    words = bits.view(np.uint32)
     for token_id in token_ids:
-        words[token_id >> 5] &= 0xFFFFFFFF ^ 1 << (token_id & 31)
+        words[rows, token_id >> 5] &= 0xFFFFFFFF ^ 1 << (token_id & 31)
+
+
+def find_empty(bits: Bits, rows: list[int]) -> list[int]:
+    """Return those of some rows of several sets that have no token."""
+    num_found = np.count_nonzero(bits[rows, :NUM_FIRST_WORDS], axis=1)
+    return [row for row, count in zip(rows, num_found, strict=True) if not count and not bits[row].any()]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ masks, and the logits that functions have changed, from rank 0's device.
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,12 +34,11 @@ class MaskSender:
         if self._tp.rank > 0:
             return self._tp.broadcast(torch.empty(shape, dtype=torch.int32, device=self._device))
         assert masks.bits.shape[1] >= self.num_words, f"masks of {masks.bits.shape[1]} words are too narrow"
-        on_host = torch.empty(shape, dtype=torch.int32, pin_memory=self._stream is not None)
-        on_host.numpy()[:] = masks.bits[:, : self.num_words]
+        on_host = torch.from_numpy(np.ascontiguousarray(masks.bits[:, : self.num_words]))
         if self._stream is None:
             return self._tp.broadcast(on_host)
         with torch.cuda.stream(self._stream):
-            on_device = on_host.to(self._device, non_blocking=True)
+            on_device = to_device(on_host, self._device)
         main_stream = torch.cuda.current_stream(self._device)
         main_stream.wait_stream(self._stream)
         on_device.record_stream(main_stream)  # so that the memory is not used again before that has come to its end

@@ -147,7 +147,7 @@ class PromptProcessor:
             raise RequestError(f"{which} is a {kind}; give a string or a list of token ids, or {{'prompt': either}}")
         if not token_ids:
             raise RequestError(f"{which} is empty; give at least one token")
-        if not all(type(token_id) is int for token_id in token_ids):
+        if {*map(type, token_ids)} != {int}:
             if wrong := [item for item in token_ids if not is_whole_number(item)]:
                 raise RequestError(f"{which} has {wrong[0]!r} among its token ids; give ints, or one text alone")
             token_ids = [int(token_id) for token_id in token_ids]  # NumPy's, say

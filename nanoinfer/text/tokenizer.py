@@ -23,6 +23,8 @@ from nanoinfer.text.detokenizer import (
 logger = logging.getLogger("nanoinfer")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+# Lists as long as the token ids, which nobody reads, take as long as these to make.
+IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
 # Not the tokenizer's failures. All else is, even where it is no Exception, as a panic of its Rust code.
 PASSED_ON = (KeyboardInterrupt, SystemExit, MemoryError)
 
@@ -72,7 +74,7 @@ class Tokenizer:
         if not texts:
             return []
         try:
-            batch: list[list[int]] = self.hf(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+            batch: list[list[int]] = self.hf(texts, add_special_tokens=add_special_tokens, **IDS_ALONE)["input_ids"]
         except PASSED_ON:
             raise
         except BaseException as error:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanoinfer import RequestError, SamplingParams
@@ -19,6 +20,18 @@ def test_sets_are_bits_also_where_the_vocabulary_ends_within_a_word() -> None:
     token_sets.add(row, [31])
     assert ids_of(row) == {*range(70)} - {0, 63, 69}
     assert ids_of(token_sets.set_of([5, 64], 70)) == {5, 64}
+
+
+def test_rows_of_several_sets_change_at_once_and_those_that_are_empty_are_found() -> None:
+    vocab_size = 32 * (token_sets.NUM_FIRST_WORDS + 2)
+    last = vocab_size - 1
+    sets = np.stack([token_sets.set_of(ids, vocab_size) for ids in ([0, 31], [31, last], [31], [last], [])])
+    token_sets.remove(sets, [31, 5], rows=[1, 2])
+    assert [*map(ids_of, sets)] == [{0, 31}, {last}, set(), {last}, set()]
+    assert token_sets.find_empty(sets, [4, 3, 2, 1, 0]) == [4, 2]
+    token_sets.add(sets, [5, last], rows=[4, 2])
+    assert [*map(ids_of, sets)] == [{0, 31}, {last}, {5, last}, {last}, {5, last}]
+    assert token_sets.find_empty(sets, []) == []
 
 
 def test_allowed_token_ids_are_all_that_may_come_and_follow_no_token() -> None:

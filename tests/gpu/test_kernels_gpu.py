@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.constraints.rules import RowMasks
+from nanoinfer.device import host_array
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.shared_prefixes import PrefixGroup
 from nanoinfer.layers.activation import gelu_tanh_and_mul, silu_and_mul
@@ -444,6 +445,21 @@ def test_masks_reach_the_device_while_it_is_busy_and_are_not_overwritten_by_thos
             weight = weight @ weight * 1e-4
         received.append(sender.send(RowMasks(lines, bits)).sum(dim=1))
         bits[:] = -1  # the host goes on with its own array
+    for value, sums in enumerate(received, start=1):
+        assert (sums == value * words).all()
+
+
+def test_masks_in_pinned_memory_are_copied_before_it_is_used_again() -> None:
+    device, words, lines = torch.device("cuda"), 4748, [*range(256)]
+    sender, received = MaskSender(151936, device, TensorParallel()), []
+    for value in range(1, 7):
+        bits = host_array((256, words), device)
+        assert torch.from_numpy(bits).is_pinned()
+        bits[:] = value
+        with torch.cuda.stream(sender._stream):
+            torch.cuda._sleep(20_000_000)  # cycles: the copy is late
+        received.append(sender.send(RowMasks(lines, bits)).sum(dim=1))
+        del bits  # PyTorch may hand its memory out again
     for value, sums in enumerate(received, start=1):
         assert (sums == value * words).all()
 
