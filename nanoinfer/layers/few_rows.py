@@ -1,8 +1,8 @@
 """Steps of few rows: when they have kernels of their own, and the products of a layer, fused with what is around them.
 
 Such a step is bound by reading weights, and each kernel needs some time until it reads at full speed. So these steps
-run fewer kernels, each of which fetches its first weights, or keys and values, before the kernel before it is done.
-With more rows the common kernels are faster.
+run six kernels a layer instead of ten, and products fetch their first weights before the kernel before them is done.
+With more rows the common kernels are faster, since they multiply by tensor cores.
 """
 
 import torch
@@ -10,20 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.device import import_error
-from nanoinfer.kernels.device_properties import has_large_shared_memory
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.programmatic_launch import overlap_options
 from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.layernorm import rms_norm
 
 MAX_FEW_ROWS = 4  # 0 turns these kernels off
+MAX_FEW_ROWS_OF_WIDE_MODELS, WIDE = 2, 2048  # from which hidden size on two rows take as long as the memory needs
 
 
 def has_few_rows(x: Tensor) -> bool:
-    """Return whether a step with these rows, (num_rows, size), may run them: on GPUs like Hopper's, and in 16 bits."""
-    if not 0 < len(x) <= MAX_FEW_ROWS or x.dtype == torch.float32 or import_error("triton"):
+    """Return whether a step with these rows, (num_rows, hidden_size), may run them: from Hopper on, in 16 bits."""
+    most = MAX_FEW_ROWS if x.shape[1] <= WIDE else min(MAX_FEW_ROWS, MAX_FEW_ROWS_OF_WIDE_MODELS)
+    if not 0 < len(x) <= most or x.dtype == torch.float32 or import_error("triton"):
         return False
-    return bool(overlap_options(x.device)["OVERLAP"]) and has_large_shared_memory(x.device)
+    return bool(overlap_options(x.device)["OVERLAP"])
 
 
 @triton_on_cuda("nanoinfer.kernels.few_rows_product")

@@ -184,9 +184,9 @@ class ModelRunner:
     def _launch_prefill(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> PendingStep:
         assert not header.num_decode, "a step is prefill or decode: both would write the logits from line 0"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
-        inputs = self.tables.prefill_inputs(header, on_device.chunks, chunks)
-        metadata = self.backends.plan(inputs.metadata, self.kv_cache)
-        hidden = self.model(inputs.token_ids, inputs.positions, self.kv_cache, metadata)
+        token_ids, positions, metadata = self.tables.prefill_inputs(header, on_device.chunks, chunks)
+        metadata = self.backends.plan(metadata, self.kv_cache)
+        hidden = self.model(token_ids, positions, self.kv_cache, metadata)
         # Only the last chunk of a step may be cut short, so those that sample are the first ones.
         last_tokens = metadata.cu_query_lens[1 : num_samples + 1].long() - 1
         self._write_logits(hidden[last_tokens])
@@ -200,9 +200,9 @@ class ModelRunner:
         """Compute one token for each row (num_rows,) int32, from the tables to the logits: a CUDA graph captures it."""
         if shared_prefixes is not None:  # columns of a packet, unless in a graph; kernels take them contiguous
             shared_prefixes = SharedPrefixes(*(column.contiguous() for column in shared_prefixes))
-        inputs = self.tables.decode_inputs(rows, shared_prefixes)
-        metadata = self.backends.plan(inputs.metadata, self.kv_cache)
-        self._write_logits(self.model(inputs.token_ids, inputs.positions, self.kv_cache, metadata))
+        token_ids, positions, metadata = self.tables.decode_inputs(rows, shared_prefixes)
+        metadata = self.backends.plan(metadata, self.kv_cache)
+        self._write_logits(self.model(token_ids, positions, self.kv_cache, metadata))
 
     def _write_logits(self, hidden: Tensor) -> None:
         self.model.compute_logits(hidden, out=self.logits[: len(hidden)])

@@ -4,8 +4,6 @@ A running sequence owns one row of each table. New rows, tokens and blocks come 
 by the sampler on the device, before the host has seen them.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -20,22 +18,6 @@ from nanoinfer.layers.attention.metadata import (
 )
 
 PADDING_ROW = -1  # indexes the last row, a spare line whose context stays empty
-
-
-class PrefillInputs(NamedTuple):
-    """What the model runs on in a prefill step."""
-
-    token_ids: Tensor  # (num_tokens,) int32
-    positions: Tensor  # (num_tokens,) int64
-    metadata: PrefillMetadata
-
-
-class DecodeInputs(NamedTuple):
-    """What the model runs on in a decode step."""
-
-    token_ids: Tensor  # (num_rows,) int32
-    positions: Tensor  # (num_rows,) int64
-    metadata: DecodeMetadata
 
 
 class StepTables:
@@ -65,8 +47,10 @@ class StepTables:
             rows, columns, block_ids = sections.new_blocks.long().unbind(1)
             self.block_tables[rows, columns] = block_ids.int()
 
-    def prefill_inputs(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> PrefillInputs:
-        """Return the tokens of all chunks end to end.
+    def prefill_inputs(
+        self, header: Header, chunks: Tensor, host_chunks: list[list[int]]
+    ) -> tuple[Tensor, Tensor, PrefillMetadata]:
+        """Return the tokens of all chunks end to end: their ids, int32, their positions, int64, and the metadata.
 
         chunks: (num_chunks, 3) as in the packet (row, start, length); host_chunks: the same on the host.
         """
@@ -83,16 +67,18 @@ class StepTables:
             slot_mapping=slots_of(self.block_tables, token_rows, positions, self.block_size),
             block_tables=self.block_tables[rows],
         )
-        return PrefillInputs(self.token_ids[token_rows, positions], positions, metadata)
+        return self.token_ids[token_rows, positions], positions, metadata
 
-    def decode_inputs(self, rows: Tensor, shared_prefixes: SharedPrefixes | None = None) -> DecodeInputs:
-        """Return the newest token of each row; `rows` (num_rows,) int32 may contain PADDING_ROW.
+    def decode_inputs(
+        self, rows: Tensor, shared_prefixes: SharedPrefixes | None = None
+    ) -> tuple[Tensor, Tensor, DecodeMetadata]:
+        """Return the newest token of each row, int32, its position, int64, and the metadata.
 
-        shared_prefixes: which of these rows begin with the same blocks, if any do.
+        rows: (num_rows,) int32; may contain PADDING_ROW. shared_prefixes: which of them begin with the same blocks.
         """
         tables = self.token_ids, self.context_lens, self.block_tables
         token_ids, positions, slots, context_lens, block_tables = read_rows(rows, *tables, self.block_size)
-        return DecodeInputs(token_ids, positions, DecodeMetadata(slots, context_lens, block_tables, shared_prefixes))
+        return token_ids, positions, DecodeMetadata(slots, context_lens, block_tables, shared_prefixes)
 
 
 @triton_on_cuda("nanoinfer.kernels.read_rows")

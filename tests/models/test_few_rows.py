@@ -27,7 +27,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("max_few_rows", [2, 8])
+@pytest.mark.parametrize("max_few_rows", [2, 4])
 @pytest.mark.parametrize(
     ("architecture", "overrides"),
     [

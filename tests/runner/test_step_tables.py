@@ -32,17 +32,17 @@ def one_hot(*ids: int) -> Tensor:
 
 
 def test_a_decode_step_computes_the_newest_token_of_each_row(tables: StepTables) -> None:
-    inputs = tables.decode_inputs(torch.tensor([2, 0]))
-    assert inputs.token_ids.tolist() == [24, 11]
-    assert inputs.positions.tolist() == [4, 1]
-    assert inputs.metadata.slot_mapping.tolist() == [9 * 4, 7 * 4 + 1]
-    assert inputs.metadata.context_lens.tolist() == [5, 2]
+    token_ids, positions, metadata = tables.decode_inputs(torch.tensor([2, 0]))
+    assert token_ids.tolist() == [24, 11]
+    assert positions.tolist() == [4, 1]
+    assert metadata.slot_mapping.tolist() == [9 * 4, 7 * 4 + 1]
+    assert metadata.context_lens.tolist() == [5, 2]
 
 
 def test_a_decode_step_hands_on_which_rows_share_blocks(tables: StepTables) -> None:
     shared = SharedPrefixes(num_shared_blocks=torch.tensor([1, 1]), num_group_rows=torch.tensor([2, 0]))
-    assert tables.decode_inputs(torch.tensor([2, 0]), shared).metadata.shared_prefixes is shared
-    assert tables.decode_inputs(torch.tensor([2, 0])).metadata.shared_prefixes is None
+    assert tables.decode_inputs(torch.tensor([2, 0]), shared)[2].shared_prefixes is shared
+    assert tables.decode_inputs(torch.tensor([2, 0]))[2].shared_prefixes is None
 
 
 def test_a_row_has_room_for_the_longest_sequence_and_a_padding_row_comes_last() -> None:
@@ -52,16 +52,16 @@ def test_a_row_has_room_for_the_longest_sequence_and_a_padding_row_comes_last() 
 
 
 def test_padding_attends_to_nothing_and_writes_no_keys(tables: StepTables) -> None:
-    inputs = tables.decode_inputs(torch.tensor([PADDING_ROW, 0]))
-    assert inputs.metadata.slot_mapping.tolist() == [-1, 7 * 4 + 1]
-    assert inputs.metadata.context_lens.tolist() == [0, 2]
+    _, _, metadata = tables.decode_inputs(torch.tensor([PADDING_ROW, 0]))
+    assert metadata.slot_mapping.tolist() == [-1, 7 * 4 + 1]
+    assert metadata.context_lens.tolist() == [0, 2]
 
 
 def test_the_next_step_finds_what_sampling_entered(tables: StepTables) -> None:
     assert sample(tables, one_hot(25, 12), [2, 0]) == [25, 12]
-    inputs = tables.decode_inputs(torch.tensor([2, 0]))
-    assert inputs.token_ids.tolist() == [25, 12]
-    assert inputs.positions.tolist() == [5, 2]
+    token_ids, positions, _ = tables.decode_inputs(torch.tensor([2, 0]))
+    assert token_ids.tolist() == [25, 12]
+    assert positions.tolist() == [5, 2]
 
 
 def test_sampling_leaves_all_rows_alone_but_those_of_the_step(tables: StepTables) -> None:
