@@ -81,13 +81,17 @@ def current_device(device: torch.device) -> AbstractContextManager[None]:
 def to_device(on_host: Tensor, device: torch.device) -> Tensor:
     """Start a copy to the device, for which nobody waits; return the tensor itself on a CPU.
 
-    PyTorch keeps pinned memory until the copy is done, that of `host_array` too, so nothing can overwrite it before.
+    PyTorch keeps the pinned memory until the copy is done, so nothing can overwrite it before; that of `host_array` is
+    for the caller to keep.
     """
     return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
 
 
 def host_array(shape: tuple[int, ...], device: torch.device) -> NDArray[np.int32]:
-    """Return memory of the host, int32, whose copy to this device takes no detour: pinned where that is a GPU."""
+    """Return memory of the host, int32, whose copy to this device takes no detour: pinned where that is a GPU.
+
+    PyTorch does not know which copies read it, so it must be kept until they are done.
+    """
     array: NDArray[np.int32] = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda").numpy()
     return array
 

@@ -112,6 +112,8 @@ def tokens_per_second(engine: TextEngine, job: Job, prompts: list[str], args: ar
     started = perf_counter()
     outputs = engine.llm.generate(prompts, params, use_tqdm=False)
     seconds = perf_counter() - started
+    if failed := [output for output in outputs if output.outputs[0].finish_reason == "error"]:
+        raise RuntimeError(f"{len(failed)} of {len(outputs)} requests of {job.name!r} failed; the first: {failed[0]}")
     return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
 
 
