@@ -90,7 +90,7 @@ def to_device(on_host: Tensor, device: torch.device) -> Tensor:
 def host_array(shape: tuple[int, ...], device: torch.device) -> NDArray[np.int32]:
     """Return memory of the host, int32, whose copy to this device takes no detour: pinned where that is a GPU.
 
-    PyTorch does not know which copies read it, so it must be kept until they are done.
+    PyTorch may not notice which copies read it, so it must be kept until they are done.
     """
     array: NDArray[np.int32] = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda").numpy()
     return array

@@ -21,40 +21,38 @@ from torch import Tensor
 
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
-MAX_ROWS = 8
 DEPTH = 256  # values of a line that a warp reads at once: 16 bytes a thread
 
 
 @triton.jit
-def _load(ptr, first, k, size: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """Return the values from `first` on; 0 beyond the last one."""
-    k = first + k
-    if IS_WHOLE:
-        return tl.load(ptr + k)
-    else:
-        return tl.load(ptr + k, mask=k < size, other=0.0)
-
-
-@triton.jit
-def _load_lines(ptrs, first, k, size: tl.constexpr, IS_WHOLE: tl.constexpr):
+def _load_chunk(ptrs, first_step, k, end, AHEAD: tl.constexpr, DEPTH: tl.constexpr):
+    """Return the tiles of so many steps, one of each pointer a step; 0 from `end` on, if it is not None."""
     tiles = ()
-    for index in tl.static_range(len(ptrs)):
-        tiles += (_load(ptrs[index], first, k, size, IS_WHOLE),)  # type: ignore[assignment]
+    for step in tl.static_range(AHEAD):
+        step_k = (first_step + step) * DEPTH + k
+        for index in tl.static_range(len(ptrs)):
+            if end is None:
+                tiles += (tl.load(ptrs[index] + step_k),)  # type: ignore[assignment]
+            else:
+                tiles += (tl.load(ptrs[index] + step_k, mask=step_k < end, other=0.0),)  # type: ignore[assignment]
     return tiles
 
 
 @triton.jit
-def _multiply(weights, xs, norm_weight, sums, squares):
-    """Add the products of each row of x and each line of the weight to `sums`, the squares of x to `squares`."""
+def _multiply(weights, xs, norm_weights, sums, squares, step: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr):
+    """Add the products of each row of x and each line of the weight in a step to `sums`, the squares of x to `squares`.
+
+    Without norm weights there are no squares.
+    """
     new_sums, new_squares = (), ()
-    for row in tl.static_range(len(xs)):
-        x = xs[row].to(tl.float32)
-        if norm_weight is not None:
+    for row in tl.static_range(ROWS):
+        x = xs[step * ROWS + row].to(tl.float32)
+        if len(norm_weights) > 0:
             new_squares += (squares[row] + tl.sum(x * x, axis=2),)  # type: ignore[assignment]
-            x *= norm_weight.to(tl.float32)
-        for index in tl.static_range(len(weights)):
-            product = tl.sum(weights[index].to(tl.float32) * x, axis=2)
-            new_sums += (sums[row * len(weights) + index] + product,)  # type: ignore[assignment]
+            x *= norm_weights[step].to(tl.float32)
+        for line in tl.static_range(LINES):
+            product = tl.sum(weights[step * LINES + line].to(tl.float32) * x, axis=2)
+            new_sums += (sums[row * LINES + line] + product,)  # type: ignore[assignment]
     return new_sums, new_squares
 
 
@@ -83,14 +81,15 @@ def _few_rows_product_kernel(
     num_lines: tl.constexpr = OUTPUTS * (1 + GATED)  # of the weight that a warp reads
     num_steps: tl.constexpr = (size + DEPTH * SLICES - 1) // (DEPTH * SLICES)
     num_chunks: tl.constexpr = (num_steps + AHEAD - 1) // AHEAD
-    is_whole: tl.constexpr = size % (DEPTH * SLICES * AHEAD) == 0
     warp = tl.arange(0, WARPS)
     first = (tl.program_id(0) * (WARPS // SLICES) + warp // SLICES) * OUTPUTS
     # A tile is (32, WARPS, 8), in this order so that Triton gives each warp a line of the weight. Each warp reads all
     # that it needs of x, so x is loaded in such tiles too.
     k = tl.arange(0, 32)[:, None, None] * 8 + tl.arange(0, 8)[None, None, :]
-    k += (warp % SLICES * (num_steps * DEPTH))[None, :, None]
-    weight_ptrs, x_ptrs = (), ()
+    slice_begin = (warp % SLICES * (num_steps * DEPTH))[None, :, None]
+    k += slice_begin
+    end = None if size % (DEPTH * SLICES * AHEAD) == 0 else tl.minimum(slice_begin + num_steps * DEPTH, size)
+    weight_ptrs, x_ptrs, norm_ptrs = (), (), ()
     for index in tl.static_range(OUTPUTS):
         line = tl.minimum(first + index, num_outputs - 1).to(tl.int64)[None, :, None]
         weight_ptrs += (weight_ptr + line * size,)  # type: ignore[assignment]
@@ -98,6 +97,8 @@ def _few_rows_product_kernel(
             weight_ptrs += (weight_ptr + (line + num_outputs) * size,)  # type: ignore[assignment]
     for row in tl.static_range(ROWS):
         x_ptrs += (x_ptr + tl.minimum(row, num_rows - 1) * x_row_stride,)  # type: ignore[assignment]
+    if norm_weight_ptr is not None:
+        norm_ptrs = (norm_weight_ptr,)  # type: ignore[assignment]
     # In the end each lane has another row and output.
     lane = tl.arange(0, 32)[:, None]
     first_of_line = (tl.program_id(0) * (WARPS // SLICES) + tl.arange(0, WARPS // SLICES)) * OUTPUTS
@@ -107,9 +108,7 @@ def _few_rows_product_kernel(
 
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    weights, sums, squares = (), (), ()
-    for step in tl.static_range(AHEAD):
-        weights += _load_lines(weight_ptrs, step * DEPTH, k, size, is_whole)
+    weights = _load_chunk(weight_ptrs, 0, k, end, AHEAD, DEPTH)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column, mask=is_out, other=0.0)
         if GATED:
@@ -118,39 +117,24 @@ def _few_rows_product_kernel(
         tl.extra.cuda.gdc_wait()
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + out_offsets, mask=is_out, other=0.0)
+    sums, squares = (), ()
     for _ in tl.static_range(ROWS * num_lines):
         sums += (tl.zeros((32, WARPS), tl.float32),)  # type: ignore[assignment]
-    if norm_weight_ptr is not None:
-        for _ in tl.static_range(ROWS):
-            squares += (tl.zeros((32, WARPS), tl.float32),)  # type: ignore[assignment]
+    for _ in tl.static_range(ROWS * len(norm_ptrs)):
+        squares += (tl.zeros((32, WARPS), tl.float32),)  # type: ignore[assignment]
 
     for chunk in range(num_chunks - 1):
-        xs, norm_weights, later = (), (), ()
+        xs = _load_chunk(x_ptrs, chunk * AHEAD, k, end, AHEAD, DEPTH)
+        norm_weights = _load_chunk(norm_ptrs, chunk * AHEAD, k, end, AHEAD, DEPTH)
+        later = ()
         for index in tl.static_range(AHEAD):
-            xs += _load_lines(x_ptrs, (chunk * AHEAD + index) * DEPTH, k, size, True)
-            if norm_weight_ptr is not None:
-                norm_weights += (_load(norm_weight_ptr, (chunk * AHEAD + index) * DEPTH, k, size, True),)  # type: ignore[assignment]
-        for index in tl.static_range(AHEAD):
-            norm_weight = None if norm_weight_ptr is None else norm_weights[index]
-            its_weights, its_xs = (
-                weights[index * num_lines : (index + 1) * num_lines],
-                xs[index * ROWS : (index + 1) * ROWS],
-            )
-            sums, squares = _multiply(its_weights, its_xs, norm_weight, sums, squares)
-            later += _load_lines(weight_ptrs, ((chunk + 1) * AHEAD + index) * DEPTH, k, size, is_whole)
+            sums, squares = _multiply(weights, xs, norm_weights, sums, squares, index, num_lines, ROWS)
+            later += _load_chunk(weight_ptrs, (chunk + 1) * AHEAD + index, k, end, 1, DEPTH)
         weights = later
-    xs, norm_weights = (), ()
+    xs = _load_chunk(x_ptrs, (num_chunks - 1) * AHEAD, k, end, AHEAD, DEPTH)
+    norm_weights = _load_chunk(norm_ptrs, (num_chunks - 1) * AHEAD, k, end, AHEAD, DEPTH)
     for index in tl.static_range(AHEAD):
-        xs += _load_lines(x_ptrs, ((num_chunks - 1) * AHEAD + index) * DEPTH, k, size, is_whole)
-        if norm_weight_ptr is not None:
-            norm_weights += (_load(norm_weight_ptr, ((num_chunks - 1) * AHEAD + index) * DEPTH, k, size, is_whole),)  # type: ignore[assignment]
-    for index in tl.static_range(AHEAD):
-        norm_weight = None if norm_weight_ptr is None else norm_weights[index]
-        its_weights, its_xs = (
-            weights[index * num_lines : (index + 1) * num_lines],
-            xs[index * ROWS : (index + 1) * ROWS],
-        )
-        sums, squares = _multiply(its_weights, its_xs, norm_weight, sums, squares)
+        sums, squares = _multiply(weights, xs, norm_weights, sums, squares, index, num_lines, ROWS)
 
     out = tl.zeros((32, WARPS), tl.float32)
     up, mean_square = out, out
@@ -205,12 +189,11 @@ def few_rows_product(
 ) -> Tensor:
     """Return SwiGLU(RMSNorm(x) W^T + b) + residual, (num_rows, num_outputs); all except the product may be left out.
 
-    x: (num_rows, size), rows contiguous, at most MAX_ROWS. weight: (num_outputs, size), contiguous, or
+    x: (num_rows, size), rows contiguous. weight: (num_outputs, size), contiguous, or
     (2 * num_outputs, size) with the gate before up if it is `gated`. bias: as long as the weight. norm: the norm's
     weight, (size,) in the dtype of x, and its epsilon. residual: (num_rows, num_outputs), contiguous.
     """
     (num_rows, size), num_outputs = x.shape, len(weight) // (1 + gated)
-    assert num_rows <= MAX_ROWS, f"{num_rows} rows are too many; at most {MAX_ROWS}"
     assert x.stride(1) == 1, f"the rows of x must be contiguous, strides {x.stride()}"
     assert weight.is_contiguous(), f"the weight must be contiguous, strides {weight.stride()}"
     assert residual is None or residual.is_contiguous(), "the residual must be contiguous"
@@ -218,7 +201,8 @@ def few_rows_product(
     if num_rows == 0:
         return out
     tiling = choose_tiling(num_rows, len(weight), size, gated)
-    num_steps = triton.cdiv(size, DEPTH * tiling.slices)
+    num_steps, padded_rows = triton.cdiv(size, DEPTH * tiling.slices), triton.next_power_of_2(num_rows)
+    assert padded_rows * tiling.outputs <= 32, f"a warp has no lanes for {num_rows} rows of {tiling.outputs} outputs"
     norm_weight, eps = norm or (None, 0.0)
     _few_rows_product_kernel[(triton.cdiv(num_outputs, tiling.warps // tiling.slices * tiling.outputs),)](
         x,
@@ -233,7 +217,7 @@ def few_rows_product(
         num_outputs=num_outputs,
         size=size,
         GATED=gated,
-        ROWS=triton.next_power_of_2(num_rows),
+        ROWS=padded_rows,
         WARPS=tiling.warps,
         SLICES=tiling.slices,
         OUTPUTS=tiling.outputs,

@@ -1,7 +1,7 @@
 """Steps of few rows: when they have kernels of their own, and the products of a layer, fused with what is around them.
 
 Such a step is bound by reading weights, and each kernel needs some time until it reads at full speed. So these steps
-run six kernels a layer instead of ten, and products fetch their first weights before the kernel before them is done.
+run seven kernels a layer instead of ten, and products fetch their first weights before the kernel before them is done.
 With more rows the common kernels are faster, since they multiply by tensor cores.
 """
 
@@ -20,9 +20,12 @@ MAX_FEW_ROWS_OF_WIDE_MODELS, WIDE = 2, 2048  # from which hidden size on two row
 
 
 def has_few_rows(x: Tensor) -> bool:
-    """Return whether a step with these rows, (num_rows, hidden_size), may run them: from Hopper on, in 16 bits."""
+    """Return whether a step with these rows, (num_rows, hidden_size), may run them: from Hopper on, in bfloat16.
+
+    In float16 a row times the norm's weight may overflow, as it is not divided by its root mean square yet.
+    """
     most = MAX_FEW_ROWS if x.shape[1] <= WIDE else min(MAX_FEW_ROWS, MAX_FEW_ROWS_OF_WIDE_MODELS)
-    if not 0 < len(x) <= most or x.dtype == torch.float32 or import_error("triton"):
+    if not 0 < len(x) <= most or x.dtype != torch.bfloat16 or import_error("triton"):
         return False
     return bool(overlap_options(x.device)["OVERLAP"])
 

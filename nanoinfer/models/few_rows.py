@@ -5,7 +5,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nanoinfer.layers.attention.metadata import LayerCache, Metadata
@@ -17,9 +16,9 @@ from nanoinfer.quantization.linear_method import LinearMethod
 def suits_few_rows(layer: Any, residual: Tensor) -> bool:
     """Return whether `few_rows_layer` computes this step of a DecoderLayer. residual: (num_tokens, hidden_size).
 
-    Not in float16, where the norm may overflow, nor with experts, weights in 8 bits or several GPUs.
+    Not with experts, weights in 8 bits or several GPUs.
     """
-    if not has_few_rows(residual) or residual.dtype == torch.float16 or isinstance(layer.mlp, SparseMoE):
+    if not has_few_rows(residual) or isinstance(layer.mlp, SparseMoE):
         return False
     attention, mlp = layer.self_attn, layer.mlp
     products = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj

@@ -4,6 +4,8 @@ A running sequence owns one row of each table. New rows, tokens and blocks come 
 by the sampler on the device, before the host has seen them.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,14 @@ from nanoinfer.layers.attention.metadata import (
 )
 
 PADDING_ROW = -1  # indexes the last row, a spare line whose context stays empty
+
+
+class StepInputs(NamedTuple):
+    """What the model runs on."""
+
+    token_ids: Tensor  # (num_tokens,) int32
+    positions: Tensor  # (num_tokens,) int64
+    metadata: Any  # PrefillMetadata or DecodeMetadata
 
 
 class StepTables:
@@ -47,10 +57,8 @@ class StepTables:
             rows, columns, block_ids = sections.new_blocks.long().unbind(1)
             self.block_tables[rows, columns] = block_ids.int()
 
-    def prefill_inputs(
-        self, header: Header, chunks: Tensor, host_chunks: list[list[int]]
-    ) -> tuple[Tensor, Tensor, PrefillMetadata]:
-        """Return the tokens of all chunks end to end: their ids, int32, their positions, int64, and the metadata.
+    def prefill_inputs(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> StepInputs:
+        """Return the tokens of all chunks end to end.
 
         chunks: (num_chunks, 3) as in the packet (row, start, length); host_chunks: the same on the host.
         """
@@ -67,18 +75,16 @@ class StepTables:
             slot_mapping=slots_of(self.block_tables, token_rows, positions, self.block_size),
             block_tables=self.block_tables[rows],
         )
-        return self.token_ids[token_rows, positions], positions, metadata
+        return StepInputs(self.token_ids[token_rows, positions], positions, metadata)
 
-    def decode_inputs(
-        self, rows: Tensor, shared_prefixes: SharedPrefixes | None = None
-    ) -> tuple[Tensor, Tensor, DecodeMetadata]:
-        """Return the newest token of each row, int32, its position, int64, and the metadata.
+    def decode_inputs(self, rows: Tensor, shared_prefixes: SharedPrefixes | None = None) -> StepInputs:
+        """Return the newest token of each row.
 
         rows: (num_rows,) int32; may contain PADDING_ROW. shared_prefixes: which of them begin with the same blocks.
         """
         tables = self.token_ids, self.context_lens, self.block_tables
         token_ids, positions, slots, context_lens, block_tables = read_rows(rows, *tables, self.block_size)
-        return token_ids, positions, DecodeMetadata(slots, context_lens, block_tables, shared_prefixes)
+        return StepInputs(token_ids, positions, DecodeMetadata(slots, context_lens, block_tables, shared_prefixes))
 
 
 @triton_on_cuda("nanoinfer.kernels.read_rows")

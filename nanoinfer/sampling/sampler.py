@@ -84,7 +84,7 @@ class Sampler:
         self._mask_sender = MaskSender(vocab_size, self.device, tp)
         self._records: dict[int, SamplingRecord] = {}  # by row: what it asks for beyond temperature and seed
         self._filtered: set[int] = set()  # rows with top_k, top_p or min_p
-        self._copied: set[int] = set()  # rows whose logits needed a copy when they were admitted: min_tokens ends
+        self._copied: set[int] = set()  # rows whose logits may need a copy: with min_tokens only for a while
 
     def admit(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> None:
         """Enter how the newly admitted rows of a packet are sampled, in place of what was known of these rows."""

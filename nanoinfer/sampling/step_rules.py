@@ -27,7 +27,7 @@ class MaskSender:
         self._device = device
         self._tp = tp
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and tp.rank == 0 else None
-        self._last_copy: tuple[Tensor, torch.cuda.Event] | None = None  # the masks on the host, kept until it is done
+        self._copies: list[tuple[Tensor, torch.cuda.Event]] = []  # masks on the host, kept until they are copied
 
     def send(self, masks: RowMasks) -> Tensor:
         """Return the bits on the device, (num_lines, num_words) int32; what is launched from now on can read them."""
@@ -38,11 +38,10 @@ class MaskSender:
         on_host = torch.from_numpy(np.ascontiguousarray(masks.bits[:, : self.num_words]))
         if self._stream is None:
             return self._tp.broadcast(on_host)
-        if self._last_copy is not None:
-            self._last_copy[1].synchronize()
+        self._copies = [copy for copy in self._copies if not copy[1].query()]
         with torch.cuda.stream(self._stream):
             on_device = to_device(on_host, self._device)
-            self._last_copy = on_host, self._stream.record_event()
+            self._copies.append((on_host, self._stream.record_event()))
         main_stream = torch.cuda.current_stream(self._device)
         main_stream.wait_stream(self._stream)
         on_device.record_stream(main_stream)  # so that the memory is not used again before that has come to its end

@@ -23,7 +23,7 @@ from nanoinfer.text.detokenizer import (
 logger = logging.getLogger("nanoinfer")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-# Lists as long as the token ids, which nobody reads, take as long as these to make.
+# Nobody reads these lists, and making each takes as long as making the token ids.
 IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
 # Not the tokenizer's failures. All else is, even where it is no Exception, as a panic of its Rust code.
 PASSED_ON = (KeyboardInterrupt, SystemExit, MemoryError)

@@ -22,7 +22,7 @@ pytestmark = [
     ),
 ]
 
-ROWS = [1, 2, 3, 5, 8]
+ROWS = [1, 2, 3, 4]
 # (outputs, inputs, gated): the products of 0.6B, 4B, 8B, Llama 8B and Qwen2.5 7B; sizes that end inside a tile
 SHAPES = [
     *((4096, 1024, False), (1024, 2048, False), (3072, 1024, True), (1024, 3072, False)),
@@ -75,7 +75,7 @@ def test_a_product_is_as_exact_as_its_twin(num_outputs: int, size: int, gated: b
     assert torch.equal(few_rows_product(x, weight, **options), result), "equal inputs give equal bits"
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize("num_rows", [1, 3, 4])
 def test_a_chain_in_a_cuda_graph_equals_one_that_waits_for_each_kernel(num_rows: int) -> None:
     """Kernels start while the one before them is running, so that each must wait before it reads or overwrites."""
     hidden, inner, num_layers = 1024, 3072, 8

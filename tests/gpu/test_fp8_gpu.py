@@ -65,9 +65,8 @@ def formats() -> dict[str, RowFormat]:
 def quantized(layer: nn.Module, **options: Any) -> Any:
     """The layer as the only one of a model; its weights are random."""
     [module] = with_quantization([nn.ModuleDict({"it": layer})], QuantizationConfig(**options))
-    generator = torch.Generator(CUDA).manual_seed(
-        1
-    )  # the same seed as the inputs' would make a weight of their numbers
+    # With the seed of the inputs a weight would consist of their numbers.
+    generator = torch.Generator(CUDA).manual_seed(1)
     for part in module.modules():
         if hasattr(part, "quant_method"):
             part.quant_method.fill_with_random_weights(part, 0.02, generator)

@@ -24,13 +24,20 @@ pytestmark = [
 
 TILINGS = [
     Tiling(warps=2, slices=1, outputs=2, ahead=1),
-    Tiling(warps=4, slices=2, outputs=4, ahead=2),  # of up to three steps, so that the last chunk is not a whole one
+    Tiling(warps=4, slices=2, outputs=4, ahead=2),  # which two or three steps of a slice do not fill
     Tiling(warps=2, slices=2, outputs=2, ahead=8),  # all of the weight is read ahead
 ]
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rows_amid_nan(num_rows: int, size: int, seed: int = 0) -> Tensor:
+    """Random rows, with NaN wherever nothing should be read."""
+    wide = torch.full((num_rows, size + 512), float("nan"))
+    wide[:, :size] = randn(num_rows, size, seed=seed)
+    return wide[:, :size]
 
 
 @pytest.fixture(params=TILINGS, ids=str)
@@ -45,12 +52,31 @@ def test_on_cuda_the_kernel_of_the_twins_name_runs_with_its_parameters() -> None
     assert inspect.signature(kernel) == inspect.signature(twin)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize(("num_outputs", "size"), [(64, 512), (40, 96), (33, 600), (9, 1024)])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_outputs", "size"), [(64, 512), (40, 96), (33, 600), (9, 1536), (10, 1300)])
 def test_a_product_equals_its_twin(num_rows: int, num_outputs: int, size: int, tiling: Tiling) -> None:
-    x, weight = randn(num_rows, size), randn(num_outputs, size, seed=1)
-    result = few_rows_product.few_rows_product(x, weight)
-    torch.testing.assert_close(result, few_rows.few_rows_product(x, weight), rtol=1e-5, atol=1e-4)
+    x, weight = rows_amid_nan(num_rows, size), randn(num_outputs, size, seed=1)
+    norm = rows_amid_nan(1, size, seed=2)[0], 1e-6
+    for its_norm in (None, norm):
+        result = few_rows_product.few_rows_product(x, weight, norm=its_norm)
+        expected = few_rows.few_rows_product(x, weight, norm=its_norm)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+@pytest.mark.parametrize(("num_lines", "size"), [(2056, 2560), (2056, 1100), (512, 1536), (64, 3000), (520, 896)])
+def test_the_tilings_that_are_chosen_fit_sizes_that_they_do_not_divide(
+    num_rows: int, num_lines: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few of the lines, as the interpreter is slow."""
+    choose, few_lines = few_rows_product.choose_tiling, 16
+    monkeypatch.setattr(few_rows_product, "choose_tiling", lambda rows, _, *rest: choose(rows, num_lines, *rest))
+    x, norm = rows_amid_nan(num_rows, size), (randn(size, seed=2), 1e-6)
+    weight = randn(few_lines, size, seed=1) * size**-0.5
+    for gated in (False, True):
+        result = few_rows_product.few_rows_product(x, weight, norm=norm, gated=gated)
+        expected = few_rows.few_rows_product(x, weight, norm=norm, gated=gated)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

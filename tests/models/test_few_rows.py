@@ -71,3 +71,17 @@ def test_a_cpu_has_no_such_path() -> None:
     assert layers.MAX_FEW_ROWS > 0
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert not layers.has_few_rows(torch.zeros(1, 8, dtype=dtype))
+
+
+def test_wide_models_have_fewer_of_these_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "overlap_options", lambda device: {"OVERLAP": True})
+    monkeypatch.setattr(layers, "import_error", lambda name: None)
+
+    def numbers_of_rows(hidden_size: int, dtype: torch.dtype = torch.bfloat16) -> list[int]:
+        return [rows for rows in range(9) if layers.has_few_rows(torch.zeros(rows, hidden_size, dtype=dtype))]
+
+    assert numbers_of_rows(2048) == [1, 2, 3, 4]
+    assert numbers_of_rows(4096) == [1, 2]
+    assert numbers_of_rows(2048, torch.float16) == numbers_of_rows(2048, torch.float32) == []
+    monkeypatch.setattr(layers, "MAX_FEW_ROWS", 0)
+    assert numbers_of_rows(4096) == []

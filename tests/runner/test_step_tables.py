@@ -41,8 +41,8 @@ def test_a_decode_step_computes_the_newest_token_of_each_row(tables: StepTables)
 
 def test_a_decode_step_hands_on_which_rows_share_blocks(tables: StepTables) -> None:
     shared = SharedPrefixes(num_shared_blocks=torch.tensor([1, 1]), num_group_rows=torch.tensor([2, 0]))
-    assert tables.decode_inputs(torch.tensor([2, 0]), shared)[2].shared_prefixes is shared
-    assert tables.decode_inputs(torch.tensor([2, 0]))[2].shared_prefixes is None
+    assert tables.decode_inputs(torch.tensor([2, 0]), shared).metadata.shared_prefixes is shared
+    assert tables.decode_inputs(torch.tensor([2, 0])).metadata.shared_prefixes is None
 
 
 def test_a_row_has_room_for_the_longest_sequence_and_a_padding_row_comes_last() -> None:
