@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
+from nanoinfer.kernels.device_properties import next_power_of_2
 from nanoinfer.kernels.programmatic_launch import overlap_options
 from nanoinfer.kernels.rms_norm import normalised, num_warps
 
@@ -106,7 +107,7 @@ def all_reduce_add_rms_norm(
     """
     num_rows, size = residual.shape
     total = residual.new_empty(residual.shape)
-    padded_size = triton.next_power_of_2(size)
+    padded_size = next_power_of_2(size)
     _all_reduce_add_rms_norm_kernel[(num_rows,)](
         buffers.inputs,
         buffers.outputs,

@@ -21,3 +21,8 @@ def has_large_shared_memory(device: torch.device) -> bool:
         return True
     properties: Any = torch.cuda.get_device_properties(device)  # typed without this field
     return bool(properties.shared_memory_per_block_optin >= 200 * 2**10)
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the least power of two that is at least so large. Triton's takes 3 us, in each launch of a kernel."""
+    return 1 << (number - 1).bit_length()

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.device_properties import next_power_of_2
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 DEPTH = 256  # values of a line that a warp reads at once: 16 bytes a thread
@@ -201,10 +202,10 @@ def few_rows_product(
     if num_rows == 0:
         return out
     tiling = choose_tiling(num_rows, len(weight), size, gated)
-    num_steps, padded_rows = triton.cdiv(size, DEPTH * tiling.slices), triton.next_power_of_2(num_rows)
+    num_steps, padded_rows = -(-size // (DEPTH * tiling.slices)), next_power_of_2(num_rows)
     assert padded_rows * tiling.outputs <= 32, f"a warp has no lanes for {num_rows} rows of {tiling.outputs} outputs"
     norm_weight, eps = norm or (None, 0.0)
-    _few_rows_product_kernel[(triton.cdiv(num_outputs, tiling.warps // tiling.slices * tiling.outputs),)](
+    _few_rows_product_kernel[(-(-num_outputs // (tiling.warps // tiling.slices * tiling.outputs)),)](
         x,
         weight,
         bias,

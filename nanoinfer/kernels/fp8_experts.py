@@ -222,7 +222,7 @@ def fp8_expert_mlp(
     num_slots = len(plan.tile_experts)
     tiling = choose_tiling(rows, num_slots, hidden_size, x.device)
     options = overlap_options(x.device)
-    _gate_up_kernel[(triton.cdiv(inner_size, GROUP_SIZE), num_slots)](
+    _gate_up_kernel[(-(-inner_size // GROUP_SIZE), num_slots)](
         x,
         x_scales,
         gate_up,
@@ -247,7 +247,7 @@ def fp8_expert_mlp(
         num_warps=tiling.gate_up_warps,
         **options,
     )
-    _down_kernel[(triton.cdiv(hidden_size, tiling.down_columns), num_slots)](
+    _down_kernel[(-(-hidden_size // tiling.down_columns), num_slots)](
         gated.values,
         gated.scales,
         down,
@@ -276,7 +276,7 @@ def fp8_expert_mlp(
 def choose_tiling(rows: int, num_tiles: int, hidden_size: int, device: torch.device) -> Tiling:
     """Return how to cut the products of `num_tiles` tiles of rows."""
     # Few programs, which together ask for enough bytes at a time, or enough of them for all multiprocessors.
-    is_few = num_tiles * triton.cdiv(hidden_size, 128) < num_multiprocessors(device)
+    is_few = num_tiles * -(-hidden_size // 128) < num_multiprocessors(device)
     columns = 64 if is_few else 128
     if not has_large_shared_memory(device):
         return Tiling(rows, 2, 8, columns, 3, 8)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import has_large_shared_memory
+from nanoinfer.kernels.device_properties import has_large_shared_memory, next_power_of_2
 from nanoinfer.kernels.fp8_format import FEW_TOKENS, GROUP_SIZE, group_size_of
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
@@ -227,7 +227,7 @@ def fp8_product(
     if num_tokens == 0:
         return result
     tiling = choose_tiling(num_tokens, x.device)
-    num_tiles = triton.cdiv(num_tokens, tiling.rows) * triton.cdiv(num_outputs, tiling.columns)
+    num_tiles = -(-num_tokens // tiling.rows) * -(-num_outputs // tiling.columns)
     _fp8_product_kernel[(num_tiles, num_splits)](
         x,
         x_scales,
@@ -267,5 +267,5 @@ def choose_tiling(num_tokens: int, device: torch.device) -> Tiling:
     """Return how to cut a product of so many tokens. Few of them have one tile, so that the weight is read once."""
     if num_tokens > FEW_TOKENS:
         return Tiling(128, 128, True, stages=4 if has_large_shared_memory(device) else 3, warps=8)
-    rows = max(16, triton.next_power_of_2(num_tokens))
+    rows = max(16, next_power_of_2(num_tokens))
     return Tiling(rows, 64, False, stages=6 if rows <= 64 else 4, warps=4)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.device_properties import next_power_of_2
 from nanoinfer.kernels.fp8_format import FP8_MAX, GROUP_SIZE, TINY, TO_SCALE, QuantizedRows, RowFormat
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
@@ -95,7 +96,7 @@ def quantize_rows(x: Tensor, row_format: RowFormat) -> QuantizedRows:
     if num_rows == 0:
         return rows
     width, tile = tile_of_row(size, row_format)
-    _quantize_rows_kernel[(num_rows, triton.cdiv(size, width))](
+    _quantize_rows_kernel[(num_rows, -(-size // width))](
         x,
         rows.values,
         rows.scales,
@@ -115,10 +116,10 @@ def quantize_rows(x: Tensor, row_format: RowFormat) -> QuantizedRows:
 def tile_of_row(size: int, row_format: RowFormat) -> tuple[int, int]:
     """Return how many values of a row a program rounds, and the power of two that it computes with."""
     if row_format.group_size is None and row_format.scale is None:
-        return size, max(GROUP_SIZE, triton.next_power_of_2(size))  # to find the largest of them
+        return size, max(GROUP_SIZE, next_power_of_2(size))  # to find the largest of them
     group_size = row_format.group_size or GROUP_SIZE
-    tile = triton.next_power_of_2(group_size)
+    tile = next_power_of_2(group_size)
     if tile != group_size:
         return group_size, tile
-    tile = max(tile, min(MAX_TILE, triton.next_power_of_2(size)))
+    tile = max(tile, min(MAX_TILE, next_power_of_2(size)))
     return tile, tile

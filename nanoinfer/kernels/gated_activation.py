@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.device_properties import next_power_of_2
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.kernels.fp8_rows import MAX_TILE, store_rounded, tile_of_row
 from nanoinfer.kernels.programmatic_launch import overlap_options
@@ -63,7 +64,7 @@ def gelu_tanh_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> A
 def _launch(gate_up: Tensor, out_format: RowFormat | None, **activation: bool) -> Activations:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, f"the rows of gate_up must be contiguous, strides {gate_up.stride()}"
-    width = tile = min(MAX_TILE, triton.next_power_of_2(size))
+    width = tile = min(MAX_TILE, next_power_of_2(size))
     rows, in_fp8 = None, {"num_groups": 1, "GROUP": None}
     if out_format is not None:
         assert out_format.group_size or out_format.scale is not None, "no program holds a row to find its largest value"
@@ -72,7 +73,7 @@ def _launch(gate_up: Tensor, out_format: RowFormat | None, **activation: bool) -
         in_fp8 = {"num_groups": rows.scales.shape[1], "GROUP": out_format.group_size}
     out = gate_up.new_empty(num_tokens, size) if rows is None else rows.values
     if num_tokens > 0:
-        _gated_activation_kernel[(num_tokens, triton.cdiv(size, width))](
+        _gated_activation_kernel[(num_tokens, -(-size // width))](
             gate_up,
             out,
             None if rows is None else rows.scales,

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.device_properties import next_power_of_2
+
 GROUP_SIZE = tl.constexpr(16)  # ids; part of the specification, since it decides what is drawn
 INF = tl.constexpr(float("inf"))
 TILE_GROUPS = 128  # groups for each program, which is one warp: no barriers
@@ -173,7 +175,7 @@ def _launch(
     assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
     if num_rows == 0:
         return
-    num_tiles = triton.cdiv(vocab_size, TILE_GROUPS * GROUP_SIZE.value)
+    num_tiles = -(-vocab_size // (TILE_GROUPS * GROUP_SIZE.value))
     best_scores = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=device)
     best_groups = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=device)
     inputs = (logits, *tables, thresholds, best_scores, best_groups)
@@ -186,6 +188,6 @@ def _launch(
         scores,
         *sizes,
         0 if token_ids is None else token_ids.stride(0),
-        TILES=triton.next_power_of_2(num_tiles),
+        TILES=next_power_of_2(num_tiles),
         num_warps=1,
     )

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import has_large_shared_memory, num_multiprocessors
+from nanoinfer.kernels.device_properties import has_large_shared_memory, next_power_of_2, num_multiprocessors
 from nanoinfer.kernels.moe_routing import plan_tiles
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
@@ -202,7 +202,7 @@ def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor
     num_slots = len(plan.tile_experts)
     options = overlap_options(hidden.device)
     tiling = choose_tiling(rows, num_slots, 2 * inner_size, hidden.dtype, hidden.device)
-    _gate_up_kernel[(triton.cdiv(2 * inner_size, tiling.columns), num_slots)](
+    _gate_up_kernel[(-(-(2 * inner_size) // tiling.columns), num_slots)](
         hidden,
         gate_up,
         *plan,
@@ -221,7 +221,7 @@ def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor
         **options,
     )
     tiling = choose_tiling(rows, num_slots, hidden_size, hidden.dtype, hidden.device)
-    _down_kernel[(triton.cdiv(hidden_size, tiling.columns), num_slots)](
+    _down_kernel[(-(-hidden_size // tiling.columns), num_slots)](
         gated,
         down,
         *plan,
@@ -246,7 +246,7 @@ def tile_rows(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
     """Return how many pairs a tile has: half more than an expert gets on average, so most experts have one tile."""
     if dtype == torch.float32:
         return 16
-    return min(128, max(16, triton.next_power_of_2(3 * num_pairs // (2 * num_experts))))
+    return min(128, max(16, next_power_of_2(3 * num_pairs // (2 * num_experts))))
 
 
 def choose_tiling(rows: int, num_tiles: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tiling:
@@ -261,6 +261,6 @@ def choose_tiling(rows: int, num_tiles: int, num_columns: int, dtype: torch.dtyp
         return Tiling(rows, 256 if is_hopper_sized else 128, 64, 4, 8)
     if rows == 64:
         return Tiling(rows, 128, 64, 4 if is_hopper_sized else 3, 4)
-    if num_tiles * triton.cdiv(num_columns, 64) < num_multiprocessors(device):
+    if num_tiles * -(-num_columns // 64) < num_multiprocessors(device):
         return Tiling(rows, 32, 128, 6, 4)  # few programs, which together ask for enough bytes at a time
     return Tiling(rows, 64, 128, 4, 4)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.device_properties import next_power_of_2
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 MIN_CHUNK, MAX_CHUNK = 128, 2048  # pairs that a program sorts at a time
@@ -148,8 +149,8 @@ def route(
             num_experts=num_experts,
             num_choices=num_experts_per_tok,
             NORMALISED=norm_topk_prob,
-            EXPERTS=triton.next_power_of_2(num_experts),
-            CHOICES=triton.next_power_of_2(num_experts_per_tok),
+            EXPERTS=next_power_of_2(num_experts),
+            CHOICES=next_power_of_2(num_experts_per_tok),
             num_warps=1,
             **overlap_options(terms.device),
         )
@@ -178,8 +179,8 @@ def plan_tiles(expert_ids: Tensor, num_experts: int, tile_size: int) -> TilePlan
         num_pairs,
         num_experts=num_experts,
         TILE=tile_size,
-        BINS=max(MIN_BINS, triton.next_power_of_2(num_experts)),
-        CHUNK=min(MAX_CHUNK, max(MIN_CHUNK, triton.next_power_of_2(num_pairs))),
+        BINS=max(MIN_BINS, next_power_of_2(num_experts)),
+        CHUNK=min(MAX_CHUNK, max(MIN_CHUNK, next_power_of_2(num_pairs))),
         num_warps=4,
         **overlap_options(expert_ids.device),
     )

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.device_properties import next_power_of_2
 from nanoinfer.kernels.fp8_format import TINY
 from nanoinfer.kernels.kv_cache_format import LARGEST
 from nanoinfer.kernels.programmatic_launch import overlap_options
@@ -166,9 +167,9 @@ def norm_rope_store(
     assert v_cache.is_contiguous(), "the values of the cache must be contiguous"
     if num_tokens == 0:
         return q, k, v
-    padded_half_dim = triton.next_power_of_2(head_dim // 2)
+    padded_half_dim = next_power_of_2(head_dim // 2)
     heads_per_program = max(1, TILE // padded_half_dim)
-    num_groups = triton.cdiv(num_all_heads, heads_per_program)
+    num_groups = -(-num_all_heads // heads_per_program)
     _norm_rope_store_kernel[(num_tokens * num_groups,)](
         qkv,
         q_weight,

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.bytes_to_float16 import interleaved, widened, widened_bytes
-from nanoinfer.kernels.device_properties import has_large_shared_memory, num_multiprocessors
+from nanoinfer.kernels.device_properties import has_large_shared_memory, next_power_of_2, num_multiprocessors
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions
@@ -358,7 +358,7 @@ def plan_decode(
         block_tables.stride(0),
         block_size=block_size,
         TILE=tile,
-        ROWS=max(256, triton.next_power_of_2(num_rows)),
+        ROWS=max(256, next_power_of_2(num_rows)),
         CHUNK=128,
         LEAST=least_tiles,
     )
@@ -433,7 +433,7 @@ def max_group_rows(group_size: int) -> int:
 
 def padded_head_dim(head_dim: int) -> int:
     """Return the size that kernels compute with: 64, 128 or 256."""
-    return max(64, triton.next_power_of_2(head_dim))
+    return max(64, next_power_of_2(head_dim))
 
 
 def _launch(
@@ -456,7 +456,7 @@ def _launch(
     if in_8_bits := scales[0] is not None:
         assert head_dim % 4 == 0, f"a head_dim of {head_dim} values of 8 bits is not made of words"
         v_cache = v_cache.view(torch.int32)
-    queries = max(QUERY_TILE, triton.next_power_of_2(num_queries))
+    queries = max(QUERY_TILE, next_power_of_2(num_queries))
     num_programs = num_multiprocessors(q.device) * (PROGRAMS_PER_SM if queries <= FEW_QUERIES else 1)
     num_shares = max(1, num_programs // num_kv_heads)
     partials = out.new_empty((num_kv_heads, num_shares, 2, num_queries, head_dim), dtype=torch.float32)

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.device import to_device
-from nanoinfer.kernels.device_properties import has_large_shared_memory
+from nanoinfer.kernels.device_properties import has_large_shared_memory, next_power_of_2
 from nanoinfer.kernels.paged_decode_attention import LIFT, MASKED, padded_head_dim
 
 TILE_ROWS = 128  # queries of a tile: tokens x heads of a group
@@ -278,4 +278,4 @@ def paged_prefill_attention(
 
 
 def _tile_rows(group_size: int) -> int:
-    return max(TILE_ROWS, triton.next_power_of_2(group_size))
+    return max(TILE_ROWS, next_power_of_2(group_size))

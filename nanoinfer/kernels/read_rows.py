@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.device_properties import next_power_of_2
+
 
 @triton.jit
 def _read_rows_kernel(
@@ -73,7 +75,7 @@ def read_rows(
             token_ids.shape[1],
             max_blocks,
             block_size=block_size,
-            CHUNK=min(1024, max(32, triton.next_power_of_2(max_blocks))),
+            CHUNK=min(1024, max(32, next_power_of_2(max_blocks))),
             num_warps=1,
         )
     return newest, positions, slots, lens, blocks

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.device_properties import next_power_of_2
 from nanoinfer.kernels.fp8_format import GROUP_SIZE, QuantizedRows, RowFormat
 from nanoinfer.kernels.fp8_rows import store_rounded
 from nanoinfer.kernels.programmatic_launch import overlap_options
@@ -133,7 +134,7 @@ def _launch(
         assert tensor is None or tensor.stride(-1) == 1, f"{name} must be contiguous in its last dimension"
     if num_rows == 0:
         return
-    padded_size = triton.next_power_of_2(size)
+    padded_size = next_power_of_2(size)
     if row_format is not None:
         padded_size = max(GROUP_SIZE, padded_size)
     _rms_norm_kernel[(num_rows,)](

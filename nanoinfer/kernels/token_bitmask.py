@@ -48,7 +48,7 @@ def forbid_tokens(logits: Tensor, lines: Tensor, bits: Tensor, first_id: int = 0
     num_masks, num_ids = len(lines), logits.shape[1]
     if num_masks == 0:
         return
-    grid = (num_masks, triton.cdiv(num_ids, TILE_GROUPS * GROUP_SIZE.value))
+    grid = (num_masks, -(-num_ids // (TILE_GROUPS * GROUP_SIZE.value)))
     _forbid_tokens_kernel[grid](
         logits,
         lines,

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.device_properties import next_power_of_2
+
 GROUP_SIZE = tl.constexpr(64)  # ids
 LOWEST_KEY = tl.constexpr(-(2**31))
 INF = tl.constexpr(float("inf"))
@@ -215,7 +217,7 @@ def thresholds(logits: Tensor, limits: Tensor) -> Tensor:
     (num_rows, vocab_size), device = logits.shape, logits.device
     assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
     assert limits.stride() == (4, 1), f"limits are (num_rows, 4) and contiguous, strides {limits.stride()}"
-    num_groups, unused = triton.cdiv(vocab_size, GROUP_SIZE.value), UNUSED_BITS[logits.dtype]
+    num_groups, unused = -(-vocab_size // GROUP_SIZE.value), UNUSED_BITS[logits.dtype]
     out = torch.empty(num_rows, dtype=torch.float32, device=device)
     maxima, group_weights = torch.empty(2, num_rows, num_groups, dtype=torch.float32, device=device)
     candidates = torch.empty(num_rows, num_groups, dtype=torch.int32, device=device)
@@ -223,7 +225,7 @@ def thresholds(logits: Tensor, limits: Tensor) -> Tensor:
     if num_rows == 0:
         return out
     sizes = vocab_size, logits.stride(0), num_groups
-    _group_kernel[num_rows, triton.cdiv(num_groups, GROUPS_AT_ONCE)](
+    _group_kernel[num_rows, -(-num_groups // GROUPS_AT_ONCE)](
         logits, limits, maxima, group_weights, *sizes, GROUPS=GROUPS_AT_ONCE, num_warps=4
     )
     _candidates_kernel[(num_rows,)](
@@ -234,7 +236,7 @@ def thresholds(logits: Tensor, limits: Tensor) -> Tensor:
         found,
         num_groups,
         UNUSED=unused,
-        GROUPS=triton.next_power_of_2(num_groups),
+        GROUPS=next_power_of_2(num_groups),
         num_warps=8,
     )
     _threshold_kernel[(num_rows,)](
