@@ -3,21 +3,17 @@
     processor = build_processor(model="Qwen/Qwen3-8B", concurrency=8, preprocess=..., postprocess=...)
     processor(ray.data.read_parquet("questions")).write_parquet("answers")
 
-Names and columns are those of `ray.data.llm`. Each actor holds one engine, and one of its threads runs the steps.
-Batches hand their rows to that thread and wait, so rows of several batches are in the engine at once: while the last
-rows of one batch finish, the next batch already runs. Between the stages a row is one pickle, because Arrow would give
-all rows of a block the same keys and types.
+Names and columns are those of `ray.data.llm`. Each actor holds one engine, and each row is a call of `LLM.agenerate`.
+So rows of several batches are in the engine at once: while the last rows of one batch finish, the next batch already
+runs. Between the stages a row is one pickle, because Arrow would give all rows of a block the same keys and types.
 """
 
 import asyncio
 import inspect
 import logging
 import os
-import queue
 import secrets
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +21,12 @@ from typing import Any
 from nanoinfer import LLM, ConfigError, RequestError, SamplingParams, WorkerError
 from nanoinfer.batch.openai_format import SAMPLING_FIELDS, parse_body
 from nanoinfer.config import VLLM_NAMES, EngineConfig
-from nanoinfer.errors import check_names
+from nanoinfer.errors import EngineClosedError, check_names
 from nanoinfer.outputs import RequestOutput, TokenLogprobs
 from nanoinfer.sampling_params import is_whole_number
+from nanoinfer.text.chat import render_chats
 from nanoinfer.text.columns import as_list
+from nanoinfer.text.prompts import as_prompt
 
 try:
     import ray.data
@@ -185,80 +183,50 @@ class EngineActor:
         self.llm = LLM(model, **{"seed": secrets.randbits(63), **options})
         self._base, self._chat_template_kwargs = sampling_params, chat_template_kwargs
         self._should_continue_on_error = should_continue_on_error
-        self._rows: queue.Queue[tuple[Row, Future[Row]]] = queue.Queue()  # that wait for room in the engine
-        self._asked: dict[int, Future[Row]] = {}  # what is in the engine, by request id
         # A full running set, and as many that wait: rows are refilled from them in one step.
-        self._window = 2 * self.llm.config.max_num_seqs
-        threading.Thread(target=self._run, name="nanoinfer engine", daemon=True).start()
+        self._room = asyncio.Semaphore(2 * self.llm.config.max_num_seqs)
 
     async def __call__(self, batch: Any) -> dict[str, list[bytes]]:
         """Return the rows of a batch, an Arrow table of pickles, with the columns of their completions added."""
         rows: list[Row] = [cloudpickle.loads(item) for item in batch.column(DATA_COLUMN).to_pylist()]
-        futures: list[Future[Row]] = [Future() for _ in rows]
-        for pair in zip(rows, futures, strict=True):
-            self._rows.put(pair)
-        columns = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        columns = await asyncio.gather(*map(self._answer, rows))
         return {DATA_COLUMN: [cloudpickle.dumps({**row, **its}) for row, its in zip(rows, columns, strict=True)]}
 
-    def _run(self) -> None:
-        """Feed the engine and step it for as long as the actor lives; if that fails, hand the error to all rows."""
-        try:
-            while True:
-                self._feed()
-                for output in self.llm.step():
-                    future, reason = self._asked[output.request_id], output.outputs[0].error
-                    if reason is None:
-                        future.set_result(output_columns(output))
-                    else:
-                        self._refuse(future, RuntimeError(reason))
-                    del self._asked[output.request_id]  # not before: an error on the way is its row's, too
-        except WorkerError:
-            logger.exception("the actor ends, for Ray to start another one in its place")
-            os._exit(1)  # Ray repeats the tasks of an actor that dies, and not those of one that raises
-        except BaseException as error:
-            for future in self._asked.values():
-                future.set_exception(error)
-            while True:
-                _, future = self._rows.get()
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(error)
+    async def _answer(self, row: Row) -> Row:
+        """Return the columns of a row's completion, or those that say why it has none.
 
-    def _feed(self) -> None:
-        """Queue rows, in their order, while there is room; wait for one where the engine has nothing else to do."""
-        while len(self._asked) < self._window:
+        Rows enter the engine in their order; one with a grammar does so when that is compiled.
+        """
+        async with self._room:
             try:
-                row, future = self._rows.get(block=not self._asked)
-            except queue.Empty:
-                return
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                self._asked[self._ask(row)] = future
-            except (ValueError, TypeError, RecursionError) as error:  # RequestError is a ValueError
-                self._refuse(future, error)
-            except WorkerError:
-                raise
-            except BaseException as error:  # ends the thread, which hands it to the rows that it finds
-                future.set_exception(error)
-                raise
+                [output] = await self.llm.agenerate(**self._request(row))
+            except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
+                return self._refuse(error)
+            except (WorkerError, EngineClosedError):
+                logger.exception("the actor ends, for Ray to start another one in its place")
+                os._exit(1)  # Ray repeats the tasks of an actor that dies, and not those of one that raises
+        reason = output.outputs[0].error
+        return output_columns(output) if reason is None else self._refuse(RuntimeError(reason))
 
-    def _ask(self, row: Row) -> int:
-        """Queue the request of a row, and return its id."""
+    def _request(self, row: Row) -> Row:
+        """Return the arguments of `LLM.agenerate` for a row."""
         name = next((name for name in INPUTS if row.get(name) is not None), None)
         if name is None:
             raise RequestError(f"the row has columns {', '.join(row)}, and needs one of {', '.join(INPUTS)}")
         params = merge_params(self._base, row.get("sampling_params"))
-        if name != "messages":
-            return self.llm.add_request(row[name], params)
-        tools, kwargs = plain(row.get("tools")), self._chat_template_kwargs
-        return self.llm.add_chat_request(plain(row[name]), params, tools=tools, chat_template_kwargs=kwargs)
+        if name != "messages":  # in a dict, a list is one prompt, whatever is in it
+            return {"prompts": {"prompt": as_prompt(row[name])}, "sampling_params": params}
+        tokenizer, tools = self.llm._prompts.require_tokenizer(), plain(row.get("tools"))
+        kwargs = self._chat_template_kwargs
+        [text] = render_chats(tokenizer, [plain(row[name])], tools=tools, chat_template_kwargs=kwargs)
+        # The template has already written the special tokens.
+        return {"prompts": text, "sampling_params": params, "tokenization_kwargs": {"add_special_tokens": False}}
 
-    def _refuse(self, future: Future[Row], error: Exception) -> None:
-        """End a row with an error."""
-        if self._should_continue_on_error:
-            future.set_result({**NO_OUTPUT, ERROR_COLUMN: f"{type(error).__name__}: {error}"})
-        else:
-            future.set_exception(error)
+    def _refuse(self, error: Exception) -> Row:
+        """Return the columns of a row that ends in an error; raise that where the job is not to continue."""
+        if not self._should_continue_on_error:
+            raise error
+        return {**NO_OUTPUT, ERROR_COLUMN: f"{type(error).__name__}: {error}"}
 
 
 def output_columns(output: RequestOutput) -> Row:
