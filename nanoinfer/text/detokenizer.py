@@ -167,9 +167,9 @@ class CompletionText:
         self.stop_string: str | None = None
         self._detokenizer = detokenizer
         self._include_stop = include_stop
-        # What the text may end with while a stop string is still coming, the longest first.
-        beginnings = {string[:length] for string in stop for length in range(1, len(string))}
-        self._beginnings = tuple(sorted(beginnings, key=len, reverse=True))
+        # Of a stop string that may be coming: how much of it is there at most, and what it begins with.
+        self._max_open = max(map(len, stop), default=1) - 1
+        self._first_characters = {string[0] for string in stop}
         self._parts: list[str] = []  # text that is certain
         self._num_taken = 0  # parts
         self._held = ""  # the end of the text, which may be the beginning of a stop string
@@ -217,6 +217,9 @@ class CompletionText:
 
     def _num_open(self, text: str) -> int:
         """Return the length of the longest end of `text` that is the beginning of a stop string."""
-        if not text.endswith(self._beginnings):  # one call for all of them: the usual case
-            return 0
-        return next(len(beginning) for beginning in self._beginnings if text.endswith(beginning))
+        for start in range(max(0, len(text) - self._max_open), len(text)):
+            if text[start] in self._first_characters:
+                end = text[start:]
+                if any(len(end) < len(string) and string.startswith(end) for string in self.stop):
+                    return len(end)
+        return 0

@@ -278,6 +278,14 @@ def test_text_is_held_back_while_it_may_become_a_stop_string() -> None:
     assert show("a\n\nb\n", "\n\nQ") == (["a", "", "", "\n\nb", "", "a\n\nb\n"], None)
 
 
+def test_the_beginning_of_a_stop_string_of_a_million_characters_is_held_back() -> None:
+    completion = CompletionText(TINY.detokenizer(), ["ab" * 500_000])
+    completion.extend(ids_of_bytes(b"xaba"))
+    assert completion.take() == "x"
+    completion.extend(ids_of_bytes(b"c"))
+    assert completion.take() == "abac"
+
+
 def test_a_stop_string_across_tokens_is_cut_exactly_and_nothing_after_it_is_shown() -> None:
     assert show("one END two", "END") == (["o", "n", "e", " ", *[""] * 7, "one "], "END")
 
