@@ -7,7 +7,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -171,12 +171,15 @@ class GrammarLibrary:
 
 
 class GrammarCache:
-    """Compiles what users ask for, and keeps what was asked for last. Several threads may use it at a time."""
+    """Compiles what users ask for, and keeps what was asked for last.
+
+    Several threads may use it at a time; what one of them compiles, the others wait for.
+    """
 
     def __init__(self, make_library: Callable[[], GrammarLibrary]) -> None:
         self._make_library = make_library
         self._library: GrammarLibrary | None = None
-        self._grammars: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
+        self._grammars: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -196,12 +199,27 @@ class GrammarCache:
         """
         library = self.library
         with self._lock:
-            grammars = {params: self._grammars[params] for params in wanted if params in self._grammars}
-        missing = [params for params in wanted if params not in grammars]
-        with progress_bar("Compiling grammars", "grammar", len(missing), use_tqdm, delay=0.5) as bar:
-            for params, grammar in zip(missing, _map_in_threads(library.compile, missing), strict=True):
-                grammars[params] = grammar
-                bar.update()
+            missing = [params for params in wanted if params not in self._grammars]
+            self._grammars.update((params, Future()) for params in missing)
+            futures = {params: self._grammars[params] for params in wanted}
+            for params in wanted:
+                self._grammars.move_to_end(params)
+            while len(self._grammars) > MAX_CACHED:
+                self._grammars.popitem(last=False)
+        try:
+            with progress_bar("Compiling grammars", "grammar", len(missing), use_tqdm, delay=0.5) as bar:
+                for params, grammar in zip(missing, _map_in_threads(library.compile, missing), strict=True):
+                    futures[params].set_result(grammar)
+                    bar.update()
+        finally:
+            with self._lock:
+                for params in missing:
+                    if futures[params].cancel() and self._grammars.get(params) is futures[params]:
+                        del self._grammars[params]  # it was not compiled
+        try:
+            grammars = {params: future.result() for params, future in futures.items()}
+        except CancelledError:  # in another thread, which has failed
+            return self.compile(wanted, use_tqdm)
         for params, grammar in grammars.items():
             grammar.num_samples += wanted[params]
         more = [
@@ -211,12 +229,6 @@ class GrammarCache:
         ]
         for _ in _map_in_threads(library.add_template, more):
             pass
-        with self._lock:
-            for params, grammar in grammars.items():
-                self._grammars[params] = grammar
-                self._grammars.move_to_end(params)
-            while len(self._grammars) > MAX_CACHED:
-                self._grammars.popitem(last=False)
         return grammars
 
 

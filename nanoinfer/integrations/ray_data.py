@@ -35,6 +35,7 @@ except ImportError as error:
     raise ImportError(f"Ray Data cannot be imported ({error}); pip install 'nanoinfer[ray]'") from error
 
 logger = logging.getLogger("nanoinfer")
+CLOSING_SECONDS = 1.0
 
 Row = dict[str, Any]
 DATA_COLUMN = "__data"  # holds a row, pickled, between the stages
@@ -185,6 +186,7 @@ class EngineActor:
         self._should_continue_on_error = should_continue_on_error
         # A full running set, and as many that wait: rows are refilled from them in one step.
         self._room = asyncio.Semaphore(2 * self.llm.config.max_num_seqs)
+        self._failure: Exception | None = None  # of the engine, which may have closed it
 
     async def __call__(self, batch: Any) -> dict[str, list[bytes]]:
         """Return the rows of a batch, an Arrow table of pickles, with the columns of their completions added."""
@@ -202,9 +204,15 @@ class EngineActor:
                 [output] = await self.llm.agenerate(**self._request(row))
             except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
                 return self._refuse(error)
-            except (WorkerError, EngineClosedError):
+            except WorkerError:
                 logger.exception("the actor ends, for Ray to start another one in its place")
                 os._exit(1)  # Ray repeats the tasks of an actor that dies, and not those of one that raises
+            except EngineClosedError as error:
+                await asyncio.sleep(CLOSING_SECONDS)  # rows that were in the engine are told why it closed
+                raise self._failure or error from None
+            except Exception as error:
+                self._failure = self._failure or error
+                raise
         reason = output.outputs[0].error
         return output_columns(output) if reason is None else self._refuse(RuntimeError(reason))
 

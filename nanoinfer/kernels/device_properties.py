@@ -24,5 +24,8 @@ def has_large_shared_memory(device: torch.device) -> bool:
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the least power of two that is at least so large. Triton's takes 3 us, in each launch of a kernel."""
+    """Return the least power of two that is at least so large. number: from 1 on.
+
+    Triton's takes 3 us, in each launch of a kernel.
+    """
     return 1 << (number - 1).bit_length()

@@ -36,7 +36,7 @@ def few_rows_layer(
     metadata: Metadata,
     row_mask: Tensor | None,
 ) -> tuple[PartialSum | None, Tensor]:
-    """Do what DecoderLayer.forward does. Experts are computed as ever, behind a norm of its own."""
+    """Do what DecoderLayer.forward does. Experts are computed as ever, after a norm by itself."""
     attention, mlp = layer.self_attn, layer.mlp
     input_norm, mlp_norm = ((norm.weight, norm.eps) for norm in (layer.input_layernorm, layer.post_attention_layernorm))
     if hidden is None:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -305,6 +306,32 @@ def test_several_threads_may_compile_at_once() -> None:
     for index, plan in enumerate(plans):
         assert plan is not None
         assert follow(plan.start(), f"text {index % 3}")
+
+
+def test_what_one_thread_compiles_the_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    constraints, compiled = new_constraints(), []
+    original = grammars.GrammarLibrary.compile
+
+    def compile_slowly(self: Any, wanted: StructuredOutputsParams) -> grammars.Grammar:
+        compiled.append(wanted.regex)
+        time.sleep(0.2)
+        return original(self, wanted)
+
+    monkeypatch.setattr(grammars.GrammarLibrary, "compile", compile_slowly)
+
+    def compile_one(regex: str) -> str:
+        try:
+            [plan] = constraints.compile([of(regex=regex)])
+        except RequestError as error:
+            return str(error)
+        return "" if plan is not None else "there is no plan"
+
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(compile_one, ["[a-z]+"] * 8)] == [""] * 8
+        assert len(compiled) == 1
+        errors = [*pool.map(compile_one, ["(["] * 8)]
+    assert all("unclosed character class" in error for error in errors)
+    assert compile_one("[a-z]+") == ""
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,27 @@ def test_an_unforeseen_error_ends_every_batch_and_is_in_no_column(monkeypatch: p
     assert [type(error) for error in asyncio.run(ask_thrice())] == [ValueError] * 3
 
 
+def test_an_error_that_closes_the_engine_of_several_processes_is_the_one_that_the_batch_ends_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray would repeat the batch for ever if the actor ended instead."""
+    options = {**ENGINE, "tensor_parallel_size": 2, "max_num_seqs": 1}
+    broken = EngineActor(str(tiny_model_path()), options, GREEDY, None, should_continue_on_error=True)
+    monkeypatch.setattr(ray_data.os, "_exit", lambda _: pytest.fail("the actor ended"))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(broken.llm.engine.runner._runner, "launch", fail)
+
+    async def ask_twice() -> list[Any]:
+        rows = [{"prompt": str(row)} for row in range(6)]
+        first = asyncio.gather(*(answer(broken, rows) for _ in range(2)), return_exceptions=True)
+        return [*await asyncio.wait_for(first, 60), *await asyncio.gather(answer(broken, rows), return_exceptions=True)]
+
+    assert [str(error) for error in asyncio.run(ask_twice())] == ["out of memory"] * 3
+
+
 @pytest.mark.parametrize(
     "params",
     [
