@@ -35,7 +35,7 @@ except ImportError as error:
     raise ImportError(f"Ray Data cannot be imported ({error}); pip install 'nanoinfer[ray]'") from error
 
 logger = logging.getLogger("nanoinfer")
-CLOSING_SECONDS = 1.0
+CLOSING_SECONDS = 1.0  # in which the rows that were in an engine get the error that closed it
 
 Row = dict[str, Any]
 DATA_COLUMN = "__data"  # holds a row, pickled, between the stages

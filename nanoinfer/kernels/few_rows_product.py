@@ -83,7 +83,7 @@ def _few_rows_product_kernel(
     num_steps: tl.constexpr = (size + DEPTH * SLICES - 1) // (DEPTH * SLICES)
     num_chunks: tl.constexpr = (num_steps + AHEAD - 1) // AHEAD
     warp = tl.arange(0, WARPS)
-    first = (tl.program_id(0) * (WARPS // SLICES) + warp // SLICES) * OUTPUTS
+    first = (tl.program_id(0) * (WARPS // SLICES) + warp // SLICES) * OUTPUTS  # output of each warp
     # A tile is (32, WARPS, 8), in this order so that Triton gives each warp a line of the weight. Each warp reads all
     # that it needs of x, so x is loaded in such tiles too.
     k = tl.arange(0, 32)[:, None, None] * 8 + tl.arange(0, 8)[None, None, :]
@@ -100,10 +100,10 @@ def _few_rows_product_kernel(
         x_ptrs += (x_ptr + tl.minimum(row, num_rows - 1) * x_row_stride,)  # type: ignore[assignment]
     if norm_weight_ptr is not None:
         norm_ptrs = (norm_weight_ptr,)  # type: ignore[assignment]
-    # In the end each lane has another row and output.
+    # In the end each lane has another row and output, and the warps that had slices of the same lines are one.
     lane = tl.arange(0, 32)[:, None]
-    first_of_line = (tl.program_id(0) * (WARPS // SLICES) + tl.arange(0, WARPS // SLICES)) * OUTPUTS
-    row, column = lane // OUTPUTS, first_of_line[None, :] + lane % OUTPUTS
+    first_in_end = (tl.program_id(0) * (WARPS // SLICES) + tl.arange(0, WARPS // SLICES)) * OUTPUTS
+    row, column = lane // OUTPUTS, first_in_end[None, :] + lane % OUTPUTS
     out_offsets = row * num_outputs + column
     is_out = (row < num_rows) & (column < num_outputs)
 
@@ -190,9 +190,9 @@ def few_rows_product(
 ) -> Tensor:
     """Return SwiGLU(RMSNorm(x) W^T + b) + residual, (num_rows, num_outputs); all except the product may be left out.
 
-    x: (num_rows, size), rows contiguous. weight: (num_outputs, size), contiguous, or
-    (2 * num_outputs, size) with the gate before up if it is `gated`. bias: as long as the weight. norm: the norm's
-    weight, (size,) in the dtype of x, and its epsilon. residual: (num_rows, num_outputs), contiguous.
+    x: (num_rows, size), rows contiguous. weight: (num_outputs, size), contiguous, or (2 * num_outputs, size) with the
+    gate before up if it is `gated`. bias: as long as the weight. norm: the norm's weight, (size,) in the dtype of x,
+    and its epsilon. residual: (num_rows, num_outputs), contiguous.
     """
     (num_rows, size), num_outputs = x.shape, len(weight) // (1 + gated)
     assert x.stride(1) == 1, f"the rows of x must be contiguous, strides {x.stride()}"

@@ -16,7 +16,8 @@ from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.layernorm import rms_norm
 
 MAX_FEW_ROWS = 4  # 0 turns these kernels off
-MAX_FEW_ROWS_OF_WIDE_MODELS, WIDE = 2, 2048  # from which hidden size on two rows take as long as the memory needs
+MAX_FEW_WIDE_ROWS = 2  # of more than WIDE values: with more rows, multiplying takes longer than reading the weights
+WIDE = 2048
 
 
 def has_few_rows(x: Tensor) -> bool:
@@ -24,7 +25,7 @@ def has_few_rows(x: Tensor) -> bool:
 
     In float16 a row times the norm's weight may overflow, as it is not divided by its root mean square yet.
     """
-    most = MAX_FEW_ROWS if x.shape[1] <= WIDE else min(MAX_FEW_ROWS, MAX_FEW_ROWS_OF_WIDE_MODELS)
+    most = MAX_FEW_ROWS if x.shape[1] <= WIDE else min(MAX_FEW_ROWS, MAX_FEW_WIDE_ROWS)
     if not 0 < len(x) <= most or x.dtype != torch.bfloat16 or import_error("triton"):
         return False
     return bool(overlap_options(x.device)["OVERLAP"])

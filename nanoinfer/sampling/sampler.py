@@ -84,7 +84,7 @@ class Sampler:
         self._mask_sender = MaskSender(vocab_size, self.device, tp)
         self._records: dict[int, SamplingRecord] = {}  # by row: what it asks for beyond temperature and seed
         self._filtered: set[int] = set()  # rows with top_k, top_p or min_p
-        self._copied: set[int] = set()  # rows whose logits may need a copy: with min_tokens only for a while
+        self._may_need_copy: set[int] = set()  # rows whose logits may need a copy: with min_tokens only for a while
 
     def admit(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> None:
         """Enter how the newly admitted rows of a packet are sampled, in place of what was known of these rows."""
@@ -98,7 +98,7 @@ class Sampler:
         if self._records:
             for row in on_host.row_records[:, 0].tolist():
                 self._filtered.discard(row)
-                self._copied.discard(row)
+                self._may_need_copy.discard(row)
                 if self._records.pop(row, None):
                     for processor in self.processors:
                         processor.release(row)
@@ -114,7 +114,7 @@ class Sampler:
         self.filters[rows] = torch.stack((self.temperatures[rows], *columns), dim=1)
         for processor in self.processors:
             processor.admit(records, on_host, on_device)
-        self._copied |= {record.row for record in records if self._needs_copy(record.row)}
+        self._may_need_copy |= {record.row for record in records if self._needs_copy(record.row)}
 
     def sample(
         self, logits: Tensor, first_id: int, rows: Tensor, host_rows: list[int], rules: StepRules | None = None
@@ -136,11 +136,11 @@ class Sampler:
             processors = [biases, functions, *rest, token_sets]
             ruled, errors = functions.lines.keys() | token_sets.masks.keys(), functions.errors
         copied = []
-        if self._copied or ruled:
+        if self._may_need_copy or ruled:
             copied = [
                 line
                 for line, row in enumerate(host_rows)
-                if row in ruled or (row in self._copied and self._needs_copy(row))
+                if row in ruled or (row in self._may_need_copy and self._needs_copy(row))
             ]
         if not copied:
             return Sampled(self._draw(logits, first_id, rows, host_rows), [], errors)
