@@ -95,7 +95,7 @@ def print_row(*cells: object) -> None:
 
 def decode_attention() -> None:
     """Print TB/s of keys, values and scales in each format, for contexts of 100 to 2,048 tokens, or one of 32,768."""
-    from nanoinfer.kernels.paged_decode_attention import paged_decode_attention, plan_decode
+    from nanoinfer.kernels.paged_decode_attention import has_large_tiles, paged_decode_attention, plan_decode
 
     loads = [(rows, 100, 2048) for rows in (256, 128, 64, 32, 16, 8, 1)] + [(1, 32768, 32768)]
     num_layers, num_blocks, scale = 8, 2200, HEAD_DIM**-0.5
@@ -109,7 +109,8 @@ def decode_attention() -> None:
             lens = torch.linspace(shortest, longest, rows + 2, device="cuda")[1:-1][order].int()
             width = -(-longest // BLOCK_SIZE)
             tables = torch.randperm(num_blocks, device="cuda")[: rows * width].view(rows, width).int()
-            plan = plan_decode(lens, tables, BLOCK_SIZE, HEAD_DIM, in_8_bits=dtype != DTYPE)
+            large_tiles = has_large_tiles(dtype != DTYPE, heads // KV_HEADS)
+            plan = plan_decode(lens, tables, BLOCK_SIZE, HEAD_DIM, large_tiles=large_tiles)
             q = randn(rows, heads, HEAD_DIM)
             time = microseconds([partial(paged_decode_attention, q, *cache, *plan, scale) for cache in caches])
             num_bytes = int(lens.sum()) * num_cache_bytes((KV_HEADS, HEAD_DIM), dtype)

@@ -33,7 +33,7 @@ from nanoinfer.kernels.device_properties import has_large_shared_memory, next_po
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions
-MAX_TOKENS_IN_8_BITS = 128  # a tile in 8 bits has twice as many tokens, if it is not more than this
+MAX_TOKENS_IN_8_BITS = 128  # a tile of few queries in 8 bits has twice as many tokens, if it is not more than this
 QUERY_TILE = 16  # the fewest rows that tl.dot takes; the group of query heads is padded to it
 PROGRAMS_PER_SM = 2  # what fits, each with three tiles in flight or in use
 STAGES = 5  # a tile's slot is read two stages before the tile, and the tile two stages before its use
@@ -329,14 +329,14 @@ def plan_decode(
     head_dim: int,
     first_tokens: Tensor | None = None,
     least_tiles: int = 1,
-    in_8_bits: bool = False,
+    large_tiles: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """List the tiles of all rows for `paged_decode_attention`.
 
     context_lens: (num_rows,) int32, 0 for padding. block_tables: (num_rows, max_blocks) int32. block_size, head_dim:
     those of the cache. first_tokens: (num_rows,) int32, the first token that each row attends to, for windows and
     shared prefixes. least_tiles: how many tiles a row without tokens gets; with 0, its result is not written.
-    in_8_bits: whether the cache is; leave it out for groups.
+    large_tiles: what `has_large_tiles` says of rows; leave it out for groups.
     The host does not wait for the device, so a CUDA graph can capture this.
 
     Returns
@@ -345,7 +345,7 @@ def plan_decode(
     - row_starts, (num_rows + 1,) int32: the index of each row's first tile, then the number of all tiles.
     """
     num_rows, max_blocks = block_tables.shape
-    tile = _tile_size(block_size, head_dim, in_8_bits)
+    tile = _tile_size(block_size, head_dim, large_tiles)
     tiles = block_tables.new_empty((num_rows * max_blocks * (block_size // tile), 4))
     row_starts = block_tables.new_empty(num_rows + 1)
     _plan_kernel[(num_rows,)](
@@ -431,6 +431,11 @@ def max_group_rows(group_size: int) -> int:
     return GROUP_QUERIES // group_size
 
 
+def has_large_tiles(in_8_bits: bool, num_queries: int) -> bool:
+    """Return whether the tiles of a cache have twice the tokens. Many queries leave no registers for them."""
+    return in_8_bits and num_queries <= FEW_QUERIES
+
+
 def padded_head_dim(head_dim: int) -> int:
     """Return the size that kernels compute with: 64, 128 or 256."""
     return max(64, next_power_of_2(head_dim))
@@ -484,11 +489,12 @@ def _launch(
         head_dim=head_dim,
         HEAD_DIM=padded_head_dim(head_dim),
         QUERIES=queries,
-        TILE=_tile_size(block_size, head_dim, in_8_bits and group_rows is None),
+        TILE=_tile_size(block_size, head_dim, has_large_tiles(in_8_bits, queries)),
         WINDOWED=windowed,
         ASM=q.is_cuda,
         STAGES=_num_stages(q.device, queries, head_dim),
-        num_warps=4,
+        # Four warps spill registers around the products of many queries in 8 bits, and Triton 3.6 gets them wrong then.
+        num_warps=8 if in_8_bits and queries > FEW_QUERIES else 4,
         **overlap_options(q.device),
     )
     if num_shares == 1:
@@ -515,10 +521,10 @@ def _launch(
     )
 
 
-def _tile_size(block_size: int, head_dim: int, in_8_bits: bool) -> int:
-    """Return how many tokens a tile has. The many queries of a group leave no registers for larger ones."""
+def _tile_size(block_size: int, head_dim: int, large: bool) -> int:
+    """Return how many tokens a tile has."""
     tokens = TILE_ELEMENTS // padded_head_dim(head_dim)
-    return math.gcd(block_size, min(2 * tokens, max(tokens, MAX_TOKENS_IN_8_BITS)) if in_8_bits else tokens)
+    return math.gcd(block_size, min(2 * tokens, max(tokens, MAX_TOKENS_IN_8_BITS)) if large else tokens)
 
 
 def _num_stages(device: torch.device, queries: int, head_dim: int) -> int:

@@ -115,7 +115,10 @@ def test_slots_past_two_to_the_31_elements_are_reached(cache_dtype: torch.dtype)
 @pytest.mark.parametrize("window", [None, 1000])
 @pytest.mark.parametrize(
     ("head_dim", "group_size"),
-    [(128, 1), (128, 2), (128, 4), (128, 5), (128, 16), (64, 2), (64, 8), (80, 64), (96, 4), (256, 2), (256, 8)],
+    [
+        *((128, 1), (128, 2), (128, 4), (128, 5), (128, 16), (128, 32), (128, 64), (64, 2), (64, 8), (64, 64)),
+        *((80, 64), (96, 4), (256, 2), (256, 8), (256, 64)),
+    ],
 )
 def test_decode_and_prefill_of_any_sizes_equal_their_twin(
     cache_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, group_size: int, window: int | None
@@ -139,7 +142,9 @@ def test_contexts_cut_between_programs_equal_their_twin(
 
 
 @CACHE_DTYPES
-@pytest.mark.parametrize(("group_size", "head_dim"), [(2, 128), (4, 128), (7, 64), (2, 256)])
+@pytest.mark.parametrize(
+    ("group_size", "head_dim"), [(1, 128), (2, 128), (4, 128), (7, 64), (2, 96), (2, 256), (8, 256)]
+)
 def test_256_rows_that_share_2048_tokens_get_what_each_gets_alone(
     cache_dtype: torch.dtype, group_size: int, head_dim: int
 ) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.paged_decode_attention import (
+    has_large_tiles,
     max_group_rows,
     paged_decode_attention,
     plan_decode,
@@ -81,5 +82,6 @@ class TritonBackend(AttentionBackend):
             first_tokens = shared.num_shared_blocks * block_size
             prefix_lens = torch.where(shared.num_group_rows > 0, first_tokens, 0)
             groups = TileList(*plan_decode(prefix_lens, tables, block_size, head_dim, least_tiles=0))
-        rows = TileList(*plan_decode(lens, tables, block_size, head_dim, first_tokens, in_8_bits=in_8_bits))
+        large_tiles = has_large_tiles(in_8_bits, self.spec.group_size)
+        rows = TileList(*plan_decode(lens, tables, block_size, head_dim, first_tokens, large_tiles=large_tiles))
         return DecodePlan(rows, groups)
