@@ -5,10 +5,9 @@ Each engine has a process group of its own; PyTorch's global one is left to the 
 
 import datetime
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -38,18 +37,8 @@ NCCL_ENVIRONMENT = {
     # Its monitor would look for news in the ranks' folder once a second, and hold up our end where that is gone.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-SLICE_TOKENS = 4096  # at least, and less than twice as many, in a slice of an all-reduce that overlaps with its product
-
-
-class Sliceable(Protocol):
-    """Rows: a tensor, or what holds rows in 8 bits with their scales."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, rows: slice, /) -> Any: ...
-
-
-Product = Callable[[Any, Tensor | None, Tensor], Tensor]  # (x, bias, out) -> out
+# In a slice of a large prefill step, at least, and less than twice as many: see `models/sliced_prefill.py`.
+SLICE_TOKENS = 4096
 
 
 class VocabShard(NamedTuple):
@@ -113,23 +102,15 @@ class TensorParallel:
             _finish(self.group.allreduce([x], _options(dist.AllreduceOptions())))
         return x
 
-    def all_reduced_product(self, product: Product, x: Sliceable, bias: Tensor | None, out: Tensor) -> Tensor:
-        """Return the sum of all ranks' product(x) + b, in `out`, (num_tokens, output_size).
+    def start_all_reduce(self, x: Tensor) -> Any:
+        """Begin to sum up all ranks' `x`, (num_tokens, size), in its place; return what to wait for.
 
-        Of many tokens, the ranks exchange one slice while they compute the next.
+        That is None for few tokens, whose sum is complete for the kernels that follow.
         """
-        if len(x) < 2 * SLICE_TOKENS:
-            return self.all_reduce(product(x, bias, out))
-        works, start = [], 0
-        for result in out.tensor_split(len(x) // SLICE_TOKENS):
-            product(x[start : start + len(result)], None, result)
-            start += len(result)
-            if bias is not None:
-                result += bias
-            works.append(self.group.allreduce([result], dist.AllreduceOptions()))
-        for work in works:
-            work.wait()  # on a GPU the kernels that follow wait, and the host goes on
-        return out
+        if len(x) >= SLICE_TOKENS:
+            return self.group.allreduce([x], dist.AllreduceOptions())
+        self.all_reduce(x)
+        return None
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return all ranks' `x`, of the same shape: (size, *x.shape)."""

@@ -82,7 +82,7 @@ class RMSNorm(nn.Module):
             return rms_norm(residual, self.weight, self.eps), residual
         if hidden.all_ranks is not None:
             return all_reduce_add_rms_norm(residual, hidden.all_ranks, self.weight, self.eps, hidden.sum_weight)
-        return add_rms_norm(hidden.terms, residual, self.weight, self.eps, hidden.sum_weight)
+        return add_rms_norm(hidden.wait(), residual, self.weight, self.eps, hidden.sum_weight)
 
     def _to_fp8(
         self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat
@@ -90,4 +90,4 @@ class RMSNorm(nn.Module):
         if hidden is None or hidden.all_ranks is not None:
             out, total = self.forward(hidden, residual)
             return quantize_rows(out, out_format), total
-        return add_rms_norm_to_fp8(hidden.terms, residual, self.weight, self.eps, hidden.sum_weight, out_format)
+        return add_rms_norm_to_fp8(hidden.wait(), residual, self.weight, self.eps, hidden.sum_weight, out_format)

@@ -6,7 +6,7 @@ bits its weight is, and multiplies by it.
 """
 
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +118,7 @@ class PartialSum:
     """The output of a row-parallel product while it is not added up yet; the next RMSNorm does that.
 
     terms: (num_terms, num_tokens, hidden_size) to be added: one complete sum, or the partial sums of split-K.
+    exchange: the all-reduce of the terms, if it is under way: see `wait`.
     all_ranks: the buffers with the terms of all ranks, if the kernel of the norm does the all-reduce too.
     sum_weight: (hidden_size,), of a norm of the sum by itself before it is added to the residual stream; None for none.
     """
@@ -125,6 +126,13 @@ class PartialSum:
     terms: Tensor
     all_ranks: SymmetricBuffers | None = None
     sum_weight: Tensor | None = None
+    exchange: Any = None
+
+    def wait(self) -> Tensor:
+        """Return the terms once the ranks have exchanged them. On a GPU the kernels that follow wait, not the host."""
+        if self.exchange is not None:
+            self.exchange.wait()
+        return self.terms
 
 
 class RowParallelLinear(ShardedLinear):
@@ -163,9 +171,12 @@ class RowParallelLinear(ShardedLinear):
         if buffers is not None:
             self.quant_method.apply(self, x, bias, out=buffers.input)
             return PartialSum(buffers.input.unsqueeze(0), buffers)
-        out = self.quant_method.empty_output(self, len(x))
-        product = partial(self.quant_method.apply, self)
-        return PartialSum(self.tp.all_reduced_product(product, x, bias, out).unsqueeze(0))
+        return all_reduced(self.tp, self.quant_method.apply(self, x, bias))
+
+
+def all_reduced(tp: TensorParallel, part: Tensor) -> PartialSum:
+    """Return the sum of all ranks' parts, (num_tokens, hidden_size); that of many tokens is still on its way."""
+    return PartialSum(part.unsqueeze(0), exchange=tp.start_all_reduce(part))
 
 
 def sum_buffers(tp: TensorParallel, num_tokens: int) -> SymmetricBuffers | None:

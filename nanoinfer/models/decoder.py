@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.model_config import ModelConfig, MoEConfig
-from nanoinfer.distributed.tensor_parallel import TensorParallel, VocabShard
+from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.attention.backend import AttentionSpec
@@ -24,6 +24,7 @@ from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVP
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.models.few_rows import few_rows_layer, suits_few_rows
+from nanoinfer.models.sliced_prefill import sliced_prefill, suits_slices
 from nanoinfer.quantization.fp8_linear import with_quantization
 
 
@@ -66,11 +67,7 @@ class DecoderAttention(nn.Module):
         )
         self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(attention))
 
-    def forward(self, positions: Tensor, hidden: Activations, cache: LayerCache, metadata: Metadata) -> PartialSum:
-        qkv = self.qkv_proj(hidden)  # (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
-        return self.o_proj(self.attend(qkv, positions, cache, metadata))
-
-    def attend(self, qkv: Tensor, positions: Tensor, cache: LayerCache, metadata: Metadata) -> Tensor:
+    def forward(self, qkv: Tensor, positions: Tensor, cache: LayerCache, metadata: Metadata) -> Tensor:
         norm_weights = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
         return self.attn(qkv, norm_weights, positions, cache, metadata).flatten(1)  # (num_tokens, o_proj's input size)
 
@@ -130,8 +127,18 @@ class DecoderLayer(nn.Module):
         """
         if suits_few_rows(self, residual):
             return few_rows_layer(self, positions, hidden, residual, cache, metadata, row_mask)
+        qkv, residual = self.before_attention(hidden, residual)
+        hidden = self.after_attention(self.self_attn(qkv, positions, cache, metadata))
+        return self.feed_forward(hidden, residual, row_mask)
+
+    def before_attention(self, hidden: PartialSum | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         normed, residual = self.input_layernorm(hidden, residual, self.self_attn.qkv_proj.input_format)
-        hidden = self.self_attn(positions, normed, cache, metadata)
+        return self.self_attn.qkv_proj(normed), residual  # (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
+
+    def after_attention(self, heads: Tensor) -> PartialSum:
+        return self.self_attn.o_proj(heads)
+
+    def feed_forward(self, hidden: PartialSum, residual: Tensor, row_mask: Tensor | None) -> tuple[PartialSum, Tensor]:
         normed, residual = self.post_attention_layernorm(hidden, residual, self.mlp.input_format)
         return self.mlp(normed, row_mask), residual
 
@@ -161,10 +168,11 @@ class Decoder(nn.Module):
         residual = self.embed_tokens(token_ids)  # (num_tokens, hidden_size)
         hidden: PartialSum | None = None
         row_mask = metadata.slot_mapping >= 0 if self.has_experts else None
+        if suits_slices(self, residual):
+            return sliced_prefill(self, positions, residual, kv_cache, metadata, row_mask)
         for index, layer in enumerate(self.layers):
             hidden, residual = layer(positions, hidden, residual, kv_cache.layer(index), metadata, row_mask)
-        normed, _ = self.norm(hidden, residual)
-        return normed
+        return self.norm(hidden, residual)[0]
 
 
 class DecoderForCausalLM(nn.Module):
@@ -214,15 +222,10 @@ class DecoderForCausalLM(nn.Module):
             shard = f"{path.pop()}.{shard or part.removesuffix('_proj')}"
         return ".".join((*path, packed, kind)), shard
 
-    @property
-    def vocab_shard(self) -> VocabShard:
-        """The token ids that this rank computes the logits of."""
-        return self.lm_head.vocab
-
     def forward(self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
         """Return hidden states (num_tokens, hidden_size) of the step's tokens; token_ids, positions: (num_tokens,)."""
         return self.model(token_ids, positions, kv_cache, metadata)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """(num_rows, hidden_size) -> logits (num_rows, vocab_shard.size) in the model's dtype, in `out` if given."""
+        """(num_rows, hidden_size) -> logits (num_rows, lm_head.vocab.size) in the model's dtype, in `out` if given."""
         return self.lm_head(hidden, out)

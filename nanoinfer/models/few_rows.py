@@ -44,7 +44,7 @@ def few_rows_layer(
     else:
         normed, residual = layer.input_layernorm(hidden, residual)
         qkv = few_rows_product(normed, attention.qkv_proj.weight, attention.qkv_proj.bias)
-    heads = attention.attend(qkv, positions, cache, metadata)  # (num_tokens, num_heads * head_dim)
+    heads = attention(qkv, positions, cache, metadata)  # (num_tokens, num_heads * head_dim)
     residual = few_rows_product(heads, attention.o_proj.weight, attention.o_proj.bias, residual=residual)
     if isinstance(mlp, SparseMoE):
         normed, residual = layer.post_attention_layernorm(None, residual, mlp.input_format)

@@ -23,6 +23,7 @@ from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.models.decoder import DecoderAttention, DecoderForCausalLM, DecoderMLP, DecoderSpec
+from nanoinfer.models.sliced_prefill import sliced_prefill, suits_slices
 from nanoinfer.quantization.fp8_linear import with_quantization
 
 
@@ -82,8 +83,20 @@ class Gemma3Layer(nn.Module):
         self, positions: Tensor, hidden: PartialSum | None, residual: Tensor, cache: LayerCache, metadata: Metadata
     ) -> tuple[PartialSum, Tensor]:
         """Return what this layer's MLP adds to the residual stream, and the stream, as `DecoderLayer` does."""
+        qkv, residual = self.before_attention(hidden, residual)
+        hidden = self.after_attention(self.self_attn(qkv, positions, cache, metadata))
+        return self.feed_forward(hidden, residual)
+
+    def before_attention(self, hidden: PartialSum | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         normed, residual = self.input_layernorm(hidden, residual, self.self_attn.qkv_proj.input_format)
-        hidden = self.post_attention_layernorm.of_sum(self.self_attn(positions, normed, cache, metadata))
+        return self.self_attn.qkv_proj(normed), residual
+
+    def after_attention(self, heads: Tensor) -> PartialSum:
+        return self.post_attention_layernorm.of_sum(self.self_attn.o_proj(heads))
+
+    def feed_forward(
+        self, hidden: PartialSum, residual: Tensor, _row_mask: Tensor | None = None
+    ) -> tuple[PartialSum, Tensor]:
         normed, residual = self.pre_feedforward_layernorm(hidden, residual, self.mlp.input_format)
         return self.post_feedforward_layernorm.of_sum(self.mlp(normed)), residual
 
@@ -112,6 +125,8 @@ class Gemma3Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
         residual = self.embed_tokens(token_ids)  # (num_tokens, hidden_size)
+        if suits_slices(self, residual):
+            return sliced_prefill(self, positions, residual, kv_cache, metadata)
         hidden: PartialSum | None = None
         for index, layer in enumerate(self.layers):
             hidden, residual = layer(positions, hidden, residual, kv_cache.layer(index), metadata)

@@ -89,9 +89,6 @@ class Fp8WeightOnlyMethod(LinearMethod):
     def wide_weight(self, layer: Any) -> Tensor:
         return dequantize_weight(layer.weight, self.scales(layer)).to(self.dtype)
 
-    def empty_output(self, layer: Any, num_tokens: int) -> Tensor:
-        return layer.weight.new_empty(num_tokens, len(layer.weight), dtype=self.dtype)
-
     def check(self, layer: Any, param: Tensor, full: Tensor, shape: tuple[int, ...]) -> None:
         if param is layer.weight and (full.dtype == FP8) != self.config.in_checkpoint:
             expected = "in float8_e4m3fn" if self.config.in_checkpoint else "in 16 or 32 bits"

@@ -45,10 +45,6 @@ class LinearMethod:
         """Return the weight in the dtype of the model."""
         return layer.weight
 
-    def empty_output(self, layer: Any, num_tokens: int) -> Tensor:
-        """Return memory for a product of so many tokens."""
-        return layer.weight.new_empty(num_tokens, len(layer.weight))
-
     def apply(self, layer: Any, x: Activations, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Return x W^T + b, (num_tokens, num_outputs), in `out` if it is given."""
         x, weight = cast(Tensor, x), self.wide_weight(layer)

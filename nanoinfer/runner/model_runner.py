@@ -125,7 +125,7 @@ class ModelRunner:
         They come in the packet's order: chunks that sample, or decode rows.
         """
         with computing(self.device, self._num_threads):
-            logits, first_id = self.logits[: len(pending.host_rows)], self.model.vocab_shard.start
+            logits, first_id = self.logits[: len(pending.host_rows)], self.model.lm_head.vocab.start
             sampled = self.sampler.sample(logits, first_id, pending.rows, pending.host_rows, rules)
             to_host = sampled.token_ids.to("cpu", non_blocking=True)  # into pinned memory
             event = None
@@ -267,7 +267,7 @@ class ModelRunner:
 
     def _allocate_logits(self) -> None:
         """Make one buffer for all graphs and for what runs without: the logits are the largest thing of a step."""
-        self.logits = self.model.lm_head.weight.new_empty(self.config.max_num_seqs, self.model.vocab_shard.size)
+        self.logits = self.model.lm_head.weight.new_empty(self.config.max_num_seqs, self.model.lm_head.vocab.size)
 
     def _capture_graphs(self) -> None:
         if self._uses_graphs:

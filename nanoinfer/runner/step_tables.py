@@ -17,6 +17,7 @@ from nanoinfer.layers.attention.metadata import (
     SharedPrefixes,
     cumulative_lens,
     ragged_indices,
+    slots_of,
 )
 
 PADDING_ROW = -1  # indexes the last row, a spare line whose context stays empty
@@ -100,8 +101,3 @@ def read_rows(
     positions = (lens - 1).clamp(min=0).long()
     slots = torch.where(lens > 0, slots_of(block_tables, rows, positions, block_size), -1)
     return token_ids[rows, positions], positions, slots, lens, blocks
-
-
-def slots_of(block_tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """Return block_id * block_size + offset of each position, (num_tokens,) int64."""
-    return block_tables[rows, positions // block_size].long() * block_size + positions % block_size

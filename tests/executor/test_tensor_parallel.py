@@ -26,6 +26,7 @@ from nanoinfer.executor.shm_ring import SLOT_SIZE
 from nanoinfer.executor.workers import PASSED, Workers
 from nanoinfer.runner import model_runner
 from nanoinfer.runner.model_runner import ModelRunner, StepHandle
+from tests.models.test_architectures import checkpoint  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see what is left of an engine")
 
@@ -147,6 +148,23 @@ def test_a_packet_larger_than_a_slot_and_a_step_of_many_tokens_change_nothing(on
     assert generate(two_ranks, prompts, params) == generate(one_rank, prompts, params)
 
 
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.usefixtures("nothing_remains")
+def test_a_step_of_many_tokens_in_slices_changes_nothing(
+    checkpoint: Checkpoint,  # noqa: F811
+    architecture: str,
+) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    folder, prompts = checkpoint(architecture, 0, **sizes), random_prompts((100,) * 90, vocab_size=256)
+    assert 2 * SLICE_TOKENS < 90 * 100
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    expected, actual = [], []
+    for size, tokens in ((1, expected), (2, actual)):
+        with LLM(folder, device="cpu", tensor_parallel_size=size, max_model_len=112) as llm:
+            tokens += generate(llm, prompts, params)
+    assert actual == expected
+
+
 @pytest.mark.usefixtures("nothing_remains")
 def test_chunks_preemption_cached_prefixes_and_other_block_sizes_change_nothing(
     one_rank: LLM, two_short_ranks: LLM
@@ -224,19 +242,13 @@ def answer_exchange(tp: TensorParallel) -> None:
     assert tp.all_gather(torch.tensor([[tp.rank], [10]])).tolist() == [[[rank], [10]] for rank in range(3)]
     assert tp.broadcast(torch.tensor([[tp.rank + 3], [tp.rank]])).tolist() == [[3], [0]]
     assert tp.minimum(7 - tp.rank, torch.device("cpu")) == 5
-    x = torch.arange(2 * SLICE_TOKENS + 1, dtype=torch.float32).unsqueeze(1).expand(-1, 2)
-    weight, bias = torch.full((1, 2), tp.rank + 1.0), torch.ones(1)
-    expected = 2 * (1 + 2 + 3) * x[:, :1] + 3
-    for num_tokens in (SLICE_TOKENS - 1, len(x)):  # in one piece, and in slices
-        out = tp.all_reduced_product(product_with(weight), x[:num_tokens], bias, torch.empty(num_tokens, 1))
-        assert torch.equal(out, expected[:num_tokens])
-
-
-def product_with(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
-    def product(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-        return out.copy_(torch.nn.functional.linear(x, weight, bias))
-
-    return product
+    for num_tokens in (SLICE_TOKENS - 1, SLICE_TOKENS):  # at once, and in the background
+        x = torch.arange(num_tokens, dtype=torch.float32).unsqueeze(1) + tp.rank
+        work = tp.start_all_reduce(x)
+        assert (work is None) == (num_tokens < SLICE_TOKENS)
+        if work is not None:
+            work.wait()
+        assert torch.equal(x[:, 0], 3 * torch.arange(num_tokens) + 3.0)
 
 
 @pytest.mark.usefixtures("nothing_remains")

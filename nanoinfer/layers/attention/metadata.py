@@ -139,3 +139,8 @@ def ragged_indices(cu_lens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     segments = torch.arange(len(cu_lens) - 1, device=cu_lens.device)
     segments = segments.repeat_interleave(cu_lens.diff(), output_size=total)
     return segments, torch.arange(total, device=cu_lens.device) - cu_lens[segments]
+
+
+def slots_of(block_tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """Return block_id * block_size + offset of each position, (num_tokens,) int64."""
+    return block_tables[rows, positions // block_size].long() * block_size + positions % block_size
