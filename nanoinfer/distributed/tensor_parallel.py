@@ -37,7 +37,7 @@ NCCL_ENVIRONMENT = {
     # Its monitor would look for news in the ranks' folder once a second, and hold up our end where that is gone.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-# In a slice of a large prefill step, at least, and less than twice as many: see `models/sliced_prefill.py`.
+# A slice of a large prefill step has at least so many tokens, and less than twice as many: `models/sliced_prefill.py`.
 SLICE_TOKENS = 4096
 
 
@@ -103,11 +103,11 @@ class TensorParallel:
         return x
 
     def start_all_reduce(self, x: Tensor) -> Any:
-        """Begin to sum up all ranks' `x`, (num_tokens, size), in its place; return what to wait for.
+        """Start to sum up all ranks' `x`, (num_tokens, size), in its place. Return the work to wait for.
 
-        That is None for few tokens, whose sum is complete for the kernels that follow.
+        That is None for fewer than SLICE_TOKENS tokens: the kernels that follow see their sum.
         """
-        if len(x) >= SLICE_TOKENS:
+        if self.size > 1 and len(x) >= SLICE_TOKENS:
             return self.group.allreduce([x], dist.AllreduceOptions())
         self.all_reduce(x)
         return None

@@ -117,16 +117,16 @@ class QKVParallelLinear(ColumnParallelLinear):
 class PartialSum:
     """The output of a row-parallel product while it is not added up yet; the next RMSNorm does that.
 
-    terms: (num_terms, num_tokens, hidden_size) to be added: one complete sum, or the partial sums of split-K.
-    exchange: the all-reduce of the terms, if it is under way: see `wait`.
+    terms: (num_terms, num_tokens, hidden_size) to be added: the sum, or the partial sums of split-K. Read it by `wait`.
     all_ranks: the buffers with the terms of all ranks, if the kernel of the norm does the all-reduce too.
     sum_weight: (hidden_size,), of a norm of the sum by itself before it is added to the residual stream; None for none.
+    exchange: the all-reduce of the terms, a torch.distributed.Work, if it may still be running.
     """
 
     terms: Tensor
     all_ranks: SymmetricBuffers | None = None
     sum_weight: Tensor | None = None
-    exchange: Any = None
+    exchange: Any | None = None
 
     def wait(self) -> Tensor:
         """Return the terms once the ranks have exchanged them. On a GPU the kernels that follow wait, not the host."""
@@ -171,11 +171,11 @@ class RowParallelLinear(ShardedLinear):
         if buffers is not None:
             self.quant_method.apply(self, x, bias, out=buffers.input)
             return PartialSum(buffers.input.unsqueeze(0), buffers)
-        return all_reduced(self.tp, self.quant_method.apply(self, x, bias))
+        return sum_of_ranks(self.tp, self.quant_method.apply(self, x, bias))
 
 
-def all_reduced(tp: TensorParallel, part: Tensor) -> PartialSum:
-    """Return the sum of all ranks' parts, (num_tokens, hidden_size); that of many tokens is still on its way."""
+def sum_of_ranks(tp: TensorParallel, part: Tensor) -> PartialSum:
+    """Return the sum of all ranks' parts, (num_tokens, hidden_size), which are overwritten; see `start_all_reduce`."""
     return PartialSum(part.unsqueeze(0), exchange=tp.start_all_reduce(part))
 
 

@@ -15,7 +15,7 @@ from nanoinfer.checkpoint.model_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
-from nanoinfer.layers.linear import PartialSum, all_reduced, entries, sum_buffers
+from nanoinfer.layers.linear import PartialSum, entries, sum_buffers, sum_of_ranks
 from nanoinfer.quantization.fp8_linear import Fp8LinearMethod
 from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod
 
@@ -213,6 +213,6 @@ class SparseMoE(nn.Module):
             return PartialSum(terms)
         buffers = sum_buffers(self.tp, len(hidden))
         if buffers is None:
-            return all_reduced(self.tp, terms.sum(0))
+            return sum_of_ranks(self.tp, terms.sum(0))
         torch.sum(terms, 0, out=buffers.input)
         return PartialSum(buffers.input.unsqueeze(0), buffers)

@@ -90,7 +90,7 @@ class DecoderMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One layer. Each norm adds to the residual stream what came before it, then normalises.
+    """One layer. Each norm adds to the residual stream what came before, then normalises. Only attention mixes tokens.
 
     window: how many tokens each token attends to, or None for all. moe: its experts; None for a dense MLP.
     """
@@ -168,11 +168,12 @@ class Decoder(nn.Module):
         residual = self.embed_tokens(token_ids)  # (num_tokens, hidden_size)
         hidden: PartialSum | None = None
         row_mask = metadata.slot_mapping >= 0 if self.has_experts else None
-        if suits_slices(self, residual):
-            return sliced_prefill(self, positions, residual, kv_cache, metadata, row_mask)
+        if suits_slices(self, residual, metadata):
+            return sliced_prefill(self, positions, residual, kv_cache, metadata)
         for index, layer in enumerate(self.layers):
             hidden, residual = layer(positions, hidden, residual, kv_cache.layer(index), metadata, row_mask)
-        return self.norm(hidden, residual)[0]
+        normed, _ = self.norm(hidden, residual)
+        return normed
 
 
 class DecoderForCausalLM(nn.Module):

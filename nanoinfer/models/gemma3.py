@@ -125,7 +125,7 @@ class Gemma3Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
         residual = self.embed_tokens(token_ids)  # (num_tokens, hidden_size)
-        if suits_slices(self, residual):
+        if suits_slices(self, residual, metadata):
             return sliced_prefill(self, positions, residual, kv_cache, metadata)
         hidden: PartialSum | None = None
         for index, layer in enumerate(self.layers):

@@ -28,6 +28,7 @@ from nanoinfer.layers.attention.metadata import PrefillMetadata, SharedPrefixes
 from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.models import get_model_class
 from nanoinfer.models.decoder import DecoderForCausalLM
+from nanoinfer.models.sliced_prefill import sizes_to_measure
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, measure_graph_bytes, num_graphs, sharing_graph_sizes
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
@@ -277,9 +278,9 @@ class ModelRunner:
     def _measure_free_bytes(self, free_at_start: int) -> int:
         """Return what gpu_memory_utilization leaves for the cache beside weights, tables, the largest step and graphs.
 
-        Runs that step and captures two graphs; kernels are compiled on the way.
+        Runs such steps and captures two graphs; kernels are compiled on the way.
         """
-        step_bytes = memory.measure_peak_bytes(self._run_largest_prefill, self.device)
+        step_bytes = memory.measure_peak_bytes(self._run_largest_prefills, self.device)
         graph_bytes = 0
         if self._uses_graphs:
             max_num_seqs = self.config.max_num_seqs
@@ -290,18 +291,18 @@ class ModelRunner:
         share = self.config.gpu_memory_utilization
         return memory.grantable_bytes(share, free_at_start, self.device) - step_bytes - graph_bytes
 
-    def _run_largest_prefill(self) -> None:
-        """Run as many prompt tokens as a step may have, in the longest sequences, and sample for all rows."""
-        num_tokens, longest = self.config.max_num_batched_tokens, self.tables.token_ids.shape[1] - 1
-        lens = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
-        metadata = PrefillMetadata.of_whole_prompts(lens, self.tables.block_tables)
-        metadata = self.backends.plan(metadata, self.kv_cache)
-        token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
-        positions = torch.arange(num_tokens, device=self.device) % longest
-        hidden = self.model(token_ids, positions, self.kv_cache, metadata)
-        rows = torch.arange(self.config.max_num_seqs, device=self.device)
-        self._write_logits(hidden[rows % num_tokens])
-        self.sample(PendingStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), []))
-        del hidden
+    def _run_largest_prefills(self) -> None:
+        """Run prefill steps that need as much memory as any, in the longest sequences, and sample for all rows."""
+        longest, rows = self.tables.token_ids.shape[1] - 1, torch.arange(self.config.max_num_seqs, device=self.device)
+        for num_tokens in sizes_to_measure(self.config.max_num_batched_tokens, self.tp):
+            lens = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
+            metadata = PrefillMetadata.of_whole_prompts(lens, self.tables.block_tables)
+            metadata = self.backends.plan(metadata, self.kv_cache)
+            token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
+            positions = torch.arange(num_tokens, device=self.device) % longest
+            hidden = self.model(token_ids, positions, self.kv_cache, metadata)
+            self._write_logits(hidden[rows % num_tokens])
+            self.sample(PendingStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), []))
+            del hidden
         # Not run, since their kernels would have to be compiled for users who never ask for them.
         torch.empty(self.sampler.scratch_bytes, dtype=torch.uint8, device=self.device)

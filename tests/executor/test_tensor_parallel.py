@@ -24,6 +24,7 @@ from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel, 
 from nanoinfer.executor import parallel_runner, workers
 from nanoinfer.executor.shm_ring import SLOT_SIZE
 from nanoinfer.executor.workers import PASSED, Workers
+from nanoinfer.models import decoder, gemma3
 from nanoinfer.runner import model_runner
 from nanoinfer.runner.model_runner import ModelRunner, StepHandle
 from tests.models.test_architectures import checkpoint  # noqa: F401 (a fixture)
@@ -148,21 +149,27 @@ def test_a_packet_larger_than_a_slot_and_a_step_of_many_tokens_change_nothing(on
     assert generate(two_ranks, prompts, params) == generate(one_rank, prompts, params)
 
 
-@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
 @pytest.mark.usefixtures("nothing_remains")
 def test_a_step_of_many_tokens_in_slices_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
     checkpoint: Checkpoint,  # noqa: F811
     architecture: str,
 ) -> None:
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     folder, prompts = checkpoint(architecture, 0, **sizes), random_prompts((100,) * 90, vocab_size=256)
-    assert 2 * SLICE_TOKENS < 90 * 100
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    expected, actual = [], []
-    for size, tokens in ((1, expected), (2, actual)):
-        with LLM(folder, device="cpu", tensor_parallel_size=size, max_model_len=112) as llm:
-            tokens += generate(llm, prompts, params)
-    assert actual == expected
+    options: dict[str, Any] = {"max_model_len": 112, "max_num_seqs": 90, "max_num_batched_tokens": 90 * 100}
+    lens: list[int] = []
+    for module in (decoder, gemma3):
+        sliced = module.sliced_prefill
+        monkeypatch.setattr(module, "sliced_prefill", lambda *args, do=sliced: lens.append(len(args[2])) or do(*args))
+    tokens = []
+    for size in (1, 2):
+        with LLM(folder, device="cpu", tensor_parallel_size=size, **options) as llm:
+            tokens.append(generate(llm, prompts, params))
+    assert tokens[0] == tokens[1]
+    assert lens == [90 * 100], "rank 0, which is this process, had one step in slices"
 
 
 @pytest.mark.usefixtures("nothing_remains")

@@ -25,6 +25,7 @@ from nanoinfer.layers.layernorm import add_rms_norm, all_reduce_add_rms_norm
 from nanoinfer.runner import model_runner
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from tests.gpu.test_engine_gpu import assert_part_at_near_ties, chat_prompts
+from tests.models.test_architectures import checkpoint, draw_prompts  # noqa: F401 (a fixture)
 from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
 
 pytestmark = pytest.mark.multi_gpu
@@ -73,6 +74,43 @@ def test_biases_tied_heads_and_shared_kv_heads_are_those_of_one(
             results.append(llm.generate(prompts, params, use_tqdm=False))
     num_equal = sum(assert_part_at_near_ties(one, several) for one, several in zip(*results, strict=True))
     assert num_equal >= 12
+
+
+@pytest.mark.parametrize(
+    ("architecture", "quantization"),
+    [
+        ("Qwen3ForCausalLM", None),
+        ("Qwen3ForCausalLM", "fp8"),
+        ("Gemma3ForCausalLM", None),
+        ("Qwen3MoeForCausalLM", None),
+    ],
+)
+def test_prefill_in_slices_gives_the_log_probabilities_of_one_gpu(
+    checkpoint: Callable[..., Path],  # noqa: F811
+    architecture: str,
+    quantization: str | None,
+) -> None:
+    """A slice that went on before its sums were there would be wrong by several nats a token."""
+    needs_gpus(2)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"moe_intermediate_size": 128, "num_experts": 8} if "Moe" in architecture else {}
+    folder = checkpoint(architecture, 0, head_dim=64, **sizes, **experts)
+    prompts = draw_prompts(0, (200,) * 60)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 256, "max_num_batched_tokens": 60 * 200}
+    assert 2 * SLICE_TOKENS < 60 * 200
+    results = []
+    for size in (1, 2):
+        with LLM(folder, tensor_parallel_size=size, quantization=quantization, **options) as llm:
+            for _ in range(size):
+                llm.reset_prefix_cache()
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                entries = [(output.prompt_logprobs or [])[1:] for output in outputs]
+                pairs = [zip(*pair, strict=True) for pair in zip(entries, [ids[1:] for ids in prompts], strict=True)]
+                results.append(torch.tensor([[entry[token].logprob for entry, token in pair] for pair in pairs]))
+    one, two, again = results
+    assert torch.equal(two, again), "equal steps give equal bits"
+    assert (one - two).abs().mean(dim=1).max() < 0.25
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

@@ -2,15 +2,20 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS
+from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
+from nanoinfer.layers.attention.metadata import PrefillMetadata
 from nanoinfer.models import REGISTRY, decoder, gemma3, sliced_prefill
+from nanoinfer.quantization.fp8_linear import Fp8LinearMethod, Fp8WeightOnlyMethod
+from nanoinfer.quantization.linear_method import LinearMethod
 from tests.models.test_architectures import checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
+
+PREFILL = PrefillMetadata.of_whole_prompts([1], torch.zeros(1, 1, dtype=torch.int32))
 
 
 @pytest.fixture
@@ -23,7 +28,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             found.append(len(residual) // 5)
             return sliced_prefill.sliced_prefill(model, positions, residual, *rest)
 
-        monkeypatch.setattr(module, "suits_slices", lambda model, residual: len(residual) >= 10)
+        monkeypatch.setattr(module, "suits_slices", lambda model, residual, metadata: len(residual) >= 10)
         monkeypatch.setattr(module, "sliced_prefill", sliced)
 
     monkeypatch.setattr(sliced_prefill, "SLICE_TOKENS", 5)
@@ -51,15 +56,26 @@ def test_slices_give_the_tokens_of_whole_steps(
     assert len(set(counts)) > 1
 
 
-def test_one_process_has_no_slices() -> None:
-    class Layer:
-        class self_attn:  # noqa: N801
-            class o_proj:  # noqa: N801
-                class tp:  # noqa: N801
-                    size = 1
+@pytest.mark.parametrize(
+    ("num_ranks", "num_tokens", "metadata", "method", "expected"),
+    [
+        (2, 2 * SLICE_TOKENS, PREFILL, LinearMethod(), True),
+        (2, 2 * SLICE_TOKENS - 1, PREFILL, LinearMethod(), False),
+        (1, 4 * SLICE_TOKENS, PREFILL, LinearMethod(), False),
+        (2, 4 * SLICE_TOKENS, None, LinearMethod(), False),  # a decode step
+        (2, 4 * SLICE_TOKENS, PREFILL, object.__new__(Fp8WeightOnlyMethod), False),
+        (2, 4 * SLICE_TOKENS, PREFILL, object.__new__(Fp8LinearMethod), True),
+    ],
+)
+def test_large_prefill_steps_of_several_ranks_have_slices(
+    num_ranks: int, num_tokens: int, metadata: Any, method: LinearMethod, expected: bool
+) -> None:
+    product = SimpleNamespace(tp=SimpleNamespace(size=num_ranks), quant_method=method)
+    model = SimpleNamespace(layers=[SimpleNamespace(self_attn=SimpleNamespace(o_proj=product))])
+    assert sliced_prefill.suits_slices(model, torch.zeros(num_tokens, 1), metadata) == expected
 
-    model = type("Model", (), {"layers": [Layer]})
-    assert not sliced_prefill.suits_slices(model, torch.zeros(4 * SLICE_TOKENS, 1))
-    Layer.self_attn.o_proj.tp.size = 2
-    assert sliced_prefill.suits_slices(model, torch.zeros(2 * SLICE_TOKENS, 1))
-    assert not sliced_prefill.suits_slices(model, torch.zeros(2 * SLICE_TOKENS - 1, 1))
+
+def test_the_largest_step_in_one_piece_is_measured_too() -> None:
+    assert sliced_prefill.sizes_to_measure(16384, TensorParallel(0, 1)) == {16384}
+    assert sliced_prefill.sizes_to_measure(16384, TensorParallel(0, 2)) == {16384, 2 * SLICE_TOKENS - 1}
+    assert sliced_prefill.sizes_to_measure(100, TensorParallel(0, 2)) == {100}
