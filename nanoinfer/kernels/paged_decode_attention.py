@@ -493,8 +493,7 @@ def _launch(
         WINDOWED=windowed,
         ASM=q.is_cuda,
         STAGES=_num_stages(q.device, queries, head_dim),
-        # Four warps spill registers around the products of many queries in 8 bits, and Triton 3.6 gets them wrong then.
-        num_warps=8 if in_8_bits and queries > FEW_QUERIES else 4,
+        num_warps=_num_warps(queries, head_dim, in_8_bits),
         **overlap_options(q.device),
     )
     if num_shares == 1:
@@ -525,6 +524,11 @@ def _tile_size(block_size: int, head_dim: int, large: bool) -> int:
     """Return how many tokens a tile has."""
     tokens = TILE_ELEMENTS // padded_head_dim(head_dim)
     return math.gcd(block_size, min(2 * tokens, max(tokens, MAX_TOKENS_IN_8_BITS)) if large else tokens)
+
+
+def _num_warps(queries: int, head_dim: int, in_8_bits: bool) -> int:
+    """Return four warps, or eight where four would spill registers: beside Hopper's wgmma results were wrong then."""
+    return 8 if queries > FEW_QUERIES and (in_8_bits or head_dim > 128) else 4
 
 
 def _num_stages(device: torch.device, queries: int, head_dim: int) -> int:

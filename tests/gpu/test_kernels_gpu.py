@@ -288,10 +288,12 @@ def test_a_row_of_nan_spoils_no_other() -> None:
 
 
 @pytest.mark.parametrize("one_prefix", [True, False], ids=["one prefix for all", "a prefix for each group"])
-@pytest.mark.parametrize("group_size", [2, 4])
-def test_256_rows_that_share_2048_tokens_get_what_each_gets_alone(group_size: int, one_prefix: bool) -> None:
+@pytest.mark.parametrize(("group_size", "head_dim"), [(2, 128), (4, 128), (7, 64), (2, 256), (8, 256)])
+def test_256_rows_that_share_2048_tokens_get_what_each_gets_alone(
+    group_size: int, head_dim: int, one_prefix: bool
+) -> None:
     """Eight blocks are shared by as many rows as a group may have, and the last rows share nothing."""
-    layer = on_gpu(group_size)
+    layer = on_gpu(group_size, head_dim)
     num_rows, backend = 256, triton_backend(layer.spec)
     most = backend.max_group_rows
     assert most == 64 // group_size
