@@ -128,8 +128,8 @@ class DecoderLayer(nn.Module):
         hidden: what the layer before adds; None for nothing. residual: (num_tokens, hidden_size). row_mask:
         (num_tokens,) bool, False where a row is padding, for which no expert is read; None if there are no experts.
         """
-        if suits_few_rows(self, residual):
-            return few_rows_layer(self, positions, hidden, residual, cache, metadata, row_mask)
+        if hidden is None and suits_few_rows(self, residual):
+            return None, few_rows_layer(self, positions, residual, cache, metadata)
         normed, residual = self.input_layernorm(hidden, residual, self.self_attn.qkv_proj.input_format)
         hidden = self.self_attn(positions, normed, cache, metadata)
         normed, residual = self.post_attention_layernorm(hidden, residual, self.mlp.input_format)
