@@ -51,9 +51,9 @@ def read_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the newest token of each row, its position and its slot, the row's context length and its block table.
 
-    rows: (num_rows,) int32; -1 is the last row. The rest are the tables of `StepTables`, contiguous. The
-    result: (num_rows,) int32, int64, int64 and int32, and (num_rows, max_blocks) int32. A row without tokens has
-    position 0 and slot -1.
+    rows: (num_rows,) int32; -1 is the last row. The rest are the tables of `StepTables`, contiguous. The result:
+    (num_rows,) int32, int64, int64 and int32, and (num_rows, max_blocks) int32. A row without tokens has position 0 and
+    slot -1.
     """
     num_rows, max_blocks = len(rows), block_tables.shape[1]
     newest, lens = (torch.empty(num_rows, dtype=torch.int32, device=rows.device) for _ in range(2))

@@ -125,8 +125,8 @@ class DecoderLayer(nn.Module):
         hidden: what the layer before adds; None for nothing. residual: (num_tokens, hidden_size). row_mask:
         (num_tokens,) bool, False where a row is padding, for which no expert is read; None if there are no experts.
         """
-        if suits_few_rows(self, residual):
-            return few_rows_layer(self, positions, hidden, residual, cache, metadata, row_mask)
+        if hidden is None and suits_few_rows(self, residual):
+            return None, few_rows_layer(self, positions, residual, cache, metadata)
         qkv, residual = self.before_attention(hidden, residual)
         hidden = self.after_attention(self.self_attn(qkv, positions, cache, metadata))
         return self.feed_forward(hidden, residual, row_mask)

@@ -36,8 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("Qwen2ForCausalLM", {}),
         ("Qwen3ForCausalLM", {}),
         ("Phi3ForCausalLM", {}),
-        ("MixtralForCausalLM", {}),
-        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}),  # the other layers have experts
     ],
 )
 def test_few_rows_give_the_tokens_of_the_common_path(
@@ -59,7 +58,12 @@ def test_few_rows_give_the_tokens_of_the_common_path(
     assert "few_rows_product" in calls
 
 
-def test_weights_in_8_bits_take_the_common_path(calls: list[str], random_checkpoint: Callable[..., Path]) -> None:
+def test_experts_and_weights_in_8_bits_take_the_common_path(
+    calls: list[str],
+    checkpoint: Callable[..., Path],  # noqa: F811
+    random_checkpoint: Callable[..., Path],
+) -> None:
+    generate(checkpoint("MixtralForCausalLM", 0), [[1, 2, 3]], max_model_len=64)
     generate(random_checkpoint(), [[1, 2, 3]], max_model_len=64, quantization="fp8")
     assert not calls
 
