@@ -275,7 +275,7 @@ def all_reduces(rank: int, size: int, folder: str) -> None:
     torch.cuda.set_device(rank)
     tensor_parallel.MAX_BYTES_IN_MEMORY = 2**30
     tp = tensor_parallel.connect(rank, size, devices[rank], Path(folder) / "store")
-    tp = tp.with_symmetric_memory(*ALL_REDUCE_SHAPE, DTYPE, devices)
+    tp = tp.with_shared_memory(ALL_REDUCE_SHAPE[0], *ALL_REDUCE_SHAPE, DTYPE, devices)
     assert tp.memory is not None, "the GPUs do not reach each other's memory"
     memory = tp.memory
     x, residual, weight = randn(*ALL_REDUCE_SHAPE), randn(*ALL_REDUCE_SHAPE), randn(ALL_REDUCE_SHAPE[1])

@@ -7,7 +7,7 @@ import datetime
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -16,6 +16,9 @@ from torch import Tensor
 from nanoinfer.device import import_error
 from nanoinfer.distributed.symmetric_memory import SymmetricMemory
 from nanoinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nanoinfer.distributed.copy_engines import CopyEngines
 
 logger = logging.getLogger("nanoinfer")
 dist: Any = torch.distributed  # its process groups are hardly typed
@@ -58,7 +61,9 @@ class TensorParallel:
     rank: int = 0
     size: int = 1
     group: Any = None  # a process group of PyTorch's, see `connect`
-    memory: SymmetricMemory | None = None  # for sums of few tokens, where the GPUs reach each other's memory
+    # Where the GPUs reach each other's memory, for sums of few tokens, and of many.
+    memory: SymmetricMemory | None = None
+    copy_engines: "CopyEngines | None" = None
 
     def shard_size(self, total: int, name: str) -> int:
         """Return this rank's share of a dimension."""
@@ -108,6 +113,8 @@ class TensorParallel:
         That is None for fewer than SLICE_TOKENS tokens: the kernels that follow see their sum.
         """
         if self.size > 1 and len(x) >= SLICE_TOKENS:
+            if self.copy_engines is not None and len(x) <= self.copy_engines.max_tokens:
+                return self.copy_engines.start(x)
             return self.group.allreduce([x], dist.AllreduceOptions())
         self.all_reduce(x)
         return None
@@ -130,37 +137,48 @@ class TensorParallel:
         """Return the smallest of all ranks' values."""
         return int(self.all_gather(torch.tensor([value], device=device)).min())
 
-    def with_symmetric_memory(
-        self, max_tokens: int, hidden_size: int, dtype: torch.dtype, devices: list[torch.device]
+    def with_shared_memory(
+        self, max_rows: int, max_tokens: int, hidden_size: int, dtype: torch.dtype, devices: list[torch.device]
     ) -> "TensorParallel":
-        """Return the same with `memory` for steps of at most so many tokens, if all ranks can have it."""
+        """Return the same with `memory` and `copy_engines`, if all ranks can have them.
+
+        max_rows: the most tokens of a decode step. max_tokens: the most of a prefill step.
+        """
         device = devices[self.rank]
-        max_tokens = min(max_tokens, SLICE_TOKENS - 1, MAX_BYTES_IN_MEMORY // (hidden_size * dtype.itemsize))
-        if device.type == "cpu" or self.size not in SIZES_WITH_MEMORY or max_tokens == 0 or import_error("triton"):
+        if device.type == "cpu" or self.size not in SIZES_WITH_MEMORY or import_error("triton"):
             return self
         peers = [peer for peer in devices if peer != device]
         if not self.minimum(all(torch.cuda.can_device_access_peer(device, peer) for peer in peers), device):
             logger.info("%s does not reach all other GPUs' memory: all sums go over NCCL", device)
             return self
+        max_rows = min(max_rows, SLICE_TOKENS - 1, MAX_BYTES_IN_MEMORY // (hidden_size * dtype.itemsize))
+        max_tokens = min(max_tokens, 2 * SLICE_TOKENS - 1)
+        from nanoinfer.distributed.copy_engines import CopyEngines  # which needs Triton
+
+        memory = copy_engines = None
         try:
             with torch.cuda.device(device):
-                memory = SymmetricMemory(self.rank, self.size, self.all_gather, (max_tokens, hidden_size), dtype)
+                if max_rows > 0:
+                    memory = SymmetricMemory(self.rank, self.size, self.all_gather, (max_rows, hidden_size), dtype)
+                if max_tokens >= SLICE_TOKENS:
+                    copy_engines = CopyEngines(self.rank, self.size, self.all_gather, (max_tokens, hidden_size), dtype)
         except RuntimeError as error:
-            logger.info("%s: all sums go over NCCL", error)
-            return self
-        return replace(self, memory=memory)
+            logger.info("%s: sums go over NCCL", error)
+        return replace(self, memory=memory, copy_engines=copy_engines)
 
     def abort(self) -> None:
         """End all communication, that of other threads included. On a CPU it ends when a rank does."""
-        if self.memory is not None:
-            self.memory.release()
+        for memory in (self.memory, self.copy_engines):
+            if memory is not None:
+                memory.release()
         if self.size > 1 and self.group.name() == "nccl":
             self.group.abort()
 
     def close(self) -> None:
         """Free the memory for sums. Nothing may be running on this rank's GPU."""
-        if self.memory is not None:
-            self.memory.close()
+        for memory in (self.memory, self.copy_engines):
+            if memory is not None:
+                memory.close()
 
 
 def connect(rank: int, size: int, device: torch.device, store_file: Path) -> TensorParallel:

@@ -217,7 +217,8 @@ def _connect(
     """Connect to the other ranks through a folder that all of them know, and share GPU memory with them."""
     tp = connect(rank, len(devices), devices[rank], shared_folder / "store")
     dtype = select_dtype(config.dtype, model_config.dtype, devices[rank])
-    return tp.with_symmetric_memory(config.max_num_seqs, model_config.hidden_size, dtype, devices)
+    sizes = config.max_num_seqs, config.max_num_batched_tokens, model_config.hidden_size
+    return tp.with_shared_memory(*sizes, dtype, devices)
 
 
 def _abort(tp: TensorParallel, seconds: float) -> None:

@@ -327,8 +327,9 @@ def _all_reduce_in_all_ways(rank: int, size: int, folder: str) -> None:
     torch.cuda.set_device(rank)
     max_tokens, hidden_size, dtype = 512, 1024, torch.bfloat16
     tp = connect(rank, size, devices[rank], Path(folder) / "store")
-    tp = tp.with_symmetric_memory(max_tokens, hidden_size, dtype, devices)
+    tp = tp.with_shared_memory(max_tokens, 2 * SLICE_TOKENS, hidden_size, dtype, devices)
     assert tp.memory is not None
+    assert tp.copy_engines is not None
     first_residual = torch.ones(max_tokens, hidden_size, dtype=dtype, device="cuda")
     weight = torch.linspace(-2, 2, hidden_size, dtype=dtype, device="cuda")
     in_float32 = torch.linspace(1, 2, hidden_size, device="cuda")
@@ -353,22 +354,27 @@ def _all_reduce_in_all_ways(rank: int, size: int, folder: str) -> None:
             owned = slice(rank, None, size) if two_shot else slice(None)
             tolerance = 0 if step < 20 else 0.02  # sums are exact, and their norms are not
             torch.testing.assert_close(residual[owned], expected_residual[owned], rtol=tolerance, atol=tolerance)
-    x = torch.randn(3 * SLICE_TOKENS, 256, dtype=dtype, device="cuda")
-    matrix = torch.randn(hidden_size, 256, dtype=dtype, device="cuda")
-    out = torch.empty(len(x), hidden_size, dtype=dtype, device="cuda")
-    works = [
-        tp.start_all_reduce(torch.mm(x_, matrix.t(), out=out_))
-        for x_, out_ in zip(x.split(SLICE_TOKENS), out.split(SLICE_TOKENS), strict=True)
-    ]
-    for work in works:
-        work.wait()
-    whole = tp.all_reduce((x @ matrix.t()).float())
-    torch.testing.assert_close(out.float(), whole, rtol=0.02, atol=1.0)  # rounded by each addition
+    slices = [torch.empty(SLICE_TOKENS + extra, hidden_size, dtype=dtype, device="cuda") for extra in (0, 1, 3000)]
+    for step in range(8):
+        parts, works = [], []
+        for index, x in enumerate(slices):
+            x.random_(-8, 9)
+            parts.append(x.float())
+            if (step + index) % size == rank:
+                torch.cuda._sleep(2_000_000)
+            works.append(tp.start_all_reduce(x))
+        for x, part, work in zip(slices, parts, works, strict=True):
+            work.wait()
+            assert torch.equal(x.float(), tp.all_reduce(part))
     if rank == 0:  # nobody comes to this sum, of rows that it owns and others
         buffers = replace(tp.memory.next_buffers(4), two_shot=True)
         all_reduce_add_rms_norm(first_residual[:4], buffers, weight, 1e-6)
         assert not becomes_idle(devices[0], 0.5)
         tp.memory.release()
+        assert becomes_idle(devices[0], 0.5)
+        tp.copy_engines.start(slices[0]).wait()
+        assert not becomes_idle(devices[0], 0.5)
+        tp.copy_engines.release()
         assert becomes_idle(devices[0], 0.5)
     tp.minimum(0, devices[rank])  # all are done with each other's memory
     tp.abort()
