@@ -25,8 +25,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": EVERYBODY,
     "constraints": EVERYBODY | {"text", "progress"},
     "engine": EVERYBODY | {"text", "constraints", "executor.runner", "control.listener"},
-    "distributed": EVERYBODY,
-    "kernels": EVERYBODY | {"distributed"},
+    "kernels": EVERYBODY,
+    "distributed": EVERYBODY | {"kernels"},
     "quantization": EVERYBODY | {"kernels", "distributed"},
     "layers": EVERYBODY | {"quantization", "kernels", "distributed"},
     "models": EVERYBODY | {"layers", "quantization", "kernels", "distributed"},
@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 WITHOUT_TORCH = {"constraints", "engine", "executor.runner", "control.listener", "config", "sampling_params"}
 WITHOUT_TORCH |= {"outputs", "errors"}
-CUDA_ONLY = ("kernels.", "layers.attention.flash_attn", "layers.attention.triton")
+CUDA_ONLY = ("kernels.", "distributed.copy_engines", "layers.attention.flash_attn", "layers.attention.triton")
 
 
 def module_name(path: Path) -> str:

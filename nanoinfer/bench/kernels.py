@@ -1,18 +1,14 @@
-"""`nanoinfer bench kernels`: attention, matrix products and experts on a GPU, or all-reduces over several.
+"""`nanoinfer bench kernels`: attention, matrix products and experts on a GPU.
 
 It prints the tables of docs/performance.md. Each figure is the median over replays of a CUDA graph whose calls all read
 other weights or another layer's cache, as in a decode step, so that nothing is found in the L2 cache.
 """
 
-import os
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import comb
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +20,6 @@ from nanoinfer.layers.attention.kv_rounding import num_cache_bytes, round_vector
 from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, SharedPrefixes
 from nanoinfer.layers.attention.selection import select_backend
 
-multiprocessing: Any = torch.multiprocessing  # hardly typed
 DTYPE = torch.bfloat16
 RATES = Rates(4.39e12, 790e12, 2, "an H200")  # what the floors are at
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = (16, 32), 8, 128, 256
@@ -39,11 +34,10 @@ MOE_MODELS = {  # hidden size, inner size of an expert, experts, experts per tok
     "Mixtral-8x7B": (4096, 14336, 8, 2),
 }
 MOE_TOKENS = (1, 4, 16, 64, 128, 256, 1024, 8192)
-ALL_REDUCE_SHAPE = (512, 4096)  # most tokens, hidden size of 8B
 
 
 def run(num_gpus: int) -> None:
-    """Print the tables of one GPU, or that of all-reduces over several. Raises ConfigError where there are too few."""
+    """Print the tables of one GPU, or those of all-reduces over several. Raises ConfigError where there are too few."""
     if torch.cuda.device_count() < num_gpus:
         raise ConfigError(
             f"--gpus {num_gpus}: PyTorch sees {torch.cuda.device_count()} CUDA GPUs; run it where there are more"
@@ -57,11 +51,9 @@ def run(num_gpus: int) -> None:
             products()
             experts()
         return
-    from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT
+    from nanoinfer.bench import all_reduces
 
-    os.environ.update(NCCL_ENVIRONMENT)
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(all_reduces, (num_gpus, folder), nprocs=num_gpus)
+    all_reduces.run(num_gpus)
 
 
 def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
@@ -263,41 +255,3 @@ def floor_microseconds(rows: int, inputs: int, outputs: int) -> float:
     """Return the least time of a product: that of its bytes, or that of its FLOPs."""
     num_bytes = DTYPE.itemsize * (inputs * outputs + rows * (inputs + outputs))
     return max(num_bytes / RATES.bandwidth, 2 * rows * inputs * outputs / RATES.matrix_rate) * 1e6
-
-
-@torch.inference_mode()
-def all_reduces(rank: int, size: int, folder: str) -> None:
-    """Print microseconds of an all-reduce and the norm of it and the residual, in three ways; runs on each rank."""
-    from nanoinfer.distributed import tensor_parallel
-    from nanoinfer.layers.layernorm import add_rms_norm, all_reduce_add_rms_norm
-
-    devices = [torch.device("cuda", index) for index in range(size)]
-    torch.cuda.set_device(rank)
-    tensor_parallel.MAX_BYTES_IN_MEMORY = 2**30
-    tp = tensor_parallel.connect(rank, size, devices[rank], Path(folder) / "store")
-    tp = tp.with_shared_memory(ALL_REDUCE_SHAPE[0], *ALL_REDUCE_SHAPE, DTYPE, devices)
-    assert tp.memory is not None, "the GPUs do not reach each other's memory"
-    memory = tp.memory
-    x, residual, weight = randn(*ALL_REDUCE_SHAPE), randn(*ALL_REDUCE_SHAPE), randn(ALL_REDUCE_SHAPE[1])
-
-    def nccl(num_tokens: int) -> None:
-        add_rms_norm(tp.all_reduce(x[:num_tokens]), residual[:num_tokens], weight, 1e-6)
-
-    def ours(two_shot: bool, num_tokens: int) -> None:
-        buffers = replace(memory.next_buffers(num_tokens), two_shot=two_shot)
-        all_reduce_add_rms_norm(residual[:num_tokens], buffers, weight, 1e-6)
-
-    ways: dict[str, Callable[[int], None]] = {
-        "NCCL": nccl,
-        "our one-shot": partial(ours, False),
-        "our two-shot": partial(ours, True),
-    }
-    if rank == 0:
-        print_row("all-reduce + norm, us; tokens", *ways)
-    for num_tokens in (1, 8, 16, 32, 64, 128, 192, 256, 512):
-        times = [microseconds([partial(way, num_tokens)] * 40) for way in ways.values()]
-        if rank == 0:
-            print_row(num_tokens, *(f"{time:.1f}" for time in times))
-    torch.cuda.synchronize()
-    tp.all_gather(x[0, 0])  # all are done with each other's memory
-    os._exit(0)  # not by way of destructors that communicate

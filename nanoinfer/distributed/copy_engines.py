@@ -51,7 +51,9 @@ class CopyEngines(SharedGpuMemory):
         self._stream = torch.cuda.Stream(priority=-1)  # its short kernels go first
 
     def start(self, x: Tensor) -> torch.cuda.Event:
-        """Start to sum up all ranks' `x`, (num_tokens, hidden_size), in its place. Wait for the event before you read.
+        """Start to sum up all ranks' `x`, (num_tokens, hidden_size), in its place. Wait for the event before you read it.
+
+        There are at least as many tokens as ranks.
 
         Keep `x` until then: its memory must not be given to others.
         """

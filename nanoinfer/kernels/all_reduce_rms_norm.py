@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
 from nanoinfer.kernels.device_properties import next_power_of_2
 from nanoinfer.kernels.programmatic_launch import overlap_options
 from nanoinfer.kernels.rms_norm import normalised, num_warps
+from nanoinfer.kernels.symmetric_buffers import SymmetricBuffers
 
 
 @triton.jit

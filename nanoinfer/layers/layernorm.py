@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import QuantizedRows, RowFormat
+from nanoinfer.kernels.symmetric_buffers import SymmetricBuffers
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.quantization.fp8 import quantize_rows
 

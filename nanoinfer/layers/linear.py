@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.weights import check_shape
-from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
+from nanoinfer.kernels.symmetric_buffers import SymmetricBuffers
 from nanoinfer.quantization.linear_method import LinearMethod
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.distributed.symmetric_memory import SymmetricBuffers
+from nanoinfer.distributed.cuda_ipc import RELEASED
+from nanoinfer.kernels.symmetric_buffers import SymmetricBuffers
 from nanoinfer.layers import activation, layernorm
 from nanoinfer.layers.attention import layer as attention_layer
 from nanoinfer.runner import step_tables
@@ -24,6 +25,7 @@ from nanoinfer.sampling.gumbel_max import sample
 triton = pytest.importorskip("triton")
 
 from nanoinfer.kernels import all_reduce_rms_norm as all_reduce_kernels  # noqa: E402
+from nanoinfer.kernels import copy_engine_all_reduce as copy_engine_kernels  # noqa: E402
 from nanoinfer.kernels import gated_activation as gated_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
@@ -250,6 +252,33 @@ def test_a_rank_waits_for_what_others_have_not_announced(two_shot: bool, late_fl
     all_reduce_kernels.all_reduce_add_rms_norm(residual, buffers, weight, 1e-5)
     assert has_come.is_set()
     timer.join()
+
+
+# --- copy_engine_all_reduce ---
+
+
+@loops_are_interpreted
+def test_a_rank_announces_the_epoch_to_all_and_waits_for_theirs() -> None:
+    flags = torch.full((NUM_RANKS, NUM_RANKS), SIXTH)
+    flags[:, 1] = 5
+    flags[2, 1] = RELEASED
+    addresses = torch.tensor([own.data_ptr() for own in flags])
+    copy_engine_kernels.meet(flags[1], addresses, SIXTH, rank=1)
+    assert flags[:, 1].tolist() == [SIXTH, SIXTH, RELEASED, SIXTH]
+    flags[:, 1] = SIXTH
+    assert (flags == SIXTH).all()
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(5, 96), (3, 2048)])
+def test_parts_of_other_ranks_are_added_to_the_rows_and_to_the_sums(num_rows: int, size: int) -> None:
+    rows, parts = randn(num_rows, size, dtype=torch.bfloat16), randn(3, 7 * size, seed=1, dtype=torch.bfloat16)
+    in_use = num_rows * size
+    expected = rows.float() + parts[:, :in_use].float().sum(0).view(rows.shape)
+    sums = torch.zeros(7 * size, dtype=torch.bfloat16)
+    copy_engine_kernels.add_parts(rows, parts, sums)
+    assert_nearly_equal(rows, expected.bfloat16())
+    assert torch.equal(sums[:in_use].view(rows.shape), rows)
+    assert not sums[in_use:].any()
 
 
 # --- silu_and_mul, gelu_tanh_and_mul ---
