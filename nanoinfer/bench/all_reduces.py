@@ -1,6 +1,7 @@
 """`nanoinfer bench kernels --gpus N`: all-reduces over several GPUs, small ones and those beside products."""
 
 import os
+import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -104,6 +105,6 @@ def in_the_background(tp: TensorParallel) -> None:
     }
     if tp.rank == 0:
         print_row(f"a layer's products of {SLICE_TOKENS} tokens, us, beside two all-reduces", *ways)
-    times = [min(time_with(start) for _ in range(3)) for start in ways.values()]
+    rounds = [[time_with(start) for start in ways.values()] for _ in range(7)]  # in turns, as hot GPUs slow down
     if tp.rank == 0:
-        print_row("Qwen3-8B", *(f"{time:.0f}" for time in times))
+        print_row("Qwen3-8B", *(f"{statistics.median(times):.0f}" for times in zip(*rounds, strict=True)))

@@ -51,7 +51,7 @@ class CopyEngines(SharedGpuMemory):
         self._stream = torch.cuda.Stream(priority=-1)  # its short kernels go first
 
     def start(self, x: Tensor) -> torch.cuda.Event:
-        """Start to sum up all ranks' `x`, (num_tokens, hidden_size), in its place. Wait for the event before you read it.
+        """Start to sum up all ranks' `x`, (num_tokens, hidden_size), in its place. Wait for the event before you read.
 
         There are at least as many tokens as ranks.
 

@@ -19,6 +19,7 @@ from torch import Tensor
 RELEASED = 2**62  # a flag beyond any that a kernel waits for
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 HANDLE_BYTES = 64
+ALIGNMENT = 256
 
 
 class SharedGpuMemory:
@@ -34,7 +35,7 @@ class SharedGpuMemory:
     def __init__(
         self, num_bytes: int, num_flags: int, rank: int, num_ranks: int, all_gather: Callable[[Tensor], Tensor]
     ) -> None:
-        flags_offset = -(-num_bytes // 16) * 16
+        flags_offset = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         self._memories = _share(flags_offset + 8 * num_flags, rank, num_ranks, all_gather)
         memory = torch.as_tensor(self._memories[rank])
         self.own, self.flags = memory[:num_bytes], memory[flags_offset:].view(torch.int64)
@@ -42,19 +43,29 @@ class SharedGpuMemory:
         self.flag_addresses = torch.tensor([start + flags_offset for start in self.addresses], device="cuda")
         # Made now, because `release` must neither load a kernel nor wait while another kernel hangs.
         self._released = torch.full(self.flags.shape, RELEASED).pin_memory()
-        self._stream = torch.cuda.Stream()
+        self._streams = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
+        torch.empty_like(self.flags).fill_(RELEASED)
         self._lock = threading.Lock()
 
     def release(self) -> None:
-        """End the waiting of all of this rank's kernels, because another rank is gone. Any thread may call it."""
-        with self._lock, torch.cuda.stream(self._stream):
-            if self._memories:
+        """End the waiting of all of this rank's kernels, because another rank is gone. Any thread may call it.
+
+        A copy may come behind other copies that wait for such a kernel, and a kernel find no room beside them.
+        """
+        copying, filling = self._streams
+        with self._lock:
+            if not self._memories:
+                return
+            with torch.cuda.stream(copying):
                 self.flags.copy_(self._released, non_blocking=True)
+            with torch.cuda.stream(filling):
+                self.flags.fill_(RELEASED)
 
     def close(self) -> None:
         """Free the memory. Nothing on this rank's GPU may use it any more; closing twice is fine."""
         with self._lock:
-            self._stream.synchronize()
+            for stream in self._streams:
+                stream.synchronize()
             while self._memories:
                 self._memories.pop().close()
 

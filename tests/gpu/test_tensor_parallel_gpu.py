@@ -237,6 +237,24 @@ def test_a_worker_that_is_killed_is_an_error_and_a_new_engine_works(when: str, e
     assert answers(2) == expected
 
 
+def test_a_worker_that_is_killed_in_a_prefill_step_is_an_error_and_a_new_engine_works() -> None:
+    expected = answers(2)
+    prompts = torch.randint(0, 500, (1500, 300), generator=torch.Generator().manual_seed(0)).tolist()
+    llm = LLM(tiny_model_path(), tensor_parallel_size=2)
+    assert llm.engine.config.max_num_batched_tokens >= 2 * SLICE_TOKENS
+    [pid] = [child.pid for child in active_children() if child.name == "nanoinfer rank 1"]
+    chunks = llm.stream(prompts, SamplingParams(max_tokens=1))
+    for _ in range(200):
+        next(chunks)
+    os.kill(pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 of tensor_parallel_size=2 was ended by SIGKILL"):
+        list(chunks)
+    assert time.monotonic() - started < 11
+    llm.close()
+    assert answers(2) == expected
+
+
 def test_a_worker_that_hangs_is_an_error_and_a_new_engine_works(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answers(2)
     llm = LLM(tiny_model_path(), tensor_parallel_size=2)
