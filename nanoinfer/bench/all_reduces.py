@@ -56,7 +56,7 @@ def of_few_tokens(tp: TensorParallel) -> None:
 
     def ours(two_shot: bool, num_tokens: int) -> None:
         buffers = replace(memory.next_buffers(num_tokens), two_shot=two_shot)
-        all_reduce_add_rms_norm(residual[:num_tokens], buffers, weight, 1e-6)
+        all_reduce_add_rms_norm(x[None, :num_tokens], residual[:num_tokens], buffers, weight, 1e-6)
 
     ways: dict[str, Callable[[int], None]] = {
         "NCCL": nccl,

@@ -1,9 +1,17 @@
-"""What the kernel of the custom all-reduce is given: buffers and flags of all ranks. It runs nothing by itself."""
+"""What the kernel of the custom all-reduce is given: buffers of all ranks. It runs nothing by itself."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+# Buffers hold the bits of numbers as integers. An entry that nothing has come to holds -0.0, which is never sent.
+BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+
+
+def empty_bits(dtype: torch.dtype) -> int:
+    """Return the bits of -0.0 as a signed integer."""
+    return torch.iinfo(BITS[dtype]).min
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,20 +27,17 @@ class PeerTensor:
 
 @dataclass(frozen=True, slots=True)
 class SymmetricBuffers:
-    """Holds the buffers of an all-reduce that is still to be computed, by `layers.layernorm.all_reduce_add_rms_norm`.
+    """Where the ranks leave what they send each other in one all-reduce, `layers.layernorm.all_reduce_add_rms_norm`.
 
-    All-reduces are numbered from 1. The number is called the epoch, and a flag holds the epoch that it announces.
+    two_shot: each row is added up and normalised by one rank, for all.
+    parts: for each rank, (num_ranks, max_tokens, hidden_size), where the others leave their partial sums, by sender.
+    outputs: for each rank, (max_tokens, hidden_size), where they leave rows that they have normalised.
+    released: (1,) int64; when it is not 0, this rank waits for nothing any more.
     """
 
     rank: int
-    index: int  # which of the NUM_BUFFERS sets of buffers these are
-    two_shot: bool  # each row is reduced and normalised by one rank, for all
-    input: Tensor  # (num_tokens, hidden_size): this rank's partial sums
-    output: Tensor  # (num_tokens, hidden_size): where this rank gets the result
-    inputs: tuple[Tensor | PeerTensor, ...]  # one for each rank, (max_tokens, hidden_size); num_tokens rows are in use
-    outputs: tuple[Tensor | PeerTensor, ...]  # likewise
-    # (num_ranks + max_tokens,) int64, written by other ranks: the last epoch whose input each rank has announced, then
-    # the last epoch whose output has been written, for each row.
-    flags: Tensor
-    flag_addresses: Tensor  # (num_ranks,) int64: the address of each rank's flags
-    epochs: Tensor  # (NUM_BUFFERS,) int64: the last epoch that used each set of buffers
+    max_tokens: int
+    two_shot: bool
+    parts: tuple[Tensor | PeerTensor, ...]
+    outputs: tuple[Tensor | PeerTensor, ...]
+    released: Tensor

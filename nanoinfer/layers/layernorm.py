@@ -41,14 +41,22 @@ def add_rms_norm(
 
 @triton_on_cuda("nanoinfer.kernels.all_reduce_rms_norm")
 def all_reduce_add_rms_norm(
-    residual: Tensor, buffers: SymmetricBuffers, weight: Tensor, eps: float, sum_weight: Tensor | None = None
+    x: Tensor,
+    residual: Tensor,
+    buffers: SymmetricBuffers,
+    weight: Tensor,
+    eps: float,
+    sum_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """All-reduce the ranks' partial sums, then `add_rms_norm`. All ranks must call it: they wait for each other.
+    """All-reduce the ranks' terms, then `add_rms_norm`. All ranks must call it: they wait for each other.
 
     In two-shot x + residual holds only the rows that this rank owns, which are all that its next all-reduce needs.
     """
-    inputs = [partial[: len(residual)] for partial in buffers.inputs if isinstance(partial, Tensor)]
-    return add_rms_norm(torch.stack(inputs).float(), residual, weight, eps, sum_weight)
+    received = buffers.parts[buffers.rank]
+    assert isinstance(received, Tensor)
+    parts = received[:, : len(residual)].view(residual.dtype).float()
+    parts[buffers.rank] = x.sum(0, dtype=torch.float32).to(residual.dtype).float()
+    return add_rms_norm(parts, residual, weight, eps, sum_weight)
 
 
 @triton_on_cuda("nanoinfer.kernels.rms_norm")
@@ -81,7 +89,8 @@ class RMSNorm(nn.Module):
         if hidden is None:
             return rms_norm(residual, self.weight, self.eps), residual
         if hidden.all_ranks is not None:
-            return all_reduce_add_rms_norm(residual, hidden.all_ranks, self.weight, self.eps, hidden.sum_weight)
+            weights = self.weight, self.eps, hidden.sum_weight
+            return all_reduce_add_rms_norm(hidden.terms, residual, hidden.all_ranks, *weights)
         return add_rms_norm(hidden.wait(), residual, self.weight, self.eps, hidden.sum_weight)
 
     def _to_fp8(

@@ -118,7 +118,7 @@ class PartialSum:
     """The output of a row-parallel product while it is not added up yet; the next RMSNorm does that.
 
     terms: (num_terms, num_tokens, hidden_size) to be added: the sum, or the partial sums of split-K. Read it by `wait`.
-    all_ranks: the buffers with the terms of all ranks, if the kernel of the norm does the all-reduce too.
+    all_ranks: where the ranks exchange their terms, if the kernel of the norm does the all-reduce too.
     sum_weight: (hidden_size,), of a norm of the sum by itself before it is added to the residual stream; None for none.
     exchange: the all-reduce of the terms, a torch.distributed.Work, if it may still be running.
     """
@@ -138,9 +138,9 @@ class PartialSum:
 class RowParallelLinear(ShardedLinear):
     """y = x W^T + b with the inputs split over the ranks.
 
-    A product of few rows and few columns has too few tiles to fill a GPU. So on one GPU a small step is computed by
-    split-K: several partial sums at the same time. On several GPUs a small step leaves the all-reduce to the kernel of
-    the next norm, where the GPUs reach each other's memory.
+    A product of few rows and few columns has too few tiles to fill a GPU. So a small step is computed by split-K:
+    several partial sums at the same time. On several GPUs it leaves the all-reduce, too, to the kernel of the next
+    norm, where the GPUs reach each other's memory.
     """
 
     is_row_parallel = True
@@ -164,13 +164,10 @@ class RowParallelLinear(ShardedLinear):
 
     def forward(self, x: Activations) -> PartialSum:
         """(num_tokens, input_size) -> (num_tokens, output_size), to be added up by the next norm."""
-        if self.tp.size == 1:
-            return PartialSum(self.quant_method.apply_split(self, x, self.bias))
         bias = self.bias if self.tp.rank == 0 else None  # one rank adds it, so that the sum has it once
         buffers = sum_buffers(self.tp, len(x))
-        if buffers is not None:
-            self.quant_method.apply(self, x, bias, out=buffers.input)
-            return PartialSum(buffers.input.unsqueeze(0), buffers)
+        if self.tp.size == 1 or buffers is not None:
+            return PartialSum(self.quant_method.apply_split(self, x, bias), buffers)
         return sum_of_ranks(self.tp, self.quant_method.apply(self, x, bias))
 
 
@@ -180,7 +177,7 @@ def sum_of_ranks(tp: TensorParallel, part: Tensor) -> PartialSum:
 
 
 def sum_buffers(tp: TensorParallel, num_tokens: int) -> SymmetricBuffers | None:
-    """Return where the ranks leave their partial sums if the next norm is to all-reduce them; None if NCCL is to.
+    """Return where the ranks exchange their partial sums if the next norm is to all-reduce them; None if NCCL is to.
 
     The number of tokens alone decides: in two shots a rank updates only its own rows of the residual, so all sums of a
     forward pass must be of the same kind.

@@ -209,10 +209,7 @@ class SparseMoE(nn.Module):
         read for them, and their sums are zero. None: all rows have tokens.
         """
         terms = self.experts(hidden, self.gate(_wide(hidden), row_mask))
-        if self.tp.size == 1:
-            return PartialSum(terms)
         buffers = sum_buffers(self.tp, len(hidden))
-        if buffers is None:
-            return sum_of_ranks(self.tp, terms.sum(0))
-        torch.sum(terms, 0, out=buffers.input)
-        return PartialSum(buffers.input.unsqueeze(0), buffers)
+        if self.tp.size == 1 or buffers is not None:
+            return PartialSum(terms, buffers)
+        return sum_of_ranks(self.tp, terms.sum(0))

@@ -359,11 +359,12 @@ def _all_reduce_in_all_ways(rank: int, size: int, folder: str) -> None:
         residual, ours = first_residual[:num_tokens], []
         for index in range(6):  # as in a step, an even number of sums of as many tokens, with nothing else in between
             buffers = replace(tp.memory.next_buffers(num_tokens), two_shot=two_shot)
-            buffers.input.random_(-8, 9)  # whose sums are exact
-            out, residual = all_reduce_add_rms_norm(residual, buffers, *weights)
+            terms = torch.empty(1 + index % 2, num_tokens, hidden_size, dtype=dtype, device="cuda")
+            terms.random_(-8, 9)  # whose sums are exact
+            out, residual = all_reduce_add_rms_norm(terms, residual, buffers, *weights)
             if (step + index) % size == rank:
                 torch.cuda._sleep(2_000_000)  # a millisecond
-            ours.append((buffers.input.clone(), out.clone(), residual))
+            ours.append((terms.sum(0), out, residual))
         expected_residual = first_residual[:num_tokens]
         for part, out, residual in ours:
             total = tp.all_reduce(part.float()).unsqueeze(0)
@@ -386,7 +387,7 @@ def _all_reduce_in_all_ways(rank: int, size: int, folder: str) -> None:
             assert torch.equal(x.float(), tp.all_reduce(part))
     if rank == 0:  # nobody comes to this sum, of rows that it owns and others
         buffers = replace(tp.memory.next_buffers(4), two_shot=True)
-        all_reduce_add_rms_norm(first_residual[:4], buffers, weight, 1e-6)
+        all_reduce_add_rms_norm(first_residual[None, :4], first_residual[:4], buffers, weight, 1e-6)
         assert not becomes_idle(devices[0], 0.5)
         tp.memory.release()
         assert becomes_idle(devices[0], 0.5)

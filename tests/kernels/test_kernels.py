@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.cuda_ipc import RELEASED
-from nanoinfer.kernels.symmetric_buffers import SymmetricBuffers
+from nanoinfer.kernels.symmetric_buffers import SymmetricBuffers, empty_bits
 from nanoinfer.layers import activation, layernorm
 from nanoinfer.layers.attention import layer as attention_layer
 from nanoinfer.runner import step_tables
@@ -155,101 +155,106 @@ def test_rms_norm_takes_any_shape_keeps_zeros_finite_and_nan_in_its_row() -> Non
 # --- all_reduce_add_rms_norm ---
 
 NUM_RANKS, NUM_TOKENS, MAX_TOKENS = 4, 6, 8
-SIXTH = 6  # the epoch that is to be computed
+EMPTY = empty_bits(torch.bfloat16)
 
 
-def buffers_of_all_ranks(size: int, two_shot: bool) -> list[SymmetricBuffers]:
-    """All ranks' views of their sixth all-reduce: for each rank, what it waits for from others is there."""
-    parts = tuple(randn(MAX_TOKENS, size, seed=rank, dtype=torch.bfloat16) for rank in range(NUM_RANKS))
-    outs = tuple(torch.full_like(part, torch.nan) for part in parts)
-    flags = torch.full((NUM_RANKS, NUM_RANKS + MAX_TOKENS), SIXTH)
-    for rank, own in enumerate(flags):
-        own[rank] = 5
-        own[NUM_RANKS + rank :: NUM_RANKS] = 5  # the rows that it owns
-    addresses = torch.tensor([own.data_ptr() for own in flags])
-    return [
-        SymmetricBuffers(
-            rank,
-            index=1,
-            two_shot=two_shot,
-            input=parts[rank][:NUM_TOKENS],
-            output=outs[rank][:NUM_TOKENS],
-            inputs=parts,
-            outputs=outs,
-            flags=flags[rank],
-            flag_addresses=addresses,
-            epochs=torch.tensor([5, 4]),
+def bits(x: Tensor) -> Tensor:
+    """What is sent for these numbers."""
+    return torch.where(x == 0, 0, x.view(torch.int16))
+
+
+class AllRanks:
+    """All ranks' buffers, in which one rank finds what the others send it in an all-reduce, before it begins."""
+
+    def __init__(self, size: int, two_shot: bool, rank: int, normalises_sum: bool = False) -> None:
+        self.rank, self.owned = rank, slice(rank, None, NUM_RANKS) if two_shot else slice(None)
+        self.terms = (8 * randn(NUM_RANKS, 2, NUM_TOKENS, size)).round().bfloat16()  # whose sums are exact
+        self.residual = randn(NUM_TOKENS, size, seed=9, dtype=torch.bfloat16)
+        self.terms[..., 0], self.residual[:, 0] = 0, 0
+        self.weights: tuple[Tensor, float, Tensor | None] = (randn(size, dtype=torch.bfloat16), 1e-5, None)
+        if normalises_sum:
+            self.weights = 1 + 0.3 * randn(size, seed=10), 1e-5, 1 + 0.3 * randn(size, seed=11)
+        self.weights[0][0] = -1  # times zero it is -0.0, which stands for an entry that has not come
+        self.parts = self.terms.sum(1, dtype=torch.float32).bfloat16()
+        self.expected, self.expected_total = layernorm.add_rms_norm(self.parts.float(), self.residual, *self.weights)
+        self.received = torch.full((NUM_RANKS, NUM_RANKS, MAX_TOKENS, size), EMPTY, dtype=torch.int16)
+        self.outputs = torch.full((NUM_RANKS, MAX_TOKENS, size), EMPTY, dtype=torch.int16)
+        for peer in range(NUM_RANKS):
+            if peer != rank:
+                self.received[rank, peer, :NUM_TOKENS][self.owned] = bits(self.parts[peer][self.owned])
+                if two_shot:
+                    rows = slice(peer, NUM_TOKENS, NUM_RANKS)
+                    self.outputs[rank, rows] = bits(self.expected[rows])
+        self.buffers = SymmetricBuffers(
+            rank, MAX_TOKENS, two_shot, tuple(self.received), tuple(self.outputs), torch.zeros(1, dtype=torch.int64)
         )
-        for rank in range(NUM_RANKS)
-    ]
 
-
-def weights_of_norms(size: int, normalises_sum: bool) -> tuple[Tensor, float, Tensor | None]:
-    """What an all-reduce takes for its norms: a weight in 16 bits, or one in float32 and one for the sum by itself."""
-    if normalises_sum:
-        return 1 + 0.3 * randn(size, seed=10), 1e-5, 1 + 0.3 * randn(size, seed=11)
-    return randn(size, dtype=torch.bfloat16), 1e-5, None
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Run the kernel of the rank, whose residual is up to date where it owns the rows."""
+        residual = torch.full_like(self.residual, torch.nan)
+        residual[self.owned] = self.residual[self.owned]
+        return all_reduce_kernels.all_reduce_add_rms_norm(self.terms[self.rank], residual, self.buffers, *self.weights)
 
 
 @loops_are_interpreted
 @pytest.mark.parametrize("normalises_sum", [False, True])
 def test_in_one_shot_a_rank_reduces_all_rows_for_itself(normalises_sum: bool) -> None:
-    size = 96
-    all_buffers = buffers_of_all_ranks(size, two_shot=False)
-    buffers, others = all_buffers[1], all_buffers[:1] + all_buffers[2:]
-    residual, weights = randn(NUM_TOKENS, size, seed=9, dtype=torch.bfloat16), weights_of_norms(size, normalises_sum)
-    out, total = all_reduce_kernels.all_reduce_add_rms_norm(residual, buffers, *weights)
-    expected, expected_total = layernorm.all_reduce_add_rms_norm(residual, buffers, *weights)
-    assert_nearly_equal(out, expected)
-    assert_nearly_equal(total, expected_total)
-    assert out is buffers.output
-    assert all(other.output.isnan().all() for other in others)
-    assert buffers.epochs.tolist() == [5, SIXTH]
-    assert [of_peer.flags[1].item() for of_peer in all_buffers] == [SIXTH] * NUM_RANKS
-    assert buffers.flags[NUM_RANKS + 1] == 5, "rows are announced in two-shot only"
+    ranks = AllRanks(96, two_shot=False, rank=1, normalises_sum=normalises_sum)
+    twin = layernorm.all_reduce_add_rms_norm(ranks.terms[1], ranks.residual, ranks.buffers, *ranks.weights)
+    torch.testing.assert_close(twin, (ranks.expected, ranks.expected_total))
+    out, total = ranks.run()
+    assert_nearly_equal(out, ranks.expected)
+    assert_nearly_equal(total, ranks.expected_total)
+    sent = torch.full_like(ranks.received, EMPTY)
+    sent[[0, 2, 3], 1, :NUM_TOKENS] = bits(ranks.parts[1])
+    assert torch.equal(ranks.received, sent), "what came to it is taken away, and all others have its part"
+    assert (ranks.outputs == EMPTY).all()
 
 
 @loops_are_interpreted
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
 @pytest.mark.parametrize(("size", "normalises_sum"), [(1024, False), (1000, True)])
-def test_in_two_shot_a_rank_reduces_its_rows_for_all(size: int, normalises_sum: bool) -> None:
-    all_buffers = buffers_of_all_ranks(size, two_shot=True)
-    residual, weights = randn(NUM_TOKENS, size, seed=9, dtype=torch.bfloat16), weights_of_norms(size, normalises_sum)
-    expected, expected_total = layernorm.all_reduce_add_rms_norm(residual, all_buffers[0], *weights)
-    for rank, buffers in enumerate(all_buffers):
-        of_rank = slice(rank, None, NUM_RANKS)
-        own_residual = torch.full_like(residual, torch.nan)
-        own_residual[of_rank] = residual[of_rank]
-        out, total = all_reduce_kernels.all_reduce_add_rms_norm(own_residual, buffers, *weights)
-        assert out is buffers.output
-        assert_nearly_equal(total[of_rank], expected_total[of_rank])
-        for of_peer in all_buffers:
-            assert_nearly_equal(of_peer.output[of_rank], expected[of_rank])
-            assert of_peer.output[rank + 1 : NUM_RANKS].isnan().all(), "the rows of ranks to come"
-            assert of_peer.flags[rank] == SIXTH
-            assert (of_peer.flags[NUM_RANKS:][:NUM_TOKENS][of_rank] == SIXTH).all()
-            assert of_peer.outputs[rank][NUM_TOKENS:].isnan().all()
-        assert buffers.epochs.tolist() == [5, SIXTH]
+def test_in_two_shot_a_rank_reduces_its_rows_for_all(size: int, normalises_sum: bool, rank: int) -> None:
+    ranks = AllRanks(size, True, rank, normalises_sum)
+    out, total = ranks.run()
+    owned = slice(rank, None, NUM_RANKS)
+    assert_nearly_equal(out, ranks.expected)
+    assert_nearly_equal(total[owned], ranks.expected_total[owned])
+    sent, outputs = torch.full_like(ranks.received, EMPTY), torch.full_like(ranks.outputs, EMPTY)
+    for peer in range(NUM_RANKS):
+        if peer != rank:
+            rows = slice(peer, NUM_TOKENS, NUM_RANKS)
+            sent[peer, rank, rows] = bits(ranks.parts[rank, rows])
+            outputs[peer, rank:NUM_TOKENS:NUM_RANKS] = bits(out[owned])
+    assert torch.equal(ranks.received, sent)
+    assert torch.equal(ranks.outputs, outputs)
 
 
 @loops_are_interpreted
 @pytest.mark.parametrize(
-    ("two_shot", "late_flag"),
-    [(False, 3), (True, 3), (True, NUM_RANKS + 5)],
-    ids=["an input, one-shot", "an input", "the last row"],
+    ("two_shot", "place"),
+    [(False, ("received", 3, 5)), (True, ("received", 3, 2)), (True, ("outputs", 5))],
+    ids=["a part, one-shot", "a part", "a row that another owns"],
 )
-def test_a_rank_waits_for_what_others_have_not_announced(two_shot: bool, late_flag: int) -> None:
-    buffers = buffers_of_all_ranks(96, two_shot)[2]
-    buffers.flags[late_flag] = 5
+@pytest.mark.parametrize("how", ["comes", "released"])
+def test_a_rank_waits_for_what_has_not_come_unless_nobody_comes(
+    two_shot: bool, place: tuple[str | int, ...], how: str
+) -> None:
+    ranks = AllRanks(96, two_shot, rank=2)
+    row = getattr(ranks, str(place[0]))[2][place[1:]]
+    late, row[95] = row[95].item(), EMPTY
     has_come = threading.Event()
 
-    def announce() -> None:
+    def come() -> None:
         has_come.set()
-        buffers.flags[late_flag] = SIXTH
+        if how == "comes":
+            row[95] = late
+        else:
+            ranks.buffers.released[0] = RELEASED
 
-    timer = threading.Timer(0.2, announce)
+    timer = threading.Timer(0.2, come)
     timer.start()
-    residual, weight = randn(NUM_TOKENS, 96, dtype=torch.bfloat16), randn(96, dtype=torch.bfloat16)
-    all_reduce_kernels.all_reduce_add_rms_norm(residual, buffers, weight, 1e-5)
+    ranks.run()
     assert has_come.is_set()
     timer.join()
 
@@ -259,14 +264,14 @@ def test_a_rank_waits_for_what_others_have_not_announced(two_shot: bool, late_fl
 
 @loops_are_interpreted
 def test_a_rank_announces_the_epoch_to_all_and_waits_for_theirs() -> None:
-    flags = torch.full((NUM_RANKS, NUM_RANKS), SIXTH)
+    flags = torch.full((NUM_RANKS, NUM_RANKS), 6)
     flags[:, 1] = 5
     flags[2, 1] = RELEASED
     addresses = torch.tensor([own.data_ptr() for own in flags])
-    copy_engine_kernels.meet(flags[1], addresses, SIXTH, rank=1)
-    assert flags[:, 1].tolist() == [SIXTH, SIXTH, RELEASED, SIXTH]
-    flags[:, 1] = SIXTH
-    assert (flags == SIXTH).all()
+    copy_engine_kernels.meet(flags[1], addresses, 6, rank=1)
+    assert flags[:, 1].tolist() == [6, 6, RELEASED, 6]
+    flags[:, 1] = 6
+    assert (flags == 6).all()
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(5, 96), (3, 2048)])
