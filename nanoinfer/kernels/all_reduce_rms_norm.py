@@ -35,12 +35,12 @@ def _send(row_ptr, numbers, column, mask, EMPTY: tl.constexpr):
 
 
 @triton.jit
-def _receive(row_ptr, released_ptr, column, mask, dtype: tl.constexpr, EMPTY: tl.constexpr):
-    """Wait until all of a row has come, or nobody may come any more, and leave the row empty."""
-    bits = tl.load(row_ptr + column, mask=mask, other=0, volatile=True)
-    while (tl.max((bits == EMPTY).to(tl.int32), axis=0) != 0) & (tl.load(released_ptr, volatile=True) == 0):
-        bits = tl.load(row_ptr + column, mask=mask, other=0, volatile=True)
-    tl.store(row_ptr + column, tl.full(bits.shape, EMPTY, bits.dtype), mask=mask)
+def _receive(ptrs, released_ptr, mask, dtype: tl.constexpr, EMPTY: tl.constexpr):
+    """Wait until all of these numbers have come, or nobody may come any more, and leave their places empty."""
+    bits = tl.load(ptrs, mask=mask, other=0, volatile=True)
+    while (tl.max((bits == EMPTY).to(tl.int32)) != 0) & (tl.load(released_ptr, volatile=True) == 0):
+        bits = tl.load(ptrs, mask=mask, other=0, volatile=True)
+    tl.store(ptrs, tl.full(bits.shape, EMPTY, bits.dtype), mask=mask)
     return bits.to(dtype, bitcast=True)
 
 
@@ -60,7 +60,7 @@ def _all_reduce_add_rms_norm_kernel(
     part_stride,
     eps,
     rank: tl.constexpr,
-    num_ranks: tl.constexpr,
+    num_ranks: tl.constexpr,  # a power of two
     num_terms: tl.constexpr,
     size: tl.constexpr,
     SIZE: tl.constexpr,  # size, rounded up to a power of two
@@ -89,7 +89,7 @@ def _all_reduce_add_rms_norm_kernel(
             for peer in tl.static_range(num_ranks):
                 if owner == peer:
                     _send(parts_ptrs[peer] + from_here, part, column, mask, EMPTY)
-            out = _receive(outputs_ptrs[rank] + row * size, released_ptr, column, mask, dtype, EMPTY)
+            out = _receive(outputs_ptrs[rank] + row * size + column, released_ptr, mask, dtype, EMPTY)
             tl.store(out_ptr + row * size + column, out, mask=mask)
             return
     else:
@@ -97,13 +97,16 @@ def _all_reduce_add_rms_norm_kernel(
             if peer != rank:
                 _send(parts_ptrs[peer] + from_here, part, column, mask, EMPTY)
     residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
-    wide = tl.zeros((SIZE,), tl.float32)
-    for peer in tl.static_range(num_ranks):  # in the same order on all ranks, so that they get the same bits
-        if peer == rank:
-            wide += part.to(tl.float32)
-        else:
-            row_ptr = parts_ptrs[rank] + peer * part_stride + row * size
-            wide += _receive(row_ptr, released_ptr, column, mask, dtype, EMPTY).to(tl.float32)
+    peers = tl.arange(0, num_ranks)[:, None]
+    received = _receive(
+        parts_ptrs[rank] + peers * part_stride + row * size + column[None, :],
+        released_ptr,
+        (peers != rank) & mask[None, :],
+        dtype,
+        EMPTY,
+    )
+    # Own ones stand in their place, so that all ranks add up in the same order, and get the same bits.
+    wide = tl.sum(tl.where(peers == rank, part[None, :], received).to(tl.float32), axis=0)
     if sum_weight_ptr is not None:
         wide = normalised(wide.to(dtype).to(tl.float32), sum_weight, size, eps)
         wide = wide.to(dtype).to(tl.float32)
