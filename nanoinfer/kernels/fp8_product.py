@@ -200,14 +200,12 @@ def fp8_product(
     bias: Tensor | None,
     dtype: torch.dtype,
     num_splits: int = 1,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Return x W^T + b as partial sums, (num_splits, num_tokens, num_outputs), rounded to `dtype`.
 
     x: (num_tokens, depth) e4m3. x_scales: (num_tokens, 1), or of groups: of 128 values, or of equal shares of a row
     that are multiples of 128. weight: (num_outputs, depth) e4m3, contiguous. weight_scales: of its rows,
-    (num_outputs,), or of blocks of 128, 2-D. bias: (num_outputs,). out: where the result goes, if it is given,
-    (num_tokens, num_outputs).
+    (num_outputs,), or of blocks of 128, 2-D. bias: (num_outputs,).
     """
     (num_tokens, row_size), num_outputs = x.shape, len(weight)
     assert weight.is_contiguous(), f"the weight must be contiguous, strides {weight.stride()}"
@@ -221,9 +219,9 @@ def fp8_product(
     assert num_splits == 1 or depth % (group or GROUP_SIZE) == 0, f"a split of {depth} values is not made of groups"
     if _suits_pytorch(num_tokens, weight, dtype, has_groups or blocks or num_splits > 1):
         scales = x_scales.contiguous(), weight_scales.unsqueeze(0)
-        product = torch._scaled_mm(x, weight.t(), *scales, bias=bias, out_dtype=dtype, use_fast_accum=True, out=out)
+        product = torch._scaled_mm(x, weight.t(), *scales, bias=bias, out_dtype=dtype, use_fast_accum=True)
         return product.unsqueeze(0)
-    result = x.new_empty(num_splits, num_tokens, num_outputs, dtype=dtype) if out is None else out.unsqueeze(0)
+    result = x.new_empty(num_splits, num_tokens, num_outputs, dtype=dtype)
     if num_tokens == 0:
         return result
     tiling = choose_tiling(num_tokens, x.device)

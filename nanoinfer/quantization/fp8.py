@@ -121,23 +121,18 @@ def fp8_product(
     bias: Tensor | None,
     dtype: torch.dtype,
     num_splits: int = 1,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Return x W^T + b as partial sums, (num_splits, num_tokens, num_outputs), rounded to `dtype`.
 
     x, x_scales: of QuantizedRows. weight: (num_outputs, depth) e4m3. weight_scales: of its rows, (num_outputs,), or of
     blocks of 128, 2-D. bias: (num_outputs,); None where there are several splits, of which each has as many groups.
-    out: where the result goes, if it is given, (num_tokens, num_outputs).
     """
     wide, wide_weight = dequantize_rows(QuantizedRows(x, x_scales)), dequantize_weight(weight, weight_scales)
     wide = wide.unflatten(1, (num_splits, -1)).transpose(0, 1)
     sums = wide @ wide_weight.unflatten(1, (num_splits, -1)).permute(1, 2, 0)
     if bias is not None:
         sums = sums + bias.float()
-    if out is None:
-        return sums.to(dtype)
-    out.copy_(sums[0])
-    return out.unsqueeze(0)
+    return sums.to(dtype)
 
 
 @triton_on_cuda("nanoinfer.kernels.fp8_experts")

@@ -145,9 +145,9 @@ class Fp8LinearMethod(Fp8WeightOnlyMethod):
         else:
             self.input_format = RowFormat()
 
-    def apply(self, layer: Any, x: Activations, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         rows = self.round_input(x)
-        return fp8_product(rows.values, rows.scales, layer.weight, self.scales(layer), bias, self.dtype, out=out)[0]
+        return fp8_product(rows.values, rows.scales, layer.weight, self.scales(layer), bias, self.dtype)[0]
 
     def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         rows = self.round_input(x)

@@ -45,14 +45,9 @@ class LinearMethod:
         """Return the weight in the dtype of the model."""
         return layer.weight
 
-    def apply(self, layer: Any, x: Activations, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Return x W^T + b, (num_tokens, num_outputs), in `out` if it is given."""
-        x, weight = cast(Tensor, x), self.wide_weight(layer)
-        if out is None:
-            return F.linear(x, weight, bias)
-        if bias is None:
-            return torch.mm(x, weight.t(), out=out)
-        return torch.addmm(bias, x, weight.t(), out=out)
+    def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
+        """Return x W^T + b, (num_tokens, num_outputs)."""
+        return F.linear(cast(Tensor, x), self.wide_weight(layer), bias)
 
     def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         """Return x W^T + b as partial sums, (num_splits, num_tokens, num_outputs): one, or those of split-K."""

@@ -158,9 +158,6 @@ def test_a_product_equals_its_twin(
     actual = fp8_product.fp8_product(*operands, bias, torch.float32)
     expected = fp8.fp8_product(*operands, bias, torch.float32)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
-    out = torch.empty(num_tokens, num_outputs)
-    assert fp8_product.fp8_product(*operands, bias, torch.float32, out=out).data_ptr() == out.data_ptr()
-    assert torch.equal(out, actual[0])
 
 
 @loops_are_interpreted
