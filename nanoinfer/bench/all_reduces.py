@@ -35,7 +35,7 @@ def _run_on(rank: int, size: int, folder: str) -> None:
     torch.cuda.set_device(rank)
     tensor_parallel.MAX_BYTES_IN_MEMORY = 2**30
     tp = tensor_parallel.connect(rank, size, devices[rank], Path(folder) / "store")
-    tp = tp.with_shared_memory(FEW_TOKENS[-1], SLICE_TOKENS, HIDDEN_SIZE, DTYPE, devices)
+    tp = tp.with_shared_memory(FEW_TOKENS[-1], 2 * SLICE_TOKENS, HIDDEN_SIZE, DTYPE, devices)
     of_few_tokens(tp)
     in_the_background(tp)
     torch.cuda.synchronize()
@@ -72,7 +72,8 @@ def of_few_tokens(tp: TensorParallel) -> None:
 
 
 def in_the_background(tp: TensorParallel) -> None:
-    """Print microseconds of a layer's products of a slice, alone and beside the slice's two all-reduces."""
+    """Print microseconds of a layer's largest products of a slice, alone and beside the slice's two all-reduces."""
+    assert tp.copy_engines is not None, "the GPUs do not reach each other's memory"
     inner = INTERMEDIATE_SIZE // tp.size
     hidden, gated = randn(SLICE_TOKENS, HIDDEN_SIZE), randn(SLICE_TOKENS, inner)
     num_outputs = (MODELS["8B"][2] + 2 * KV_HEADS) * HEAD_DIM // tp.size
@@ -104,7 +105,7 @@ def in_the_background(tp: TensorParallel) -> None:
         "copy engines": tp.start_all_reduce,
     }
     if tp.rank == 0:
-        print_row(f"a layer's products of {SLICE_TOKENS} tokens, us, beside two all-reduces", *ways)
+        print_row(f"QKV, gate, up and down of {SLICE_TOKENS} tokens, us, beside two all-reduces", *ways)
     rounds = [[time_with(start) for start in ways.values()] for _ in range(7)]  # in turns, as hot GPUs slow down
     if tp.rank == 0:
         print_row("Qwen3-8B", *(f"{statistics.median(times):.0f}" for times in zip(*rounds, strict=True)))

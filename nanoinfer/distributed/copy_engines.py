@@ -1,8 +1,7 @@
 """All-reduces of many tokens by the GPUs' copy engines, in the background of matrix products.
 
-NCCL's kernels run on multiprocessors, which they take from the products beside them: two all-reduces of 4,096 tokens of
-Qwen3-8B, next to a layer's products of as many tokens on two GPUs, cost 347 us, and 50 us this way. A copy engine moves
-memory to and from other GPUs without any multiprocessor. What is left for kernels is to add up, and to wait.
+NCCL's kernels run on multiprocessors, which they take from the products beside them. A copy engine moves memory to and
+from other GPUs without any. What is left for kernels is to add up, and to wait. docs/performance.md has the times.
 """
 
 import ctypes
@@ -41,13 +40,13 @@ class CopyEngines(SharedGpuMemory):
         shape: tuple[int, int],
         dtype: torch.dtype,
     ) -> None:
-        self.max_tokens, hidden_size = shape
+        max_tokens, hidden_size = shape
         self._rank, self._others = rank, [(rank + i) % num_ranks for i in range(1, num_ranks)]
-        self._share = -(-self.max_tokens // num_ranks) * hidden_size  # entries
+        self._share = -(-max_tokens // num_ranks) * hidden_size  # entries
         super().__init__(num_ranks * self._share * dtype.itemsize, num_ranks, rank, num_ranks, all_gather)
         buffers = self.own.view(dtype).view(num_ranks, self._share)
         self._parts, self._sums = buffers[:-1], buffers[-1]
-        self._epoch = 0
+        self._epoch = self.flag_addresses.new_zeros(1)  # how often the ranks have met
         self._stream = torch.cuda.Stream(priority=-1)  # its short kernels go first
 
     def start(self, x: Tensor) -> torch.cuda.Event:
@@ -57,6 +56,7 @@ class CopyEngines(SharedGpuMemory):
 
         Keep `x` until then: its memory must not be given to others.
         """
+        assert x.is_contiguous(), f"the rows must be contiguous, strides {x.stride()}"
         shares, share_bytes = x.tensor_split(len(self._others) + 1), self._share * x.itemsize
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -73,8 +73,11 @@ class CopyEngines(SharedGpuMemory):
             done.record()
         return done
 
+    def join(self) -> None:
+        """Let the current stream wait for all that has been started."""
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
     def _meet(self) -> None:
-        self._epoch += 1
         meet(self.flags, self.flag_addresses, self._epoch, self._rank)
 
     def _copy(self, target: int, source: int, num_bytes: int) -> None:

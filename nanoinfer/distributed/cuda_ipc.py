@@ -28,8 +28,9 @@ class SharedGpuMemory:
     own: (num_bytes,) uint8. flags: (num_flags,) int64, zero at first. addresses: where each rank's memory begins.
     flag_addresses: (num_ranks,) int64, where each rank's flags begin.
 
-    all_gather: returns all ranks' tensors of the same shape. All ranks must construct one at the same time, each with
-    its own GPU as the current device. If CUDA refuses to share one rank's memory, all ranks raise RuntimeError.
+    num_bytes, num_flags: of each rank. all_gather: returns all ranks' tensors of the same shape. All ranks must
+    construct one at the same time, each with its own GPU as the current device. If CUDA refuses to share one rank's
+    memory, all ranks raise RuntimeError.
     """
 
     def __init__(

@@ -40,8 +40,7 @@ NCCL_ENVIRONMENT = {
     # Its monitor would look for news in the ranks' folder once a second, and hold up our end where that is gone.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-# A slice of a large prefill step has at least so many tokens, and less than twice as many: `models/sliced_prefill.py`.
-SLICE_TOKENS = 4096
+SLICE_TOKENS = 4096  # the most that a slice of a large prefill step has; see `models/sliced_prefill.py`
 
 
 class VocabShard(NamedTuple):
@@ -108,16 +107,13 @@ class TensorParallel:
         return x
 
     def start_all_reduce(self, x: Tensor) -> Any:
-        """Start to sum up all ranks' `x`, (num_tokens, size), in its place. Return the work to wait for.
+        """Start to sum up all ranks' `x`, (num_tokens, hidden_size), in its place; `wait` for the result to read it.
 
-        That is None for fewer than SLICE_TOKENS tokens: the kernels that follow see their sum.
+        `x` has at most SLICE_TOKENS tokens, and at least one for each rank.
         """
-        if self.size > 1 and len(x) >= SLICE_TOKENS:
-            if self.copy_engines is not None and len(x) <= self.copy_engines.max_tokens:
-                return self.copy_engines.start(x)
-            return self.group.allreduce([x], dist.AllreduceOptions())
-        self.all_reduce(x)
-        return None
+        if self.copy_engines is not None:
+            return self.copy_engines.start(x)
+        return self.group.allreduce([x], dist.AllreduceOptions())
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return all ranks' `x`, of the same shape: (size, *x.shape)."""
@@ -140,7 +136,7 @@ class TensorParallel:
     def with_shared_memory(
         self, max_rows: int, max_tokens: int, hidden_size: int, dtype: torch.dtype, devices: list[torch.device]
     ) -> "TensorParallel":
-        """Return the same with `memory` and `copy_engines`, if all ranks can have them.
+        """Return the same with `memory` and `copy_engines`, if all ranks can have them and the steps are large enough.
 
         max_rows: the most tokens of a decode step. max_tokens: the most of a prefill step.
         """
@@ -151,8 +147,7 @@ class TensorParallel:
         if not self.minimum(all(torch.cuda.can_device_access_peer(device, peer) for peer in peers), device):
             logger.info("%s does not reach all other GPUs' memory: all sums go over NCCL", device)
             return self
-        max_rows = min(max_rows, SLICE_TOKENS - 1, MAX_BYTES_IN_MEMORY // (hidden_size * dtype.itemsize))
-        max_tokens = min(max_tokens, 2 * SLICE_TOKENS - 1)
+        max_rows = min(max_rows, MAX_BYTES_IN_MEMORY // (hidden_size * dtype.itemsize))
         from nanoinfer.distributed.copy_engines import CopyEngines  # which needs Triton
 
         memory = copy_engines = None
@@ -160,11 +155,17 @@ class TensorParallel:
             with torch.cuda.device(device):
                 if max_rows > 0:
                     memory = SymmetricMemory(self.rank, self.size, self.all_gather, (max_rows, hidden_size), dtype)
-                if max_tokens >= SLICE_TOKENS:
-                    copy_engines = CopyEngines(self.rank, self.size, self.all_gather, (max_tokens, hidden_size), dtype)
+                if max_tokens > SLICE_TOKENS:
+                    slices = SLICE_TOKENS, hidden_size
+                    copy_engines = CopyEngines(self.rank, self.size, self.all_gather, slices, dtype)
         except RuntimeError as error:
             logger.info("%s: sums go over NCCL", error)
         return replace(self, memory=memory, copy_engines=copy_engines)
+
+    def join(self) -> None:
+        """Let the current stream wait for what runs in the background: a step that failed may have left something."""
+        if self.copy_engines is not None:
+            self.copy_engines.join()
 
     def abort(self) -> None:
         """End all communication, that of other threads included. On a CPU it ends when a rank does."""

@@ -169,6 +169,7 @@ class ParallelRunner:
         Return False if the step does not end even then. Its memory is still in use, so it is not freed.
         """
         self.closed = True
+        self._tp.join()
         if not becomes_idle(self._device, seconds):
             _abort(self._tp, 0.0)
             if not becomes_idle(self._device, ABORT_SECONDS):

@@ -13,8 +13,8 @@ custom all-reduce kernels of TensorRT-LLM and vLLM:
 Nothing is signalled. The numbers themselves say that they have come: a place where nothing has come to holds -0.0, and
 0.0 is sent for it. (NCCL's low-latency protocol, and TensorRT-LLM's kernels named after Lamport, work in this way.)
 
-The kernels of different ranks wait for each other by spinning, which cannot deadlock. A program waits for the others'
-programs of the same row only, and these send before they wait. A large GPU runs all programs at once. A smaller one
+The kernels of different ranks wait for each other by spinning, which cannot deadlock. A program sends its part before
+it waits, and waits only for the others' programs of the same row. Where a GPU does not run all programs at once, it
 starts them in the order of their rows, so the lowest unfinished row can always be computed.
 """
 
@@ -37,8 +37,10 @@ def _send(row_ptr, numbers, column, mask, EMPTY: tl.constexpr):
 @triton.jit
 def _receive(ptrs, released_ptr, mask, dtype: tl.constexpr, EMPTY: tl.constexpr):
     """Wait until all of these numbers have come, or nobody may come any more, and leave their places empty."""
+    released = tl.load(released_ptr, volatile=True)
     bits = tl.load(ptrs, mask=mask, other=0, volatile=True)
-    while (tl.max((bits == EMPTY).to(tl.int32)) != 0) & (tl.load(released_ptr, volatile=True) == 0):
+    while tl.max(((bits == EMPTY) & (released == 0)).to(tl.int32)) != 0:
+        released = tl.load(released_ptr, volatile=True)
         bits = tl.load(ptrs, mask=mask, other=0, volatile=True)
     tl.store(ptrs, tl.full(bits.shape, EMPTY, bits.dtype), mask=mask)
     return bits.to(dtype, bitcast=True)
@@ -138,6 +140,7 @@ def all_reduce_add_rms_norm(
     residual is added; None for none.
     """
     num_rows, size = residual.shape
+    assert x[0].is_contiguous(), f"the rows of each term must be contiguous, strides {x.stride()}"
     out, total = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
     padded_size = next_power_of_2(size)
     _all_reduce_add_rms_norm_kernel[(num_rows,)](

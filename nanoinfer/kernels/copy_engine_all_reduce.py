@@ -10,12 +10,14 @@ from torch import Tensor
 BLOCK = 8192
 
 
-@triton.jit(do_not_specialize=["epoch"])
-def _meet_kernel(flags_ptr, flag_addresses_ptr, epoch, rank: tl.constexpr, num_ranks: tl.constexpr):
+@triton.jit
+def _meet_kernel(flags_ptr, flag_addresses_ptr, epoch_ptr, rank: tl.constexpr, num_ranks: tl.constexpr):
     ranks = tl.arange(0, num_ranks)
     flags_of_all = tl.load(flag_addresses_ptr + ranks).to(tl.pointer_type(tl.int64))
+    epoch = tl.load(epoch_ptr) + 1
+    tl.store(epoch_ptr, epoch)
     # A maximum, since a plain store might undo `SharedGpuMemory.release`.
-    tl.atomic_max(flags_of_all + rank, epoch.to(tl.int64), sem="release", scope="sys")
+    tl.atomic_max(flags_of_all + rank, epoch, sem="release", scope="sys")
     while tl.min(tl.atomic_add(flags_ptr + ranks, 0, sem="acquire", scope="sys"), axis=0) < epoch:
         pass
 
@@ -34,10 +36,11 @@ def _add_parts_kernel(rows_ptr, parts_ptr, sums_ptr, size, part_size, num_parts:
     tl.store(sums_ptr + entry, total, mask=mask)
 
 
-def meet(flags: Tensor, flag_addresses: Tensor, epoch: int, rank: int) -> None:
-    """Announce an epoch to all ranks, and make the stream wait until all have announced it to this one.
+def meet(flags: Tensor, flag_addresses: Tensor, epoch: Tensor, rank: int) -> None:
+    """Announce the next epoch to all ranks, and make the stream wait until all have announced it to this one.
 
-    flags: (at least num_ranks,) int64. flag_addresses: (num_ranks,) int64, a power of two, of each rank's flags.
+    flags: (num_ranks,) int64, a power of two. flag_addresses: likewise, of each rank's flags. epoch: (1,) int64, the
+    last one; it is in the GPU's memory so that a CUDA graph can count.
     """
     _meet_kernel[(1,)](flags, flag_addresses, epoch, rank, len(flag_addresses), num_warps=1)
 

@@ -5,7 +5,7 @@ copies a full tensor, or the part of it that this rank holds, into its place. A 
 bits its weight is, and multiplies by it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -118,20 +118,30 @@ class PartialSum:
     """The output of a row-parallel product while it is not added up yet; the next RMSNorm does that.
 
     terms: (num_terms, num_tokens, hidden_size) to be added: the sum, or the partial sums of split-K. Read it by `wait`.
-    all_ranks: where the ranks exchange their terms, if the kernel of the norm does the all-reduce too.
+    all_ranks: where the ranks exchange their terms, if the kernel of the norm does the all-reduce.
     sum_weight: (hidden_size,), of a norm of the sum by itself before it is added to the residual stream; None for none.
-    exchange: the all-reduce of the terms, a torch.distributed.Work, if it may still be running.
+    tp: whose ranks have still to all-reduce their term, which is one; None for nobody's.
+    all_reduce: what runs in the background, and has a method `wait`; None for nothing.
     """
 
     terms: Tensor
     all_ranks: SymmetricBuffers | None = None
     sum_weight: Tensor | None = None
-    exchange: Any | None = None
+    tp: TensorParallel | None = None
+    all_reduce: Any | None = None
+
+    def start(self) -> "PartialSum":
+        """Return the same, with its all-reduce running in the background, if it needs one by itself."""
+        if self.tp is None:
+            return self
+        return replace(self, tp=None, all_reduce=self.tp.start_all_reduce(self.terms[0]))
 
     def wait(self) -> Tensor:
-        """Return the terms once the ranks have exchanged them. On a GPU the kernels that follow wait, not the host."""
-        if self.exchange is not None:
-            self.exchange.wait()
+        """Return the terms, all-reduced unless the norm does that; on a GPU, without waiting. To be called once."""
+        if self.tp is not None:
+            self.tp.all_reduce(self.terms[0])
+        elif self.all_reduce is not None:
+            self.all_reduce.wait()
         return self.terms
 
 
@@ -165,26 +175,20 @@ class RowParallelLinear(ShardedLinear):
     def forward(self, x: Activations) -> PartialSum:
         """(num_tokens, input_size) -> (num_tokens, output_size), to be added up by the next norm."""
         bias = self.bias if self.tp.rank == 0 else None  # one rank adds it, so that the sum has it once
-        buffers = sum_buffers(self.tp, len(x))
-        if self.tp.size == 1 or buffers is not None:
-            return PartialSum(self.quant_method.apply_split(self, x, bias), buffers)
-        return sum_of_ranks(self.tp, self.quant_method.apply(self, x, bias))
+        return sum_of_ranks(self.tp, self.quant_method.apply_split(self, x, bias))
 
 
-def sum_of_ranks(tp: TensorParallel, part: Tensor) -> PartialSum:
-    """Return the sum of all ranks' parts, (num_tokens, hidden_size), which are overwritten; see `start_all_reduce`."""
-    return PartialSum(part.unsqueeze(0), exchange=tp.start_all_reduce(part))
-
-
-def sum_buffers(tp: TensorParallel, num_tokens: int) -> SymmetricBuffers | None:
-    """Return where the ranks exchange their partial sums if the next norm is to all-reduce them; None if NCCL is to.
+def sum_of_ranks(tp: TensorParallel, terms: Tensor) -> PartialSum:
+    """Return a rank's terms, (num_terms, num_tokens, hidden_size), and how the ranks are to add up theirs.
 
     The number of tokens alone decides: in two shots a rank updates only its own rows of the residual, so all sums of a
     forward pass must be of the same kind.
     """
-    if tp.memory is None or num_tokens > tp.memory.max_tokens:
-        return None
-    return tp.memory.next_buffers(num_tokens)
+    if tp.size == 1:
+        return PartialSum(terms)
+    if tp.memory is not None and terms.shape[1] <= tp.memory.max_tokens:
+        return PartialSum(terms, tp.memory.next_buffers(terms.shape[1]))
+    return PartialSum(terms if len(terms) == 1 else terms.sum(0, keepdim=True), tp=tp)
 
 
 def entries(size: int, param: Tensor | None) -> int:

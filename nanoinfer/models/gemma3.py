@@ -124,9 +124,9 @@ class Gemma3Decoder(nn.Module):
         self.norm = Gemma3Norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
+        if suits_slices(self, len(token_ids), metadata):
+            return sliced_prefill(self, token_ids, positions, kv_cache, metadata)
         residual = self.embed_tokens(token_ids)  # (num_tokens, hidden_size)
-        if suits_slices(self, residual, metadata):
-            return sliced_prefill(self, positions, residual, kv_cache, metadata)
         hidden: PartialSum | None = None
         for index, layer in enumerate(self.layers):
             hidden, residual = layer(positions, hidden, residual, kv_cache.layer(index), metadata)

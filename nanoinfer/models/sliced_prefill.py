@@ -16,36 +16,40 @@ from nanoinfer.layers.linear import PartialSum
 from nanoinfer.quantization.fp8_linear import Fp8WeightOnlyMethod
 
 
-def suits_slices(decoder: Any, residual: Tensor, metadata: Metadata) -> bool:
-    """Return whether `sliced_prefill` computes this step of a decoder. residual: (num_tokens, hidden_size).
+def suits_slices(decoder: Any, num_tokens: int, metadata: Metadata) -> bool:
+    """Return whether `sliced_prefill` computes a step of a decoder.
 
     Not with weights that are widened for each product: each slice would widen them again.
     """
-    if len(residual) < 2 * SLICE_TOKENS or not isinstance(metadata, PrefillMetadata):
+    if num_tokens <= SLICE_TOKENS or not isinstance(metadata, PrefillMetadata):
         return False
-    products = [layer.self_attn.o_proj for layer in decoder.layers]
-    widens = any(type(product.quant_method) is Fp8WeightOnlyMethod for product in products)
-    return products[0].tp.size > 1 and not widens
+    if decoder.layers[0].self_attn.o_proj.tp.size == 1:
+        return False
+    return not any(type(getattr(part, "quant_method", None)) is Fp8WeightOnlyMethod for part in decoder.modules())
 
 
-def sizes_to_measure(max_num_batched_tokens: int, tp: TensorParallel) -> set[int]:
-    """Return how many tokens the prefill steps have that may need the most memory: a step in slices needs less."""
-    largest_whole = 2 * SLICE_TOKENS - 1 if tp.size > 1 else max_num_batched_tokens
-    return {max_num_batched_tokens, min(max_num_batched_tokens, largest_whole)}
+def sizes_to_measure(max_num_batched_tokens: int, tp: TensorParallel) -> list[int]:
+    """Return how many tokens the prefill steps have that may need the most memory: the largest, and in one piece."""
+    if tp.size == 1 or max_num_batched_tokens <= SLICE_TOKENS:
+        return [max_num_batched_tokens]
+    return [max_num_batched_tokens, SLICE_TOKENS]
 
 
-def sliced_prefill(decoder: Any, positions: Tensor, residual: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
-    """Do what the decoder's layers and its last norm do. residual: the embeddings, (num_tokens, hidden_size)."""
-    residuals = list(residual.tensor_split(len(residual) // SLICE_TOKENS))
-    sums: list[Any] = [None] * len(residuals)  # what is to be added to each slice's residual stream
+def sliced_prefill(decoder: Any, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
+    """Do what the decoder's `forward` does. A slice's tensors are dropped as soon as it does without them."""
+    num_slices = -(-len(token_ids) // SLICE_TOKENS)
+    residuals: list[Any] = list(decoder.embed_tokens(token_ids).tensor_split(num_slices))
+    sums: list[Any] = [None] * num_slices  # what is to be added to each slice's residual stream
     for index, layer in enumerate(decoder.layers):
         sums = _attend(layer, positions, sums, residuals, kv_cache.layer(index), metadata)
-        for i, residual in enumerate(residuals):
-            sums[i], residuals[i] = layer.feed_forward(sums[i], residual, None)  # a prefill step has no padding
+        for i in range(num_slices):
+            hidden, residuals[i] = layer.feed_forward(sums[i], residuals[i], None)  # a prefill step has no padding
+            sums[i] = hidden.start()
     outputs = []
-    for hidden, residual in zip(sums, residuals, strict=True):
-        normed, _ = decoder.norm(hidden, residual)
+    for i in range(num_slices):
+        normed, _ = decoder.norm(sums[i], residuals[i])
         outputs.append(normed)
+        sums[i] = residuals[i] = None
     return torch.cat(outputs)
 
 
@@ -53,17 +57,17 @@ def _attend(
     layer: Any,
     positions: Tensor,
     sums: list[Any],
-    residuals: list[Tensor],
+    residuals: list[Any],
     cache: LayerCache,
     metadata: Metadata,
 ) -> list[PartialSum]:
     """Return what a layer's attention adds to each slice. `sums` are added to `residuals`, and dropped."""
     parts = []
-    for i, residual in enumerate(residuals):
-        part, residuals[i] = layer.before_attention(sums[i], residual)
+    for i in range(len(residuals)):
+        part, residuals[i] = layer.before_attention(sums[i], residuals[i])
         parts.append(part)
         sums[i] = None
     qkv = torch.cat(parts)
     parts.clear()
     heads = layer.self_attn(qkv, positions, cache, metadata)
-    return [layer.after_attention(rows) for rows in heads.tensor_split(len(residuals))]
+    return [layer.after_attention(rows).start() for rows in heads.tensor_split(len(residuals))]

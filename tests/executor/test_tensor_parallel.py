@@ -24,6 +24,7 @@ from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel, 
 from nanoinfer.executor import parallel_runner, workers
 from nanoinfer.executor.shm_ring import SLOT_SIZE
 from nanoinfer.executor.workers import PASSED, Workers
+from nanoinfer.layers.linear import sum_of_ranks
 from nanoinfer.models import decoder, gemma3
 from nanoinfer.runner import model_runner
 from nanoinfer.runner.model_runner import ModelRunner, StepHandle
@@ -163,7 +164,7 @@ def test_a_step_of_many_tokens_in_slices_changes_nothing(
     lens: list[int] = []
     for module in (decoder, gemma3):
         sliced = module.sliced_prefill
-        monkeypatch.setattr(module, "sliced_prefill", lambda *args, do=sliced: lens.append(len(args[2])) or do(*args))
+        monkeypatch.setattr(module, "sliced_prefill", lambda *args, do=sliced: lens.append(len(args[1])) or do(*args))
     tokens = []
     for size in (1, 2):
         with LLM(folder, device="cpu", tensor_parallel_size=size, **options) as llm:
@@ -249,13 +250,11 @@ def answer_exchange(tp: TensorParallel) -> None:
     assert tp.all_gather(torch.tensor([[tp.rank], [10]])).tolist() == [[[rank], [10]] for rank in range(3)]
     assert tp.broadcast(torch.tensor([[tp.rank + 3], [tp.rank]])).tolist() == [[3], [0]]
     assert tp.minimum(7 - tp.rank, torch.device("cpu")) == 5
-    for num_tokens in (SLICE_TOKENS - 1, SLICE_TOKENS):  # at once, and in the background
-        x = torch.arange(num_tokens, dtype=torch.float32).unsqueeze(1) + tp.rank
-        work = tp.start_all_reduce(x)
-        assert (work is None) == (num_tokens < SLICE_TOKENS)
-        if work is not None:
-            work.wait()
-        assert torch.equal(x[:, 0], 3 * torch.arange(num_tokens) + 3.0)
+    terms = torch.arange(14.0).view(2, 7, 1) + tp.rank
+    expected = 3 * (terms - tp.rank).sum(0, keepdim=True) + 6
+    whole = sum_of_ranks(tp, terms)
+    assert torch.equal(whole.wait(), expected), "at once"
+    assert torch.equal(sum_of_ranks(tp, terms).start().wait(), expected), "in the background"
 
 
 @pytest.mark.usefixtures("nothing_remains")

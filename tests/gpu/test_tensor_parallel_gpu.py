@@ -22,6 +22,7 @@ from nanoinfer import LLM, ConfigError, SamplingParams, WorkerError, tiny_model_
 from nanoinfer.device import becomes_idle
 from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, SLICE_TOKENS, connect
 from nanoinfer.layers.layernorm import add_rms_norm, all_reduce_add_rms_norm
+from nanoinfer.models.decoder import DecoderLayer
 from nanoinfer.runner import model_runner
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from tests.gpu.test_engine_gpu import assert_part_at_near_ties, chat_prompts
@@ -241,7 +242,7 @@ def test_a_worker_that_is_killed_in_a_prefill_step_is_an_error_and_a_new_engine_
     expected = answers(2)
     prompts = torch.randint(0, 500, (1500, 300), generator=torch.Generator().manual_seed(0)).tolist()
     llm = LLM(tiny_model_path(), tensor_parallel_size=2)
-    assert llm.engine.config.max_num_batched_tokens >= 2 * SLICE_TOKENS
+    assert llm.engine.config.max_num_batched_tokens > SLICE_TOKENS
     [pid] = [child.pid for child in active_children() if child.name == "nanoinfer rank 1"]
     chunks = llm.stream(prompts, SamplingParams(max_tokens=1))
     for _ in range(200):
@@ -251,6 +252,25 @@ def test_a_worker_that_is_killed_in_a_prefill_step_is_an_error_and_a_new_engine_
     with pytest.raises(WorkerError, match="rank 1 of tensor_parallel_size=2 was ended by SIGKILL"):
         list(chunks)
     assert time.monotonic() - started < 11
+    llm.close()
+    assert answers(2) == expected
+
+
+def test_a_prefill_step_that_fails_between_its_slices_is_an_error_and_a_new_engine_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other rank goes on to where it waits for this one."""
+    expected = answers(2)
+    prompts = torch.randint(0, 500, (64, 200), generator=torch.Generator().manual_seed(0)).tolist()
+    llm = LLM(tiny_model_path(), tensor_parallel_size=2)
+    calls = itertools.count()
+    feed_forward = DecoderLayer.feed_forward
+    with monkeypatch.context() as patch:
+        patch.setattr(DecoderLayer, "feed_forward", lambda *args: feed_forward(*args) if next(calls) < 1 else 1 // 0)
+        started = time.monotonic()
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert time.monotonic() - started < 20
     llm.close()
     assert answers(2) == expected
 
@@ -339,11 +359,11 @@ def test_a_capture_that_fails_on_one_rank_is_an_error_and_a_new_engine_works(mon
     assert answers(2) == expected
 
 
-def _all_reduce_in_all_ways(rank: int, size: int, folder: str) -> None:
+def _all_reduce_in_all_ways(rank: int, size: int, folder: str, hidden_size: int, dtype: torch.dtype) -> None:
     """Run by each rank: one-shot and two-shot all-reduces, with some ranks late, against NCCL's."""
     devices = [torch.device("cuda", index) for index in range(size)]
     torch.cuda.set_device(rank)
-    max_tokens, hidden_size, dtype = 512, 1024, torch.bfloat16
+    max_tokens = 512
     tp = connect(rank, size, devices[rank], Path(folder) / "store")
     tp = tp.with_shared_memory(max_tokens, 2 * SLICE_TOKENS, hidden_size, dtype, devices)
     assert tp.memory is not None
@@ -373,7 +393,7 @@ def _all_reduce_in_all_ways(rank: int, size: int, folder: str) -> None:
             owned = slice(rank, None, size) if two_shot else slice(None)
             tolerance = 0 if step < 20 else 0.02  # sums are exact, and their norms are not
             torch.testing.assert_close(residual[owned], expected_residual[owned], rtol=tolerance, atol=tolerance)
-    slices = [torch.empty(SLICE_TOKENS + extra, hidden_size, dtype=dtype, device="cuda") for extra in (0, 1, 3000)]
+    slices = [torch.empty(SLICE_TOKENS + extra, hidden_size, dtype=dtype, device="cuda") for extra in (0, -1, -1600)]
     for step in range(8):
         parts, works = [], []
         for index, x in enumerate(slices):
@@ -400,8 +420,11 @@ def _all_reduce_in_all_ways(rank: int, size: int, folder: str) -> None:
     tp.close()
 
 
+@pytest.mark.parametrize(("hidden_size", "dtype"), [(1024, torch.bfloat16), (999, torch.float16)])
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_the_custom_all_reduce_and_those_in_the_background_give_the_sums_of_nccl(size: int, tmp_path: Path) -> None:
+def test_the_custom_all_reduce_and_those_in_the_background_give_the_sums_of_nccl(
+    size: int, hidden_size: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
     needs_gpus(size)
     os.environ.update(NCCL_ENVIRONMENT)
-    torch.multiprocessing.spawn(_all_reduce_in_all_ways, (size, str(tmp_path)), nprocs=size)
+    torch.multiprocessing.spawn(_all_reduce_in_all_ways, (size, str(tmp_path), hidden_size, dtype), nprocs=size)

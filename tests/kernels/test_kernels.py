@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.cuda_ipc import RELEASED
-from nanoinfer.kernels.symmetric_buffers import SymmetricBuffers, empty_bits
+from nanoinfer.kernels.symmetric_buffers import BITS, SymmetricBuffers, empty_bits
 from nanoinfer.layers import activation, layernorm
 from nanoinfer.layers.attention import layer as attention_layer
 from nanoinfer.runner import step_tables
@@ -155,30 +155,37 @@ def test_rms_norm_takes_any_shape_keeps_zeros_finite_and_nan_in_its_row() -> Non
 # --- all_reduce_add_rms_norm ---
 
 NUM_RANKS, NUM_TOKENS, MAX_TOKENS = 4, 6, 8
-EMPTY = empty_bits(torch.bfloat16)
 
 
 def bits(x: Tensor) -> Tensor:
     """What is sent for these numbers."""
-    return torch.where(x == 0, 0, x.view(torch.int16))
+    return torch.where(x == 0, 0, x.view(BITS[x.dtype]))
 
 
 class AllRanks:
     """All ranks' buffers, in which one rank finds what the others send it in an all-reduce, before it begins."""
 
-    def __init__(self, size: int, two_shot: bool, rank: int, normalises_sum: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        two_shot: bool,
+        rank: int,
+        normalises_sum: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.empty = empty_bits(dtype)
         self.rank, self.owned = rank, slice(rank, None, NUM_RANKS) if two_shot else slice(None)
-        self.terms = (8 * randn(NUM_RANKS, 2, NUM_TOKENS, size)).round().bfloat16()  # whose sums are exact
-        self.residual = randn(NUM_TOKENS, size, seed=9, dtype=torch.bfloat16)
+        self.terms = (8 * randn(NUM_RANKS, 2, NUM_TOKENS, size)).round().to(dtype)  # whose sums are exact
+        self.residual = randn(NUM_TOKENS, size, seed=9, dtype=dtype)
         self.terms[..., 0], self.residual[:, 0] = 0, 0
-        self.weights: tuple[Tensor, float, Tensor | None] = (randn(size, dtype=torch.bfloat16), 1e-5, None)
+        self.weights: tuple[Tensor, float, Tensor | None] = (randn(size, dtype=dtype), 1e-5, None)
         if normalises_sum:
             self.weights = 1 + 0.3 * randn(size, seed=10), 1e-5, 1 + 0.3 * randn(size, seed=11)
         self.weights[0][0] = -1  # times zero it is -0.0, which stands for an entry that has not come
-        self.parts = self.terms.sum(1, dtype=torch.float32).bfloat16()
+        self.parts = self.terms.sum(1, dtype=torch.float32).to(dtype)
         self.expected, self.expected_total = layernorm.add_rms_norm(self.parts.float(), self.residual, *self.weights)
-        self.received = torch.full((NUM_RANKS, NUM_RANKS, MAX_TOKENS, size), EMPTY, dtype=torch.int16)
-        self.outputs = torch.full((NUM_RANKS, MAX_TOKENS, size), EMPTY, dtype=torch.int16)
+        self.received = torch.full((NUM_RANKS, NUM_RANKS, MAX_TOKENS, size), self.empty, dtype=BITS[dtype])
+        self.outputs = torch.full((NUM_RANKS, MAX_TOKENS, size), self.empty, dtype=BITS[dtype])
         for peer in range(NUM_RANKS):
             if peer != rank:
                 self.received[rank, peer, :NUM_TOKENS][self.owned] = bits(self.parts[peer][self.owned])
@@ -197,18 +204,21 @@ class AllRanks:
 
 
 @loops_are_interpreted
-@pytest.mark.parametrize("normalises_sum", [False, True])
-def test_in_one_shot_a_rank_reduces_all_rows_for_itself(normalises_sum: bool) -> None:
-    ranks = AllRanks(96, two_shot=False, rank=1, normalises_sum=normalises_sum)
+@pytest.mark.parametrize(
+    ("normalises_sum", "dtype"),
+    [(False, torch.bfloat16), (True, torch.bfloat16), (False, torch.float16), (False, torch.float32)],
+)
+def test_in_one_shot_a_rank_reduces_all_rows_for_itself(normalises_sum: bool, dtype: torch.dtype) -> None:
+    ranks = AllRanks(97, two_shot=False, rank=1, normalises_sum=normalises_sum, dtype=dtype)
     twin = layernorm.all_reduce_add_rms_norm(ranks.terms[1], ranks.residual, ranks.buffers, *ranks.weights)
     torch.testing.assert_close(twin, (ranks.expected, ranks.expected_total))
     out, total = ranks.run()
     assert_nearly_equal(out, ranks.expected)
     assert_nearly_equal(total, ranks.expected_total)
-    sent = torch.full_like(ranks.received, EMPTY)
+    sent = torch.full_like(ranks.received, ranks.empty)
     sent[[0, 2, 3], 1, :NUM_TOKENS] = bits(ranks.parts[1])
     assert torch.equal(ranks.received, sent), "what came to it is taken away, and all others have its part"
-    assert (ranks.outputs == EMPTY).all()
+    assert (ranks.outputs == ranks.empty).all()
 
 
 @loops_are_interpreted
@@ -220,7 +230,7 @@ def test_in_two_shot_a_rank_reduces_its_rows_for_all(size: int, normalises_sum: 
     owned = slice(rank, None, NUM_RANKS)
     assert_nearly_equal(out, ranks.expected)
     assert_nearly_equal(total[owned], ranks.expected_total[owned])
-    sent, outputs = torch.full_like(ranks.received, EMPTY), torch.full_like(ranks.outputs, EMPTY)
+    sent, outputs = (torch.full_like(places, ranks.empty) for places in (ranks.received, ranks.outputs))
     for peer in range(NUM_RANKS):
         if peer != rank:
             rows = slice(peer, NUM_TOKENS, NUM_RANKS)
@@ -242,7 +252,7 @@ def test_a_rank_waits_for_what_has_not_come_unless_nobody_comes(
 ) -> None:
     ranks = AllRanks(96, two_shot, rank=2)
     row = getattr(ranks, str(place[0]))[2][place[1:]]
-    late, row[95] = row[95].item(), EMPTY
+    late, row[95] = row[95].item(), ranks.empty
     has_come = threading.Event()
 
     def come() -> None:
@@ -264,14 +274,28 @@ def test_a_rank_waits_for_what_has_not_come_unless_nobody_comes(
 
 @loops_are_interpreted
 def test_a_rank_announces_the_epoch_to_all_and_waits_for_theirs() -> None:
-    flags = torch.full((NUM_RANKS, NUM_RANKS), 6)
+    flags, epoch = torch.full((NUM_RANKS, NUM_RANKS), 6), torch.tensor([5])
     flags[:, 1] = 5
     flags[2, 1] = RELEASED
     addresses = torch.tensor([own.data_ptr() for own in flags])
-    copy_engine_kernels.meet(flags[1], addresses, 6, rank=1)
+    copy_engine_kernels.meet(flags[1], addresses, epoch, rank=1)
     assert flags[:, 1].tolist() == [6, 6, RELEASED, 6]
+    assert epoch.item() == 6
     flags[:, 1] = 6
     assert (flags == 6).all()
+    flags[1, 0] = 7
+    flags[1, 2] = RELEASED
+    has_come = threading.Event()
+
+    def come() -> None:
+        has_come.set()
+        flags[1, 3] = 8  # which is further
+
+    timer = threading.Timer(0.2, come)
+    timer.start()
+    copy_engine_kernels.meet(flags[1], addresses, epoch, rank=1)
+    assert has_come.is_set()
+    timer.join()
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(5, 96), (3, 2048)])

@@ -20,15 +20,15 @@ PREFILL = PrefillMetadata.of_whole_prompts([1], torch.zeros(1, 1, dtype=torch.in
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many slices each step had; steps of ten tokens and more have slices of five and more."""
+    """How many slices each step had: those of six tokens and more, slices of at most five."""
     found: list[int] = []
 
     def slice_steps_of(module: ModuleType) -> None:
-        def sliced(model: Any, positions: torch.Tensor, residual: torch.Tensor, *rest: Any) -> torch.Tensor:
-            found.append(len(residual) // 5)
-            return sliced_prefill.sliced_prefill(model, positions, residual, *rest)
+        def sliced(model: Any, token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+            found.append(-(-len(token_ids) // 5))
+            return sliced_prefill.sliced_prefill(model, token_ids, *rest)
 
-        monkeypatch.setattr(module, "suits_slices", lambda model, residual, metadata: len(residual) >= 10)
+        monkeypatch.setattr(module, "suits_slices", lambda model, num_tokens, metadata: num_tokens > 5)
         monkeypatch.setattr(module, "sliced_prefill", sliced)
 
     monkeypatch.setattr(sliced_prefill, "SLICE_TOKENS", 5)
@@ -52,15 +52,15 @@ def test_slices_give_the_tokens_of_whole_steps(
     expected = generate(folder, prompts, **options)
     counts = request.getfixturevalue("counts")
     assert generate(folder, prompts, **options) == expected
-    assert max(counts) == 48 // 5
+    assert max(counts) == 10
     assert len(set(counts)) > 1
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "num_tokens", "metadata", "method", "expected"),
     [
-        (2, 2 * SLICE_TOKENS, PREFILL, LinearMethod(), True),
-        (2, 2 * SLICE_TOKENS - 1, PREFILL, LinearMethod(), False),
+        (2, SLICE_TOKENS + 1, PREFILL, LinearMethod(), True),
+        (2, SLICE_TOKENS, PREFILL, LinearMethod(), False),
         (1, 4 * SLICE_TOKENS, PREFILL, LinearMethod(), False),
         (2, 4 * SLICE_TOKENS, None, LinearMethod(), False),  # a decode step
         (2, 4 * SLICE_TOKENS, PREFILL, object.__new__(Fp8WeightOnlyMethod), False),
@@ -70,12 +70,13 @@ def test_slices_give_the_tokens_of_whole_steps(
 def test_large_prefill_steps_of_several_ranks_have_slices(
     num_ranks: int, num_tokens: int, metadata: Any, method: LinearMethod, expected: bool
 ) -> None:
-    product = SimpleNamespace(tp=SimpleNamespace(size=num_ranks), quant_method=method)
-    model = SimpleNamespace(layers=[SimpleNamespace(self_attn=SimpleNamespace(o_proj=product))])
-    assert sliced_prefill.suits_slices(model, torch.zeros(num_tokens, 1), metadata) == expected
+    product = SimpleNamespace(tp=SimpleNamespace(size=num_ranks))
+    layers = [SimpleNamespace(self_attn=SimpleNamespace(o_proj=product))]
+    model = SimpleNamespace(layers=layers, modules=lambda: [layers, product, SimpleNamespace(quant_method=method)])
+    assert sliced_prefill.suits_slices(model, num_tokens, metadata) == expected
 
 
 def test_the_largest_step_in_one_piece_is_measured_too() -> None:
-    assert sliced_prefill.sizes_to_measure(16384, TensorParallel(0, 1)) == {16384}
-    assert sliced_prefill.sizes_to_measure(16384, TensorParallel(0, 2)) == {16384, 2 * SLICE_TOKENS - 1}
-    assert sliced_prefill.sizes_to_measure(100, TensorParallel(0, 2)) == {100}
+    assert sliced_prefill.sizes_to_measure(16384, TensorParallel(0, 1)) == [16384]
+    assert sliced_prefill.sizes_to_measure(16384, TensorParallel(0, 2)) == [16384, SLICE_TOKENS]
+    assert sliced_prefill.sizes_to_measure(100, TensorParallel(0, 2)) == [100]
