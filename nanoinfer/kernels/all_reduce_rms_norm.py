@@ -37,10 +37,8 @@ def _send(row_ptr, numbers, column, mask, EMPTY: tl.constexpr):
 @triton.jit
 def _receive(ptrs, released_ptr, mask, dtype: tl.constexpr, EMPTY: tl.constexpr):
     """Wait until all of these numbers have come, or nobody may come any more, and leave their places empty."""
-    released = tl.load(released_ptr, volatile=True)
     bits = tl.load(ptrs, mask=mask, other=0, volatile=True)
-    while tl.max(((bits == EMPTY) & (released == 0)).to(tl.int32)) != 0:
-        released = tl.load(released_ptr, volatile=True)
+    while tl.max(((bits == EMPTY) & (tl.load(released_ptr, volatile=True) == 0)).to(tl.int32)) != 0:
         bits = tl.load(ptrs, mask=mask, other=0, volatile=True)
     tl.store(ptrs, tl.full(bits.shape, EMPTY, bits.dtype), mask=mask)
     return bits.to(dtype, bitcast=True)
