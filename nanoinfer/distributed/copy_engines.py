@@ -48,27 +48,25 @@ class CopyEngines(SharedGpuMemory):
         self._parts, self._sums = buffers[:-1], buffers[-1]
         self._epoch = self.flag_addresses.new_zeros(1)  # how often the ranks have met
         self._stream = torch.cuda.Stream(priority=-1)  # its short kernels go first
+        self._lanes = [torch.cuda.Stream(priority=-1) for _ in self._others[1:]]  # for copies beside those of _stream
 
     def start(self, x: Tensor) -> torch.cuda.Event:
         """Start to sum up all ranks' `x`, (num_tokens, hidden_size), in its place. Wait for the event before you read.
 
-        There are at least as many tokens as ranks.
-
-        Keep `x` until then: its memory must not be given to others.
+        There are at least as many tokens as ranks. Keep `x` until then: its memory must not be given to others.
         """
         assert x.is_contiguous(), f"the rows must be contiguous, strides {x.stride()}"
-        shares, share_bytes = x.tensor_split(len(self._others) + 1), self._share * x.itemsize
+        num_ranks = len(self._others) + 1
+        shares, share_bytes = x.tensor_split(num_ranks), self._share * x.itemsize
+        others = [(self.addresses[peer], shares[peer].data_ptr(), shares[peer].nbytes) for peer in self._others]
+        parts = [memory + (num_ranks - 2 - i) * share_bytes for i, (memory, _, _) in enumerate(others)]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for i, peer in enumerate(self._others):
-                slot = len(self._others) - 1 - i  # so that each of the others writes into another part
-                self._copy(self.addresses[peer] + slot * share_bytes, shares[peer].data_ptr(), shares[peer].nbytes)
+            self._copy([(part, rows, size) for part, (_, rows, size) in zip(parts, others, strict=True)])
             self._meet()
             add_parts(shares[self._rank], self._parts, self._sums)
             self._meet()
-            for peer in self._others:
-                sums = self.addresses[peer] + len(self._others) * share_bytes
-                self._copy(shares[peer].data_ptr(), sums, shares[peer].nbytes)
+            self._copy([(rows, memory + (num_ranks - 1) * share_bytes, size) for memory, rows, size in others])
             done = torch.cuda.Event()
             done.record()
         return done
@@ -80,12 +78,19 @@ class CopyEngines(SharedGpuMemory):
     def _meet(self) -> None:
         meet(self.flags, self.flag_addresses, self._epoch, self._rank)
 
-    def _copy(self, target: int, source: int, num_bytes: int) -> None:
-        cuda(
-            "cudaMemcpyAsync",
-            ctypes.c_void_p(target),
-            ctypes.c_void_p(source),
-            ctypes.c_size_t(num_bytes),
-            DEVICE_TO_DEVICE,
-            ctypes.c_void_p(self._stream.cuda_stream),
-        )
+    def _copy(self, copies: list[tuple[int, int, int]]) -> None:
+        """Copy to or from all other ranks, beside each other: target, source, bytes."""
+        begin = self._stream.record_event()
+        for stream, (target, source, size) in zip([self._stream, *self._lanes], copies, strict=True):
+            if stream is not self._stream:
+                stream.wait_event(begin)
+            cuda(
+                "cudaMemcpyAsync",
+                ctypes.c_void_p(target),
+                ctypes.c_void_p(source),
+                ctypes.c_size_t(size),
+                DEVICE_TO_DEVICE,
+                ctypes.c_void_p(stream.cuda_stream),
+            )
+        for lane in self._lanes:
+            self._stream.wait_stream(lane)

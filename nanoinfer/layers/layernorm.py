@@ -54,9 +54,9 @@ def all_reduce_add_rms_norm(
     """
     received = buffers.parts[buffers.rank]
     assert isinstance(received, Tensor)
-    parts = received[:, : len(residual)].view(residual.dtype).float()
+    parts = list(received[:, : len(residual)].view(residual.dtype).float())
     parts[buffers.rank] = x.sum(0, dtype=torch.float32).to(residual.dtype).float()
-    return add_rms_norm(parts, residual, weight, eps, sum_weight)
+    return add_rms_norm(torch.stack(parts), residual, weight, eps, sum_weight)
 
 
 @triton_on_cuda("nanoinfer.kernels.rms_norm")
