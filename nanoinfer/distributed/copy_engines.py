@@ -48,7 +48,6 @@ class CopyEngines(SharedGpuMemory):
         self._parts, self._sums = buffers[:-1], buffers[-1]
         self._epoch = self.flag_addresses.new_zeros(1)  # how often the ranks have met
         self._stream = torch.cuda.Stream(priority=-1)  # its short kernels go first
-        self._lanes = [torch.cuda.Stream(priority=-1) for _ in self._others[1:]]  # for copies beside those of _stream
 
     def start(self, x: Tensor) -> torch.cuda.Event:
         """Start to sum up all ranks' `x`, (num_tokens, hidden_size), in its place. Wait for the event before you read.
@@ -79,18 +78,13 @@ class CopyEngines(SharedGpuMemory):
         meet(self.flags, self.flag_addresses, self._epoch, self._rank)
 
     def _copy(self, copies: list[tuple[int, int, int]]) -> None:
-        """Copy to or from all other ranks, beside each other: target, source, bytes."""
-        begin = self._stream.record_event()
-        for stream, (target, source, size) in zip([self._stream, *self._lanes], copies, strict=True):
-            if stream is not self._stream:
-                stream.wait_event(begin)
+        """Copy one after the other: target, source, bytes. On four GPUs, copies beside each other were no faster."""
+        for target, source, num_bytes in copies:
             cuda(
                 "cudaMemcpyAsync",
                 ctypes.c_void_p(target),
                 ctypes.c_void_p(source),
-                ctypes.c_size_t(size),
+                ctypes.c_size_t(num_bytes),
                 DEVICE_TO_DEVICE,
-                ctypes.c_void_p(stream.cuda_stream),
+                ctypes.c_void_p(self._stream.cuda_stream),
             )
-        for lane in self._lanes:
-            self._stream.wait_stream(lane)

@@ -150,9 +150,6 @@ def test_a_product_equals_its_twin(
         actual = fp8_product(*operands, its_bias, dtype)
         assert_near(actual, fp8_product.__wrapped__(*operands, its_bias, torch.float32), 2e-2)
         assert torch.equal(actual, fp8_product(*operands, its_bias, dtype)), "equal steps give equal bits"
-    out = torch.empty(num_tokens, num_outputs, dtype=torch.bfloat16, device=CUDA)
-    fp8_product(*operands, bias, torch.bfloat16, out=out)
-    assert torch.equal(out, fp8_product(*operands, bias, torch.bfloat16)[0])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 100, 256])
