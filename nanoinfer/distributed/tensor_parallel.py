@@ -159,11 +159,11 @@ class TensorParallel:
                     slices = SLICE_TOKENS, hidden_size
                     copy_engines = CopyEngines(self.rank, self.size, self.all_gather, slices, dtype)
         except RuntimeError as error:
-            logger.info("%s: sums go over NCCL", error)
+            logger.info("%s: %s sums go over NCCL", error, "all" if memory is None else "large")
         return replace(self, memory=memory, copy_engines=copy_engines)
 
     def join(self) -> None:
-        """Let the current stream wait for what runs in the background: a step that failed may have left something."""
+        """Let the current stream wait for the copy engines: a step that failed may have left them something."""
         if self.copy_engines is not None:
             self.copy_engines.join()
 

@@ -39,8 +39,8 @@ def _add_parts_kernel(rows_ptr, parts_ptr, sums_ptr, size, part_size, num_parts:
 def meet(flags: Tensor, flag_addresses: Tensor, epoch: Tensor, rank: int) -> None:
     """Announce the next epoch to all ranks, and make the stream wait until all have announced it to this one.
 
-    flags: (num_ranks,) int64, a power of two. flag_addresses: likewise, of each rank's flags. epoch: (1,) int64, the
-    last one; it is in the GPU's memory so that a CUDA graph can count.
+    flags: (num_ranks,) int64, of a power of two of ranks. flag_addresses: likewise, of each rank's flags. epoch: (1,)
+    int64, the last one.
     """
     _meet_kernel[(1,)](flags, flag_addresses, epoch, rank, len(flag_addresses), num_warps=1)
 

@@ -120,7 +120,7 @@ class PartialSum:
     terms: (num_terms, num_tokens, hidden_size) to be added: the sum, or the partial sums of split-K. Read it by `wait`.
     all_ranks: where the ranks exchange their terms, if the kernel of the norm does the all-reduce.
     sum_weight: (hidden_size,), of a norm of the sum by itself before it is added to the residual stream; None for none.
-    tp: whose ranks have still to all-reduce their term, which is one; None for nobody's.
+    tp: whose ranks have still to all-reduce their terms, one on each; None if they have done so, or the norm does.
     all_reduce: what runs in the background, and has a method `wait`; None for nothing.
     """
 
@@ -137,7 +137,10 @@ class PartialSum:
         return replace(self, tp=None, all_reduce=self.tp.start_all_reduce(self.terms[0]))
 
     def wait(self) -> Tensor:
-        """Return the terms, all-reduced unless the norm does that; on a GPU, without waiting. To be called once."""
+        """Return the terms, all-reduced unless the norm does that; to be called once.
+
+        On a GPU the kernels that follow wait, and not the host.
+        """
         if self.tp is not None:
             self.tp.all_reduce(self.terms[0])
         elif self.all_reduce is not None:
@@ -175,20 +178,21 @@ class RowParallelLinear(ShardedLinear):
     def forward(self, x: Activations) -> PartialSum:
         """(num_tokens, input_size) -> (num_tokens, output_size), to be added up by the next norm."""
         bias = self.bias if self.tp.rank == 0 else None  # one rank adds it, so that the sum has it once
-        return sum_of_ranks(self.tp, self.quant_method.apply_split(self, x, bias))
+        buffers = sum_buffers(self.tp, len(x))
+        if self.tp.size == 1 or buffers is not None:
+            return PartialSum(self.quant_method.apply_split(self, x, bias), buffers)
+        return PartialSum(self.quant_method.apply(self, x, bias).unsqueeze(0), tp=self.tp)
 
 
-def sum_of_ranks(tp: TensorParallel, terms: Tensor) -> PartialSum:
-    """Return a rank's terms, (num_terms, num_tokens, hidden_size), and how the ranks are to add up theirs.
+def sum_buffers(tp: TensorParallel, num_tokens: int) -> SymmetricBuffers | None:
+    """Return where the ranks exchange their terms if the next norm is to all-reduce them; None if it is not.
 
     The number of tokens alone decides: in two shots a rank updates only its own rows of the residual, so all sums of a
     forward pass must be of the same kind.
     """
-    if tp.size == 1:
-        return PartialSum(terms)
-    if tp.memory is not None and terms.shape[1] <= tp.memory.max_tokens:
-        return PartialSum(terms, tp.memory.next_buffers(terms.shape[1]))
-    return PartialSum(terms if len(terms) == 1 else terms.sum(0, keepdim=True), tp=tp)
+    if tp.memory is None or num_tokens > tp.memory.max_tokens:
+        return None
+    return tp.memory.next_buffers(num_tokens)
 
 
 def entries(size: int, param: Tensor | None) -> int:

@@ -15,7 +15,7 @@ from nanoinfer.checkpoint.model_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
-from nanoinfer.layers.linear import PartialSum, entries, sum_of_ranks
+from nanoinfer.layers.linear import PartialSum, entries, sum_buffers
 from nanoinfer.quantization.fp8_linear import Fp8LinearMethod
 from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod
 
@@ -209,4 +209,7 @@ class SparseMoE(nn.Module):
         read for them, and their sums are zero. None: all rows have tokens.
         """
         terms = self.experts(hidden, self.gate(_wide(hidden), row_mask))
-        return sum_of_ranks(self.tp, terms)
+        buffers = sum_buffers(self.tp, len(hidden))
+        if self.tp.size == 1 or buffers is not None:
+            return PartialSum(terms, buffers)
+        return PartialSum(terms.sum(0, keepdim=True), tp=self.tp)

@@ -67,7 +67,10 @@ class DecoderAttention(nn.Module):
         )
         self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(attention))
 
-    def forward(self, qkv: Tensor, positions: Tensor, cache: LayerCache, metadata: Metadata) -> Tensor:
+    def forward(self, positions: Tensor, hidden: Activations, cache: LayerCache, metadata: Metadata) -> PartialSum:
+        return self.o_proj(self.attend(self.qkv_proj(hidden), positions, cache, metadata))
+
+    def attend(self, qkv: Tensor, positions: Tensor, cache: LayerCache, metadata: Metadata) -> Tensor:
         norm_weights = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
         return self.attn(qkv, norm_weights, positions, cache, metadata).flatten(1)  # (num_tokens, o_proj's input size)
 
@@ -127,16 +130,10 @@ class DecoderLayer(nn.Module):
         """
         if hidden is None and suits_few_rows(self, residual):
             return None, few_rows_layer(self, positions, residual, cache, metadata)
-        qkv, residual = self.before_attention(hidden, residual)
-        hidden = self.after_attention(self.self_attn(qkv, positions, cache, metadata))
-        return self.feed_forward(hidden, residual, row_mask)
-
-    def before_attention(self, hidden: PartialSum | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         normed, residual = self.input_layernorm(hidden, residual, self.self_attn.qkv_proj.input_format)
-        return self.self_attn.qkv_proj(normed), residual  # (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
-
-    def after_attention(self, heads: Tensor) -> PartialSum:
-        return self.self_attn.o_proj(heads)
+        hidden = self.self_attn(positions, normed, cache, metadata)
+        del normed  # the MLP needs memory
+        return self.feed_forward(hidden, residual, row_mask)
 
     def feed_forward(self, hidden: PartialSum, residual: Tensor, row_mask: Tensor | None) -> tuple[PartialSum, Tensor]:
         normed, residual = self.post_attention_layernorm(hidden, residual, self.mlp.input_format)

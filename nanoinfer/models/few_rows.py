@@ -30,7 +30,7 @@ def few_rows_layer(layer: Any, positions: Tensor, residual: Tensor, cache: Layer
     attention, mlp = layer.self_attn, layer.mlp
     norm = layer.input_layernorm.weight, layer.input_layernorm.eps
     qkv = few_rows_product(residual, attention.qkv_proj.weight, attention.qkv_proj.bias, norm)
-    heads = attention(qkv, positions, cache, metadata)  # (num_tokens, num_heads * head_dim)
+    heads = attention.attend(qkv, positions, cache, metadata)  # (num_tokens, num_heads * head_dim)
     residual = few_rows_product(heads, attention.o_proj.weight, attention.o_proj.bias, residual=residual)
     norm = layer.post_attention_layernorm.weight, layer.post_attention_layernorm.eps
     gated = few_rows_product(residual, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias, norm, gated=True)

@@ -83,20 +83,15 @@ class Gemma3Layer(nn.Module):
         self, positions: Tensor, hidden: PartialSum | None, residual: Tensor, cache: LayerCache, metadata: Metadata
     ) -> tuple[PartialSum, Tensor]:
         """Return what this layer's MLP adds to the residual stream, and the stream, as `DecoderLayer` does."""
-        qkv, residual = self.before_attention(hidden, residual)
-        hidden = self.after_attention(self.self_attn(qkv, positions, cache, metadata))
-        return self.feed_forward(hidden, residual)
-
-    def before_attention(self, hidden: PartialSum | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         normed, residual = self.input_layernorm(hidden, residual, self.self_attn.qkv_proj.input_format)
-        return self.self_attn.qkv_proj(normed), residual
-
-    def after_attention(self, heads: Tensor) -> PartialSum:
-        return self.post_attention_layernorm.of_sum(self.self_attn.o_proj(heads))
+        hidden = self.self_attn(positions, normed, cache, metadata)
+        del normed  # the MLP needs memory
+        return self.feed_forward(hidden, residual)
 
     def feed_forward(
         self, hidden: PartialSum, residual: Tensor, _row_mask: Tensor | None = None
     ) -> tuple[PartialSum, Tensor]:
+        hidden = self.post_attention_layernorm.of_sum(hidden)
         normed, residual = self.pre_feedforward_layernorm(hidden, residual, self.mlp.input_format)
         return self.post_feedforward_layernorm.of_sum(self.mlp(normed)), residual
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
-from nanoinfer.layers.attention.metadata import KVCache, LayerCache, Metadata, PrefillMetadata
-from nanoinfer.layers.linear import PartialSum
+from nanoinfer.layers.attention.metadata import KVCache, Metadata, PrefillMetadata
 from nanoinfer.quantization.fp8_linear import Fp8WeightOnlyMethod
 
 
@@ -29,22 +28,30 @@ def suits_slices(decoder: Any, num_tokens: int, metadata: Metadata) -> bool:
 
 
 def sizes_to_measure(max_num_batched_tokens: int, tp: TensorParallel) -> list[int]:
-    """Return how many tokens the prefill steps have that may need the most memory: the largest, and in one piece."""
+    """Return how many tokens the prefill steps have that may need the most memory.
+
+    The largest step, that with the largest slices, and that in one piece.
+    """
     if tp.size == 1 or max_num_batched_tokens <= SLICE_TOKENS:
         return [max_num_batched_tokens]
-    return [max_num_batched_tokens, SLICE_TOKENS]
+    largest_slices = max_num_batched_tokens // SLICE_TOKENS * SLICE_TOKENS
+    return sorted({SLICE_TOKENS, largest_slices, max_num_batched_tokens})
 
 
 def sliced_prefill(decoder: Any, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
     """Do what the decoder's `forward` does. A slice's tensors are dropped as soon as it does without them."""
     num_slices = -(-len(token_ids) // SLICE_TOKENS)
-    residuals: list[Any] = list(decoder.embed_tokens(token_ids).tensor_split(num_slices))
+    residuals: list[Any] = [rows.clone() for rows in decoder.embed_tokens(token_ids).tensor_split(num_slices)]
     sums: list[Any] = [None] * num_slices  # what is to be added to each slice's residual stream
     for index, layer in enumerate(decoder.layers):
-        sums = _attend(layer, positions, sums, residuals, kv_cache.layer(index), metadata)
+        qkv = torch.cat([_qkv(layer, sums, residuals, i) for i in range(num_slices)])
+        heads = layer.self_attn.attend(qkv, positions, kv_cache.layer(index), metadata)
+        del qkv
+        sums = [layer.self_attn.o_proj(rows).start() for rows in heads.tensor_split(num_slices)]
+        del heads
         for i in range(num_slices):
-            hidden, residuals[i] = layer.feed_forward(sums[i], residuals[i], None)  # a prefill step has no padding
-            sums[i] = hidden.start()
+            sums[i], residuals[i] = layer.feed_forward(sums[i], residuals[i], None)  # a prefill step has no padding
+            sums[i] = sums[i].start()
     outputs = []
     for i in range(num_slices):
         normed, _ = decoder.norm(sums[i], residuals[i])
@@ -53,21 +60,8 @@ def sliced_prefill(decoder: Any, token_ids: Tensor, positions: Tensor, kv_cache:
     return torch.cat(outputs)
 
 
-def _attend(
-    layer: Any,
-    positions: Tensor,
-    sums: list[Any],
-    residuals: list[Any],
-    cache: LayerCache,
-    metadata: Metadata,
-) -> list[PartialSum]:
-    """Return what a layer's attention adds to each slice. `sums` are added to `residuals`, and dropped."""
-    parts = []
-    for i in range(len(residuals)):
-        part, residuals[i] = layer.before_attention(sums[i], residuals[i])
-        parts.append(part)
-        sums[i] = None
-    qkv = torch.cat(parts)
-    parts.clear()
-    heads = layer.self_attn(qkv, positions, cache, metadata)
-    return [layer.after_attention(rows).start() for rows in heads.tensor_split(len(residuals))]
+def _qkv(layer: Any, sums: list[Any], residuals: list[Any], i: int) -> Tensor:
+    """Return queries, keys and values of slice `i`; its sum is added to its residual, and dropped."""
+    normed, residuals[i] = layer.input_layernorm(sums[i], residuals[i], layer.self_attn.qkv_proj.input_format)
+    sums[i] = None
+    return layer.self_attn.qkv_proj(normed)

@@ -24,7 +24,7 @@ from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel, 
 from nanoinfer.executor import parallel_runner, workers
 from nanoinfer.executor.shm_ring import SLOT_SIZE
 from nanoinfer.executor.workers import PASSED, Workers
-from nanoinfer.layers.linear import sum_of_ranks
+from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models import decoder, gemma3
 from nanoinfer.runner import model_runner
 from nanoinfer.runner.model_runner import ModelRunner, StepHandle
@@ -145,7 +145,7 @@ def test_a_packet_larger_than_a_slot_and_a_step_of_many_tokens_change_nothing(on
     [prefix] = random_prompts((700,), seed=1)
     prompts = random_prompts((700,) * 12) + [[*prefix, index] for index in range(13)]  # the last share a prefix
     assert sum(map(len, prompts)) > SLOT_SIZE
-    assert 2 * SLICE_TOKENS < 13 * 700
+    assert SLICE_TOKENS < 13 * 700
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     assert generate(two_ranks, prompts, params) == generate(one_rank, prompts, params)
 
@@ -250,11 +250,9 @@ def answer_exchange(tp: TensorParallel) -> None:
     assert tp.all_gather(torch.tensor([[tp.rank], [10]])).tolist() == [[[rank], [10]] for rank in range(3)]
     assert tp.broadcast(torch.tensor([[tp.rank + 3], [tp.rank]])).tolist() == [[3], [0]]
     assert tp.minimum(7 - tp.rank, torch.device("cpu")) == 5
-    terms = torch.arange(14.0).view(2, 7, 1) + tp.rank
-    expected = 3 * (terms - tp.rank).sum(0, keepdim=True) + 6
-    whole = sum_of_ranks(tp, terms)
-    assert torch.equal(whole.wait(), expected), "at once"
-    assert torch.equal(sum_of_ranks(tp, terms).start().wait(), expected), "in the background"
+    expected = torch.arange(7.0).view(1, 7, 1) * 3 + 3
+    for start in (PartialSum.wait, lambda part: part.start().wait()):  # at once, and in the background
+        assert torch.equal(start(PartialSum(expected / 3 - 1 + tp.rank, tp=tp)), expected)
 
 
 @pytest.mark.usefixtures("nothing_remains")

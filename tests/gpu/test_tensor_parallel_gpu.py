@@ -1,4 +1,4 @@
-"""The engine over several GPUs of one host, by NCCL: one GPU's answers, CUDA graphs on and off, and deaths."""
+"""The engine over several GPUs of one host: one GPU's answers, CUDA graphs on and off, and deaths."""
 
 import gc
 import itertools
@@ -22,6 +22,7 @@ from nanoinfer import LLM, ConfigError, SamplingParams, WorkerError, tiny_model_
 from nanoinfer.device import becomes_idle
 from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, SLICE_TOKENS, connect
 from nanoinfer.layers.layernorm import add_rms_norm, all_reduce_add_rms_norm
+from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import DecoderLayer
 from nanoinfer.runner import model_runner
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
@@ -99,7 +100,7 @@ def test_prefill_in_slices_gives_the_log_probabilities_of_one_gpu(
     prompts = draw_prompts(0, (200,) * 60)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 256, "max_num_batched_tokens": 60 * 200}
-    assert 2 * SLICE_TOKENS < 60 * 200
+    assert SLICE_TOKENS < 60 * 200
     results = []
     for size in (1, 2):
         with LLM(folder, tensor_parallel_size=size, quantization=quantization, **options) as llm:
@@ -263,14 +264,20 @@ def test_a_prefill_step_that_fails_between_its_slices_is_an_error_and_a_new_engi
     expected = answers(2)
     prompts = torch.randint(0, 500, (64, 200), generator=torch.Generator().manual_seed(0)).tolist()
     llm = LLM(tiny_model_path(), tensor_parallel_size=2)
-    calls = itertools.count()
+    lens: list[int] = []
     feed_forward = DecoderLayer.feed_forward
+
+    def fail(layer: DecoderLayer, hidden: PartialSum, residual: torch.Tensor, *rest: Any) -> Any:
+        lens.append(len(residual))
+        return feed_forward(layer, hidden, residual, *rest) if len(lens) == 1 else 1 // 0
+
     with monkeypatch.context() as patch:
-        patch.setattr(DecoderLayer, "feed_forward", lambda *args: feed_forward(*args) if next(calls) < 1 else 1 // 0)
+        patch.setattr(DecoderLayer, "feed_forward", fail)
         started = time.monotonic()
         with pytest.raises(ZeroDivisionError):
             llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
     assert time.monotonic() - started < 20
+    assert lens == [3200, 3200], "slices of 12,800 tokens"
     llm.close()
     assert answers(2) == expected
 
@@ -394,14 +401,15 @@ def _all_reduce_in_all_ways(rank: int, size: int, folder: str, hidden_size: int,
             tolerance = 0 if step < 20 else 0.02  # sums are exact, and their norms are not
             torch.testing.assert_close(residual[owned], expected_residual[owned], rtol=tolerance, atol=tolerance)
     slices = [torch.empty(SLICE_TOKENS + extra, hidden_size, dtype=dtype, device="cuda") for extra in (0, -1, -1600)]
-    for step in range(8):
+    for step in range(12):
         parts, works = [], []
+        background = tp if step < 8 else replace(tp, copy_engines=None)  # by NCCL
         for index, x in enumerate(slices):
             x.random_(-8, 9)
             parts.append(x.float())
             if (step + index) % size == rank:
                 torch.cuda._sleep(2_000_000)
-            works.append(tp.start_all_reduce(x))
+            works.append(background.start_all_reduce(x))
         for x, part, work in zip(slices, parts, works, strict=True):
             work.wait()
             assert torch.equal(x.float(), tp.all_reduce(part))

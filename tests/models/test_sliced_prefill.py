@@ -76,7 +76,8 @@ def test_large_prefill_steps_of_several_ranks_have_slices(
     assert sliced_prefill.suits_slices(model, num_tokens, metadata) == expected
 
 
-def test_the_largest_step_in_one_piece_is_measured_too() -> None:
+def test_steps_with_the_largest_slices_and_in_one_piece_are_measured_too() -> None:
     assert sliced_prefill.sizes_to_measure(16384, TensorParallel(0, 1)) == [16384]
-    assert sliced_prefill.sizes_to_measure(16384, TensorParallel(0, 2)) == [16384, SLICE_TOKENS]
+    assert sliced_prefill.sizes_to_measure(16384, TensorParallel(0, 2)) == [4096, 16384]
+    assert sliced_prefill.sizes_to_measure(12300, TensorParallel(0, 2)) == [4096, 12288, 12300]
     assert sliced_prefill.sizes_to_measure(100, TensorParallel(0, 2)) == [100]
