@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
@@ -215,6 +215,14 @@ def test_a_worker_of_eight_that_is_killed_is_an_error_and_a_new_engine_works(
     assert [output.token_ids for output in again] == [output.token_ids for output in expected]
 
 
+def assert_it_ends_as_rank_1_was_killed(llm: LLM, chunks: Iterator[Any]) -> None:
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 of tensor_parallel_size=2 was ended by SIGKILL"):
+        list(chunks)
+    assert time.monotonic() - started < 11
+    llm.close()
+
+
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("when", ["idle", "in a step"])
 def test_a_worker_that_is_killed_is_an_error_and_a_new_engine_works(when: str, enforce_eager: bool) -> None:
@@ -230,11 +238,7 @@ def test_a_worker_that_is_killed_is_an_error_and_a_new_engine_works(when: str, e
         for _ in range(640):  # with the tenth step collected the next one runs
             next(chunks)
         os.kill(pid, signal.SIGKILL)
-    started = time.monotonic()
-    with pytest.raises(WorkerError, match="rank 1 of tensor_parallel_size=2 was ended by SIGKILL"):
-        list(chunks)
-    assert time.monotonic() - started < 11
-    llm.close()
+    assert_it_ends_as_rank_1_was_killed(llm, chunks)
     assert torch.cuda.mem_get_info(0)[0] > free_before - 2**30
     assert answers(2) == expected
 
@@ -249,11 +253,7 @@ def test_a_worker_that_is_killed_in_a_prefill_step_is_an_error_and_a_new_engine_
     for _ in range(200):
         next(chunks)
     os.kill(pid, signal.SIGKILL)
-    started = time.monotonic()
-    with pytest.raises(WorkerError, match="rank 1 of tensor_parallel_size=2 was ended by SIGKILL"):
-        list(chunks)
-    assert time.monotonic() - started < 11
-    llm.close()
+    assert_it_ends_as_rank_1_was_killed(llm, chunks)
     assert answers(2) == expected
 
 
