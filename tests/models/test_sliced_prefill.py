@@ -37,17 +37,14 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("architecture", sorted(REGISTRY))
 def test_slices_give_the_tokens_of_whole_steps(
-    monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
     checkpoint: Callable[..., Path],  # noqa: F811
     architecture: str,
-    seed: int,
 ) -> None:
     """Prompts are cut into chunks, so that slices also attend to what is in the cache."""
-    folder, prompts = checkpoint(architecture, seed), draw_prompts(seed, (61, 1, 29, 40, 7))
+    folder, prompts = checkpoint(architecture, 0), draw_prompts(0, (61, 1, 29, 40, 7))
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "kvcache_block_size": 16, "max_model_len": 112}
     expected = generate(folder, prompts, **options)
     counts = request.getfixturevalue("counts")
