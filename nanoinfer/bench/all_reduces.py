@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.bench.kernels import DTYPE, HEAD_DIM, KV_HEADS, MODELS, microseconds, print_row, randn
+from nanoinfer.bench.kernels import DTYPE, HEAD_DIM, KV_HEADS, MODELS, check_gpus, microseconds, print_row, randn
 from nanoinfer.distributed import tensor_parallel
 from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, SLICE_TOKENS, TensorParallel
 
@@ -23,7 +23,8 @@ NUM_SLICES = 4  # as in a step of 16,384 tokens: products wait for the all-reduc
 
 
 def run(num_gpus: int) -> None:
-    """Print both tables."""
+    """Print both tables. Raises ConfigError where there are fewer GPUs."""
+    check_gpus(num_gpus)
     os.environ.update(NCCL_ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_run_on, (num_gpus, folder), nprocs=num_gpus)

@@ -173,12 +173,14 @@ def run_trace(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_kernels(args: argparse.Namespace) -> dict[str, Any]:
-    from nanoinfer.bench import fp8_kernels, kernels
+    from nanoinfer.bench import all_reduces, fp8_kernels, kernels
 
     if args.quantization:
         fp8_kernels.run()
+    elif args.gpus > 1:
+        all_reduces.run(args.gpus)
     else:
-        kernels.run(args.gpus)
+        kernels.run()
     return {}
 
 

@@ -36,24 +36,24 @@ MOE_MODELS = {  # hidden size, inner size of an expert, experts, experts per tok
 MOE_TOKENS = (1, 4, 16, 64, 128, 256, 1024, 8192)
 
 
-def run(num_gpus: int) -> None:
-    """Print the tables of one GPU, or those of all-reduces over several. Raises ConfigError where there are too few."""
-    if torch.cuda.device_count() < num_gpus:
+def run() -> None:
+    """Print all tables. Raises ConfigError where there is no GPU."""
+    check_gpus(1)
+    with torch.inference_mode():
+        decode_attention()
+        shared_prefix()
+        prefill_attention()
+        products()
+        experts()
+
+
+def check_gpus(count: int) -> None:
+    """Print which GPUs are to be timed. Raises ConfigError where there are fewer."""
+    if torch.cuda.device_count() < count:
         raise ConfigError(
-            f"--gpus {num_gpus}: PyTorch sees {torch.cuda.device_count()} CUDA GPUs; run it where there are more"
+            f"--gpus {count}: PyTorch sees {torch.cuda.device_count()} CUDA GPUs; run it where there are more"
         )
     print(torch.cuda.get_device_name(), torch.__version__)
-    if num_gpus == 1:
-        with torch.inference_mode():
-            decode_attention()
-            shared_prefix()
-            prefill_attention()
-            products()
-            experts()
-        return
-    from nanoinfer.bench import all_reduces
-
-    all_reduces.run(num_gpus)
 
 
 def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:

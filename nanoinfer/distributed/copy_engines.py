@@ -57,15 +57,19 @@ class CopyEngines(SharedGpuMemory):
         assert x.is_contiguous(), f"the rows must be contiguous, strides {x.stride()}"
         num_ranks = len(self._others) + 1
         shares, share_bytes = x.tensor_split(num_ranks), self._share * x.itemsize
-        others = [(self.addresses[peer], shares[peer].data_ptr(), shares[peer].nbytes) for peer in self._others]
-        parts = [memory + (num_ranks - 2 - i) * share_bytes for i, (memory, _, _) in enumerate(others)]
+        to_parts, from_sums = [], []
+        for peer in self._others:
+            rows, num_bytes, memory = shares[peer].data_ptr(), shares[peer].nbytes, self.addresses[peer]
+            part = (self._rank - peer) % num_ranks - 1  # its parts are those of the ranks after it, in their order
+            to_parts.append((memory + part * share_bytes, rows, num_bytes))
+            from_sums.append((rows, memory + (num_ranks - 1) * share_bytes, num_bytes))
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._copy([(part, rows, size) for part, (_, rows, size) in zip(parts, others, strict=True)])
+            self._copy(to_parts)
             self._meet()
             add_parts(shares[self._rank], self._parts, self._sums)
             self._meet()
-            self._copy([(rows, memory + (num_ranks - 1) * share_bytes, size) for memory, rows, size in others])
+            self._copy(from_sums)
             done = torch.cuda.Event()
             done.record()
         return done
