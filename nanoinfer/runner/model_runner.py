@@ -28,7 +28,7 @@ from nanoinfer.layers.attention.metadata import PrefillMetadata, SharedPrefixes
 from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.models import get_model_class
 from nanoinfer.models.decoder import DecoderForCausalLM
-from nanoinfer.models.sliced_prefill import sizes_to_measure
+from nanoinfer.models.sliced_prefill import capture_largest_prefill, sizes_to_measure
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, measure_graph_bytes, num_graphs, sharing_graph_sizes
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
@@ -153,7 +153,7 @@ class ModelRunner:
         try:
             with computing(self.device, self._num_threads):
                 self.weights.return_to_device()
-                self._allocate_logits()
+                self._allocate_step_memory()
                 self._allocate(self.num_blocks, self.max_model_len)
                 self._capture_graphs()
         except BaseException:
@@ -176,7 +176,7 @@ class ModelRunner:
     def _free_step_memory(self) -> None:
         """Free what runs steps, but not the weights."""
         self.graphs = None
-        for name in ("logits", "kv_cache", "tables", "sampler"):
+        for name in ("logits", "prefill_graphs", "kv_cache", "tables", "sampler"):
             vars(self).pop(name, None)  # a runner that sleeps has none
         gc.collect()
         if self.device.type == "cuda":
@@ -187,7 +187,8 @@ class ModelRunner:
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
         token_ids, positions, metadata = self.tables.prefill_inputs(header, on_device.chunks, chunks)
         metadata = self.backends.plan(metadata, self.kv_cache)
-        hidden = self.model(token_ids, positions, self.kv_cache, metadata)
+        forward = self.prefill_graphs.get(len(token_ids), self.model)
+        hidden = forward(token_ids, positions, self.kv_cache, metadata)
         # Only the last chunk of a step may be cut short, so those that sample are the first ones.
         last_tokens = metadata.cu_query_lens[1 : num_samples + 1].long() - 1
         self._write_logits(hidden[last_tokens])
@@ -219,7 +220,7 @@ class ModelRunner:
         self.model = self._load_model(folder, longest)
         self.weights = ModelWeights(self.model)
         self.max_group_rows = self.backends.max_group_rows
-        self._allocate_logits()
+        self._allocate_step_memory()
         loaded = time.perf_counter()
         if self.device.type == "cpu" and sum(p.numel() for p in self.model.parameters()) < MIN_THREADED_PARAMETERS:
             self._num_threads = 1
@@ -266,9 +267,11 @@ class ModelRunner:
         self.tables = StepTables(self.config.max_num_seqs, max_model_len, block_size, self.device)
         self.sampler = Sampler(self.tables.token_ids, self.tables.context_lens, self.model_config.vocab_size, self.tp)
 
-    def _allocate_logits(self) -> None:
-        """Make one buffer for all graphs and for what runs without: the logits are the largest thing of a step."""
+    def _allocate_step_memory(self) -> None:
+        """Make one buffer for the logits of all decode graphs and of what runs without, and the graphs of prefill."""
         self.logits = self.model.lm_head.weight.new_empty(self.config.max_num_seqs, self.model.lm_head.vocab.size)
+        max_tokens = self.config.max_num_batched_tokens
+        self.prefill_graphs = capture_largest_prefill(self.model.model, max_tokens) if self._uses_graphs else {}
 
     def _capture_graphs(self) -> None:
         if self._uses_graphs:
