@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nanoinfer.bench.kernels import DTYPE, HEAD_DIM, KV_HEADS, MODELS, check_gpus, microseconds, print_row, randn
 from nanoinfer.distributed import tensor_parallel
@@ -36,7 +35,7 @@ def _run_on(rank: int, size: int, folder: str) -> None:
     torch.cuda.set_device(rank)
     tensor_parallel.MAX_BYTES_IN_MEMORY = 2**30
     tp = tensor_parallel.connect(rank, size, devices[rank], Path(folder) / "store")
-    tp = tp.with_shared_memory(FEW_TOKENS[-1], 2 * SLICE_TOKENS, HIDDEN_SIZE, DTYPE, devices)
+    tp = tp.with_shared_memory(FEW_TOKENS[-1], (2 * NUM_SLICES + 2) * SLICE_TOKENS, HIDDEN_SIZE, DTYPE, devices)
     of_few_tokens(tp)
     in_the_background(tp)
     torch.cuda.synchronize()
@@ -74,37 +73,42 @@ def of_few_tokens(tp: TensorParallel) -> None:
 
 def in_the_background(tp: TensorParallel) -> None:
     """Print microseconds of a layer's largest products of a slice, alone and beside the slice's two all-reduces."""
-    assert tp.copy_engines is not None, "the GPUs do not reach each other's memory"
+    engines = tp.copy_engines
+    assert engines is not None, "the GPUs do not reach each other's memory"
     inner = INTERMEDIATE_SIZE // tp.size
     hidden, gated = randn(SLICE_TOKENS, HIDDEN_SIZE), randn(SLICE_TOKENS, inner)
     num_outputs = (MODELS["8B"][2] + 2 * KV_HEADS) * HEAD_DIM // tp.size
     gate_up, down, qkv = randn(2 * inner, HIDDEN_SIZE), randn(HIDDEN_SIZE, inner), randn(num_outputs, HIDDEN_SIZE)
-    sums = torch.zeros(NUM_SLICES + 1, 2, SLICE_TOKENS, HIDDEN_SIZE, dtype=DTYPE, device="cuda")
+    sums = torch.zeros(2 * NUM_SLICES + 2, SLICE_TOKENS, HIDDEN_SIZE, dtype=DTYPE, device="cuda")
 
-    def time_with(start: Callable[[Tensor], Any] | None, repeats: int = 40) -> float:
-        works: list[Any] = []
+    def nccl(slot: int) -> Callable[[], object]:
+        work = tp.group.allreduce([sums[slot]], torch.distributed.AllreduceOptions())
+        return lambda: work.wait()
+
+    def copied(slot: int) -> Callable[[], object]:
+        engines.start_reduce_scatter(slot, sums[slot])
+        engines.start_all_gather(slot, SLICE_TOKENS)
+        return lambda: engines.gathered(slot, SLICE_TOKENS)
+
+    def time_with(start: Callable[[int], Callable[[], object]] | None, repeats: int = 40) -> float:
+        waits: list[Callable[[], object]] = []
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         for index in range(repeats + NUM_SLICES):
             if index == NUM_SLICES:
                 begin.record()
             if start is not None:
-                for x in sums[index % len(sums)]:
-                    works.append(start(x))
-                for work in works[: -2 * NUM_SLICES]:
-                    work.wait()
-                del works[: -2 * NUM_SLICES]
+                waits += [start(2 * index % len(sums)), start((2 * index + 1) % len(sums))]
+                for wait in waits[: -2 * NUM_SLICES]:
+                    wait()
+                del waits[: -2 * NUM_SLICES]
             hidden @ gate_up.t(), gated @ down.t(), hidden @ qkv.t()
         end.record()
-        for work in works:
-            work.wait()
+        for wait in waits:
+            wait()
         torch.cuda.synchronize()
         return begin.elapsed_time(end) / repeats * 1e3
 
-    ways = {
-        "alone": None,
-        "NCCL": replace(tp, copy_engines=None).start_all_reduce,
-        "copy engines": tp.start_all_reduce,
-    }
+    ways = {"alone": None, "NCCL": nccl, "copy engines": copied}
     if tp.rank == 0:
         print_row(f"QKV, gate, up and down of {SLICE_TOKENS} tokens, us, beside two all-reduces", *ways)
     rounds = [[time_with(start) for start in ways.values()] for _ in range(7)]  # in turns, as hot GPUs slow down

@@ -1,7 +1,7 @@
-"""All-reduces of many tokens by the GPUs' copy engines, in the background of matrix products.
+"""Reduce-scatters and all-gathers of many tokens by the GPUs' copy engines, in the background of matrix products.
 
-NCCL's kernels run on multiprocessors, which they take from the products beside them. A copy engine moves memory to and
-from other GPUs without any. What is left for kernels is to add up, and to wait. docs/performance.md has the times.
+NCCL's kernels run on multiprocessors, which they take from the products beside them. A copy engine moves memory to
+other GPUs without any. docs/performance.md has the times.
 """
 
 import ctypes
@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.cuda_ipc import SharedGpuMemory, cuda
-from nanoinfer.kernels.copy_engine_all_reduce import add_parts, meet
+from nanoinfer.kernels.meet import meet
 
 DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 
 
 class CopyEngines(SharedGpuMemory):
-    """Sums up the ranks' tensors, one after the other, on a stream of its own.
+    """Exchanges the slices of a step between the ranks, one exchange after the other, on a stream of its own.
 
-    Rank r owns a share of the rows. An all-reduce has five steps:
-    1. A rank copies the rows that others own into their `parts` (reduce-scatter).
-    2. The ranks meet: each waits for a signal of all others.
-    3. It adds up its own rows, also into its `sums`.
-    4. They meet again.
-    5. It copies all other rows from the others' `sums` (all-gather).
+    Rank r owns a share of each slice's rows. In a reduce-scatter a rank sends each other rank its terms of the rows
+    which that one owns, and adds up. In an all-gather it sends the rows that it owns to all. Either ends when the ranks
+    have met: a kernel waits for a signal of each.
 
-    One set of buffers is enough. A rank writes into the parts of another when that one, before step 4, has added up
-    those of the all-reduce before. It overwrites its sums after step 2, when all have copied those of the one before.
+    A slice has one place for terms and one for gathered rows. That is enough if its exchanges take turns, the received
+    terms make the rows that are gathered next, and these the terms that are scattered next. Then a rank that writes to
+    another has met it since that one has read what was there before. Between steps, which begin and end with
+    all-gathers, the ranks must meet in another way.
 
-    shape: (max_tokens, hidden_size) of the largest tensor. The rest is said in `SharedGpuMemory`.
+    num_slices: the most that a step has. shape: (max_tokens, hidden_size) of the largest. The rest is said in
+    `SharedGpuMemory`.
     """
 
     def __init__(
@@ -37,58 +37,79 @@ class CopyEngines(SharedGpuMemory):
         rank: int,
         num_ranks: int,
         all_gather: Callable[[Tensor], Tensor],
+        num_slices: int,
         shape: tuple[int, int],
         dtype: torch.dtype,
     ) -> None:
-        max_tokens, hidden_size = shape
-        self._rank, self._others = rank, [(rank + i) % num_ranks for i in range(1, num_ranks)]
-        self._share = -(-max_tokens // num_ranks) * hidden_size  # entries
-        super().__init__(num_ranks * self._share * dtype.itemsize, num_ranks, rank, num_ranks, all_gather)
-        buffers = self.own.view(dtype).view(num_ranks, self._share)
-        self._parts, self._sums = buffers[:-1], buffers[-1]
+        max_tokens, self._hidden_size = shape
+        self._rank, self._num_ranks = rank, num_ranks
+        self._others = [(rank + i) % num_ranks for i in range(1, num_ranks)]
+        share = -(-max_tokens // num_ranks) * self._hidden_size  # entries
+        num_bytes = num_slices * (2 * num_ranks - 1) * share * dtype.itemsize
+        super().__init__(num_bytes, num_ranks, rank, num_ranks, all_gather)
+        places = self.own.view(dtype).view(num_slices, 2 * num_ranks - 1, share)
+        self._terms, self._gathered = places[:, : num_ranks - 1], places[:, num_ranks - 1 :].flatten(1)
         self._epoch = self.flag_addresses.new_zeros(1)  # how often the ranks have met
-        self._stream = torch.cuda.Stream(priority=-1)  # its short kernels go first
+        self._stream = torch.cuda.Stream(priority=-1)
+        self._ends: dict[int, torch.cuda.Event] = {}  # of each slice's last exchange
 
-    def start(self, x: Tensor) -> torch.cuda.Event:
-        """Start to sum up all ranks' `x`, (num_tokens, hidden_size), in its place. Wait for the event before you read.
+    def start_reduce_scatter(self, index: int, x: Tensor) -> None:
+        """Start to exchange the terms of slice `index`: `x`, (num_tokens, hidden_size), kept until `others` is called.
 
-        There are at least as many tokens as ranks. Keep `x` until then: its memory must not be given to others.
+        There are at least as many tokens as ranks.
         """
         assert x.is_contiguous(), f"the rows must be contiguous, strides {x.stride()}"
-        num_ranks = len(self._others) + 1
-        shares, share_bytes = x.tensor_split(num_ranks), self._share * x.itemsize
-        to_parts, from_sums = [], []
+        shares, copies = x.tensor_split(self._num_ranks), []
         for peer in self._others:
-            rows, num_bytes, memory = shares[peer].data_ptr(), shares[peer].nbytes, self.addresses[peer]
-            part = (self._rank - peer) % num_ranks - 1  # its parts are those of the ranks after it, in their order
-            to_parts.append((memory + part * share_bytes, rows, num_bytes))
-            from_sums.append((rows, memory + (num_ranks - 1) * share_bytes, num_bytes))
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._copy(to_parts)
-            self._meet()
-            add_parts(shares[self._rank], self._parts, self._sums)
-            self._meet()
-            self._copy(from_sums)
-            done = torch.cuda.Event()
-            done.record()
-        return done
+            place = (self._rank - peer) % self._num_ranks - 1  # its terms are those of the ranks after it, in order
+            copies.append((peer, self._terms[index, place], shares[peer]))
+        self._start(index, copies)
+
+    def others(self, index: int, num_rows: int) -> Tensor:
+        """Return the other ranks' terms of the rows that this one owns: (num_ranks - 1, num_rows, hidden_size).
+
+        The current stream waits for them, and not the host.
+        """
+        self._ends[index].wait()
+        return self._terms[index, :, : num_rows * self._hidden_size].unflatten(1, (num_rows, self._hidden_size))
+
+    def place(self, index: int, num_tokens: int) -> Tensor:
+        """Return where the rows that this rank owns are to be written before they are gathered."""
+        return self._rows(index, num_tokens).tensor_split(self._num_ranks)[self._rank]
+
+    def start_all_gather(self, index: int, num_tokens: int) -> None:
+        """Start to send the rows in `place` to all other ranks."""
+        rows = self.place(index, num_tokens)
+        self._start(index, [(peer, rows, rows) for peer in self._others])
+
+    def gathered(self, index: int, num_tokens: int) -> Tensor:
+        """Return all rows of a slice, (num_tokens, hidden_size), for which the current stream waits."""
+        self._ends[index].wait()
+        return self._rows(index, num_tokens)
 
     def join(self) -> None:
         """Let the current stream wait for all that has been started."""
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
-    def _meet(self) -> None:
-        meet(self.flags, self.flag_addresses, self._epoch, self._rank)
+    def _rows(self, index: int, num_tokens: int) -> Tensor:
+        return self._gathered[index, : num_tokens * self._hidden_size].view(num_tokens, self._hidden_size)
 
-    def _copy(self, copies: list[tuple[int, int, int]]) -> None:
-        """Copy one after the other: target, source, bytes. On four GPUs, copies beside each other were no faster."""
-        for target, source, num_bytes in copies:
-            cuda(
-                "cudaMemcpyAsync",
-                ctypes.c_void_p(target),
-                ctypes.c_void_p(source),
-                ctypes.c_size_t(num_bytes),
-                DEVICE_TO_DEVICE,
-                ctypes.c_void_p(self._stream.cuda_stream),
-            )
+    def _start(self, index: int, copies: list[tuple[int, Tensor, Tensor]]) -> None:
+        """Start copies, each of a rank, a place that lies in its memory as in this one's, and what is copied there.
+
+        They go one after the other. On four GPUs, copies beside each other were no faster.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for peer, place, source in copies:
+                cuda(
+                    "cudaMemcpyAsync",
+                    ctypes.c_void_p(self.addresses[peer] + place.data_ptr() - self.own.data_ptr()),
+                    ctypes.c_void_p(source.data_ptr()),
+                    ctypes.c_size_t(source.nbytes),
+                    DEVICE_TO_DEVICE,
+                    ctypes.c_void_p(self._stream.cuda_stream),
+                )
+            meet(self.flags, self.flag_addresses, self._epoch, self._rank)
+            self._ends[index] = torch.cuda.Event()
+            self._ends[index].record()

@@ -60,7 +60,7 @@ class TensorParallel:
     rank: int = 0
     size: int = 1
     group: Any = None  # a process group of PyTorch's, see `connect`
-    # Where the GPUs reach each other's memory, for sums of few tokens, and of many.
+    # Where the GPUs reach each other's memory: for sums of few tokens, and of the slices of large prefill steps.
     memory: SymmetricMemory | None = None
     copy_engines: "CopyEngines | None" = None
 
@@ -106,15 +106,6 @@ class TensorParallel:
             _finish(self.group.allreduce([x], _options(dist.AllreduceOptions())))
         return x
 
-    def start_all_reduce(self, x: Tensor) -> Any:
-        """Start to sum up all ranks' `x`, (num_tokens, hidden_size), in its place; `wait` for the result to read it.
-
-        `x` has at most SLICE_TOKENS tokens, and at least one for each rank.
-        """
-        if self.copy_engines is not None:
-            return self.copy_engines.start(x)
-        return self.group.allreduce([x], dist.AllreduceOptions())
-
     def all_gather(self, x: Tensor) -> Tensor:
         """Return all ranks' `x`, of the same shape: (size, *x.shape)."""
         if self.size == 1:
@@ -156,8 +147,8 @@ class TensorParallel:
                 if max_rows > 0:
                     memory = SymmetricMemory(self.rank, self.size, self.all_gather, (max_rows, hidden_size), dtype)
                 if max_tokens > SLICE_TOKENS:
-                    slices = SLICE_TOKENS, hidden_size
-                    copy_engines = CopyEngines(self.rank, self.size, self.all_gather, slices, dtype)
+                    num_slices, shape = -(-max_tokens // SLICE_TOKENS), (SLICE_TOKENS, hidden_size)
+                    copy_engines = CopyEngines(self.rank, self.size, self.all_gather, num_slices, shape, dtype)
         except RuntimeError as error:
             logger.info("%s: %s sums go over NCCL", error, "all" if memory is None else "large")
         return replace(self, memory=memory, copy_engines=copy_engines)

@@ -25,18 +25,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton_on_cuda("nanoinfer.kernels.rms_norm")
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, sum_weight: Tensor | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    sum_weight: Tensor | None = None,
+    more: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of x + residual, and x + residual; an `x` with one dimension more is summed over it first.
 
-    sum_weight: (size,), of a norm of `x` by itself before the residual is added; None for no such norm.
+    sum_weight: (size,), of a norm of `x` by itself before the residual is added; None for no such norm. more: terms
+    (num_terms, ..., size) to be added to `x`. out: where the norm is written.
     """
     if x.dim() > residual.dim():
         x = x.sum(0)
+    if more is not None:
+        x = x.float() + more.sum(0, dtype=torch.float32)
     if sum_weight is not None:
         x = rms_norm(x.to(residual.dtype), sum_weight, eps)
     total = (x + residual).to(residual.dtype)
-    return rms_norm(total, weight, eps), total
+    normed = rms_norm(total, weight, eps)
+    return normed if out is None else out.copy_(normed), total
 
 
 @triton_on_cuda("nanoinfer.kernels.all_reduce_rms_norm")
@@ -91,7 +101,7 @@ class RMSNorm(nn.Module):
         if hidden.all_ranks is not None:
             weights = self.weight, self.eps, hidden.sum_weight
             return all_reduce_add_rms_norm(hidden.terms, residual, hidden.all_ranks, *weights)
-        return add_rms_norm(hidden.wait(), residual, self.weight, self.eps, hidden.sum_weight)
+        return add_rms_norm(hidden.all_reduced(), residual, self.weight, self.eps, hidden.sum_weight)
 
     def _to_fp8(
         self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat
@@ -99,4 +109,4 @@ class RMSNorm(nn.Module):
         if hidden is None or hidden.all_ranks is not None:
             out, total = self.forward(hidden, residual)
             return quantize_rows(out, out_format), total
-        return add_rms_norm_to_fp8(hidden.wait(), residual, self.weight, self.eps, hidden.sum_weight, out_format)
+        return add_rms_norm_to_fp8(hidden.all_reduced(), residual, self.weight, self.eps, hidden.sum_weight, out_format)

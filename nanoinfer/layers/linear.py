@@ -5,8 +5,7 @@ copies a full tensor, or the part of it that this rank holds, into its place. A 
 bits its weight is, and multiplies by it.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -117,34 +116,21 @@ class QKVParallelLinear(ColumnParallelLinear):
 class PartialSum:
     """The output of a row-parallel product while it is not added up yet; the next RMSNorm does that.
 
-    terms: (num_terms, num_tokens, hidden_size) to be added: the sum, or the partial sums of split-K. Read it by `wait`.
+    terms: (num_terms, num_tokens, hidden_size) to be added: the sum, or the partial sums of split-K.
     all_ranks: where the ranks exchange their terms, if the kernel of the norm does the all-reduce.
     sum_weight: (hidden_size,), of a norm of the sum by itself before it is added to the residual stream; None for none.
     tp: whose ranks have still to all-reduce their terms, one on each; None if they have done so, or the norm does.
-    all_reduce: what runs in the background, and has a method `wait`; None for nothing.
     """
 
     terms: Tensor
     all_ranks: SymmetricBuffers | None = None
     sum_weight: Tensor | None = None
     tp: TensorParallel | None = None
-    all_reduce: Any | None = None
 
-    def start(self) -> "PartialSum":
-        """Return the same, with its all-reduce running in the background, if it needs one by itself."""
-        if self.tp is None:
-            return self
-        return replace(self, tp=None, all_reduce=self.tp.start_all_reduce(self.terms[0]))
-
-    def wait(self) -> Tensor:
-        """Return the terms, all-reduced unless the norm does that; to be called once.
-
-        On a GPU the kernels that follow wait, and not the host.
-        """
+    def all_reduced(self) -> Tensor:
+        """Return the terms, all-reduced unless the norm does that; to be called once."""
         if self.tp is not None:
             self.tp.all_reduce(self.terms[0])
-        elif self.all_reduce is not None:
-            self.all_reduce.wait()
         return self.terms
 
 

@@ -132,12 +132,12 @@ class DecoderLayer(nn.Module):
             return None, few_rows_layer(self, positions, residual, cache, metadata)
         normed, residual = self.input_layernorm(hidden, residual, self.self_attn.qkv_proj.input_format)
         hidden = self.self_attn(positions, normed, cache, metadata)
-        del normed  # the MLP needs memory
-        return self.feed_forward(hidden, residual, row_mask)
-
-    def feed_forward(self, hidden: PartialSum, residual: Tensor, row_mask: Tensor | None) -> tuple[PartialSum, Tensor]:
         normed, residual = self.post_attention_layernorm(hidden, residual, self.mlp.input_format)
         return self.mlp(normed, row_mask), residual
+
+    def norms(self) -> tuple[RMSNorm | None, RMSNorm, RMSNorm | None]:
+        """Return the norms of attention's sum by itself, of the MLP's inputs, and of its sum; None for none."""
+        return None, self.post_attention_layernorm, None
 
 
 class Decoder(nn.Module):

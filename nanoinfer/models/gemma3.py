@@ -85,15 +85,13 @@ class Gemma3Layer(nn.Module):
         """Return what this layer's MLP adds to the residual stream, and the stream, as `DecoderLayer` does."""
         normed, residual = self.input_layernorm(hidden, residual, self.self_attn.qkv_proj.input_format)
         hidden = self.self_attn(positions, normed, cache, metadata)
-        del normed  # the MLP needs memory
-        return self.feed_forward(hidden, residual)
-
-    def feed_forward(
-        self, hidden: PartialSum, residual: Tensor, _row_mask: Tensor | None = None
-    ) -> tuple[PartialSum, Tensor]:
         hidden = self.post_attention_layernorm.of_sum(hidden)
         normed, residual = self.pre_feedforward_layernorm(hidden, residual, self.mlp.input_format)
         return self.post_feedforward_layernorm.of_sum(self.mlp(normed)), residual
+
+    def norms(self) -> tuple[RMSNorm | None, RMSNorm, RMSNorm | None]:
+        """Return what `DecoderLayer.norms` does."""
+        return self.post_attention_layernorm, self.pre_feedforward_layernorm, self.post_feedforward_layernorm
 
 
 class Gemma3Decoder(nn.Module):

@@ -1,8 +1,9 @@
-"""A large prefill step over several GPUs, in slices of its tokens, so that all-reduces overlap with computing.
+"""A large prefill step over several GPUs, in slices of its tokens, so that they exchange sums while they compute.
 
-A layer ends two products in an all-reduce. Waiting for these took 30% of a prefill step of Qwen3-8B on four GPUs. But
-all of a layer except attention computes each token by itself: a slice goes on when its own sums are there, and those of
-the others are on their way meanwhile.
+A layer ends two products in an all-reduce, then comes a norm. Waiting for these took 30% of a prefill step of Qwen3-8B
+on four GPUs. Here an all-reduce is split in two, as in sequence parallelism (Korthikanti et al. 2022): after the
+reduce-scatter each rank adds and normalises its share of a slice's rows, and the all-gather brings all of them to the
+next product. All of a layer except attention computes each token by itself, so meanwhile the GPU computes other slices.
 
 To launch all this takes the host 90 ms, as long as four GPUs compute. So what lies between two attentions is a CUDA
 graph in the largest steps, those of max_num_batched_tokens; most large steps have as many.
@@ -10,14 +11,18 @@ graph in the largest steps, those of max_num_batched_tokens; most large steps ha
 Only the decoders' `forward`, which uses the slices, and the runner, which uses the graphs, know of this file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
+from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.layers.attention.metadata import KVCache, Metadata, PrefillMetadata
+from nanoinfer.layers.layernorm import RMSNorm, add_rms_norm, rms_norm
+from nanoinfer.layers.linear import PartialSum
+from nanoinfer.quantization.fp8 import quantize_rows
 from nanoinfer.quantization.fp8_linear import Fp8WeightOnlyMethod
 
 
@@ -29,10 +34,14 @@ def suits_slices(decoder: Any, num_tokens: int, metadata: Metadata) -> bool:
 def _suits_slices(decoder: Any, num_tokens: int) -> bool:
     """Return whether a prefill step is to have slices.
 
-    Not with weights that are widened for each product: each slice would widen them again.
+    Not over NCCL, which slows the products down as much as it would save. Not with weights that are widened for each
+    product: each slice would widen them again.
     """
-    if num_tokens <= SLICE_TOKENS or decoder.layers[0].self_attn.o_proj.tp.size == 1:
+    tp, is_cpu = _tp(decoder), decoder.embed_tokens.weight.device.type == "cpu"
+    if num_tokens <= SLICE_TOKENS or tp.size == 1 or not (tp.copy_engines or is_cpu):
         return False
+    if tp.memory is not None and tp.memory.max_tokens > SLICE_TOKENS // 2:
+        return False  # a slice might be so small that the kernel of its norm does the all-reduce
     return not any(type(getattr(part, "quant_method", None)) is Fp8WeightOnlyMethod for part in decoder.modules())
 
 
@@ -79,9 +88,7 @@ class PrefillGraphs:
 
 
 def capture_largest_prefill(decoder: Any, max_num_batched_tokens: int) -> dict[int, PrefillGraphs]:
-    """Return the graphs of steps by their number of tokens: of the largest if it has slices and copy engines."""
-    if decoder.layers[0].self_attn.o_proj.tp.copy_engines is None:
-        return {}
+    """Return the graphs of steps by their number of tokens: of the largest, if it has slices."""
     if not _suits_slices(decoder, max_num_batched_tokens):
         return {}
     return {max_num_batched_tokens: PrefillGraphs(decoder, max_num_batched_tokens)}
@@ -126,29 +133,118 @@ def _attend_between(
 
 
 def _pieces(decoder: Any, buffers: Buffers) -> Iterator[None]:
-    """Compute, in slices, what comes before each attention, and then what comes after the last.
-
-    A slice's tensors are dropped as soon as it does without them.
-    """
-    num_slices = -(-len(buffers.rows) // SLICE_TOKENS)
-    residuals: list[Any] = [*buffers.rows.tensor_split(num_slices)]
-    sums: list[Any] = [None] * num_slices  # what is to be added to each slice's residual stream
-    for layer in decoder.layers:
-        torch.cat([_qkv(layer, sums, residuals, i) for i in range(num_slices)], out=buffers.qkv)
-        yield
-        sums = [layer.self_attn.o_proj(rows).start() for rows in buffers.heads.tensor_split(num_slices)]
-        for i in range(num_slices):
-            sums[i], residuals[i] = layer.feed_forward(sums[i], residuals[i], None)  # a prefill step has no padding
-            sums[i] = sums[i].start()
-    for i, rows in enumerate(buffers.rows.tensor_split(num_slices)):
-        normed, _ = decoder.norm(sums[i], residuals[i])
-        sums[i] = residuals[i] = None
-        rows.copy_(normed)
+    """Compute what comes before each attention, and then what comes after the last."""
+    num_slices, tp = -(-len(buffers.rows) // SLICE_TOKENS), _tp(decoder)
+    exchange = tp.copy_engines or Collectives(tp, buffers.rows)
+    parts = zip(*(tensor.tensor_split(num_slices) for tensor in buffers), strict=True)
+    slices = [Slice(exchange, tp, index, *tensors) for index, tensors in enumerate(parts)]
+    first, *others = decoder.layers
+    _pipeline(slices, (0, lambda part: part.normalise(first.input_layernorm)), (1, _projection(first)))
     yield
+    for layer, following in zip(decoder.layers, [*others, None], strict=True):
+        norm = decoder.norm if following is None else following.input_layernorm
+        _from_attention(slices, layer, norm, Slice.leave if following is None else _projection(following))
+        yield
 
 
-def _qkv(layer: Any, sums: list[Any], residuals: list[Any], i: int) -> Tensor:
-    """Return queries, keys and values of slice `i`; its sum is added to its residual, and dropped."""
-    normed, residuals[i] = layer.input_layernorm(sums[i], residuals[i], layer.self_attn.qkv_proj.input_format)
-    sums[i] = None
-    return layer.self_attn.qkv_proj(normed)
+def _from_attention(slices: list["Slice"], layer: Any, next_norm: RMSNorm, end: Callable[["Slice"], object]) -> None:
+    """Compute a layer from its attention on, the norm that comes after it, and what `end` does with that.
+
+    A stage comes so many slices later than the one before that meanwhile the ranks exchange what it needs.
+    """
+    attention_norm, mlp_norm, sum_norm = layer.norms()
+    _pipeline(
+        slices,
+        (0, lambda part: part.add(layer.self_attn.o_proj(part.heads), attention_norm)),
+        (1, lambda part: part.normalise(mlp_norm)),
+        (4, lambda part: part.normalise(next_norm)),
+        (2, lambda part: part.add(layer.mlp(part.normalised(layer.mlp.input_format), None), sum_norm)),
+        (5, end),
+    )
+
+
+def _projection(layer: Any) -> Callable[["Slice"], object]:
+    """Return what leaves queries, keys and values of a slice in its buffer."""
+    qkv_proj = layer.self_attn.qkv_proj
+    return lambda part: part.qkv.copy_(qkv_proj(part.normalised(qkv_proj.input_format)))
+
+
+def _pipeline(slices: list["Slice"], *stages: tuple[int, Callable[["Slice"], object]]) -> None:
+    """Take all slices through stages. Each stage has a lag: how many slices it is behind the first."""
+    for tick in range(len(slices) + max(lag for lag, _ in stages)):
+        for lag, do in stages:
+            if 0 <= tick - lag < len(slices):
+                do(slices[tick - lag])
+
+
+class Slice:
+    """One slice of a step on its way through the layers.
+
+    The rank that owns a row has its residual. index: under which it is exchanged. rows, qkv, heads: its `Buffers`.
+    """
+
+    def __init__(self, exchange: Any, tp: TensorParallel, index: int, rows: Tensor, qkv: Tensor, heads: Tensor) -> None:
+        self._exchange, self._tp, self._index = exchange, tp, index
+        self._rows, self.qkv, self.heads = rows, qkv, heads
+        self._residual = self._own(rows)
+        self._terms: Tensor | None = None  # what this rank adds to all rows, until it is sent
+        self._sum_norm: RMSNorm | None = None
+
+    def add(self, terms: PartialSum, sum_norm: RMSNorm | None) -> None:
+        """Add the ranks' terms to the residual, by way of `sum_norm`; the next norm waits for them."""
+        [self._terms], self._sum_norm = terms.terms, sum_norm
+        self._exchange.start_reduce_scatter(self._index, self._terms)
+
+    def normalise(self, norm: RMSNorm) -> None:
+        """Add what is to be added to the residual, and normalise that."""
+        place = self._exchange.place(self._index, len(self._rows))
+        if self._terms is None:
+            place.copy_(rms_norm(self._residual, norm.weight, norm.eps))
+        else:
+            sum_weight = None if self._sum_norm is None else self._sum_norm.weight
+            others = self._exchange.others(self._index, len(place))
+            weights, terms = (norm.weight, norm.eps, sum_weight), self._own(self._terms)
+            _, self._residual = add_rms_norm(terms, self._residual, *weights, more=others, out=place)
+            self._terms = None
+        self._exchange.start_all_gather(self._index, len(self._rows))
+
+    def normalised(self, out_format: RowFormat | None = None) -> Activations:
+        """Return what the last norm made of all rows, rounded as a product wants it."""
+        rows = self._exchange.gathered(self._index, len(self._rows))
+        return rows if out_format is None else quantize_rows(rows, out_format)
+
+    def leave(self) -> None:
+        """Write what the last norm has made where the result of the step is to be."""
+        self._rows.copy_(self._exchange.gathered(self._index, len(self._rows)))
+
+    def _own(self, x: Tensor) -> Tensor:
+        return x.tensor_split(self._tp.size)[self._tp.rank]
+
+
+class Collectives:
+    """The plain twin of `CopyEngines`, for a CPU. A slice's all-reduce leaves no terms of other ranks."""
+
+    def __init__(self, tp: TensorParallel, rows: Tensor) -> None:
+        self._tp, self._like = tp, rows
+        self._gathered: dict[int, Tensor] = {}
+
+    def start_reduce_scatter(self, _index: int, x: Tensor) -> None:
+        self._tp.all_reduce(x)
+
+    def others(self, _index: int, _num_rows: int) -> None:
+        return None
+
+    def place(self, index: int, num_tokens: int) -> Tensor:
+        self._gathered[index] = self._like.new_zeros(num_tokens, self._like.shape[1])
+        return self._gathered[index].tensor_split(self._tp.size)[self._tp.rank]
+
+    def start_all_gather(self, index: int, _num_tokens: int) -> None:
+        self._tp.all_reduce(self._gathered[index])  # the rows of others are zero
+
+    def gathered(self, index: int, _num_tokens: int) -> Tensor:
+        return self._gathered[index]
+
+
+def _tp(decoder: Any) -> TensorParallel:
+    tp: TensorParallel = decoder.layers[0].self_attn.o_proj.tp
+    return tp

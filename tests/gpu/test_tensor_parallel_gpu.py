@@ -23,7 +23,7 @@ from nanoinfer.device import becomes_idle
 from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, SLICE_TOKENS, connect
 from nanoinfer.layers.layernorm import add_rms_norm, all_reduce_add_rms_norm
 from nanoinfer.layers.linear import PartialSum
-from nanoinfer.models.decoder import DecoderLayer
+from nanoinfer.models.decoder import DecoderMLP
 from nanoinfer.runner import model_runner
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from tests.gpu.test_engine_gpu import assert_part_at_near_ties, chat_prompts
@@ -265,16 +265,17 @@ def test_a_prefill_step_that_fails_between_its_slices_is_an_error_and_a_new_engi
     prompts = torch.randint(0, 500, (64, 200), generator=torch.Generator().manual_seed(0)).tolist()
     llm = LLM(tiny_model_path(), tensor_parallel_size=2)
     lens: list[int] = []
-    feed_forward = DecoderLayer.feed_forward
+    mlp = DecoderMLP.forward
 
-    def fail(layer: DecoderLayer, hidden: PartialSum, residual: torch.Tensor, *rest: Any) -> Any:
-        lens.append(len(residual))
-        return feed_forward(layer, hidden, residual, *rest) if len(lens) == 1 else 1 // 0
+    def fail(layer: DecoderMLP, hidden: torch.Tensor, row_mask: torch.Tensor | None = None) -> PartialSum:
+        lens.append(len(hidden))
+        assert len(lens) == 1, "this slice fails"
+        return mlp(layer, hidden, row_mask)
 
     with monkeypatch.context() as patch:
-        patch.setattr(DecoderLayer, "feed_forward", fail)
+        patch.setattr(DecoderMLP, "forward", fail)
         started = time.monotonic()
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(AssertionError, match="this slice fails"):
             llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
     assert time.monotonic() - started < 20
     assert lens == [3200, 3200], "slices of 12,800 tokens"
@@ -372,7 +373,7 @@ def _all_reduce_in_all_ways(rank: int, size: int, folder: str, hidden_size: int,
     torch.cuda.set_device(rank)
     max_tokens = 512
     tp = connect(rank, size, devices[rank], Path(folder) / "store")
-    tp = tp.with_shared_memory(max_tokens, 2 * SLICE_TOKENS, hidden_size, dtype, devices)
+    tp = tp.with_shared_memory(max_tokens, 3 * SLICE_TOKENS, hidden_size, dtype, devices)
     assert tp.memory is not None
     assert tp.copy_engines is not None
     first_residual = torch.ones(max_tokens, hidden_size, dtype=dtype, device="cuda")
@@ -400,26 +401,33 @@ def _all_reduce_in_all_ways(rank: int, size: int, folder: str, hidden_size: int,
             owned = slice(rank, None, size) if two_shot else slice(None)
             tolerance = 0 if step < 20 else 0.02  # sums are exact, and their norms are not
             torch.testing.assert_close(residual[owned], expected_residual[owned], rtol=tolerance, atol=tolerance)
-    slices = [torch.empty(SLICE_TOKENS + extra, hidden_size, dtype=dtype, device="cuda") for extra in (0, -1, -1600)]
+    exchanged, gathered = [], []
+    sizes = [SLICE_TOKENS, SLICE_TOKENS - 1, SLICE_TOKENS - 1600]
     for step in range(12):
-        parts, works = [], []
-        background = tp if step < 8 else replace(tp, copy_engines=None)  # by NCCL
-        for index, x in enumerate(slices):
-            x.random_(-8, 9)
-            parts.append(x.float())
+        for index, num_tokens in enumerate(sizes):
+            terms = torch.empty(num_tokens, hidden_size, dtype=dtype, device="cuda").random_(-8, 9)
+            exchanged.append(terms)
             if (step + index) % size == rank:
                 torch.cuda._sleep(2_000_000)
-            works.append(background.start_all_reduce(x))
-        for x, part, work in zip(slices, parts, works, strict=True):
-            work.wait()
-            assert torch.equal(x.float(), tp.all_reduce(part))
+            tp.copy_engines.start_reduce_scatter(index, terms)
+        for index, num_tokens in enumerate(sizes):
+            own = exchanged[index - len(sizes)].tensor_split(size)[rank]
+            total = own + tp.copy_engines.others(index, len(own)).float().sum(0)
+            tp.copy_engines.place(index, num_tokens).copy_(total)
+            tp.copy_engines.start_all_gather(index, num_tokens)
+            if (step - index) % size == rank:
+                torch.cuda._sleep(2_000_000)
+        gathered += [tp.copy_engines.gathered(index, num_tokens).clone() for index, num_tokens in enumerate(sizes)]
+    for terms, rows in zip(exchanged, gathered, strict=True):
+        assert torch.equal(rows.float(), tp.all_reduce(terms.float()))
     if rank == 0:  # nobody comes to this sum, of rows that it owns and others
         buffers = replace(tp.memory.next_buffers(4), two_shot=True)
         all_reduce_add_rms_norm(first_residual[None, :4], first_residual[:4], buffers, weight, 1e-6)
         assert not becomes_idle(devices[0], 0.5)
         tp.memory.release()
         assert becomes_idle(devices[0], 0.5)
-        tp.copy_engines.start(slices[0]).wait()
+        tp.copy_engines.start_reduce_scatter(0, exchanged[0])
+        tp.copy_engines.others(0, 1)
         assert not becomes_idle(devices[0], 0.5)
         tp.copy_engines.release()
         assert becomes_idle(devices[0], 0.5)
@@ -430,7 +438,7 @@ def _all_reduce_in_all_ways(rank: int, size: int, folder: str, hidden_size: int,
 
 @pytest.mark.parametrize(("hidden_size", "dtype"), [(1024, torch.bfloat16), (999, torch.float16)])
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_the_custom_all_reduce_and_those_in_the_background_give_the_sums_of_nccl(
+def test_the_custom_all_reduce_and_the_copy_engines_give_the_sums_of_nccl(
     size: int, hidden_size: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     needs_gpus(size)

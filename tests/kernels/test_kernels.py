@@ -25,7 +25,6 @@ from nanoinfer.sampling.gumbel_max import sample
 triton = pytest.importorskip("triton")
 
 from nanoinfer.kernels import all_reduce_rms_norm as all_reduce_kernels  # noqa: E402
-from nanoinfer.kernels import copy_engine_all_reduce as copy_engine_kernels  # noqa: E402
 from nanoinfer.kernels import gated_activation as gated_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
@@ -34,6 +33,7 @@ from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
 from nanoinfer.kernels import token_bitmask as bitmask_kernels  # noqa: E402
 from nanoinfer.kernels import top_k_top_p as threshold_kernels  # noqa: E402
 from nanoinfer.kernels.gumbel_max import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
+from nanoinfer.kernels.meet import meet  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
@@ -129,6 +129,26 @@ def test_float32_weights_multiply_before_rounding_and_a_sum_is_normalised_before
         for ours, twin in zip(results, expected, strict=True):
             assert_nearly_equal(ours, twin)
         assert not torch.equal(results[1], layernorm.add_rms_norm(terms, residual, weight, 1e-5)[1])
+
+
+@pytest.mark.parametrize("has_sum_weight", [False, True])
+@pytest.mark.parametrize(("size", "dtype"), [(96, torch.float16), (1025, torch.bfloat16)])
+def test_add_rms_norm_adds_the_terms_of_other_ranks_and_writes_where_it_is_told(
+    size: int, dtype: torch.dtype, has_sum_weight: bool
+) -> None:
+    x, residual, weight = randn(5, size, dtype=dtype), randn(5, size, seed=1, dtype=dtype), randn(size, dtype=dtype)
+    more = randn(3, 7 * size, seed=2, dtype=dtype)[:, : 5 * size].unflatten(1, (5, size))
+    sum_weight = 1 + 0.3 * randn(size, seed=3) if has_sum_weight else None
+    unchanged, rows = x.clone(), torch.full((7, size), NAN, dtype=dtype)
+    out, total = rms_norm_kernels.add_rms_norm(x, residual, weight, 1e-5, sum_weight, more, out=rows[1:6])
+    expected = layernorm.add_rms_norm(torch.stack([x, *more]).float(), residual, weight, 1e-5, sum_weight)
+    twin = layernorm.add_rms_norm(x, residual, weight, 1e-5, sum_weight, more, out=torch.empty_like(residual))
+    for ours, other, wanted in zip((out, total), twin, expected, strict=True):
+        assert_nearly_equal(ours, wanted)
+        assert_nearly_equal(other, wanted)
+    assert torch.equal(rows[1:6], out)
+    assert rows[[0, 6]].isnan().all()
+    assert torch.equal(x, unchanged)
 
 
 def test_rms_norm_reads_rows_out_of_wider_ones() -> None:
@@ -269,7 +289,7 @@ def test_a_rank_waits_for_what_has_not_come_unless_nobody_comes(
     timer.join()
 
 
-# --- copy_engine_all_reduce ---
+# --- meet ---
 
 
 @loops_are_interpreted
@@ -278,7 +298,7 @@ def test_a_rank_announces_the_epoch_to_all_and_waits_for_theirs() -> None:
     flags[:, 1] = 5
     flags[2, 1] = RELEASED
     addresses = torch.tensor([own.data_ptr() for own in flags])
-    copy_engine_kernels.meet(flags[1], addresses, epoch, rank=1)
+    meet(flags[1], addresses, epoch, rank=1)
     assert flags[:, 1].tolist() == [6, 6, RELEASED, 6]
     assert epoch.item() == 6
     flags[:, 1] = 6
@@ -293,21 +313,9 @@ def test_a_rank_announces_the_epoch_to_all_and_waits_for_theirs() -> None:
 
     timer = threading.Timer(0.2, come)
     timer.start()
-    copy_engine_kernels.meet(flags[1], addresses, epoch, rank=1)
+    meet(flags[1], addresses, epoch, rank=1)
     assert has_come.is_set()
     timer.join()
-
-
-@pytest.mark.parametrize(("num_rows", "size"), [(5, 96), (3, 2048)])
-def test_parts_of_other_ranks_are_added_to_the_rows_and_to_the_sums(num_rows: int, size: int) -> None:
-    rows, parts = randn(num_rows, size, dtype=torch.bfloat16), randn(3, 7 * size, seed=1, dtype=torch.bfloat16)
-    in_use = num_rows * size
-    expected = rows.float() + parts[:, :in_use].float().sum(0).view(rows.shape)
-    sums = torch.zeros(7 * size, dtype=torch.bfloat16)
-    copy_engine_kernels.add_parts(rows, parts, sums)
-    assert_nearly_equal(rows, expected.bfloat16())
-    assert torch.equal(sums[:in_use].view(rows.shape), rows)
-    assert not sums[in_use:].any()
 
 
 # --- silu_and_mul, gelu_tanh_and_mul ---

@@ -10,6 +10,8 @@ import torch
 
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
 from nanoinfer.layers.attention.metadata import PrefillMetadata
+from nanoinfer.layers.layernorm import RMSNorm
+from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models import REGISTRY, decoder, gemma3, sliced_prefill
 from nanoinfer.quantization.fp8_linear import Fp8LinearMethod, Fp8WeightOnlyMethod
 from nanoinfer.quantization.linear_method import LinearMethod
@@ -31,6 +33,11 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         monkeypatch.setattr(module, "suits_slices", lambda model, num_tokens, metadata: num_tokens > 5)
         monkeypatch.setattr(module, "sliced_prefill", sliced)
 
+    def add(part: sliced_prefill.Slice, terms: PartialSum, sum_norm: RMSNorm | None) -> None:
+        add_one(part, PartialSum(terms.terms.sum(0, keepdim=True)), sum_norm)  # as experts of several ranks do
+
+    add_one = sliced_prefill.Slice.add
+    monkeypatch.setattr(sliced_prefill.Slice, "add", add)
     monkeypatch.setattr(sliced_prefill, "SLICE_TOKENS", 5)
     slice_steps_of(decoder)
     slice_steps_of(gemma3)
@@ -54,23 +61,36 @@ def test_slices_give_the_tokens_of_whole_steps(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_tokens", "metadata", "method", "expected"),
+    ("changes", "expected"),
     [
-        (2, SLICE_TOKENS + 1, PREFILL, LinearMethod(), True),
-        (2, SLICE_TOKENS, PREFILL, LinearMethod(), False),
-        (1, 4 * SLICE_TOKENS, PREFILL, LinearMethod(), False),
-        (2, 4 * SLICE_TOKENS, None, LinearMethod(), False),  # a decode step
-        (2, 4 * SLICE_TOKENS, PREFILL, object.__new__(Fp8WeightOnlyMethod), False),
-        (2, 4 * SLICE_TOKENS, PREFILL, object.__new__(Fp8LinearMethod), True),
+        ({}, True),
+        ({"num_tokens": SLICE_TOKENS}, False),
+        ({"size": 1}, False),
+        ({"metadata": None}, False),  # a decode step
+        ({"method": object.__new__(Fp8WeightOnlyMethod)}, False),
+        ({"method": object.__new__(Fp8LinearMethod)}, True),
+        ({"copy_engines": None}, False),
+        ({"copy_engines": None, "device": "cpu"}, True),
+        ({"memory": SimpleNamespace(max_tokens=2048)}, True),
+        ({"memory": SimpleNamespace(max_tokens=2049)}, False),  # two slices of 4,098 tokens may have as many
     ],
 )
-def test_large_prefill_steps_of_several_ranks_have_slices(
-    num_ranks: int, num_tokens: int, metadata: Any, method: LinearMethod, expected: bool
-) -> None:
-    product = SimpleNamespace(tp=SimpleNamespace(size=num_ranks))
-    layers = [SimpleNamespace(self_attn=SimpleNamespace(o_proj=product))]
-    model = SimpleNamespace(layers=layers, modules=lambda: [layers, product, SimpleNamespace(quant_method=method)])
-    assert sliced_prefill.suits_slices(model, num_tokens, metadata) == expected
+def test_large_prefill_steps_of_several_ranks_have_slices(changes: dict[str, Any], expected: bool) -> None:
+    found = SimpleNamespace(
+        num_tokens=SLICE_TOKENS + 1,
+        size=2,
+        metadata=PREFILL,
+        method=LinearMethod(),
+        copy_engines="copy engines",
+        memory=None,
+        device="cuda",
+    )
+    vars(found).update(changes)
+    layers = [SimpleNamespace(self_attn=SimpleNamespace(o_proj=SimpleNamespace(tp=found)))]
+    embeddings = SimpleNamespace(weight=SimpleNamespace(device=torch.device(found.device)))
+    modules = [embeddings, SimpleNamespace(quant_method=found.method)]
+    model = SimpleNamespace(layers=layers, embed_tokens=embeddings, modules=lambda: modules)
+    assert sliced_prefill.suits_slices(model, found.num_tokens, found.metadata) == expected
 
 
 def test_steps_with_the_largest_slices_and_in_one_piece_are_measured_too() -> None:
