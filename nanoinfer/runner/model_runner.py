@@ -220,8 +220,8 @@ class ModelRunner:
         self.model = self._load_model(folder, longest)
         self.weights = ModelWeights(self.model)
         self.max_group_rows = self.backends.max_group_rows
-        self._allocate_step_memory()
         loaded = time.perf_counter()
+        self._allocate_step_memory()
         if self.device.type == "cpu" and sum(p.numel() for p in self.model.parameters()) < MIN_THREADED_PARAMETERS:
             self._num_threads = 1
 
