@@ -72,7 +72,10 @@ def of_few_tokens(tp: TensorParallel) -> None:
 
 
 def in_the_background(tp: TensorParallel) -> None:
-    """Print microseconds of a layer's largest products of a slice, alone and beside the slice's two all-reduces."""
+    """Print microseconds of a layer's largest products of a slice, alone and beside the exchanges of one.
+
+    These are two all-reduces, and by copy engines two reduce-scatters and all-gathers; norms do the adding.
+    """
     engines = tp.copy_engines
     assert engines is not None, "the GPUs do not reach each other's memory"
     inner = INTERMEDIATE_SIZE // tp.size
@@ -110,7 +113,7 @@ def in_the_background(tp: TensorParallel) -> None:
 
     ways = {"alone": None, "NCCL": nccl, "copy engines": copied}
     if tp.rank == 0:
-        print_row(f"QKV, gate, up and down of {SLICE_TOKENS} tokens, us, beside two all-reduces", *ways)
+        print_row(f"QKV, gate, up and down of {SLICE_TOKENS} tokens, us, beside two exchanges", *ways)
     rounds = [[time_with(start) for start in ways.values()] for _ in range(7)]  # in turns, as hot GPUs slow down
     if tp.rank == 0:
         print_row("Qwen3-8B", *(f"{statistics.median(times):.0f}" for times in zip(*rounds, strict=True)))

@@ -23,10 +23,11 @@ class CopyEngines(SharedGpuMemory):
     which that one owns, and adds up. In an all-gather it sends the rows that it owns to all. Either ends when the ranks
     have met: a kernel waits for a signal of each.
 
-    A slice has one place for terms and one for gathered rows. That is enough if its exchanges take turns, the received
-    terms make the rows that are gathered next, and these the terms that are scattered next. Then a rank that writes to
-    another has met it since that one has read what was there before. Between steps, which begin and end with
-    all-gathers, the ranks must meet in another way.
+    Each slice has one buffer for terms and one for gathered rows. That is enough if its exchanges take turns: the terms
+    that a rank receives make the rows that it sends next, and the rows that it receives the terms that it sends next.
+    So a rank overwrites another's rows after a reduce-scatter of the slice, which that one has started when it had read
+    them, and another's terms after an all-gather. Where an all-gather follows an all-gather, as from one step to the
+    next, the ranks must meet in another way.
 
     num_slices: the most that a step has. shape: (max_tokens, hidden_size) of the largest. The rest is said in
     `SharedGpuMemory`.
@@ -47,14 +48,14 @@ class CopyEngines(SharedGpuMemory):
         share = -(-max_tokens // num_ranks) * self._hidden_size  # entries
         num_bytes = num_slices * (2 * num_ranks - 1) * share * dtype.itemsize
         super().__init__(num_bytes, num_ranks, rank, num_ranks, all_gather)
-        places = self.own.view(dtype).view(num_slices, 2 * num_ranks - 1, share)
-        self._terms, self._gathered = places[:, : num_ranks - 1], places[:, num_ranks - 1 :].flatten(1)
+        buffers = self.own.view(dtype).view(num_slices, 2 * num_ranks - 1, share)
+        self._terms, self._gathered = buffers[:, : num_ranks - 1], buffers[:, num_ranks - 1 :].flatten(1)
         self._epoch = self.flag_addresses.new_zeros(1)  # how often the ranks have met
         self._stream = torch.cuda.Stream(priority=-1)
         self._ends: dict[int, torch.cuda.Event] = {}  # of each slice's last exchange
 
     def start_reduce_scatter(self, index: int, x: Tensor) -> None:
-        """Start to exchange the terms of slice `index`: `x`, (num_tokens, hidden_size), kept until `others` is called.
+        """Start to exchange the terms `x`, (num_tokens, hidden_size), of a slice. Keep them until `received` is called.
 
         There are at least as many tokens as ranks.
         """
@@ -62,10 +63,10 @@ class CopyEngines(SharedGpuMemory):
         shares, copies = x.tensor_split(self._num_ranks), []
         for peer in self._others:
             place = (self._rank - peer) % self._num_ranks - 1  # its terms are those of the ranks after it, in order
-            copies.append((peer, self._terms[index, place], shares[peer]))
+            copies.append((peer, shares[peer], self._terms[index, place]))
         self._start(index, copies)
 
-    def others(self, index: int, num_rows: int) -> Tensor:
+    def received(self, index: int, num_rows: int) -> Tensor:
         """Return the other ranks' terms of the rows that this one owns: (num_ranks - 1, num_rows, hidden_size).
 
         The current stream waits for them, and not the host.
@@ -73,13 +74,13 @@ class CopyEngines(SharedGpuMemory):
         self._ends[index].wait()
         return self._terms[index, :, : num_rows * self._hidden_size].unflatten(1, (num_rows, self._hidden_size))
 
-    def place(self, index: int, num_tokens: int) -> Tensor:
-        """Return where the rows that this rank owns are to be written before they are gathered."""
+    def own_rows(self, index: int, num_tokens: int) -> Tensor:
+        """Return the buffer of the rows that this rank owns, to be written before they are gathered."""
         return self._rows(index, num_tokens).tensor_split(self._num_ranks)[self._rank]
 
     def start_all_gather(self, index: int, num_tokens: int) -> None:
-        """Start to send the rows in `place` to all other ranks."""
-        rows = self.place(index, num_tokens)
+        """Start to send `own_rows` to all other ranks."""
+        rows = self.own_rows(index, num_tokens)
         self._start(index, [(peer, rows, rows) for peer in self._others])
 
     def gathered(self, index: int, num_tokens: int) -> Tensor:
@@ -95,16 +96,16 @@ class CopyEngines(SharedGpuMemory):
         return self._gathered[index, : num_tokens * self._hidden_size].view(num_tokens, self._hidden_size)
 
     def _start(self, index: int, copies: list[tuple[int, Tensor, Tensor]]) -> None:
-        """Start copies, each of a rank, a place that lies in its memory as in this one's, and what is copied there.
+        """Start copies, each with a rank, what to copy to it, and where: a buffer that lies there as it does here.
 
         They go one after the other. On four GPUs, copies beside each other were no faster.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for peer, place, source in copies:
+            for peer, source, target in copies:
                 cuda(
                     "cudaMemcpyAsync",
-                    ctypes.c_void_p(self.addresses[peer] + place.data_ptr() - self.own.data_ptr()),
+                    ctypes.c_void_p(self.addresses[peer] + target.data_ptr() - self.own.data_ptr()),
                     ctypes.c_void_p(source.data_ptr()),
                     ctypes.c_size_t(source.nbytes),
                     DEVICE_TO_DEVICE,

@@ -153,6 +153,11 @@ class TensorParallel:
             logger.info("%s: %s sums go over NCCL", error, "all" if memory is None else "large")
         return replace(self, memory=memory, copy_engines=copy_engines)
 
+    @property
+    def num_shared_bytes(self) -> int:
+        """How much of this rank's GPU memory `memory` and `copy_engines` take."""
+        return sum(memory.own.nbytes for memory in (self.memory, self.copy_engines) if memory is not None)
+
     def join(self) -> None:
         """Let the current stream wait for the copy engines: a step that failed may have left them something."""
         if self.copy_engines is not None:

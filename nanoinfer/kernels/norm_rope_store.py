@@ -52,8 +52,10 @@ def _norm_rope_store_kernel(
     k_scales_ptr,  # None, like v_scales_ptr, unless the cache is in 8 bits
     v_scales_ptr,
     slot_mapping_ptr,
+    split_stride,
     token_stride,
     eps,
+    num_splits: tl.constexpr,  # of split-K: partial sums of qkv to add up, in the place of the first
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     block_size: tl.constexpr,
@@ -90,6 +92,14 @@ def _norm_rope_store_kernel(
     first_ptr = qkv_ptr + token * token_stride + head * (2 * half_dim) + first_dim
     first = tl.load(first_ptr, mask=mask, other=0.0)
     second = tl.load(first_ptr + distance, mask=mask, other=0.0)
+    is_written = mask & is_rotated
+    if num_splits > 1:
+        is_written = mask
+        sum1, sum2 = first.to(tl.float32), second.to(tl.float32)
+        for split in tl.static_range(1, num_splits):
+            sum1 += tl.load(first_ptr + split * split_stride, mask=mask, other=0.0).to(tl.float32)
+            sum2 += tl.load(first_ptr + split * split_stride + distance, mask=mask, other=0.0).to(tl.float32)
+        first, second = sum1.to(first.dtype), sum2.to(second.dtype)
     cos = tl.load(cos_ptr, mask=is_turned, other=1.0)
     sin = tl.load(cos_ptr + rotary_half, mask=is_turned, other=0.0)
 
@@ -109,8 +119,8 @@ def _norm_rope_store_kernel(
         x1, x2 = x1.to(first.dtype).to(tl.float32), x2.to(first.dtype).to(tl.float32)
     first = tl.where(is_rotated, (x1 * cos - x2 * sin).to(first.dtype), first)
     second = tl.where(is_rotated, (x2 * cos + x1 * sin).to(first.dtype), second)
-    tl.store(first_ptr, first, mask=mask & is_rotated)
-    tl.store(first_ptr + distance, second, mask=mask & is_rotated)
+    tl.store(first_ptr, first, mask=is_written)
+    tl.store(first_ptr + distance, second, mask=is_written)
 
     if slot >= 0:
         kv_head = tl.where(is_rotated, head - num_heads, head - num_heads - num_kv_heads)
@@ -146,7 +156,8 @@ def norm_rope_store(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise and rotate queries and keys in place, and write keys and values to their slots. Slot -1 is skipped.
 
-    qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), rows contiguous; head_dim even.
+    qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), rows contiguous; head_dim even. Or (num_splits, ...),
+    the partial sums of a split-K product, which are added up first, in the place of the first of them.
     norm_weights: of queries and keys, (head_dim,) each, in the dtype of qkv, or both in float32; None for a model
     without q/k norms.
     positions: (num_tokens,) int. cos_sin_cache: (max_positions, rotary_dim) float32, contiguous; the first rotary_dim
@@ -157,6 +168,8 @@ def norm_rope_store(
     Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim), views of qkv.
     """
     _, num_kv_heads, block_size, head_dim = k_cache.shape
+    num_splits, split_stride = (len(qkv), qkv.stride(0)) if qkv.dim() == 3 else (1, 0)
+    qkv = qkv[0] if qkv.dim() == 3 else qkv
     heads = qkv.unflatten(1, (-1, head_dim))
     num_tokens, num_all_heads, _ = heads.shape
     num_heads = num_all_heads - 2 * num_kv_heads
@@ -181,8 +194,10 @@ def norm_rope_store(
         k_scales,
         v_scales,
         slot_mapping,
+        split_stride,
         qkv.stride(0),
         eps,
+        num_splits=num_splits,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         block_size=block_size,

@@ -31,7 +31,7 @@ def normalised(x, weight, size: tl.constexpr, eps):
 @triton.jit
 def _rms_norm_kernel(
     x_ptr,
-    more_ptr,  # terms to be added to x, contiguous; None for none
+    other_terms_ptr,  # terms to be added to x, contiguous; None for none
     residual_ptr,  # None for a norm without addition
     weight_ptr,
     sum_weight_ptr,  # None, unless x is normalised by itself before the addition
@@ -42,11 +42,11 @@ def _rms_norm_kernel(
     static_scale_ptr,
     x_split_stride,
     x_row_stride,
-    more_stride,
+    other_terms_stride,
     residual_row_stride,
     eps,
     num_splits: tl.constexpr,  # of split-K: partial sums of x to add up
-    num_more: tl.constexpr,
+    num_other_terms: tl.constexpr,
     size: tl.constexpr,
     num_groups: tl.constexpr,
     GROUP: tl.constexpr,
@@ -66,10 +66,10 @@ def _rms_norm_kernel(
     wide = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     for split in tl.static_range(1, num_splits):
         wide += tl.load(x_ptrs + split * x_split_stride, mask=mask, other=0.0).to(tl.float32)
-    for term in tl.static_range(num_more):
+    for term in tl.static_range(num_other_terms):
         # Past the L1 cache, which does not see what other GPUs write.
-        more = tl.load(more_ptr + term * more_stride + row * size + column, mask=mask, other=0.0, cache_modifier=".cg")
-        wide += more.to(tl.float32)
+        term_ptrs = other_terms_ptr + term * other_terms_stride + row * size + column
+        wide += tl.load(term_ptrs, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
         if sum_weight_ptr is not None:
@@ -103,7 +103,7 @@ def add_rms_norm(
     weight: Tensor,
     eps: float,
     sum_weight: Tensor | None = None,
-    more: Tensor | None = None,
+    other_terms: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of x + residual, and x + residual, which is rounded to its dtype before it is normalised.
@@ -112,13 +112,13 @@ def add_rms_norm(
     last dimension is contiguous.
     residual: (..., size), in the dtype of the results. weight: (size,) in that dtype, or in float32.
     sum_weight: the same, of a norm of x by itself before the residual is added; None for no such norm.
-    more: (num_terms, ..., size), added to x; each term is contiguous. out: where the norm is written, contiguous.
+    other_terms: (num_terms, ..., size), added to x; each is contiguous. out: where the norm is written, contiguous.
     """
     size = x.shape[-1]
     out = residual.new_empty(residual.shape) if out is None else out
     total = residual.new_empty(residual.shape)
     splits = x.reshape(len(x) if x.dim() > residual.dim() else 1, -1, size)
-    _launch(splits, residual.reshape(-1, size), weight, sum_weight, out, total, eps, more=more)
+    _launch(splits, residual.reshape(-1, size), weight, sum_weight, out, total, eps, other_terms=other_terms)
     return out, total
 
 
@@ -142,7 +142,7 @@ def _launch(
     eps: float,
     rows: QuantizedRows | None = None,
     row_format: RowFormat | None = None,
-    more: Tensor | None = None,
+    other_terms: Tensor | None = None,
 ) -> None:
     """Launch the kernel. x: (num_splits, num_rows, size). residual: (num_rows, size)."""
     num_splits, num_rows, size = x.shape
@@ -155,7 +155,7 @@ def _launch(
         padded_size = max(GROUP_SIZE, padded_size)
     _rms_norm_kernel[(num_rows,)](
         x,
-        more,
+        other_terms,
         residual,
         weight,
         sum_weight,
@@ -166,11 +166,11 @@ def _launch(
         None if row_format is None else row_format.scale,
         x.stride(0),
         x.stride(1),
-        0 if more is None else more.stride(0),
+        0 if other_terms is None else other_terms.stride(0),
         0 if residual is None else residual.stride(0),
         eps,
         num_splits=num_splits,
-        num_more=0 if more is None else len(more),
+        num_other_terms=0 if other_terms is None else len(other_terms),
         size=size,
         num_groups=1 if rows is None else rows.scales.shape[1],
         GROUP=None if row_format is None else row_format.group_size,

@@ -30,18 +30,18 @@ def add_rms_norm(
     weight: Tensor,
     eps: float,
     sum_weight: Tensor | None = None,
-    more: Tensor | None = None,
+    other_terms: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of x + residual, and x + residual; an `x` with one dimension more is summed over it first.
 
-    sum_weight: (size,), of a norm of `x` by itself before the residual is added; None for no such norm. more: terms
-    (num_terms, ..., size) to be added to `x`. out: where the norm is written.
+    sum_weight: (size,), of a norm of `x` by itself before the residual is added; None for no such norm. other_terms:
+    (num_terms, ..., size), to be added to `x`. out: where the norm is written.
     """
     if x.dim() > residual.dim():
         x = x.sum(0)
-    if more is not None:
-        x = x.float() + more.sum(0, dtype=torch.float32)
+    if other_terms is not None:
+        x = x.float() + other_terms.sum(0, dtype=torch.float32)
     if sum_weight is not None:
         x = rms_norm(x.to(residual.dtype), sum_weight, eps)
     total = (x + residual).to(residual.dtype)

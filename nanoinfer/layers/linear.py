@@ -16,6 +16,8 @@ from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.kernels.symmetric_buffers import SymmetricBuffers
 from nanoinfer.quantization.linear_method import LinearMethod
 
+MIN_COLUMNS = 4096  # of QKV; a product of fewer is split; docs/performance.md has the times
+
 
 class ShardedLinear(nn.Module):
     """What the linear layers have in common.
@@ -101,7 +103,10 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Computes the query, key and value projections in one product, split by heads; ranks may share a KV head."""
+    """Computes the query, key and value projections in one product, split by heads; ranks may share a KV head.
+
+    A rank of many has so few heads that split-K pays here, too.
+    """
 
     def __init__(
         self, input_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, tp: TensorParallel
@@ -110,6 +115,13 @@ class QKVParallelLinear(ColumnParallelLinear):
         kv_size = num_kv_heads * head_dim
         sizes = {"q": num_heads * head_dim, "k": kv_size, "v": kv_size}
         super().__init__(input_size, sizes, bias=bias, tp=tp, splits={"k": kv_split, "v": kv_split})
+
+    def forward(self, x: Activations) -> Tensor:
+        """(num_tokens, input_size) -> (num_tokens, num_outputs), or (num_splits, ...), partial sums of it."""
+        if self.input_format is not None or len(self.weight) >= MIN_COLUMNS:
+            return super().forward(x)
+        sums = self.quant_method.apply_split(self, x, self.bias)
+        return sums if len(sums) > 1 else sums[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def _suits_slices(decoder: Any, num_tokens: int) -> bool:
     tp, is_cpu = _tp(decoder), decoder.embed_tokens.weight.device.type == "cpu"
     if num_tokens <= SLICE_TOKENS or tp.size == 1 or not (tp.copy_engines or is_cpu):
         return False
-    if tp.memory is not None and tp.memory.max_tokens > SLICE_TOKENS // 2:
+    if tp.memory is not None and tp.memory.max_tokens >= SLICE_TOKENS // 2:
         return False  # a slice might be so small that the kernel of its norm does the all-reduce
     return not any(type(getattr(part, "quant_method", None)) is Fp8WeightOnlyMethod for part in decoder.modules())
 
@@ -50,7 +50,7 @@ def sizes_to_measure(max_num_batched_tokens: int, tp: TensorParallel) -> list[in
 
     The largest step, that with the largest slices, and that in one piece.
     """
-    if tp.size == 1 or max_num_batched_tokens <= SLICE_TOKENS:
+    if tp.copy_engines is None or max_num_batched_tokens <= SLICE_TOKENS:
         return [max_num_batched_tokens]
     largest_slices = max_num_batched_tokens // SLICE_TOKENS * SLICE_TOKENS
     return sorted({SLICE_TOKENS, largest_slices, max_num_batched_tokens})
@@ -78,7 +78,11 @@ class PrefillGraphs:
             graph = torch.cuda.CUDAGraph()
             pool = self._graphs[0].pool() if self._graphs else None
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                next(pieces)
+                try:
+                    next(pieces)
+                except BaseException:
+                    _tp(decoder).join()  # or the end of the capture would fail, and hide why
+                    raise
             self._graphs.append(graph)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
@@ -121,7 +125,10 @@ def _attend_between(
     kv_cache: KVCache,
     metadata: Metadata,
 ) -> Tensor:
-    """Compute a step whose work before, between and after its attentions is done by `pieces`, one after the other."""
+    """Compute a step whose work before, between and after its attentions is done by `pieces`, one after the other.
+
+    The ranks meet in the all-reduce of the embeddings, which `CopyEngines` needs between two steps.
+    """
     buffers.rows.copy_(decoder.embed_tokens(token_ids))
     for index, layer in enumerate(decoder.layers):
         next(pieces)
@@ -143,22 +150,23 @@ def _pieces(decoder: Any, buffers: Buffers) -> Iterator[None]:
     yield
     for layer, following in zip(decoder.layers, [*others, None], strict=True):
         norm = decoder.norm if following is None else following.input_layernorm
-        _from_attention(slices, layer, norm, Slice.leave if following is None else _projection(following))
+        _from_attention(slices, layer, norm, Slice.write_result if following is None else _projection(following))
         yield
 
 
 def _from_attention(slices: list["Slice"], layer: Any, next_norm: RMSNorm, end: Callable[["Slice"], object]) -> None:
-    """Compute a layer from its attention on, the norm that comes after it, and what `end` does with that.
+    """Compute a layer from its attention on, the next norm, and what `end` does with that.
 
-    A stage comes so many slices later than the one before that meanwhile the ranks exchange what it needs.
+    The lags leave the ranks time to exchange what a stage needs. Of the stages with the same slice's turn, norms come
+    before the MLP, so that what they make is on its way while the MLP of another slice is computed.
     """
-    attention_norm, mlp_norm, sum_norm = layer.norms()
+    norm_of_attention, norm_before_mlp, norm_of_mlp = layer.norms()
     _pipeline(
         slices,
-        (0, lambda part: part.add(layer.self_attn.o_proj(part.heads), attention_norm)),
-        (1, lambda part: part.normalise(mlp_norm)),
+        (0, lambda part: part.add(layer.self_attn.o_proj(part.heads), norm_of_attention)),
+        (1, lambda part: part.normalise(norm_before_mlp)),
         (4, lambda part: part.normalise(next_norm)),
-        (2, lambda part: part.add(layer.mlp(part.normalised(layer.mlp.input_format), None), sum_norm)),
+        (2, lambda part: part.add(layer.mlp(part.normalised(layer.mlp.input_format), None), norm_of_mlp)),
         (5, end),
     )
 
@@ -170,7 +178,7 @@ def _projection(layer: Any) -> Callable[["Slice"], object]:
 
 
 def _pipeline(slices: list["Slice"], *stages: tuple[int, Callable[["Slice"], object]]) -> None:
-    """Take all slices through stages. Each stage has a lag: how many slices it is behind the first."""
+    """Take all slices through stages, each with a lag: how many slices it is behind."""
     for tick in range(len(slices) + max(lag for lag, _ in stages)):
         for lag, do in stages:
             if 0 <= tick - lag < len(slices):
@@ -197,14 +205,14 @@ class Slice:
 
     def normalise(self, norm: RMSNorm) -> None:
         """Add what is to be added to the residual, and normalise that."""
-        place = self._exchange.place(self._index, len(self._rows))
+        normed = self._exchange.own_rows(self._index, len(self._rows))
         if self._terms is None:
-            place.copy_(rms_norm(self._residual, norm.weight, norm.eps))
+            normed.copy_(rms_norm(self._residual, norm.weight, norm.eps))
         else:
             sum_weight = None if self._sum_norm is None else self._sum_norm.weight
-            others = self._exchange.others(self._index, len(place))
+            received = self._exchange.received(self._index, len(normed))
             weights, terms = (norm.weight, norm.eps, sum_weight), self._own(self._terms)
-            _, self._residual = add_rms_norm(terms, self._residual, *weights, more=others, out=place)
+            _, self._residual = add_rms_norm(terms, self._residual, *weights, other_terms=received, out=normed)
             self._terms = None
         self._exchange.start_all_gather(self._index, len(self._rows))
 
@@ -213,7 +221,7 @@ class Slice:
         rows = self._exchange.gathered(self._index, len(self._rows))
         return rows if out_format is None else quantize_rows(rows, out_format)
 
-    def leave(self) -> None:
+    def write_result(self) -> None:
         """Write what the last norm has made where the result of the step is to be."""
         self._rows.copy_(self._exchange.gathered(self._index, len(self._rows)))
 
@@ -222,7 +230,7 @@ class Slice:
 
 
 class Collectives:
-    """The plain twin of `CopyEngines`, for a CPU. A slice's all-reduce leaves no terms of other ranks."""
+    """The plain twin of `CopyEngines`, for a CPU. After its all-reduce there are no terms of other ranks to add."""
 
     def __init__(self, tp: TensorParallel, rows: Tensor) -> None:
         self._tp, self._like = tp, rows
@@ -231,10 +239,10 @@ class Collectives:
     def start_reduce_scatter(self, _index: int, x: Tensor) -> None:
         self._tp.all_reduce(x)
 
-    def others(self, _index: int, _num_rows: int) -> None:
+    def received(self, _index: int, _num_rows: int) -> None:
         return None
 
-    def place(self, index: int, num_tokens: int) -> Tensor:
+    def own_rows(self, index: int, num_tokens: int) -> Tensor:
         self._gathered[index] = self._like.new_zeros(num_tokens, self._like.shape[1])
         return self._gathered[index].tensor_split(self._tp.size)[self._tp.rank]
 

@@ -283,7 +283,7 @@ class ModelRunner:
 
         Runs such steps and captures two graphs; kernels are compiled on the way.
         """
-        step_bytes = memory.measure_peak_bytes(self._run_largest_prefills, self.device)
+        step_bytes = memory.measure_peak_bytes(self._run_largest_prefills, self.device) + self.tp.num_shared_bytes
         graph_bytes = 0
         if self._uses_graphs:
             max_num_seqs = self.config.max_num_seqs

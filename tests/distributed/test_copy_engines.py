@@ -74,8 +74,8 @@ def test_each_rank_gets_the_terms_of_its_rows_and_then_the_rows_of_all(on_cpu: M
                 engines.start_reduce_scatter(index, terms[rank])
             for index, terms in enumerate(step):
                 own = terms[rank].tensor_split(num_ranks)[rank]
-                total = own + engines.others(index, len(own)).sum(0)
-                engines.place(index, terms.shape[1]).copy_(total)
+                total = own + engines.received(index, len(own)).sum(0)
+                engines.own_rows(index, terms.shape[1]).copy_(total)
                 engines.start_all_gather(index, terms.shape[1])
             found += [engines.gathered(index, terms.shape[1]).clone() for index, terms in enumerate(step)]
         return found

@@ -195,6 +195,30 @@ def test_norm_rope_store_equals_its_twin_on_the_cpu(
     assert q.data_ptr() == qkv.data_ptr(), "in place"
 
 
+@pytest.mark.parametrize("num_splits", [2, 4])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(8, 2, 128), (3, 1, 256), (9, 3, 80)])
+def test_partial_sums_of_queries_keys_and_values_are_added_up_as_by_the_twin(
+    num_heads: int, num_kv_heads: int, head_dim: int, num_splits: int
+) -> None:
+    torch.manual_seed(0)
+    qkv = 3 * randn(num_splits, 200, (num_heads + 2 * num_kv_heads) * head_dim, dtype=torch.bfloat16)
+    weights = randn(head_dim, dtype=torch.bfloat16), randn(head_dim, dtype=torch.bfloat16)
+    angles = torch.randn(200, head_dim // 2)
+    table, positions, slots = (
+        torch.cat([angles.cos(), angles.sin()], dim=1),
+        torch.arange(200),
+        torch.randperm(208)[:200],
+    )
+    cache = random_cache(13, num_kv_heads, 16, head_dim, torch.bfloat16)
+    on_cpu = LayerCache(cache.k.cpu(), cache.v.cpu())
+    weights_on_cpu = weights[0].cpu(), weights[1].cpu()
+    expected = norm_rope_store(qkv.cpu(), weights_on_cpu, 1e-6, positions, table, on_cpu.k, on_cpu.v, slots)
+    inputs = qkv, weights, 1e-6, positions.cuda(), table.cuda(), cache.k, cache.v, slots.cuda()
+    actual = norm_rope_store(*inputs)
+    for ours, twin in zip((*actual, cache.k, cache.v), (*expected, on_cpu.k, on_cpu.v), strict=True):
+        assert_nearly_equal(ours, twin)
+
+
 def test_norm_rope_store_reaches_slots_past_two_to_the_31_elements() -> None:
     num_blocks = 2**31 // (256 * 8 * 128) + 8  # 4 GiB of keys and as many of values
     cache = LayerCache(*(torch.zeros(num_blocks, 8, 256, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)))

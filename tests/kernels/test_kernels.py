@@ -137,12 +137,12 @@ def test_add_rms_norm_adds_the_terms_of_other_ranks_and_writes_where_it_is_told(
     size: int, dtype: torch.dtype, has_sum_weight: bool
 ) -> None:
     x, residual, weight = randn(5, size, dtype=dtype), randn(5, size, seed=1, dtype=dtype), randn(size, dtype=dtype)
-    more = randn(3, 7 * size, seed=2, dtype=dtype)[:, : 5 * size].unflatten(1, (5, size))
+    other_terms = randn(3, 7 * size, seed=2, dtype=dtype)[:, : 5 * size].unflatten(1, (5, size))
     sum_weight = 1 + 0.3 * randn(size, seed=3) if has_sum_weight else None
     unchanged, rows = x.clone(), torch.full((7, size), NAN, dtype=dtype)
-    out, total = rms_norm_kernels.add_rms_norm(x, residual, weight, 1e-5, sum_weight, more, out=rows[1:6])
-    expected = layernorm.add_rms_norm(torch.stack([x, *more]).float(), residual, weight, 1e-5, sum_weight)
-    twin = layernorm.add_rms_norm(x, residual, weight, 1e-5, sum_weight, more, out=torch.empty_like(residual))
+    out, total = rms_norm_kernels.add_rms_norm(x, residual, weight, 1e-5, sum_weight, other_terms, out=rows[1:6])
+    expected = layernorm.add_rms_norm(torch.stack([x, *other_terms]).float(), residual, weight, 1e-5, sum_weight)
+    twin = layernorm.add_rms_norm(x, residual, weight, 1e-5, sum_weight, other_terms, out=torch.empty_like(residual))
     for ours, other, wanted in zip((out, total), twin, expected, strict=True):
         assert_nearly_equal(ours, wanted)
         assert_nearly_equal(other, wanted)
@@ -358,12 +358,14 @@ class HeadsStep:
     has_norms: bool = True
     weight_dtype: torch.dtype | None = None  # of the norms; None for that of the heads
     rotary_dim: int | None = None  # of head_dim; None for all
+    num_splits: int = 1  # of split-K
     slots: tuple[int, ...] = (33, -1, 0, 15, -1, 16, 47, -1)  # of 48, out of order; -1: no slot
 
     def run(self, norm_rope_store: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
         """The results, by name, of the kernel or of its twin; the packed rows are cut out of wider ones."""
         num_tokens, size = len(self.slots), (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        qkv = 3 * randn(num_tokens, size + 16, dtype=self.dtype)[:, :size]
+        qkv = 3 * randn(self.num_splits, num_tokens, size + 16, dtype=self.dtype)[:, :, :size]
+        qkv = qkv if self.num_splits > 1 else qkv[0]
         weights = None
         if self.has_norms:
             dtype = self.weight_dtype or self.dtype
@@ -384,7 +386,8 @@ def assert_step_equals_its_twin(step: HeadsStep) -> dict[str, Tensor]:
     actual, expected = step.run(norm_rope_store_kernels.norm_rope_store), step.run(attention_layer.norm_rope_store)
     for name in actual:
         assert_nearly_equal(actual[name], expected[name])
-    assert torch.equal(actual["v"], expected["v"])
+    if step.num_splits == 1:
+        assert torch.equal(actual["v"], expected["v"])
     return actual
 
 
@@ -407,6 +410,19 @@ def test_heads_of_any_size_are_normalised_rotated_and_stored_as_by_the_twin(
         written = (out[f"{side}_cache"] != -7.0).any(dim=-1)
         assert written.sum() == 5 * 2, "nothing else is written"
         assert torch.equal(out[f"{side}_cache"][2, :, 1], out[side][0]), "slot 33 of blocks of 16"
+
+
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize(("num_splits", "rotary_dim"), [(2, None), (4, 48)])
+def test_partial_sums_of_queries_keys_and_values_are_added_up_in_float32(
+    num_splits: int, rotary_dim: int | None, has_norms: bool
+) -> None:
+    step = HeadsStep(num_splits=num_splits, rotary_dim=rotary_dim, has_norms=has_norms, dtype=torch.float16)
+    out = assert_step_equals_its_twin(step)
+    size = (step.num_heads + 2 * step.num_kv_heads) * step.head_dim
+    whole = 3 * randn(num_splits, len(step.slots), size + 16, dtype=torch.float16)[:, :, :size]
+    values = whole.float().sum(0)[:, -step.num_kv_heads * step.head_dim :].half()
+    assert_nearly_equal(out["v"].flatten(1), values)
 
 
 def test_float32_weights_multiply_heads_of_16_bits_before_these_are_rounded() -> None:

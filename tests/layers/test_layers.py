@@ -126,6 +126,19 @@ def test_on_a_gpu_a_product_of_few_tokens_is_split_over_k(dtype: torch.dtype, nu
     assert layer(randn(257, 64).to(dtype).as_subclass(CudaTensor)).terms.shape == (1, 257, 5)
 
 
+def test_on_a_gpu_queries_keys_and_values_of_few_heads_are_split_over_k() -> None:
+    layer = QKVParallelLinear(64, head_dim=2, num_heads=4, num_kv_heads=1, bias=False, tp=TensorParallel())
+    layer.weight.data = randn(12, 64).bfloat16()
+    x = randn(3, 64, seed=1).bfloat16()
+    sums = layer(x.as_subclass(CudaTensor)).as_subclass(Tensor)
+    assert sums.shape == (4, 3, 12)
+    torch.testing.assert_close(sums.float().sum(0), x.float() @ layer.weight.float().t(), rtol=0.05, atol=0.1)
+    assert layer(randn(257, 64).bfloat16().as_subclass(CudaTensor)).shape == (257, 12)
+    many = QKVParallelLinear(64, head_dim=128, num_heads=16, num_kv_heads=8, bias=False, tp=TensorParallel())
+    many.weight.data = randn(4096, 64).bfloat16()
+    assert many(x.as_subclass(CudaTensor)).shape == (3, 4096)
+
+
 # --- linear layers and the two ends, whole and cut over two ranks ---
 
 RANKS = [TensorParallel(rank, size=2) for rank in range(2)]

@@ -71,8 +71,8 @@ def test_slices_give_the_tokens_of_whole_steps(
         ({"method": object.__new__(Fp8LinearMethod)}, True),
         ({"copy_engines": None}, False),
         ({"copy_engines": None, "device": "cpu"}, True),
-        ({"memory": SimpleNamespace(max_tokens=2048)}, True),
-        ({"memory": SimpleNamespace(max_tokens=2049)}, False),  # two slices of 4,098 tokens may have as many
+        ({"memory": SimpleNamespace(max_tokens=2047)}, True),
+        ({"memory": SimpleNamespace(max_tokens=2048)}, False),  # the second slice of 4,097 tokens has as many
     ],
 )
 def test_large_prefill_steps_of_several_ranks_have_slices(changes: dict[str, Any], expected: bool) -> None:
@@ -94,7 +94,8 @@ def test_large_prefill_steps_of_several_ranks_have_slices(changes: dict[str, Any
 
 
 def test_steps_with_the_largest_slices_and_in_one_piece_are_measured_too() -> None:
-    assert sliced_prefill.sizes_to_measure(16384, TensorParallel(0, 1)) == [16384]
-    assert sliced_prefill.sizes_to_measure(16384, TensorParallel(0, 2)) == [4096, 16384]
-    assert sliced_prefill.sizes_to_measure(12300, TensorParallel(0, 2)) == [4096, 12288, 12300]
-    assert sliced_prefill.sizes_to_measure(100, TensorParallel(0, 2)) == [100]
+    in_slices: Any = TensorParallel(0, 2, copy_engines=SimpleNamespace())  # type: ignore[arg-type]
+    assert sliced_prefill.sizes_to_measure(16384, TensorParallel(0, 2)) == [16384]
+    assert sliced_prefill.sizes_to_measure(16384, in_slices) == [4096, 16384]
+    assert sliced_prefill.sizes_to_measure(12300, in_slices) == [4096, 12288, 12300]
+    assert sliced_prefill.sizes_to_measure(100, in_slices) == [100]

@@ -1,5 +1,6 @@
 """Attention over a paged KV cache, as the model sees it: from the packed QKV product to the heads' outputs."""
 
+import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.dispatch import triton_on_cuda
@@ -84,7 +85,8 @@ def norm_rope_store(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise and rotate queries and keys, write keys and values to the cache, and return all three.
 
-    qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), which may be overwritten.
+    qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), which may be overwritten; or (num_splits, ...), the
+    partial sums of a split-K product.
     norm_weights: (head_dim,) each, of queries and of keys; None for a model without norms.
     cos_sin_cache: (max_positions, rotary_dim) float32; the first rotary_dim dimensions of each head are rotated.
     k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim). slot_mapping: (num_tokens,) int64; -1 skips the
@@ -93,6 +95,8 @@ def norm_rope_store(
     Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim), not rounded to 8 bits.
     """
     _, num_kv_heads, _, head_dim = k_cache.shape
+    if qkv.dim() == 3:
+        qkv = qkv.sum(0, dtype=torch.float32).to(qkv.dtype)
     heads = qkv.unflatten(1, (-1, head_dim))
     q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     if norm_weights is not None:
