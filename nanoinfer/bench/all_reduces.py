@@ -1,4 +1,4 @@
-"""`nanoinfer bench kernels --gpus N`: all-reduces over several GPUs, small ones and those beside products."""
+"""`nanoinfer bench kernels --gpus N`: all-reduces over several GPUs, small ones, and exchanges beside products."""
 
 import os
 import statistics

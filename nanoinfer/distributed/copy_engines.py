@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.cuda_ipc import SharedGpuMemory, cuda
-from nanoinfer.kernels.meet import meet
+from nanoinfer.kernels.barrier import barrier
 
 DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 
@@ -19,15 +19,15 @@ DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 class CopyEngines(SharedGpuMemory):
     """Exchanges the slices of a step between the ranks, one exchange after the other, on a stream of its own.
 
-    Rank r owns a share of each slice's rows. In a reduce-scatter a rank sends each other rank its terms of the rows
-    which that one owns, and adds up. In an all-gather it sends the rows that it owns to all. Either ends when the ranks
-    have met: a kernel waits for a signal of each.
+    Each rank owns a share of each slice's rows. In a reduce-scatter a rank sends each other rank its terms of the rows
+    that the other one owns; to add them up is left to the caller. In an all-gather it sends the rows that it owns to
+    all. Either ends in a barrier.
 
     Each slice has one buffer for terms and one for gathered rows. That is enough if its exchanges take turns: the terms
     that a rank receives make the rows that it sends next, and the rows that it receives the terms that it sends next.
     So a rank overwrites another's rows after a reduce-scatter of the slice, which that one has started when it had read
     them, and another's terms after an all-gather. Where an all-gather follows an all-gather, as from one step to the
-    next, the ranks must meet in another way.
+    next, there must be another barrier.
 
     num_slices: the most that a step has. shape: (max_tokens, hidden_size) of the largest. The rest is said in
     `SharedGpuMemory`.
@@ -50,12 +50,12 @@ class CopyEngines(SharedGpuMemory):
         super().__init__(num_bytes, num_ranks, rank, num_ranks, all_gather)
         buffers = self.own.view(dtype).view(num_slices, 2 * num_ranks - 1, share)
         self._terms, self._gathered = buffers[:, : num_ranks - 1], buffers[:, num_ranks - 1 :].flatten(1)
-        self._epoch = self.flag_addresses.new_zeros(1)  # how often the ranks have met
+        self._epoch = self.flag_addresses.new_zeros(1)  # how many barriers there were
         self._stream = torch.cuda.Stream(priority=-1)
         self._ends: dict[int, torch.cuda.Event] = {}  # of each slice's last exchange
 
     def start_reduce_scatter(self, index: int, x: Tensor) -> None:
-        """Start to exchange the terms `x`, (num_tokens, hidden_size), of a slice. Keep them until `received` is called.
+        """Start to send the terms `x`, (num_tokens, hidden_size), of a slice. Keep them until `received` is called.
 
         There are at least as many tokens as ranks.
         """
@@ -90,6 +90,7 @@ class CopyEngines(SharedGpuMemory):
 
     def join(self) -> None:
         """Let the current stream wait for all that has been started."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # or a capture might not know of it
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _rows(self, index: int, num_tokens: int) -> Tensor:
@@ -111,6 +112,6 @@ class CopyEngines(SharedGpuMemory):
                     DEVICE_TO_DEVICE,
                     ctypes.c_void_p(self._stream.cuda_stream),
                 )
-            meet(self.flags, self.flag_addresses, self._epoch, self._rank)
+            barrier(self.flags, self.flag_addresses, self._epoch, self._rank)
             self._ends[index] = torch.cuda.Event()
             self._ends[index].record()

@@ -155,7 +155,7 @@ class TensorParallel:
 
     @property
     def num_shared_bytes(self) -> int:
-        """How much of this rank's GPU memory `memory` and `copy_engines` take."""
+        """The bytes of this rank's GPU that `memory` and `copy_engines` take."""
         return sum(memory.own.nbytes for memory in (self.memory, self.copy_engines) if memory is not None)
 
     def join(self) -> None:

@@ -94,7 +94,7 @@ def _norm_rope_store_kernel(
     second = tl.load(first_ptr + distance, mask=mask, other=0.0)
     is_written = mask & is_rotated
     if num_splits > 1:
-        is_written = mask
+        is_written = mask  # values too, since prefill reads them here
         sum1, sum2 = first.to(tl.float32), second.to(tl.float32)
         for split in tl.static_range(1, num_splits):
             sum1 += tl.load(first_ptr + split * split_stride, mask=mask, other=0.0).to(tl.float32)

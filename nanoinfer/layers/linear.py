@@ -14,9 +14,7 @@ from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.kernels.symmetric_buffers import SymmetricBuffers
-from nanoinfer.quantization.linear_method import LinearMethod
-
-MIN_COLUMNS = 4096  # of QKV; a product of fewer is split; docs/performance.md has the times
+from nanoinfer.quantization.linear_method import FEW_OUTPUTS, LinearMethod
 
 
 class ShardedLinear(nn.Module):
@@ -105,7 +103,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 class QKVParallelLinear(ColumnParallelLinear):
     """Computes the query, key and value projections in one product, split by heads; ranks may share a KV head.
 
-    A rank of many has so few heads that split-K pays here, too.
+    Where there are few heads, as on a rank of several, split-K pays here, too.
     """
 
     def __init__(
@@ -117,8 +115,11 @@ class QKVParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, sizes, bias=bias, tp=tp, splits={"k": kv_split, "v": kv_split})
 
     def forward(self, x: Activations) -> Tensor:
-        """(num_tokens, input_size) -> (num_tokens, num_outputs), or (num_splits, ...), partial sums of it."""
-        if self.input_format is not None or len(self.weight) >= MIN_COLUMNS:
+        """(num_tokens, input_size) -> (num_tokens, num_outputs), or (num_splits, ...), partial sums of it.
+
+        `norm_rope_store` takes either.
+        """
+        if len(self.weight) >= FEW_OUTPUTS or self.input_format is not None:  # in 8 bits it was not measured
             return super().forward(x)
         sums = self.quant_method.apply_split(self, x, self.bias)
         return sums if len(sums) > 1 else sums[0]

@@ -5,14 +5,14 @@ on four GPUs. Here an all-reduce is split in two, as in sequence parallelism (Ko
 reduce-scatter each rank adds and normalises its share of a slice's rows, and the all-gather brings all of them to the
 next product. All of a layer except attention computes each token by itself, so meanwhile the GPU computes other slices.
 
-To launch all this takes the host 90 ms, as long as four GPUs compute. So what lies between two attentions is a CUDA
-graph in the largest steps, those of max_num_batched_tokens; most large steps have as many.
+To launch all this takes the host 90 ms, about as long as four GPUs compute. So what lies between two attentions is a
+CUDA graph in the largest steps, those of max_num_batched_tokens; most large steps have as many.
 
 Only the decoders' `forward`, which uses the slices, and the runner, which uses the graphs, know of this file.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from nanoinfer.layers.layernorm import RMSNorm, add_rms_norm, rms_norm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.quantization.fp8 import quantize_rows
 from nanoinfer.quantization.fp8_linear import Fp8WeightOnlyMethod
+
+if TYPE_CHECKING:
+    from nanoinfer.distributed.copy_engines import CopyEngines
 
 
 def suits_slices(decoder: Any, num_tokens: int, metadata: Metadata) -> bool:
@@ -127,7 +130,7 @@ def _attend_between(
 ) -> Tensor:
     """Compute a step whose work before, between and after its attentions is done by `pieces`, one after the other.
 
-    The ranks meet in the all-reduce of the embeddings, which `CopyEngines` needs between two steps.
+    The all-reduce of the embeddings is the barrier that `CopyEngines` needs between two steps.
     """
     buffers.rows.copy_(decoder.embed_tokens(token_ids))
     for index, layer in enumerate(decoder.layers):
@@ -142,7 +145,7 @@ def _attend_between(
 def _pieces(decoder: Any, buffers: Buffers) -> Iterator[None]:
     """Compute what comes before each attention, and then what comes after the last."""
     num_slices, tp = -(-len(buffers.rows) // SLICE_TOKENS), _tp(decoder)
-    exchange = tp.copy_engines or Collectives(tp, buffers.rows)
+    exchange = tp.copy_engines or PlainExchange(tp, buffers.rows)
     parts = zip(*(tensor.tensor_split(num_slices) for tensor in buffers), strict=True)
     slices = [Slice(exchange, tp, index, *tensors) for index, tensors in enumerate(parts)]
     first, *others = decoder.layers
@@ -157,8 +160,8 @@ def _pieces(decoder: Any, buffers: Buffers) -> Iterator[None]:
 def _from_attention(slices: list["Slice"], layer: Any, next_norm: RMSNorm, end: Callable[["Slice"], object]) -> None:
     """Compute a layer from its attention on, the next norm, and what `end` does with that.
 
-    The lags leave the ranks time to exchange what a stage needs. Of the stages with the same slice's turn, norms come
-    before the MLP, so that what they make is on its way while the MLP of another slice is computed.
+    The lags leave the ranks time to exchange what a stage needs. In each tick the norms come before the MLP, so that
+    what they make is on its way while the MLP of another slice is computed.
     """
     norm_of_attention, norm_before_mlp, norm_of_mlp = layer.norms()
     _pipeline(
@@ -166,7 +169,7 @@ def _from_attention(slices: list["Slice"], layer: Any, next_norm: RMSNorm, end: 
         (0, lambda part: part.add(layer.self_attn.o_proj(part.heads), norm_of_attention)),
         (1, lambda part: part.normalise(norm_before_mlp)),
         (4, lambda part: part.normalise(next_norm)),
-        (2, lambda part: part.add(layer.mlp(part.normalised(layer.mlp.input_format), None), norm_of_mlp)),
+        (2, lambda part: part.add(layer.mlp(part.gathered_rows(layer.mlp.input_format), None), norm_of_mlp)),
         (5, end),
     )
 
@@ -174,7 +177,7 @@ def _from_attention(slices: list["Slice"], layer: Any, next_norm: RMSNorm, end: 
 def _projection(layer: Any) -> Callable[["Slice"], object]:
     """Return what leaves queries, keys and values of a slice in its buffer."""
     qkv_proj = layer.self_attn.qkv_proj
-    return lambda part: part.qkv.copy_(qkv_proj(part.normalised(qkv_proj.input_format)))
+    return lambda part: part.qkv.copy_(qkv_proj(part.gathered_rows(qkv_proj.input_format)))
 
 
 def _pipeline(slices: list["Slice"], *stages: tuple[int, Callable[["Slice"], object]]) -> None:
@@ -191,11 +194,19 @@ class Slice:
     The rank that owns a row has its residual. index: under which it is exchanged. rows, qkv, heads: its `Buffers`.
     """
 
-    def __init__(self, exchange: Any, tp: TensorParallel, index: int, rows: Tensor, qkv: Tensor, heads: Tensor) -> None:
+    def __init__(
+        self,
+        exchange: "CopyEngines | PlainExchange",
+        tp: TensorParallel,
+        index: int,
+        rows: Tensor,
+        qkv: Tensor,
+        heads: Tensor,
+    ) -> None:
         self._exchange, self._tp, self._index = exchange, tp, index
         self._rows, self.qkv, self.heads = rows, qkv, heads
         self._residual = self._own(rows)
-        self._terms: Tensor | None = None  # what this rank adds to all rows, until it is sent
+        self._terms: Tensor | None = None  # what this rank adds to all rows, until the next norm
         self._sum_norm: RMSNorm | None = None
 
     def add(self, terms: PartialSum, sum_norm: RMSNorm | None) -> None:
@@ -216,7 +227,7 @@ class Slice:
             self._terms = None
         self._exchange.start_all_gather(self._index, len(self._rows))
 
-    def normalised(self, out_format: RowFormat | None = None) -> Activations:
+    def gathered_rows(self, out_format: RowFormat | None = None) -> Activations:
         """Return what the last norm made of all rows, rounded as a product wants it."""
         rows = self._exchange.gathered(self._index, len(self._rows))
         return rows if out_format is None else quantize_rows(rows, out_format)
@@ -229,8 +240,8 @@ class Slice:
         return x.tensor_split(self._tp.size)[self._tp.rank]
 
 
-class Collectives:
-    """The plain twin of `CopyEngines`, for a CPU. After its all-reduce there are no terms of other ranks to add."""
+class PlainExchange:
+    """This is the plain twin of `CopyEngines`, for a CPU. After its all-reduce no terms of others are left to add."""
 
     def __init__(self, tp: TensorParallel, rows: Tensor) -> None:
         self._tp, self._like = tp, rows

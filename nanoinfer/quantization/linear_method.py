@@ -14,6 +14,7 @@ from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
 
 MAX_SPLIT_K_TOKENS = 256  # a product of more tokens fills the GPU by itself
+FEW_OUTPUTS = 4096  # a product of fewer outputs has far too few tiles
 
 
 class LinearMethod:
@@ -63,5 +64,5 @@ class LinearMethod:
         # In float16 a partial sum could overflow where the whole does not.
         if not x.is_cuda or x.dtype != torch.bfloat16 or bias is not None or len(x) > MAX_SPLIT_K_TOKENS:
             return 1
-        num_splits = 4 if num_outputs < 4096 else 2
+        num_splits = 4 if num_outputs < (FEW_OUTPUTS if x.shape[1] > 4096 else FEW_OUTPUTS // 2) else 2
         return num_splits if x.shape[1] % (8 * num_splits) == 0 else 1

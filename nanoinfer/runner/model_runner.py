@@ -228,7 +228,7 @@ class ModelRunner:
         num_blocks, free_bytes = config.num_kvcache_blocks, memory.CPU_CACHE_BYTES
         if self.device.type == "cuda":
             self._allocate(1, longest)
-            free_bytes = self._measure_free_bytes(free_at_start)
+            free_bytes = self._measure_free_bytes(free_at_start + self.tp.num_shared_bytes)
         block_size = config.kvcache_block_size
         if num_blocks is None:
             num_blocks = memory.num_blocks_in(free_bytes, self.model_config, block_size, self.kv_dtype, self.tp)
@@ -283,7 +283,7 @@ class ModelRunner:
 
         Runs such steps and captures two graphs; kernels are compiled on the way.
         """
-        step_bytes = memory.measure_peak_bytes(self._run_largest_prefills, self.device) + self.tp.num_shared_bytes
+        step_bytes = memory.measure_peak_bytes(self._run_largest_prefills, self.device)
         graph_bytes = 0
         if self._uses_graphs:
             max_num_seqs = self.config.max_num_seqs

@@ -38,7 +38,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> MakeEngines:
 
     def make(num_ranks: int, num_slices: int, shape: tuple[int, int]) -> list[CopyEngines]:
         all_meet = threading.Barrier(num_ranks, timeout=10)
-        monkeypatch.setattr(copy_engines, "meet", lambda *args: all_meet.wait())
+        monkeypatch.setattr(copy_engines, "barrier", lambda *args: all_meet.wait())
         ranks = [
             CopyEngines(rank, num_ranks, lambda x: x, num_slices, shape, torch.float32) for rank in range(num_ranks)
         ]

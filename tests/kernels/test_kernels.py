@@ -32,8 +32,8 @@ from nanoinfer.kernels import read_rows as read_rows_kernels  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
 from nanoinfer.kernels import token_bitmask as bitmask_kernels  # noqa: E402
 from nanoinfer.kernels import top_k_top_p as threshold_kernels  # noqa: E402
+from nanoinfer.kernels.barrier import barrier  # noqa: E402
 from nanoinfer.kernels.gumbel_max import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
-from nanoinfer.kernels.meet import meet  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
@@ -289,7 +289,7 @@ def test_a_rank_waits_for_what_has_not_come_unless_nobody_comes(
     timer.join()
 
 
-# --- meet ---
+# --- barrier ---
 
 
 @loops_are_interpreted
@@ -298,7 +298,7 @@ def test_a_rank_announces_the_epoch_to_all_and_waits_for_theirs() -> None:
     flags[:, 1] = 5
     flags[2, 1] = RELEASED
     addresses = torch.tensor([own.data_ptr() for own in flags])
-    meet(flags[1], addresses, epoch, rank=1)
+    barrier(flags[1], addresses, epoch, rank=1)
     assert flags[:, 1].tolist() == [6, 6, RELEASED, 6]
     assert epoch.item() == 6
     flags[:, 1] = 6
@@ -313,7 +313,7 @@ def test_a_rank_announces_the_epoch_to_all_and_waits_for_theirs() -> None:
 
     timer = threading.Timer(0.2, come)
     timer.start()
-    meet(flags[1], addresses, epoch, rank=1)
+    barrier(flags[1], addresses, epoch, rank=1)
     assert has_come.is_set()
     timer.join()
 

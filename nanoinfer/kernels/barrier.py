@@ -1,4 +1,4 @@
-"""The ranks wait for each other on their GPUs, beside matrix products; see `distributed/copy_engines.py`.
+"""A barrier for the ranks' GPUs that runs beside matrix products; see `distributed/copy_engines.py`.
 
 One warp with few registers finds room where a matrix product takes almost all of a multiprocessor. What needs more
 would wait until the product ends.
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _meet_kernel(flags_ptr, flag_addresses_ptr, epoch_ptr, rank: tl.constexpr, num_ranks: tl.constexpr):
+def _barrier_kernel(flags_ptr, flag_addresses_ptr, epoch_ptr, rank: tl.constexpr, num_ranks: tl.constexpr):
     ranks = tl.arange(0, num_ranks)
     flags_of_all = tl.load(flag_addresses_ptr + ranks).to(tl.pointer_type(tl.int64))
     epoch = tl.load(epoch_ptr) + 1
@@ -21,10 +21,10 @@ def _meet_kernel(flags_ptr, flag_addresses_ptr, epoch_ptr, rank: tl.constexpr, n
         pass
 
 
-def meet(flags: Tensor, flag_addresses: Tensor, epoch: Tensor, rank: int) -> None:
+def barrier(flags: Tensor, flag_addresses: Tensor, epoch: Tensor, rank: int) -> None:
     """Announce the next epoch to all ranks, and make the stream wait until all have announced it to this one.
 
     flags: (num_ranks,) int64, of a power of two of ranks. flag_addresses: likewise, of each rank's flags. epoch: (1,)
     int64, the last one.
     """
-    _meet_kernel[(1,)](flags, flag_addresses, epoch, rank, len(flag_addresses), num_warps=1)
+    _barrier_kernel[(1,)](flags, flag_addresses, epoch, rank, len(flag_addresses), num_warps=1)
