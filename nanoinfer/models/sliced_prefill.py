@@ -74,6 +74,8 @@ class PrefillGraphs:
     def __init__(self, decoder: Any, num_tokens: int) -> None:
         self._decoder, self._buffers = decoder, Buffers.of(decoder, num_tokens)
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        for buffer in self._buffers:
+            buffer.zero_()  # with NaN, tokens might go to experts that are not there
         for _ in _pieces(decoder, self._buffers):  # compiles and warms up outside the capture
             pass
         pieces = _pieces(decoder, self._buffers)
