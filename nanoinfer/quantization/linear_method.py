@@ -64,5 +64,6 @@ class LinearMethod:
         # In float16 a partial sum could overflow where the whole does not.
         if not x.is_cuda or x.dtype != torch.bfloat16 or bias is not None or len(x) > MAX_SPLIT_K_TOKENS:
             return 1
-        num_splits = 4 if num_outputs < (FEW_OUTPUTS if x.shape[1] > 4096 else FEW_OUTPUTS // 2) else 2
+        is_long = x.shape[1] >= 4096  # enough to sum up in each of four parts
+        num_splits = 4 if num_outputs < (FEW_OUTPUTS if is_long else FEW_OUTPUTS // 2) else 2
         return num_splits if x.shape[1] % (8 * num_splits) == 0 else 1
