@@ -4,16 +4,13 @@ NCCL's kernels run on multiprocessors, which they take from the products beside 
 other GPUs without any. docs/performance.md has the times.
 """
 
-import ctypes
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from nanoinfer.distributed.cuda_ipc import SharedGpuMemory, cuda
+from nanoinfer.distributed.cuda_ipc import SharedGpuMemory, copy
 from nanoinfer.kernels.barrier import barrier
-
-DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 
 
 class CopyEngines(SharedGpuMemory):
@@ -104,14 +101,8 @@ class CopyEngines(SharedGpuMemory):
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for peer, source, target in copies:
-                cuda(
-                    "cudaMemcpyAsync",
-                    ctypes.c_void_p(self.addresses[peer] + target.data_ptr() - self.own.data_ptr()),
-                    ctypes.c_void_p(source.data_ptr()),
-                    ctypes.c_size_t(source.nbytes),
-                    DEVICE_TO_DEVICE,
-                    ctypes.c_void_p(self._stream.cuda_stream),
-                )
+                offset = target.data_ptr() - self.own.data_ptr()
+                copy(self.addresses[peer] + offset, source.data_ptr(), source.nbytes)
             barrier(self.flags, self.flag_addresses, self._epoch, self._rank)
             self._ends[index] = torch.cuda.Event()
             self._ends[index].record()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 RELEASED = 2**62  # a flag beyond any that a kernel waits for
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 HANDLE_BYTES = 64
 ALIGNMENT = 256
 
@@ -145,6 +146,13 @@ def _share(
         raise RuntimeError(f"GPU memory cannot be shared: {error or 'another rank was refused'}") from error
     memories.insert(rank, memories.pop(0))
     return memories
+
+
+def copy(target: int, source: int, num_bytes: int) -> None:
+    """Copy memory from one address to another, of any GPUs, by a copy engine, on the current stream."""
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    pointers = ctypes.c_void_p(target), ctypes.c_void_p(source)
+    cuda("cudaMemcpyAsync", *pointers, ctypes.c_size_t(num_bytes), DEVICE_TO_DEVICE, stream)
 
 
 def cuda(name: str, *args: Any) -> None:

@@ -21,13 +21,6 @@ from nanoinfer.distributed.cuda_ipc import SharedGpuMemory
 MakeEngines = Callable[[int, int, tuple[int, int]], list[CopyEngines]]
 
 
-def copy(name: str, target: ctypes.c_void_p, source: ctypes.c_void_p, num_bytes: ctypes.c_size_t, *_: object) -> None:
-    assert name == "cudaMemcpyAsync"
-    assert target.value is not None
-    assert source.value is not None
-    ctypes.memmove(target.value, source.value, num_bytes.value)
-
-
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> MakeEngines:
     memories: list[Tensor] = []
@@ -47,8 +40,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> MakeEngines:
         return ranks
 
     monkeypatch.setattr(SharedGpuMemory, "__init__", allocate)
-    monkeypatch.setattr(copy_engines, "cuda", copy)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda priority: MagicMock(cuda_stream=0))
+    monkeypatch.setattr(copy_engines, "copy", ctypes.memmove)
+    monkeypatch.setattr(torch.cuda, "Stream", MagicMock())
     for name in ("Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)

@@ -20,12 +20,13 @@ import torch
 
 from nanoinfer import LLM, ConfigError, SamplingParams, WorkerError, tiny_model_path
 from nanoinfer.device import becomes_idle
-from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, SLICE_TOKENS, connect
+from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, SLICE_TOKENS
 from nanoinfer.layers.layernorm import add_rms_norm, all_reduce_add_rms_norm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import DecoderMLP
 from nanoinfer.runner import model_runner
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
+from tests.gpu import ranks_share_gpus
 from tests.gpu.test_engine_gpu import assert_part_at_near_ties, chat_prompts
 from tests.models.test_architectures import checkpoint, draw_prompts  # noqa: F401 (a fixture)
 from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
@@ -43,25 +44,29 @@ def answers(size: int, params: SamplingParams = GREEDY, **options: Any) -> list[
     return [output.token_ids for output in outputs]
 
 
-def needs_gpus(size: int) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs")
+@pytest.fixture
+def sharing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], dict[str, Any]]:
+    """`sharing(size)`: the options of an engine whose ranks share GPUs if there are fewer."""
+    return lambda size: ranks_share_gpus.let_ranks_share(size, monkeypatch)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
-def test_several_gpus_give_the_answers_of_one(size: int, enforce_eager: bool) -> None:
-    needs_gpus(size)
-    expected, actual = answers(1), answers(size, enforce_eager=enforce_eager)
+def test_several_gpus_give_the_answers_of_one(
+    sharing: Callable[[int], dict[str, Any]], size: int, enforce_eager: bool
+) -> None:
+    expected, actual = answers(1), answers(size, enforce_eager=enforce_eager, **sharing(size))
     same = sum(one == several for one, several in zip(expected, actual, strict=True))
     assert same >= 0.97 * len(EXAMPLES), f"{same} of {len(EXAMPLES)} agree; in bf16 a near tie may flip"
 
 
 @pytest.mark.parametrize(("size", "num_kv_heads"), [(2, 1), (4, 1), (8, 1), (8, 4), (8, 8)])
 def test_biases_tied_heads_and_shared_kv_heads_are_those_of_one(
-    random_checkpoint: Callable[..., Path], size: int, num_kv_heads: int
+    random_checkpoint: Callable[..., Path],
+    sharing: Callable[[int], dict[str, Any]],
+    size: int,
+    num_kv_heads: int,
 ) -> None:
-    needs_gpus(size)
     sizes = {
         "attention_bias": True,
         "tie_word_embeddings": True,
@@ -72,23 +77,26 @@ def test_biases_tied_heads_and_shared_kv_heads_are_those_of_one(
     prompts = [[i, i + 1, i + 2] * (1 + 11 * i) for i in range(24)]
     results = []
     for count in (1, size):
-        with LLM(folder, dtype="bfloat16", tensor_parallel_size=count) as llm:
+        with LLM(folder, dtype="bfloat16", tensor_parallel_size=count, **sharing(count)) as llm:
             results.append(llm.generate(prompts, params, use_tqdm=False))
     num_equal = sum(assert_part_at_near_ties(one, several) for one, several in zip(*results, strict=True))
     assert num_equal >= 12
 
 
 @pytest.mark.parametrize(
-    ("architecture", "quantization"),
+    ("size", "architecture", "quantization"),
     [
-        ("Qwen3ForCausalLM", None),
-        ("Qwen3ForCausalLM", "fp8"),
-        ("Gemma3ForCausalLM", None),
-        ("Qwen3MoeForCausalLM", None),
+        (2, "Qwen3ForCausalLM", None),
+        (2, "Qwen3ForCausalLM", "fp8"),
+        (2, "Gemma3ForCausalLM", None),
+        (2, "Qwen3MoeForCausalLM", None),
+        (8, "Qwen3ForCausalLM", None),
     ],
 )
 def test_prefill_in_slices_gives_the_log_probabilities_of_one_gpu(
     checkpoint: Callable[..., Path],  # noqa: F811
+    sharing: Callable[[int], dict[str, Any]],
+    size: int,
     architecture: str,
     quantization: str | None,
 ) -> None:
@@ -96,8 +104,8 @@ def test_prefill_in_slices_gives_the_log_probabilities_of_one_gpu(
 
     The largest steps are CUDA graphs, and have six slices. One prompt less is a step that is not.
     """
-    needs_gpus(2)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2 * size, "num_key_value_heads": 2}
+    sizes["vocab_size"] = 512
     experts = {"moe_intermediate_size": 128, "num_experts": 8} if "Moe" in architecture else {}
     folder = checkpoint(architecture, 0, head_dim=64, **sizes, **experts)
     prompts = draw_prompts(0, (200,) * 120)
@@ -115,15 +123,16 @@ def test_prefill_in_slices_gives_the_log_probabilities_of_one_gpu(
 
     with LLM(folder, quantization=quantization, **options) as llm:
         one = logprobs(llm)
-    with LLM(folder, quantization=quantization, tensor_parallel_size=2, **options) as llm:
-        two, without_graphs, again = logprobs(llm), logprobs(llm, 119), logprobs(llm)
+    options |= sharing(size)
+    with LLM(folder, quantization=quantization, tensor_parallel_size=size, **options) as llm:
+        several, without_graphs, again = logprobs(llm), logprobs(llm, 119), logprobs(llm)
         llm.sleep(level=1)
         llm.wake_up()
         awake = logprobs(llm)
-    assert torch.equal(two, again), "equal steps give equal bits"
-    assert torch.equal(two, awake)
-    for several in (two, without_graphs):
-        assert (one[: len(several)] - several).abs().mean(dim=1).max() < 0.25
+    assert torch.equal(several, again), "equal steps give equal bits"
+    assert torch.equal(several, awake)
+    for found in (several, without_graphs):
+        assert (one[: len(found)] - found).abs().mean(dim=1).max() < 0.25
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
@@ -199,15 +208,15 @@ def test_more_gpus_than_there_are_is_refused_with_their_number() -> None:
 
 
 def test_a_worker_of_eight_that_is_killed_is_an_error_and_a_new_engine_works(
-    random_checkpoint: Callable[..., Path],
+    random_checkpoint: Callable[..., Path], sharing: Callable[[int], dict[str, Any]]
 ) -> None:
-    needs_gpus(8)
+    options = sharing(8)
     folder = random_checkpoint(head_dim=64, num_attention_heads=8, num_key_value_heads=8)
 
     def load() -> LLM:
-        return LLM(folder, dtype="bfloat16", max_model_len=2048, tensor_parallel_size=8)
+        return LLM(folder, dtype="bfloat16", max_model_len=2048, tensor_parallel_size=8, **options)
 
-    params = replace(LONG, max_tokens=1500)
+    params = replace(LONG, max_tokens=1500 if ranks_share_gpus.have_their_own(8) else 100)  # long after the kill
     with load() as llm:
         expected = llm.generate([[1, 2, 3]] * 64, params, use_tqdm=False)
     llm = load()
@@ -380,10 +389,10 @@ def test_a_capture_that_fails_on_one_rank_is_an_error_and_a_new_engine_works(mon
 
 def _all_reduce_in_all_ways(rank: int, size: int, folder: str, hidden_size: int, dtype: torch.dtype) -> None:
     """Run by each rank: one-shot and two-shot all-reduces, with some ranks late, against NCCL's."""
-    devices = [torch.device("cuda", index) for index in range(size)]
-    torch.cuda.set_device(rank)
+    devices = ranks_share_gpus.devices(size)
+    torch.cuda.set_device(devices[rank])
     max_tokens = 512
-    tp = connect(rank, size, devices[rank], Path(folder) / "store")
+    tp = ranks_share_gpus.connect(rank, size, devices[rank], Path(folder) / "store")
     tp = tp.with_shared_memory(max_tokens, 3 * SLICE_TOKENS, hidden_size, dtype, devices)
     assert tp.memory is not None
     assert tp.copy_engines is not None
@@ -452,6 +461,5 @@ def _all_reduce_in_all_ways(rank: int, size: int, folder: str, hidden_size: int,
 def test_the_custom_all_reduce_and_the_copy_engines_give_the_sums_of_nccl(
     size: int, hidden_size: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    needs_gpus(size)
     os.environ.update(NCCL_ENVIRONMENT)
     torch.multiprocessing.spawn(_all_reduce_in_all_ways, (size, str(tmp_path), hidden_size, dtype), nprocs=size)
