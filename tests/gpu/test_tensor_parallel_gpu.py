@@ -36,6 +36,7 @@ pytestmark = pytest.mark.multi_gpu
 GREEDY = SamplingParams(temperature=0, max_tokens=128)
 LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 EXAMPLES = [example for task in TASKS for example in held_out_examples(task, 20, seed=5)]
+Sharing = Callable[[int], dict[str, Any]]
 
 
 def answers(size: int, params: SamplingParams = GREEDY, **options: Any) -> list[list[int]]:
@@ -45,16 +46,14 @@ def answers(size: int, params: SamplingParams = GREEDY, **options: Any) -> list[
 
 
 @pytest.fixture
-def sharing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], dict[str, Any]]:
+def sharing(monkeypatch: pytest.MonkeyPatch) -> Sharing:
     """`sharing(size)`: the options of an engine whose ranks share GPUs if there are fewer."""
     return lambda size: ranks_share_gpus.let_ranks_share(size, monkeypatch)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
-def test_several_gpus_give_the_answers_of_one(
-    sharing: Callable[[int], dict[str, Any]], size: int, enforce_eager: bool
-) -> None:
+def test_several_gpus_give_the_answers_of_one(sharing: Sharing, size: int, enforce_eager: bool) -> None:
     expected, actual = answers(1), answers(size, enforce_eager=enforce_eager, **sharing(size))
     same = sum(one == several for one, several in zip(expected, actual, strict=True))
     assert same >= 0.97 * len(EXAMPLES), f"{same} of {len(EXAMPLES)} agree; in bf16 a near tie may flip"
@@ -63,7 +62,7 @@ def test_several_gpus_give_the_answers_of_one(
 @pytest.mark.parametrize(("size", "num_kv_heads"), [(2, 1), (4, 1), (8, 1), (8, 4), (8, 8)])
 def test_biases_tied_heads_and_shared_kv_heads_are_those_of_one(
     random_checkpoint: Callable[..., Path],
-    sharing: Callable[[int], dict[str, Any]],
+    sharing: Sharing,
     size: int,
     num_kv_heads: int,
 ) -> None:
@@ -95,7 +94,7 @@ def test_biases_tied_heads_and_shared_kv_heads_are_those_of_one(
 )
 def test_prefill_in_slices_gives_the_log_probabilities_of_one_gpu(
     checkpoint: Callable[..., Path],  # noqa: F811
-    sharing: Callable[[int], dict[str, Any]],
+    sharing: Sharing,
     size: int,
     architecture: str,
     quantization: str | None,
@@ -208,7 +207,7 @@ def test_more_gpus_than_there_are_is_refused_with_their_number() -> None:
 
 
 def test_a_worker_of_eight_that_is_killed_is_an_error_and_a_new_engine_works(
-    random_checkpoint: Callable[..., Path], sharing: Callable[[int], dict[str, Any]]
+    random_checkpoint: Callable[..., Path], sharing: Sharing
 ) -> None:
     options = sharing(8)
     folder = random_checkpoint(head_dim=64, num_attention_heads=8, num_key_value_heads=8)
