@@ -68,7 +68,10 @@ def model_0_6b(tmp_path: Path) -> Path:
 
 
 def measure_sleep(folder: Path, level: int, size: int) -> None:
-    """What a new engine took comes back; level 1 wakes up within two seconds, again and again, and says the same."""
+    """What a new engine took comes back; it wakes up in two seconds, again and again, and after level 1 says the same.
+
+    Several GPUs, which have prefill steps to capture as well, have three. Two H200s beside a slow host took 2.2.
+    """
     torch.zeros(1, device="cuda")
     before = free_bytes(size)
     options: dict[str, Any] = {"load_format": "dummy", "gpu_memory_utilization": 0.5, "tensor_parallel_size": size}
@@ -90,7 +93,7 @@ def measure_sleep(folder: Path, level: int, size: int) -> None:
             llm.wake_up()
             seconds = time.perf_counter() - started
             print(f"level {level}: asleep in {asleep_seconds:.2f} s, awake in {seconds:.2f} s")
-            assert seconds < 2
+            assert seconds < (2 if size == 1 else 3)
             assert all(abs(now - then) < LEFT for now, then in zip(free_bytes(size), running, strict=True))
             if level == 2:
                 with pytest.raises(EngineStateError, match="lacks weights"):
