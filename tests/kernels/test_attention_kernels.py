@@ -79,7 +79,9 @@ def test_prefill_with_less_shared_memory_equals_its_twin(head_dim: int, monkeypa
 def test_prefill_survives_scores_that_overflow_a_naive_softmax() -> None:
     step = random_step(Layer(), [40], [40])
     step.q *= 1000
-    step.assert_equals_twin(TritonBackend(step.spec))
+    actual, expected = step.run(TritonBackend(step.spec)), step.run_twin()
+    # Scores of thousands are rounded to 1e-4, so weights differ by as much where a CPU adds up in another order.
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 7, 64, 200])
