@@ -19,7 +19,7 @@ from nanoinfer.layers.attention.layer import norm_rope_store
 from nanoinfer.layers.attention.metadata import DecodeMetadata
 from nanoinfer.layers.attention.selection import FLASH_ATTN
 from tests.attention_cases import FP8, INT8, Layer, Step, random_step, shared_prefixes
-from tests.gpu.test_engine_gpu import assert_answers_right, num_equal, tokens
+from tests.gpu.test_engine_gpu import assert_answers_right, assert_part_at_near_ties, num_equal, tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -274,10 +274,12 @@ def test_flash_attn_is_refused_by_name(folder: Path) -> None:
 
 @pytest.mark.multi_gpu
 @FORMATS
-def test_two_gpus_give_most_tokens_of_one(folder: Path, kv_cache_dtype: str) -> None:
+def test_two_gpus_part_from_one_at_near_ties(folder: Path, kv_cache_dtype: str) -> None:
+    """Half of the answers are equal; which ones hangs on how either adds up."""
     prompts, params = prompts_and_params()
-    one, two = (
-        tokens(folder, prompts, params, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, tensor_parallel_size=size)
-        for size in (1, 2)
-    )
-    assert num_equal(one, two) >= 0.5 * len(prompts)
+    results = []
+    for size in (1, 2):
+        with LLM(folder, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, tensor_parallel_size=size) as llm:
+            results.append(llm.generate(prompts, replace(params, logprobs=5), use_tqdm=False))
+    same = sum(assert_part_at_near_ties(one, two) for one, two in zip(*results, strict=True))
+    assert same >= 0.25 * len(prompts)
