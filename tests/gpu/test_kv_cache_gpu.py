@@ -275,7 +275,7 @@ def test_flash_attn_is_refused_by_name(folder: Path) -> None:
 @pytest.mark.multi_gpu
 @FORMATS
 def test_two_gpus_part_from_one_at_near_ties(folder: Path, kv_cache_dtype: str) -> None:
-    """Half of the answers are equal; which ones hangs on how either adds up."""
+    """About half of the answers are equal: one GPU and two add up in other orders."""
     prompts, params = prompts_and_params()
     results = []
     for size in (1, 2):
