@@ -31,6 +31,7 @@ from nanoinfer.executor.orders import AllRanksWeights, Order, all_have_done_so, 
 from nanoinfer.executor.rules_message import pack_rules, read_rules
 from nanoinfer.executor.shm_ring import Ring, RingReader, RingWriter
 from nanoinfer.executor.workers import PASSED, Workers
+from nanoinfer.runner.memory import max_step_tokens
 from nanoinfer.runner.model_runner import ModelRunner, PendingStep, StepHandle
 
 logger = logging.getLogger("nanoinfer")
@@ -218,7 +219,7 @@ def _connect(
     """Connect to the other ranks through a folder that all of them know, and share GPU memory with them."""
     tp = connect(rank, len(devices), devices[rank], shared_folder / "store")
     dtype = select_dtype(config.dtype, model_config.dtype, devices[rank])
-    sizes = config.max_num_seqs, config.max_num_batched_tokens, model_config.hidden_size
+    sizes = config.max_num_seqs, max_step_tokens(config, model_config), model_config.hidden_size
     return tp.with_shared_memory(*sizes, dtype, devices)
 
 

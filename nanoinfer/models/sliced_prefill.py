@@ -6,7 +6,7 @@ reduce-scatter each rank adds and normalises its share of a slice's rows, and th
 next product. All of a layer except attention computes each token by itself, so meanwhile the GPU computes other slices.
 
 To launch all this takes the host 90 ms, about as long as four GPUs compute. So what lies between two attentions is a
-CUDA graph in the largest steps, those of max_num_batched_tokens; most large steps have as many.
+CUDA graph in the largest steps, those of `max_step_tokens`; most large steps have as many.
 
 Only the decoders' `forward`, which uses the slices, and the runner, which uses the graphs, know of this file.
 """
@@ -48,15 +48,15 @@ def _suits_slices(decoder: Any, num_tokens: int) -> bool:
     return not any(type(getattr(part, "quant_method", None)) is Fp8WeightOnlyMethod for part in decoder.modules())
 
 
-def sizes_to_measure(max_num_batched_tokens: int, tp: TensorParallel) -> list[int]:
+def sizes_to_measure(max_step_tokens: int, tp: TensorParallel) -> list[int]:
     """Return how many tokens the prefill steps have that may need the most memory.
 
     The largest step, that with the largest slices, and that in one piece.
     """
-    if tp.copy_engines is None or max_num_batched_tokens <= SLICE_TOKENS:
-        return [max_num_batched_tokens]
-    largest_slices = max_num_batched_tokens // SLICE_TOKENS * SLICE_TOKENS
-    return sorted({SLICE_TOKENS, largest_slices, max_num_batched_tokens})
+    if tp.copy_engines is None or max_step_tokens <= SLICE_TOKENS:
+        return [max_step_tokens]
+    largest_slices = max_step_tokens // SLICE_TOKENS * SLICE_TOKENS
+    return sorted({SLICE_TOKENS, largest_slices, max_step_tokens})
 
 
 def sliced_prefill(decoder: Any, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
@@ -96,11 +96,11 @@ class PrefillGraphs:
         return _attend_between(pieces, self._buffers, self._decoder, token_ids, positions, kv_cache, metadata)
 
 
-def capture_largest_prefill(decoder: Any, max_num_batched_tokens: int) -> dict[int, PrefillGraphs]:
+def capture_largest_prefill(decoder: Any, max_step_tokens: int) -> dict[int, PrefillGraphs]:
     """Return the graphs of steps by their number of tokens: of the largest, if it has slices."""
-    if not _suits_slices(decoder, max_num_batched_tokens):
+    if not _suits_slices(decoder, max_step_tokens):
         return {}
-    return {max_num_batched_tokens: PrefillGraphs(decoder, max_num_batched_tokens)}
+    return {max_step_tokens: PrefillGraphs(decoder, max_step_tokens)}
 
 
 class Buffers(NamedTuple):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.kv_rounding import num_cache_bytes, tensors_of_cache
@@ -16,6 +17,13 @@ from nanoinfer.layers.attention.metadata import KVCache
 CPU_CACHE_BYTES = 4 * 2**30  # the cache's size on a CPU unless num_kvcache_blocks says otherwise; taken as it is used
 GIB = 2**30
 MAX_FREE_SHARE = 0.98  # of what other programs leave free on a GPU, the most that is taken
+
+
+def max_step_tokens(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Return the most tokens of a prefill step, which has at most one chunk of each row of the tables."""
+    return min(
+        config.max_num_batched_tokens, config.max_num_seqs * model_config.longest_sequence(config.max_model_len)
+    )
 
 
 def cache_shape(config: ModelConfig, num_blocks: int, block_size: int, tp: TensorParallel) -> tuple[int, ...]:

@@ -217,6 +217,7 @@ class ModelRunner:
         config = self.config
         free_at_start = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
         longest = self.model_config.longest_sequence(config.max_model_len)
+        self.max_step_tokens = memory.max_step_tokens(config, self.model_config)
         self.model = self._load_model(folder, longest)
         self.weights = ModelWeights(self.model)
         self.max_group_rows = self.backends.max_group_rows
@@ -270,8 +271,8 @@ class ModelRunner:
     def _allocate_step_memory(self) -> None:
         """Make one buffer for the logits of all decode graphs and of what runs without, and the graphs of prefill."""
         self.logits = self.model.lm_head.weight.new_empty(self.config.max_num_seqs, self.model.lm_head.vocab.size)
-        max_tokens = self.config.max_num_batched_tokens
-        self.prefill_graphs = capture_largest_prefill(self.model.model, max_tokens) if self._uses_graphs else {}
+        graphs = capture_largest_prefill(self.model.model, self.max_step_tokens) if self._uses_graphs else {}
+        self.prefill_graphs = graphs
 
     def _capture_graphs(self) -> None:
         if self._uses_graphs:
@@ -297,7 +298,7 @@ class ModelRunner:
     def _run_largest_prefills(self) -> None:
         """Run prefill steps that need as much memory as any, in the longest sequences, and sample for all rows."""
         longest, rows = self.tables.token_ids.shape[1] - 1, torch.arange(self.config.max_num_seqs, device=self.device)
-        for num_tokens in sizes_to_measure(self.config.max_num_batched_tokens, self.tp):
+        for num_tokens in sizes_to_measure(self.max_step_tokens, self.tp):
             lens = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
             metadata = PrefillMetadata.of_whole_prompts(lens, self.tables.block_tables)
             metadata = self.backends.plan(metadata, self.kv_cache)

@@ -84,6 +84,7 @@ class PrefillMetadata:
     def of_whole_prompts(cls, lens: Sequence[int], block_tables: Tensor) -> "PrefillMetadata":
         """Return the step that computes whole prompts of these lengths, and stores none of their keys and values."""
         device, lens = block_tables.device, tuple(lens)
+        assert len(lens) <= len(block_tables), f"{len(lens)} prompts, and block tables of {len(block_tables)} rows"
         cu_lens = cumulative_lens(torch.tensor(lens, dtype=torch.int32, device=device))
         nowhere = torch.full((sum(lens),), -1, dtype=torch.int64, device=device)
         return cls(lens, lens, cu_lens, cu_lens, nowhere, block_tables[: len(lens)])
