@@ -23,7 +23,8 @@ class SymmetricMemory(SharedGpuMemory):
     used in turn, are enough: a rank that starts all-reduce k + 2 has finished k + 1. So every other rank had started
     k + 1, after its kernel of k had ended, with all that came to it read and emptied.
 
-    A CUDA graph fixes the buffers that its kernels use, so every step must have an even number of all-reduces.
+    A CUDA graph fixes the buffers that its kernels use, so every step must have an even number of all-reduces: see
+    `check_even`.
 
     shape: (max_tokens, hidden_size). The rest is said in `SharedGpuMemory`.
     """
@@ -53,6 +54,10 @@ class SymmetricMemory(SharedGpuMemory):
             for offset in (0, num_ranks * part_bytes)
         )
         self._next_index = 0
+
+    def check_even(self) -> None:
+        """Assert, at the end of a step, that the next one begins with the same buffers as this one did."""
+        assert self._next_index == 0, "a step had an odd number of all-reduces: CUDA graphs would mix up their buffers"
 
     def next_buffers(self, num_tokens: int) -> SymmetricBuffers:
         """Return the buffers of the next all-reduce, of at most `max_tokens` tokens."""

@@ -330,7 +330,7 @@ def plan_decode(
     first_tokens: Tensor | None = None,
     least_tiles: int = 1,
     large_tiles: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, int]:
     """List the tiles of all rows for `paged_decode_attention`.
 
     context_lens: (num_rows,) int32, 0 for padding. block_tables: (num_rows, max_blocks) int32. block_size, head_dim:
@@ -343,10 +343,11 @@ def plan_decode(
     - tiles, (max_tiles, 4) int32: the slot of the tile's first token, how many of its tokens lie within the context,
       its row, and its flags.
     - row_starts, (num_rows + 1,) int32: the index of each row's first tile, then the number of all tiles.
+    - tile_size: how many tokens a tile has.
     """
     num_rows, max_blocks = block_tables.shape
-    tile = _tile_size(block_size, head_dim, large_tiles)
-    tiles = block_tables.new_empty((num_rows * max_blocks * (block_size // tile), 4))
+    tile_size = _tile_size(block_size, head_dim, large_tiles)
+    tiles = block_tables.new_empty((num_rows * max_blocks * (block_size // tile_size), 4))
     row_starts = block_tables.new_empty(num_rows + 1)
     _plan_kernel[(num_rows,)](
         context_lens,
@@ -357,12 +358,12 @@ def plan_decode(
         num_rows,
         block_tables.stride(0),
         block_size=block_size,
-        TILE=tile,
+        TILE=tile_size,
         ROWS=max(256, next_power_of_2(num_rows)),
         CHUNK=128,
         LEAST=least_tiles,
     )
-    return tiles, row_starts
+    return tiles, row_starts, tile_size
 
 
 class PrefixResult(NamedTuple):
@@ -380,6 +381,7 @@ def paged_decode_attention(
     v_scales: Tensor | None,
     tiles: Tensor,
     row_starts: Tensor,
+    tile_size: int,
     scale: float,
     windowed: bool = False,
     prefix: PrefixResult | None = None,
@@ -389,13 +391,13 @@ def paged_decode_attention(
     q: (num_rows, num_heads, head_dim), heads contiguous; num_heads a multiple of the KV heads, head_dim at most 256.
     k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous; block_size a multiple of 16.
     k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits. scale: of the scores.
-    tiles, row_starts: from `plan_decode`. A row without tokens gives zeros.
+    tiles, row_starts, tile_size: from `plan_decode`. A row without tokens gives zeros.
     windowed: whether the plan has first tokens that are no multiple of the block size.
     prefix: from `shared_prefix_attention`, where the plan leaves the shared prefixes out.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     group_size = q.shape[1] // k_cache.shape[1]
-    plan = tiles, row_starts
+    plan = tiles, row_starts, tile_size
     _launch(q, (k_cache, v_cache, k_scales, v_scales), plan, scale, group_size, out, prefix=prefix, windowed=windowed)
     return out
 
@@ -408,18 +410,19 @@ def shared_prefix_attention(
     v_scales: Tensor | None,
     tiles: Tensor,
     row_starts: Tensor,
+    tile_size: int,
     group_rows: Tensor,
     scale: float,
 ) -> PrefixResult:
     """Attend from the rows of each group to the group's shared blocks, which are read once for all of them.
 
     A group is a run of rows. group_rows: (num_rows,) int32: how many rows the group has that begins with this row, at
-    most `max_group_rows`; 0 where none begins. tiles, row_starts: from `plan_decode`, where the first row of a group
-    has its shared blocks, and the others nothing. For the rest, see `paged_decode_attention`.
+    most `max_group_rows`; 0 where none begins. tiles, row_starts, tile_size: from `plan_decode`, where the first row of
+    a group has its shared blocks, and the others nothing. For the rest, see `paged_decode_attention`.
     """
     out = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     lse = out.new_empty(out.shape[:2])
-    plan = tiles, row_starts
+    plan = tiles, row_starts, tile_size
     _launch(
         q, (k_cache, v_cache, k_scales, v_scales), plan, scale, GROUP_QUERIES, out, out_lse=lse, group_rows=group_rows
     )
@@ -444,7 +447,7 @@ def padded_head_dim(head_dim: int) -> int:
 def _launch(
     q: Tensor,
     cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    plan: tuple[Tensor, Tensor],
+    plan: tuple[Tensor, Tensor, int],
     scale: float,
     num_queries: int,
     out: Tensor,
@@ -457,7 +460,9 @@ def _launch(
     """Attend from rows, or from groups of rows, and combine what several programs have computed of one."""
     _, num_heads, head_dim = q.shape
     k_cache, v_cache, *scales = cache
+    tiles, row_starts, tile_size = plan
     _, num_kv_heads, block_size, _ = k_cache.shape
+    assert block_size % tile_size == 0, f"tiles of {tile_size} tokens do not lie within blocks of {block_size}"
     if in_8_bits := scales[0] is not None:
         assert head_dim % 4 == 0, f"a head_dim of {head_dim} values of 8 bits is not made of words"
         v_cache = v_cache.view(torch.int32)
@@ -471,7 +476,8 @@ def _launch(
         k_cache,
         v_cache,
         *scales,
-        *plan,
+        tiles,
+        row_starts,
         group_rows,
         *(prefix or (None, None)),
         out,
@@ -489,7 +495,7 @@ def _launch(
         head_dim=head_dim,
         HEAD_DIM=padded_head_dim(head_dim),
         QUERIES=queries,
-        TILE=_tile_size(block_size, head_dim, has_large_tiles(in_8_bits, queries)),
+        TILE=tile_size,
         WINDOWED=windowed,
         ASM=q.is_cuda,
         STAGES=_num_stages(q.device, queries, head_dim),
@@ -500,7 +506,8 @@ def _launch(
         return
     queries = 1 if group_rows is None else 4
     _combine_kernel[(num_kv_heads * num_queries // queries, num_shares - 1)](
-        *plan,
+        tiles,
+        row_starts,
         group_rows,
         partials,
         lse,

@@ -207,6 +207,8 @@ class ModelRunner:
         self._write_logits(self.model(token_ids, positions, self.kv_cache, metadata))
 
     def _write_logits(self, hidden: Tensor) -> None:
+        if self.tp.memory is not None:
+            self.tp.memory.check_even()
         self.model.compute_logits(hidden, out=self.logits[: len(hidden)])
 
     # -------- Setting up ----------------------------------------------------------------------------------------------

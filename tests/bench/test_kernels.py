@@ -46,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[inspect.BoundArgumen
         found.append(arguments[0])
         return 1000.0
 
-    plan_decode = create_autospec(decode_kernels.plan_decode, return_value=(torch.empty(0), torch.empty(0)))
+    plan_decode = create_autospec(decode_kernels.plan_decode, return_value=(torch.empty(0), torch.empty(0), 64))
     for module in (decode_kernels, triton_backend):
         monkeypatch.setattr(module, "plan_decode", plan_decode)
     monkeypatch.setattr(kernels, "microseconds", microseconds)

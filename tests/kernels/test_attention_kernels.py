@@ -173,7 +173,8 @@ def plan_of_blocks_of_48(
     """The tiles of 16 tokens that there are, and where those of each row begin."""
     first = None if first_tokens is None else torch.tensor(first_tokens, dtype=torch.int32)
     lens_ = torch.tensor(lens, dtype=torch.int32)
-    tiles, row_starts = plan_decode(lens_, TABLES, 48, 128, first, least_tiles)
+    tiles, row_starts, tile_size = plan_decode(lens_, TABLES, 48, 128, first, least_tiles)
+    assert tile_size == 16
     return tiles[: row_starts[-1]].tolist(), row_starts.tolist()
 
 

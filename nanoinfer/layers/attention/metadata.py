@@ -100,6 +100,7 @@ class TileList(NamedTuple):
 
     tiles: Tensor  # (max_tiles, 4) int32
     row_starts: Tensor  # (num_rows + 1,) int32
+    tile_size: int  # tokens
 
 
 class DecodePlan(NamedTuple):
