@@ -44,6 +44,12 @@ RANDOM_MODEL = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("combinations", "random combinations (test_combinations.py, gpu/test_combinations_gpu.py)")
+    group.addoption("--combinations-seconds", type=float, help="how long to try combinations; 0 tries one")
+    group.addoption("--combinations-seed", type=int, default=0, help="the seed of the first combination")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu"):
@@ -79,6 +85,17 @@ def log_level_of_before() -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture
+def show(capfd: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """`show(line)` prints at once, so that it can be read when the process has crashed."""
+
+    def write(line: str) -> None:
+        with capfd.disabled():
+            print(line, flush=True)
+
+    return write
 
 
 @pytest.fixture

@@ -80,18 +80,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int],
 
     def build(architecture: str, seed: int, **overrides: Any) -> Path:
         folder = tmp_path_factory.mktemp(architecture)
-        model_class = getattr(transformers, architecture)
-        options = draw_options(architecture, seed) | overrides
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(seed)
-            model = model_class(model_class.config_class(**options))
-            for name, param in model.named_parameters():
-                if param.dim() == 1:  # or a norm or a bias that is left out would not be missed
-                    param.normal_(mean=1.0 if name.endswith("norm.weight") else 0.0, std=0.2)
-            model.save_pretrained(folder)
+        save_random_model(folder, architecture, draw_options(architecture, seed) | overrides, seed)
         return folder
 
     return build
+
+
+def save_random_model(folder: Path, architecture: str, options: dict[str, Any], seed: int) -> None:
+    model_class = getattr(transformers, architecture)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = model_class(model_class.config_class(**options))
+        for name, param in model.named_parameters():
+            if param.dim() == 1:  # or a norm or a bias that is left out would not be missed
+                param.normal_(mean=1.0 if name.endswith("norm.weight") else 0.0, std=0.2)
+        model.save_pretrained(folder)
 
 
 def draw_prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
