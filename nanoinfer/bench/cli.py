@@ -52,6 +52,7 @@ def add_parser(subparsers: Any) -> None:
         WHICH_LOADS,
     )
     kernels = add("kernels", run_kernels, "time attention and products on a GPU, or all-reduces over several")
+    start = add("start", run_start, "time the first start, which compiles all kernels, and later ones")
     host = add("host", run_host, "time what a decode step costs the host; needs no GPU, no model and no PyTorch")
 
     loads.add_argument("names", nargs="*", type=load_name, metavar="LOAD", help="all, if none is named")
@@ -64,14 +65,15 @@ def add_parser(subparsers: Any) -> None:
     kernels.add_argument("--quantization", choices=QUANTIZATIONS, help="time products, experts and rounding in FP8")
     for parser in (throughput, trace):
         add_sizes(parser)
-    for parser in (throughput, loads, text, trace):
+    for parser in (throughput, loads, text, trace, start):
         add_model_and_engine(parser)
+    start.add_argument("--runs", type=positive, default=3, help="later starts, of which the median is taken (3)")
     for parser, engines in ((throughput, [*ENGINES]), (loads, [*ENGINES]), (text, ["nanoinfer", "vllm"])):
         parser.add_argument("--engine", choices=engines, default="nanoinfer", help="another, where it is installed")
         parser.add_argument("--runs", type=positive, default=1, help="timed runs, each with the next seed (1)")
     text.add_argument("--tokenizer", metavar="FOLDER", help="a folder with a tokenizer, for random weights")
     text.set_defaults(top_k=20, top_p=0.95)  # what Qwen3 recommends
-    for parser in (throughput, loads, text, trace, host):
+    for parser in (throughput, loads, text, trace, start, host):
         parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures here")
 
 
@@ -182,6 +184,12 @@ def run_kernels(args: argparse.Namespace) -> dict[str, Any]:
     else:
         kernels.run()
     return {}
+
+
+def run_start(args: argparse.Namespace) -> dict[str, Any]:
+    from nanoinfer.bench import start
+
+    return start.measure(find_device(), args)
 
 
 def run_host(_args: argparse.Namespace) -> dict[str, Any]:

@@ -186,3 +186,20 @@ def test_bench_py_prints_tokens_a_second_the_floor_and_the_share(
     assert "tokens/s; floor" in printed
     assert "reached" in printed
     assert len(Path(bench.__file__).read_text(encoding="utf-8").splitlines()) <= 80
+
+
+def test_starts_are_timed_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = run_json(tmp_path, "start", "--runs", 1)
+    printed = capsys.readouterr().out
+    first, later = figures["starts"]
+    assert f"first {first['seconds']:.1f} s, later {later['seconds']:.1f} s (median of 1)" in printed
+    for start in (first, later):
+        assert {"imports", "weights", "warm-up", "tokenizer"} <= start["parts"].keys()
+        assert sum(start["parts"].values()) < start["seconds"] + 0.3
+        assert start["parts"]["imports"] > 0.1, "a fresh process imports PyTorch"
+        assert start["compiled"] == {}
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("start", "--attention-backend", "flash_attn") == 2
+    assert "the engine did not start" in capsys.readouterr().err
