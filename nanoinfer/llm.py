@@ -388,4 +388,5 @@ class LLM(RunControl, WeightControl, AsyncCalls):
                 self._lock.release()
 
 
+LLM.__signature__ = inspect.signature(EngineConfig)  # type: ignore[attr-defined]  # for help() and for notebooks
 LLM.__doc__ = f"{inspect.cleandoc(LLM.__doc__ or '')}\n\n{describe_options()}\n"
