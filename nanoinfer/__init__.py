@@ -6,7 +6,6 @@ Importing the package costs little: PyTorch is imported with `LLM`, when it is f
 """
 
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
@@ -70,9 +69,7 @@ def tiny_model_path() -> Path:
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        started = perf_counter()
-        from nanoinfer import llm
+        from nanoinfer.llm import LLM
 
-        llm.import_seconds.append(perf_counter() - started)
-        return llm.LLM
+        return LLM
     raise AttributeError(f"module 'nanoinfer' has no attribute {name!r}")

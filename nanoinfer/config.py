@@ -34,10 +34,10 @@ VLLM_NAMES = {
 
 def option(default: Any, explained: str, choices: tuple[str, ...] | None = None) -> Any:
     """Declare a field of EngineConfig together with its explanation and, if it has any, its only values."""
-    return field(default=default, metadata={"help": explained, "choices": choices})
+    return field(default=default, kw_only=default is not MISSING, metadata={"help": explained, "choices": choices})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Holds the options of `LLM`, validated. Raises ConfigError (a ValueError) for a value out of range."""
 

@@ -17,7 +17,9 @@ import difflib
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
+
+Dataclass = TypeVar("Dataclass")
 
 
 class NanoinferError(Exception):
@@ -68,18 +70,18 @@ def check_names(owner: str, names: Iterable[str], known: Collection[str], foreig
         raise TypeError(f"{owner} has no option {name!r}; {hint}Options: {', '.join(known)}")
 
 
-def with_checked_names(foreign: Mapping[str, str | None]) -> Callable[[type], type]:
+def with_checked_names(foreign: Mapping[str, str | None]) -> Callable[[type[Dataclass]], type[Dataclass]]:
     """Return a decorator that makes a misspelt argument of a dataclass an error, as `check_names` writes it."""
 
-    def decorate(cls: type) -> type:
-        init, known = cls.__init__, [item.name for item in fields(cls)]  # type: ignore[misc]
+    def decorate(cls: type[Dataclass]) -> type[Dataclass]:
+        init, known = cls.__init__, [item.name for item in fields(cls)]  # type: ignore[arg-type]
 
         @functools.wraps(init)  # keeps the signature that help() and editors show
         def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
             check_names(cls.__name__, options, known, foreign)
             init(self, *args, **options)
 
-        cls.__init__ = __init__  # type: ignore[misc]
+        cls.__init__ = __init__  # type: ignore[method-assign]
         return cls
 
     return decorate

@@ -1,9 +1,13 @@
 """The facade: prompts in, completions out."""
 
+# ruff: noqa: E402  the clock starts before the imports
+import time
+
+import_started = time.perf_counter()
+
 import inspect
 import logging
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.checkpoint.model_config import ModelConfig
@@ -21,6 +25,7 @@ from nanoinfer.control.run_control import RunControl
 from nanoinfer.control.weight_control import WeightControl
 from nanoinfer.device import host_array
 from nanoinfer.engine.llm_engine import LLMEngine, PreparedRequest
+from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.executor.parallel_runner import ParallelRunner
@@ -36,6 +41,7 @@ from nanoinfer.text.prompts import (
     GivenPrompt,
     Prompt,
     PromptProcessor,
+    Prompts,
     as_list_of_prompts,
     as_priorities,
     as_prompt,
@@ -45,11 +51,13 @@ from nanoinfer.text.prompts import (
 )
 from nanoinfer.text.tokenizer import find_tokenizer, load_tokenizer, read_stop_token_ids
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # which `typing` has from Python 3.11 on
+
 logger = logging.getLogger("nanoinfer")
 
-import_seconds: list[float] = []  # how long `from nanoinfer import LLM` took; the first start logs it
+import_seconds = {"imports": time.perf_counter() - import_started}  # the first engine logs it, and empties this
 
-Prompts = GivenPrompt | Sequence[GivenPrompt]
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
 OnFinish = Callable[[RequestOutput], object]
 TURN_SECONDS = 0.01  # so long a thread waits for its turn; another's step serves its requests too
@@ -70,7 +78,7 @@ class LLM(RunControl, WeightControl, AsyncCalls):
     be used. Any call raises WorkerError where a process of a tensor-parallel engine has ended; that closes the engine.
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: "Unpack[EngineOptions]") -> None:
         started = time.perf_counter()
         self.config = EngineConfig.from_options(model, options)
         is_random = self.config.load_format == "dummy"
@@ -104,7 +112,8 @@ class LLM(RunControl, WeightControl, AsyncCalls):
         self._unclaimed: list[RequestOutput] = []  # of requests of `add_request`, until `step` returns them
         self._lock = threading.RLock()  # held while a call prepares, queues or drops requests, and for each step
         self._write_trace = self._start_trace(self.config.trace)
-        imports = {"imports": import_seconds.pop()} if import_seconds else {}
+        imports = import_seconds.copy()
+        import_seconds.clear()
         self._log_start(imports | runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded}, started)
 
     def _log_start(self, parts: dict[str, float], started: float) -> None:
@@ -379,4 +388,5 @@ class LLM(RunControl, WeightControl, AsyncCalls):
                 self._lock.release()
 
 
+LLM.__signature__ = inspect.signature(EngineConfig)  # type: ignore[attr-defined]  # for help() and for notebooks
 LLM.__doc__ = f"{inspect.cleandoc(LLM.__doc__ or '')}\n\n{describe_options()}\n"

@@ -1,6 +1,7 @@
 """Who may import whom, read from the sources; and what importing the package must not bring in."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ STEP_DATA = {"engine.batch", "constraints.rules"}  # what the host says of a ste
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
+    "engine_options": set(),
     "device": {"errors"},
     "outputs": {"errors"},
     "sampling_params": {"errors", "constraints.structured_outputs"},
@@ -38,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "control": EVERYBODY | {"text", "engine", "executor.runner", "executor.interrupts"},
     "llm": EVERYBODY
     | {"constraints", "control", "engine", "executor", "runner", "models", "text", "progress", "scoring"}
-    | {"integrations.async_calls"},
+    | {"engine_options", "integrations.async_calls"},
     "__init__": EVERYBODY | {"llm", "constraints.structured_outputs"},
     "batch": EVERYBODY | {"llm", "executor", "text", "progress", "constraints.structured_outputs"},
     "bench": EVERYBODY
@@ -153,24 +155,37 @@ HEAVY = {
     "torchvision",
 }
 FIRST_ANSWER = """
-import sys, nanoinfer
+import logging, sys, time
+import nanoinfer
 print(*sys.modules)
-[getattr(nanoinfer, name) for name in nanoinfer.__all__]
+[getattr(nanoinfer, name) for name in nanoinfer.__all__ if name != "LLM"]
+started = time.perf_counter()
+from nanoinfer import LLM
+import_seconds = time.perf_counter() - started
 print(*(after_import := {*sys.modules}))
 from concurrent.futures import ThreadPoolExecutor
 from nanoinfer.text.tokenizer import load_tokenizer
 ThreadPoolExecutor(1).submit(load_tokenizer, nanoinfer.tiny_model_path()).result()
 print(*{*sys.modules} - after_import)
-with nanoinfer.LLM(nanoinfer.tiny_model_path(), device="cpu") as llm:
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+with LLM(nanoinfer.tiny_model_path(), device="cpu") as llm:
     messages = [{"role": "user", "content": "12+34=?"}]
     [output] = llm.chat(messages, nanoinfer.SamplingParams(max_tokens=2), use_tqdm=False)
 print(*sys.modules)
+from nanoinfer.llm import LLM
+LLM(nanoinfer.tiny_model_path(), device="cpu").close()
+print(import_seconds)
 """
 
 
-def test_a_first_answer_brings_in_no_heavy_library() -> None:
+@pytest.fixture(scope="module")
+def first_answer() -> list[str]:
+    return run_python(FIRST_ANSWER).splitlines()
+
+
+def test_a_first_answer_brings_in_no_heavy_library(first_answer: list[str]) -> None:
     """What PyTorch itself imports counts too, hence the high limits: they find a library more, not a module."""
-    package, names, tokenizer, answer = (line.split() for line in run_python(FIRST_ANSWER).splitlines())
+    package, names, tokenizer, _, answer, *_ = (line.split() for line in first_answer)
     assert {"torch", "transformers", "tokenizers", "triton", "numpy", "tqdm"}.isdisjoint(package)
     assert len(package) < 150
     assert "torch" in names, "LLM is imported when it is asked for"
@@ -179,6 +194,16 @@ def test_a_first_answer_brings_in_no_heavy_library() -> None:
     assert not [name for name in tokenizer if name.startswith("torch")], "two threads would import PyTorch"
     assert HEAVY.isdisjoint(answer)
     assert len(answer) < 2200
+
+
+def test_the_first_engine_logs_the_seconds_of_the_imports_and_no_later_one_does(first_answer: list[str]) -> None:
+    first, second, seconds = first_answer[3], first_answer[5], float(first_answer[6])
+    [logged] = re.findall(r"\(imports (.*?) s,", first)
+    assert seconds - 0.3 < float(logged) <= seconds + 0.05, "all but what Python does around the import"
+    assert "imports" not in second
+    ready = [float(re.findall(r"ready in (.*?) s", line)[0]) for line in (first, second)]
+    assert ready[0] >= float(logged)
+    assert ready[1] < ready[0] - float(logged) / 2
 
 
 def test_a_name_that_the_package_has_not_is_an_attribute_error() -> None:

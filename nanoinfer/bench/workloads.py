@@ -197,7 +197,7 @@ class Model:
         return "dummy" if self.random_weights else "auto"
 
     @property
-    def options(self) -> dict[str, str | None]:
+    def options(self) -> dict[str, Any]:
         """Return all options of nanoinfer and vLLM that belong to the model."""
         return {"load_format": self.load_format, "quantization": self.quantization}
 

@@ -13,10 +13,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from nanoinfer.engine.llm_engine import PreparedRequest
-from nanoinfer.llm import LLM, OnFinish, Params, Prompts
+from nanoinfer.llm import LLM, OnFinish, Params
 from nanoinfer.outputs import RequestOutput, RequestOutputs, StreamChunk
 from nanoinfer.progress import Progress
-from nanoinfer.text.prompts import as_list_of_prompts, check_on_finish, check_streamable, one_for_each
+from nanoinfer.text.prompts import Prompts, as_list_of_prompts, check_on_finish, check_streamable, one_for_each
 
 Prepare = Callable[[], list[PreparedRequest]]
 _creation = threading.Lock()  # held while an LLM gets its driver

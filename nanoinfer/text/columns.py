@@ -1,10 +1,22 @@
 """Arrays and columns of tables as lists, whichever library they come from."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 CONVERSIONS = ("tolist", "to_pylist", "to_list")  # NumPy, pandas and PyTorch; Arrow; Polars
 NO_COLUMNS = (str, list, tuple, Mapping, bytes, bytearray, memoryview, type)
+
+
+class Array(Protocol):
+    """Arrays of NumPy, tensors of PyTorch, columns of pandas and Arrow."""
+
+    def tolist(self) -> Any: ...
+
+
+class Series(Protocol):
+    """Columns of Polars."""
+
+    def to_list(self) -> Any: ...
 
 
 def as_list(value: Any) -> Any:

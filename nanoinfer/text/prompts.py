@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from nanoinfer.errors import RequestError, check_names
 from nanoinfer.sampling_params import LOGPROBS, SamplingParams, check_against_model, is_whole_number
-from nanoinfer.text.columns import as_list
+from nanoinfer.text.columns import Array, Series, as_list
 from nanoinfer.text.tokenizer import Tokenizer, keep_last
 
 Prompt = str | list[int]
@@ -18,7 +18,10 @@ NEED_TOKENIZER = {
     "bad_words": "use logit_bias",
     "structured_outputs": "use allowed_token_ids",
 }
-GivenPrompt = Prompt | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_ids": ...}, as vLLM's users write it
+GivenPrompt = Prompt | Mapping[str, Any] | Array | Series  # {"prompt": ...}, as vLLM's users write it, is a mapping
+# One prompt or several. One Sequence stands for both a list of prompts and a prompt's token ids, because mypy infers
+# the type of ["text", [1, 2]] from one alone.
+Prompts = str | Mapping[str, Any] | Array | Series | Sequence[GivenPrompt | int]
 
 
 class PromptProcessor:
@@ -163,7 +166,7 @@ class PromptProcessor:
         return list(token_ids)
 
 
-def as_list_of_prompts(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[Prompt]:
+def as_list_of_prompts(prompts: Prompts) -> list[Prompt]:
     """Return one prompt or several, perhaps in an array or a column, as a list."""
     prompts = as_list(prompts)
     if isinstance(prompts, (str, Mapping)):

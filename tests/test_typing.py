@@ -1,0 +1,116 @@
+"""What editors and type checkers see: the options of LLM, the arguments of SamplingParams, the installed package."""
+
+import dataclasses
+import inspect
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+
+from nanoinfer import LLM
+from nanoinfer.config import QUANTIZATIONS, EngineConfig
+from nanoinfer.engine_options import EngineOptions
+
+ROOT = Path(__file__).parent.parent
+OPTIONS = {field.name: field for field in dataclasses.fields(EngineConfig) if field.name != "model"}
+CONVERTED = {Path, torch.device, torch.dtype}  # EngineConfig makes strings of these
+
+USERS_SCRIPT = """
+from nanoinfer import LLM, SamplingParams, StructuredOutputsParams, tiny_model_path
+
+reveal_type(SamplingParams())
+reveal_type(StructuredOutputsParams(regex="a+"))
+with LLM(tiny_model_path(), max_num_seqs=3, dtype="float32", trace=None) as llm:
+    reveal_type(llm.generate("12+34=?", SamplingParams(temperature=0, stop="="), use_tqdm=False))
+    llm.generate([1, 2, 3])
+    llm.generate(["12+34=?", [1, 2, 3], {"prompt": "12+34=?"}])
+SamplingParams(temprature=1)
+SamplingParams(temperature="hot")
+LLM("x", max_num_seq=3)
+LLM("x", max_num_seqs="3")
+LLM("x", dtype="flot32")
+llm.generate(3)
+"""
+WHAT_MYPY_SAYS = [
+    (4, 'Revealed type is "nanoinfer.sampling_params.SamplingParams"'),
+    (5, 'Revealed type is "nanoinfer.constraints.structured_outputs.StructuredOutputsParams"'),
+    (7, "outputs.RequestOutput]"),
+    (10, 'Unexpected keyword argument "temprature" for "SamplingParams"'),
+    (11, 'Argument "temperature" to "SamplingParams" has incompatible type "str"; expected "float"'),
+    (12, 'Unexpected keyword argument "max_num_seq" for "LLM"'),
+    (13, 'Argument "max_num_seqs" to "LLM" has incompatible type "str"; expected "int"'),
+    (14, 'Argument "dtype" to "LLM" has incompatible type "Literal[\'flot32\']"'),
+    (15, 'Argument 1 to "generate" of "LLM" has incompatible type "int"'),
+]
+
+
+def members(hint: Any) -> set[Any]:
+    """Return the types and the literal values of which a hint is the union."""
+    if get_origin(hint) in (Union, UnionType, Literal):
+        return set().union(*map(members, get_args(hint)))
+    return {hint}
+
+
+def test_editors_know_the_options_that_llm_has_in_their_order() -> None:
+    assert [*get_type_hints(EngineOptions)] == [*OPTIONS]
+    assert [*inspect.signature(LLM).parameters] == ["model", *OPTIONS]  # what notebooks complete
+    assert inspect.signature(LLM).parameters["max_num_seqs"].default == 512
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_editors_know_the_types_and_the_only_values_of_an_option(name: str) -> None:
+    known, field = members(get_type_hints(EngineOptions)[name]) - CONVERTED, OPTIONS[name]
+    if name == "quantization":
+        assert known == {*QUANTIZATIONS, type(None)}
+    elif field.metadata["choices"]:
+        assert known == {*field.metadata["choices"]}
+    else:
+        assert known == members(field.type)
+
+
+def test_mypy_finds_a_users_mistakes_and_nothing_else(tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="mypy comes with nanoinfer[dev]")
+    script = tmp_path / "script.py"
+    script.write_text(USERS_SCRIPT)
+    (tmp_path / "mypy.ini").write_text(f"[mypy]\nmypy_path = {ROOT}\nfollow_imports = silent\n")
+    command = [sys.executable, "-m", "mypy", "--hide-error-context", "--no-error-summary", script.name]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300).stdout.splitlines()
+    found = [line for line in found if '"LLM" defined in' not in line]
+    assert len(found) == len(WHAT_MYPY_SAYS), found
+    for line, (number, said) in zip(found, WHAT_MYPY_SAYS, strict=True):
+        assert line.startswith(f"script.py:{number}: ")
+        assert said in line
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A copy of what a build reads: it writes beside its sources."""
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "nanoinfer", tmp_path / "nanoinfer", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_an_installed_package_is_found_by_type_checkers_with_its_types(kind: str, copied: Path) -> None:
+    """An import hook, which setuptools installs for some layouts, is followed by Python only: they need a path."""
+    pytest.importorskip("setuptools", minversion="77", reason="what builds the package is not installed here")
+    build = f"from setuptools import build_meta; print(build_meta.build_{kind}('.'))"
+    built = subprocess.run([sys.executable, "-c", build], cwd=copied, capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stderr
+    with zipfile.ZipFile(copied / built.stdout.splitlines()[-1]) as wheel:
+        names = wheel.namelist()
+        if kind == "wheel":
+            assert {"nanoinfer/py.typed", "nanoinfer/control/run_trace.html"} <= {*names}
+            assert [name for name in names if name.endswith("tiny-qwen3/model.safetensors")]
+            assert not [name for name in names if name.startswith("tests")]
+        else:
+            [path] = [name for name in names if name.endswith(".pth")]
+            assert Path(wheel.read(path).decode().strip()) == copied
+            assert (copied / "nanoinfer" / "py.typed").exists()
