@@ -1,0 +1,128 @@
+"""Compiles what an engine launches on a GPU, without one: Triton needs it to run kernels, not to compile them.
+
+    python -m tests.kernels.compile_engine '{"capability": 90, "config": {...}, "options": {...}}'
+
+An engine on a CPU runs the step that is measured at load, and decode steps of all sizes of CUDA graphs. Wherever it
+would launch a kernel on a GPU, the kernel is compiled, and its twin computes the result. Prints a line of JSON for each
+kernel: its name, the shared memory of a program in bytes, and the seconds of its compilation.
+"""
+
+import functools
+import importlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from nanoinfer.device import computing
+from nanoinfer.kernels import device_properties, dispatch, programmatic_launch
+from nanoinfer.layers.attention.metadata import SharedPrefixes
+
+MULTIPROCESSORS = {80: 108, 89: 128, 90: 132}  # of an A100, an RTX 4090, an H200
+
+
+class AbsentGpu:
+    """Stands for Triton's driver."""
+
+    def __init__(self, capability: int) -> None:
+        self.get_current_target = lambda: GPUTarget("cuda", capability, 32)
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda _device: 0
+
+
+def compile_instead_of_launching() -> None:
+    """Have every launch compile its kernel, and print what came out."""
+    run = JITFunction.run
+
+    @functools.wraps(run)
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        known, started = len(self.device_caches[0][0]), time.perf_counter()
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if len(self.device_caches[0][0]) > known:
+            figures = {"shared": kernel.metadata.shared, "seconds": time.perf_counter() - started}
+            print(json.dumps({"kernel": self.fn.__name__, **figures}), flush=True)
+
+    JITFunction.run = compile_only
+
+
+def with_twins(module: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Stand for `triton_on_cuda`: each call launches the kernel, and returns what the twin computes."""
+
+    def decorate(twin: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(twin)
+        def both(*args: Any, **kwargs: Any) -> Any:
+            getattr(importlib.import_module(module), twin.__name__)(*args, **kwargs)
+            return twin(*args, **kwargs)
+
+        return both
+
+    return decorate
+
+
+def pretend(capability: int) -> None:
+    """Have our code believe that it is on a GPU. Must come before the kernels and their twins are imported."""
+    driver.set_active(AbsentGpu(capability))
+    compile_instead_of_launching()
+    dispatch.triton_on_cuda = with_twins
+    on_hopper = capability >= 90
+    programmatic_launch.overlap_options = lambda _device: (
+        {"OVERLAP": True, "launch_pdl": True} if on_hopper else {"OVERLAP": False}
+    )
+    device_properties.num_multiprocessors = lambda _device: MULTIPROCESSORS[capability]
+    device_properties.has_large_shared_memory = lambda _device: on_hopper
+
+    from nanoinfer.layers.attention import selection
+    from nanoinfer.layers.attention.triton import TritonBackend
+    from nanoinfer.quantization import fp8_linear
+
+    selection.select_backend = lambda *options: TritonBackend(options[3])
+    fp8_linear.has_fp8_products = lambda _device: capability >= 89
+    # What PyTorch has on GPUs only.
+    bmm = torch.bmm
+    torch.bmm = lambda x, weight, out_dtype=None: bmm(x, weight).to(out_dtype or x.dtype)
+    torch._scaled_mm = lambda x, weight, *_, **__: x.new_zeros(len(x), weight.shape[1], dtype=torch.bfloat16)
+
+
+def run_steps(runner: Any, max_num_seqs: int) -> None:
+    """Run what an engine on a GPU runs while it loads, and decode steps whose rows share a prefix."""
+    from nanoinfer.runner.cuda_graphs import graph_sizes
+
+    torch.Tensor.is_cuda = True  # type: ignore[assignment, misc]  # for what asks a tensor
+    try:
+        with computing(runner.device, None):
+            runner._run_largest_prefills()
+            for size in reversed(graph_sizes(max_num_seqs)):
+                rows = torch.full((size,), -1, dtype=torch.int32)
+                runner._decode(rows, None)
+            if runner.max_group_rows > 1:
+                runner._decode(rows, SharedPrefixes(torch.zeros_like(rows), torch.zeros_like(rows)))
+    finally:
+        del torch.Tensor.is_cuda
+
+
+def main(capability: int, config: dict[str, Any], options: dict[str, Any]) -> None:
+    pretend(capability)
+    from nanoinfer import LLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder  # nothing is compiled yet
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        sizes = {"max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 256, "num_kvcache_blocks": 4}
+        options = {**sizes, **options}
+        with LLM(folder, load_format="dummy", device="cpu", dtype="bfloat16", **options) as llm:
+            run_steps(llm.engine.runner, options["max_num_seqs"])
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

@@ -1,0 +1,75 @@
+"""Every kernel that an engine launches compiles for the GPUs that it may meet, within their shared memory.
+
+No GPU is needed for this. Each case is an engine of its own, in a process of its own: see `compile_engine.py`.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.6")
+
+# Bytes that a program may have at most, by compute capability: CUDA C++ Programming Guide, "Compute Capabilities".
+SHARED_MEMORY = {80: 163 * 2**10, 89: 99 * 2**10, 90: 227 * 2**10}
+SIZES = {
+    "vocab_size": 2048,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 1024,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "norm_topk_prob": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3": {"architectures": ["Qwen3ForCausalLM"], **SIZES},
+    "Qwen3-MoE": {"architectures": ["Qwen3MoeForCausalLM"], **SIZES, **EXPERTS},
+    "Gemma 3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        **SIZES,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 100,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+FP8 = {"quantization": "fp8"}
+slow = pytest.mark.slow
+CASES = [
+    pytest.param(90, "Qwen3", {}, id="Hopper, 16 bits"),
+    pytest.param(89, "Gemma 3", {"kv_cache_dtype": "int8"}, id="Ada, heads of 256, int8 cache"),
+    pytest.param(90, "Gemma 3", {}, id="Hopper, heads of 256", marks=slow),
+    pytest.param(90, "Qwen3", {**FP8, "kv_cache_dtype": "fp8"}, id="Hopper, FP8", marks=slow),
+    pytest.param(90, "Qwen3-MoE", {**FP8, "kv_cache_dtype": "int8"}, id="Hopper, FP8 experts", marks=slow),
+    pytest.param(90, "Qwen3-MoE", {}, id="Hopper, experts", marks=slow),
+    pytest.param(89, "Qwen3-MoE", {**FP8, "kv_cache_dtype": "fp8"}, id="Ada, FP8 experts", marks=slow),
+    pytest.param(89, "Qwen3", {}, id="Ada, 16 bits", marks=slow),
+    pytest.param(80, "Qwen3-MoE", {"kv_cache_dtype": "int8"}, id="Ampere, experts, int8 cache", marks=slow),
+    pytest.param(80, "Gemma 3", {}, id="Ampere, heads of 256", marks=slow),
+]
+
+
+@pytest.mark.parametrize(("capability", "model", "options"), CASES)
+def test_every_kernel_of_an_engine_compiles_within_shared_memory(
+    capability: int, model: str, options: dict[str, Any]
+) -> None:
+    task = json.dumps({"capability": capability, "config": MODELS[model], "options": options})
+    command = [sys.executable, "-m", "tests.kernels.compile_engine", task]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    names = {kernel["kernel"] for kernel in kernels}
+    assert {"_paged_prefill_kernel", "_paged_decode_kernel", "_norm_rope_store_kernel", "_best_group_kernel"} <= names
+    assert ("_few_rows_product_kernel" in names) == (capability == 90 and model == "Qwen3" and not options)
+    assert not [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY[capability]]
