@@ -15,9 +15,9 @@ A misspelt name of an option is a TypeError, as in any Python call; `check_names
 
 import difflib
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class NanoinferError(Exception):
@@ -52,23 +52,55 @@ class WorkerError(NanoinferError, RuntimeError):
     """A process of a tensor-parallel engine has ended; the message has its traceback or its exit signal."""
 
 
-def check_names(owner: str, names: Iterable[str], known: Collection[str], foreign: Mapping[str, str | None]) -> None:
-    """Raise TypeError for the first of `names` that `owner` does not know, with the name that was probably meant.
+class Foreign(NamedTuple):
+    """Describes an option of another library that nanoinfer does not have.
 
-    foreign: names that other libraries use, with the one of `known` that means the same, or None where there is none.
+    accepted: the values that say what nanoinfer does anyway, beside None and what is empty. why: why there are no others.
     """
-    for name in names:
+
+    accepted: tuple[Any, ...] = ()
+    why: str = "nanoinfer does not support it"
+
+
+# Names that other libraries use: our name for the same thing, what is accepted, or None for nothing.
+Foreigners = Mapping[str, str | Foreign | None]
+
+
+def check_names(owner: str, options: Mapping[str, Any], known: Collection[str], foreign: Foreigners) -> dict[str, Any]:
+    """Return the options, without those of other libraries that say what nanoinfer does anyway.
+
+    Raises TypeError for the first name that `owner` does not know, with the one that was probably meant.
+    """
+    kept = {}
+    for name, value in options.items():
         if name in known:
-            continue
-        meant = foreign.get(name) or find_similar(name, known)
-        if name in foreign and foreign[name] is None:
-            hint = "nanoinfer does not support it. "
-        else:
-            hint = f"did you mean {meant!r}? " if meant else ""
-        raise TypeError(f"{owner} has no option {name!r}; {hint}Options: {', '.join(known)}")
+            kept[name] = value
+        elif name not in foreign or not _says_what_is_so(foreign[name], value):
+            hint = explain_unknown(name, known, foreign)
+            raise TypeError(f"{owner} has no option {name!r}; {hint}{' ' if hint else ''}Options: {', '.join(known)}")
+    return kept
 
 
-def with_checked_names(foreign: Mapping[str, str | None]) -> Callable[[type], type]:
+def _says_what_is_so(foreign: str | Foreign | None, value: Any) -> bool:
+    """Return whether an option asks for nothing, or for what is so anyway."""
+    accepted = foreign.accepted if isinstance(foreign, Foreign) else ()
+    if value is None or (isinstance(value, (str, list, tuple, dict)) and not value):
+        return True
+    return isinstance(value, (bool, int, float, str)) and value in accepted
+
+
+def explain_unknown(name: str, known: Collection[str], foreign: Foreigners) -> str:
+    """Say which option was probably meant, or why there is none; "" if there is nothing to say."""
+    its = foreign.get(name, "")
+    if isinstance(its, Foreign) or its is None:
+        accepted, why = its or Foreign()
+        only = f"; use {' or '.join(map(repr, accepted))}, or leave it out" if accepted and why != Foreign().why else ""
+        return f"{why}{only}."
+    meant = its or find_similar(name, known)
+    return f"did you mean {meant!r}?" if meant else ""
+
+
+def with_checked_names(foreign: Foreigners) -> Callable[[type], type]:
     """Return a decorator that makes a misspelt argument of a dataclass an error, as `check_names` writes it."""
 
     def decorate(cls: type) -> type:
@@ -76,8 +108,7 @@ def with_checked_names(foreign: Mapping[str, str | None]) -> Callable[[type], ty
 
         @functools.wraps(init)  # keeps the signature that help() and editors show
         def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
-            check_names(cls.__name__, options, known, foreign)
-            init(self, *args, **options)
+            init(self, *args, **check_names(cls.__name__, options, known, foreign))
 
         cls.__init__ = __init__  # type: ignore[misc]
         return cls

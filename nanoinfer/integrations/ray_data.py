@@ -96,7 +96,9 @@ def build_processor(
     Raises TypeError for an unknown option, ConfigError or RequestError for a value out of range.
     """
     own = [name for name in inspect.signature(build_processor).parameters if name != "options"]
-    check_names("build_processor", options, [*own, *(item.name for item in fields(EngineConfig))], FOREIGN_NAMES)
+    options = check_names(
+        "build_processor", options, [*own, *(item.name for item in fields(EngineConfig))], FOREIGN_NAMES
+    )
     sizes = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
     if len(sizes) != 2 or not all(map(is_whole_number, sizes)) or not 1 <= sizes[0] <= sizes[1]:
         raise ConfigError(f"concurrency={concurrency!r}; give a number of actors from 1 on, or the least and the most")
