@@ -55,7 +55,7 @@ class WorkerError(NanoinferError, RuntimeError):
 class Foreign(NamedTuple):
     """Describes an option of another library that nanoinfer does not have.
 
-    accepted: the values that say what nanoinfer does anyway, beside None and what is empty. why: why there are no others.
+    accepted: the values that say what nanoinfer does anyway, beside None and what is empty. why: why no others.
     """
 
     accepted: tuple[Any, ...] = ()

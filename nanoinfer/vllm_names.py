@@ -128,6 +128,6 @@ def with_vllm_names(method: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(method)
     def call(*args: P.args, **options: P.kwargs) -> R:
-        return method(*args, **check_names(method.__name__, options, known, CALL_OPTIONS))  # type: ignore[arg-type]
+        return method(*args, **check_names(method.__name__, options, known, CALL_OPTIONS))
 
     return call

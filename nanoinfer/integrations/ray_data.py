@@ -20,19 +20,22 @@ from typing import Any
 
 from nanoinfer import LLM, ConfigError, RequestError, SamplingParams, WorkerError
 from nanoinfer.batch.openai_format import SAMPLING_FIELDS, parse_body
-from nanoinfer.config import VLLM_NAMES, EngineConfig
+from nanoinfer.config import EngineConfig
 from nanoinfer.errors import EngineClosedError, check_names
 from nanoinfer.outputs import RequestOutput, TokenLogprobs
 from nanoinfer.sampling_params import is_whole_number
 from nanoinfer.text.chat import render_chats
 from nanoinfer.text.columns import as_list
 from nanoinfer.text.prompts import as_prompt
+from nanoinfer.vllm_names import LLM_OPTIONS
 
 try:
     import ray.data
     from ray import cloudpickle
 except ImportError as error:
-    raise ImportError(f"Ray Data cannot be imported ({error}); pip install 'nanoinfer[ray]'") from error
+    raise ImportError(
+        f"Ray Data cannot be imported ({error}); in a clone of nanoinfer, pip install -e '.[ray]'"
+    ) from error
 
 logger = logging.getLogger("nanoinfer")
 CLOSING_SECONDS = 1.0  # in which the rows that were in an engine get the error that closed it
@@ -41,7 +44,7 @@ Row = dict[str, Any]
 DATA_COLUMN = "__data"  # holds a row, pickled, between the stages
 ERROR_COLUMN = "__inference_error__"
 INPUTS = ("messages", "tokenized_prompt", "prompt")  # the first of these that a row has is what the model reads
-FOREIGN_NAMES = {"model_source": "model", "engine_kwargs": "options of LLM by their names", **VLLM_NAMES}
+FOREIGN_NAMES = {"model_source": "model", "engine_kwargs": "options of LLM by their names", **LLM_OPTIONS}
 # What sampling_params of a row may have: the fields, and OpenAI's names for some of them.
 PARAM_NAMES = (*SAMPLING_FIELDS, "max_completion_tokens", "response_format", "top_logprobs")
 NO_OUTPUT: Row = {
