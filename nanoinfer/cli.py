@@ -11,9 +11,9 @@ from typing import Any, NoReturn, get_args
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import explain_unknown
-from nanoinfer.vllm_names import LLM_OPTIONS, SAMPLING_FIELDS
+from nanoinfer.vllm_names import LLM_NAMES, SAMPLING_NAMES
 
-FOREIGN = {**SAMPLING_FIELDS, **LLM_OPTIONS}
+FOREIGN = {**SAMPLING_NAMES, **LLM_NAMES}
 SAMPLING_OPTIONS = {"temperature": float, "top_p": float, "top_k": int}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from nanoinfer.errors import ConfigError, check_names
-from nanoinfer.vllm_names import LLM_OPTIONS as VLLM_NAMES
+from nanoinfer.vllm_names import LLM_NAMES as VLLM_NAMES
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8",)

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.errors import RequestError, with_checked_names
-from nanoinfer.vllm_names import SAMPLING_FIELDS as FOREIGN_NAMES
+from nanoinfer.vllm_names import SAMPLING_NAMES as FOREIGN_NAMES
 
 if TYPE_CHECKING:
     from nanoinfer.constraints.structured_outputs import StructuredOutputsParams

@@ -49,7 +49,7 @@ def _guided(form: str) -> dict[str, str | Foreign | None]:
     return {f"guided_{kind}": form.format(f"{kind}=...") for kind in GUIDED_KINDS}
 
 
-LLM_OPTIONS: Foreigners = {
+LLM_NAMES: Foreigners = {
     "block_size": "kvcache_block_size",
     "num_gpu_blocks_override": "num_kvcache_blocks",
     "async_scheduling": "overlap",
@@ -84,7 +84,7 @@ LLM_OPTIONS: Foreigners = {
     "use_v2_block_manager": Foreign((True,), "there is one block manager"),
 }
 
-CALL_OPTIONS: Foreigners = {
+CALL_NAMES: Foreigners = {
     "prompt_token_ids": "prompts, as lists of token ids",
     "truncate_prompt_tokens": "tokenization_kwargs",
     **_guided("structured_outputs=StructuredOutputsParams({}) of SamplingParams"),
@@ -94,7 +94,7 @@ CALL_OPTIONS: Foreigners = {
 }
 
 # The same for fields of SamplingParams, and for what transformers calls them.
-SAMPLING_FIELDS: Foreigners = {
+SAMPLING_NAMES: Foreigners = {
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
     "max_length": "max_tokens",
@@ -128,6 +128,6 @@ def with_vllm_names(method: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(method)
     def call(*args: P.args, **options: P.kwargs) -> R:
-        return method(*args, **check_names(method.__name__, options, known, CALL_OPTIONS))
+        return method(*args, **check_names(method.__name__, options, known, CALL_NAMES))
 
     return call

@@ -27,7 +27,7 @@ from nanoinfer.sampling_params import is_whole_number
 from nanoinfer.text.chat import render_chats
 from nanoinfer.text.columns import as_list
 from nanoinfer.text.prompts import as_prompt
-from nanoinfer.vllm_names import LLM_OPTIONS
+from nanoinfer.vllm_names import LLM_NAMES
 
 try:
     import ray.data
@@ -44,7 +44,7 @@ Row = dict[str, Any]
 DATA_COLUMN = "__data"  # holds a row, pickled, between the stages
 ERROR_COLUMN = "__inference_error__"
 INPUTS = ("messages", "tokenized_prompt", "prompt")  # the first of these that a row has is what the model reads
-FOREIGN_NAMES = {"model_source": "model", "engine_kwargs": "options of LLM by their names", **LLM_OPTIONS}
+FOREIGN_NAMES = {"model_source": "model", "engine_kwargs": "options of LLM by their names", **LLM_NAMES}
 # What sampling_params of a row may have: the fields, and OpenAI's names for some of them.
 PARAM_NAMES = (*SAMPLING_FIELDS, "max_completion_tokens", "response_format", "top_logprobs")
 NO_OUTPUT: Row = {
