@@ -17,7 +17,7 @@ import difflib
 import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 
 class NanoinferError(Exception):
@@ -52,16 +52,9 @@ class WorkerError(NanoinferError, RuntimeError):
     """A process of a tensor-parallel engine has ended; the message has its traceback or its exit signal."""
 
 
-class Foreign(NamedTuple):
-    """Describes an option of another library that nanoinfer does not have.
-
-    accepted: the values that say what nanoinfer does anyway, beside None and what is empty. why: why no others.
-    """
-
-    accepted: tuple[Any, ...] = ()
-    why: str = "nanoinfer does not support it"
-
-
+NOT_SUPPORTED = "nanoinfer does not support it"
+# Of an option that nanoinfer does not have: the values that say what it does anyway, and why there are no others.
+Foreign = tuple[tuple[Any, ...], str]
 # Names that other libraries use: our name for the same thing, what is accepted, or None for nothing.
 Foreigners = Mapping[str, str | Foreign | None]
 
@@ -83,18 +76,19 @@ def check_names(owner: str, options: Mapping[str, Any], known: Collection[str], 
 
 def _says_what_is_so(foreign: str | Foreign | None, value: Any) -> bool:
     """Return whether an option asks for nothing, or for what is so anyway."""
-    accepted = foreign.accepted if isinstance(foreign, Foreign) else ()
-    if value is None or (isinstance(value, (str, list, tuple, dict)) and not value):
+    if value is None or isinstance(foreign, str):  # what has a name of ours is to be given by that
+        return value is None
+    if isinstance(value, (str, list, tuple, dict)) and not value:
         return True
-    return isinstance(value, (bool, int, float, str)) and value in accepted
+    return foreign is not None and isinstance(value, (bool, int, float, str)) and value in foreign[0]
 
 
 def explain_unknown(name: str, known: Collection[str], foreign: Foreigners) -> str:
     """Say which option was probably meant, or why there is none; "" if there is nothing to say."""
     its = foreign.get(name, "")
-    if isinstance(its, Foreign) or its is None:
-        accepted, why = its or Foreign()
-        only = f"; use {' or '.join(map(repr, accepted))}, or leave it out" if accepted and why != Foreign().why else ""
+    if not isinstance(its, str):
+        accepted, why = its or ((), NOT_SUPPORTED)
+        only = f"; use {' or '.join(map(repr, accepted))}, or leave it out" if accepted and why != NOT_SUPPORTED else ""
         return f"{why}{only}."
     meant = its or find_similar(name, known)
     return f"did you mean {meant!r}?" if meant else ""

@@ -1,7 +1,7 @@
 """What users of vLLM write that nanoinfer spells otherwise, does anyway, or does not have.
 
 The rule: an option of vLLM is accepted with a value that says what nanoinfer does anyway, and with None. With any other
-value it is refused, with our name for it or with the reason. A `str` below is our name, a `Foreign` has the values.
+value it is refused, with our name for it or with the reason. A string below is our name, `only` has the values.
 """
 
 import functools
@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from nanoinfer.errors import Foreign, Foreigners, check_names
+from nanoinfer.errors import NOT_SUPPORTED, Foreign, Foreigners, check_names
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,6 +44,11 @@ CHUNKS = "prompts above max_num_batched_tokens are always computed in chunks"
 GUIDED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "whitespace_pattern")
 
 
+def only(*accepted: Any, why: str = NOT_SUPPORTED) -> Foreign:
+    """Describe an option that is accepted with these values, or left out."""
+    return accepted, why
+
+
 def _guided(form: str) -> dict[str, str | Foreign | None]:
     """Return the options that vLLM had before structured_outputs, and what takes their place, written into `form`."""
     return {f"guided_{kind}": form.format(f"{kind}=...") for kind in GUIDED_KINDS}
@@ -57,31 +62,31 @@ LLM_NAMES: Foreigners = {
     "rope_scaling": "hf_overrides={'rope_scaling': ...}",
     "rope_theta": "hf_overrides={'rope_theta': ...}",
     **_guided("structured_outputs=StructuredOutputsParams({}) of SamplingParams"),
-    **{name: Foreign(accepted) for names, accepted in WITHOUT.items() for name in names.split()},
-    "enable_chunked_prefill": Foreign((True,), CHUNKS),
-    "enable_sleep_mode": Foreign((True, False), "sleep and wake_up need no preparation"),
-    "disable_custom_all_reduce": Foreign((False,), "GPUs that reach each other's memory always use it"),
-    "disable_cascade_attn": Foreign((False,), "common prefixes are always read together where that is faster"),
-    "disable_log_requests": Foreign((True,), "requests are not logged; on_step shows what runs"),
-    "enable_log_requests": Foreign((False,), "requests are not logged; on_step shows what runs"),
-    "disable_log_stats": Foreign((True,), "get_metrics has the statistics, and nothing logs them"),
-    "disable_async_output_proc": Foreign((False,), "overlap=False collects each step before the next is launched"),
-    "distributed_executor_backend": Foreign(("mp",), "each GPU has a process on this host"),
-    "generation_config": Foreign(("vllm",), "what the model recommends is llm.default_sampling_params"),
-    "hf_token": Foreign((), "the hub's library reads the variable HF_TOKEN"),
-    "ignore_patterns": Foreign(("original/**/*",), "only what is needed is downloaded"),
-    "logits_processors": Foreign((), "functions of one request are SamplingParams(logits_processors=[...])"),
-    "logprobs_mode": Foreign(("raw_logprobs",), "log-probabilities are those of the model"),
-    "max_logprobs": Foreign((-1,), "logprobs may be as many as the vocabulary"),
-    "max_seq_len_to_capture": Foreign((), "CUDA graphs serve sequences of any length"),
-    "preemption_mode": Foreign(("recompute",), "preempted sequences are computed again"),
-    "scheduling_policy": Foreign(("fcfs", "priority"), "the order is that of priorities, then of arrival"),
-    "served_model_name": Foreign((), "nothing is served"),
-    "swap_space": Foreign((0,), "preempted sequences are computed again, and nothing is swapped"),
-    "task": Foreign(("auto", "generate"), "models generate, and nothing else"),
-    "runner": Foreign(("auto", "generate"), "models generate, and nothing else"),
-    "convert": Foreign(("auto", "none"), "models generate, and nothing else"),
-    "use_v2_block_manager": Foreign((True,), "there is one block manager"),
+    **{name: (accepted, NOT_SUPPORTED) for names, accepted in WITHOUT.items() for name in names.split()},
+    "enable_chunked_prefill": only(True, why=CHUNKS),
+    "enable_sleep_mode": only(True, False, why="sleep and wake_up need no preparation"),
+    "disable_custom_all_reduce": only(False, why="GPUs that reach each other's memory always use it"),
+    "disable_cascade_attn": only(False, why="common prefixes are always read together where that is faster"),
+    "disable_log_requests": only(True, why="requests are not logged; on_step shows what runs"),
+    "enable_log_requests": only(False, why="requests are not logged; on_step shows what runs"),
+    "disable_log_stats": only(True, why="get_metrics has the statistics, and nothing logs them"),
+    "disable_async_output_proc": only(False, why="overlap=False collects each step before the next is launched"),
+    "distributed_executor_backend": only("mp", why="each GPU has a process on this host"),
+    "generation_config": only("vllm", why="what the model recommends is llm.default_sampling_params"),
+    "hf_token": only(why="the hub's library reads the variable HF_TOKEN"),
+    "ignore_patterns": only("original/**/*", why="only what is needed is downloaded"),
+    "logits_processors": only(why="functions of one request are SamplingParams(logits_processors=[...])"),
+    "logprobs_mode": only("raw_logprobs", why="log-probabilities are those of the model"),
+    "max_logprobs": only(-1, why="logprobs may be as many as the vocabulary"),
+    "max_seq_len_to_capture": only(why="CUDA graphs serve sequences of any length"),
+    "preemption_mode": only("recompute", why="preempted sequences are computed again"),
+    "scheduling_policy": only("fcfs", "priority", why="the order is that of priorities, then of arrival"),
+    "served_model_name": only(why="nothing is served"),
+    "swap_space": only(0, why="preempted sequences are computed again, and nothing is swapped"),
+    "task": only("auto", "generate", why="models generate, and nothing else"),
+    "runner": only("auto", "generate", why="models generate, and nothing else"),
+    "convert": only("auto", "none", why="models generate, and nothing else"),
+    "use_v2_block_manager": only(True, why="there is one block manager"),
 }
 
 CALL_NAMES: Foreigners = {
@@ -89,7 +94,7 @@ CALL_NAMES: Foreigners = {
     "truncate_prompt_tokens": "tokenization_kwargs",
     **_guided("structured_outputs=StructuredOutputsParams({}) of SamplingParams"),
     "guided_options_request": "structured_outputs of SamplingParams",
-    "chat_template_content_format": Foreign(("auto",)),
+    "chat_template_content_format": only("auto"),
     **dict.fromkeys(("lora_request", "prompt_adapter_request", "mm_processor_kwargs", "multi_modal_data")),
 }
 
@@ -108,17 +113,17 @@ SAMPLING_NAMES: Foreigners = {
     "top_logprobs": "logprobs",
     **_guided("structured_outputs=StructuredOutputsParams({})"),
     "truncate_prompt_tokens": "tokenization_kwargs of generate and chat",
-    "best_of": Foreign((1,), "n samples are drawn, and all of them returned"),
-    "do_sample": Foreign((True,), "temperature=0 is greedy decoding"),
-    "length_penalty": Foreign((1,)),
-    "no_repeat_ngram_size": Foreign((0,)),
-    "num_beams": Foreign((1,)),
-    "typical_p": Foreign((1,)),
-    "output_kind": Foreign((), "generate returns whole outputs, and stream yields what is new"),
-    "skip_reading_prefix_cache": Foreign((False,), "LLM(enable_prefix_caching=False) computes all prompts whole"),
-    **dict.fromkeys(("early_stopping", "flat_logprobs", "skip_clone", "use_beam_search"), Foreign((False,))),
-    **dict.fromkeys(("extra_args", "logprob_token_ids", "output_text_buffer_length", "repetition_detection")),
-    **dict.fromkeys(("routed_experts_prompt_start", "thinking_token_budget")),
+    "best_of": only(1, why="n samples are drawn, and all of them returned"),
+    "do_sample": only(True, why="temperature=0 is greedy decoding"),
+    "length_penalty": only(1),
+    "no_repeat_ngram_size": only(0),
+    "num_beams": only(1),
+    "typical_p": only(1),
+    "output_kind": only(why=f"{NOT_SUPPORTED}: generate returns whole outputs, and stream yields what is new"),
+    "skip_reading_prefix_cache": only(False, why=f"{NOT_SUPPORTED}, but LLM(enable_prefix_caching=False)"),
+    **dict.fromkeys(("output_text_buffer_length", "routed_experts_prompt_start"), only(0)),
+    **dict.fromkeys(("early_stopping", "flat_logprobs", "skip_clone", "use_beam_search"), only(False)),
+    **dict.fromkeys(("extra_args", "logprob_token_ids", "repetition_detection", "thinking_token_budget")),
 }
 
 

@@ -133,6 +133,8 @@ def test_a_field_of_vllm_or_transformers_that_says_what_is_so_anyway_is_accepted
     so_anyway = {"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False}
     so_anyway |= {"do_sample": True, "num_beams": 1, "guided_decoding": None, "extra_args": {}, "flat_logprobs": False}
     assert SamplingParams(top_p=0.5, **so_anyway) == SamplingParams(top_p=0.5)
+    with pytest.raises(TypeError, match="did you mean 'structured_outputs=StructuredOutputsParams"):
+        SamplingParams(guided_json={})  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="temperature=0 is greedy decoding; use True, or leave it out"):
         SamplingParams(do_sample=False)  # type: ignore[call-arg]
 
@@ -273,6 +275,8 @@ def test_every_field_of_vllms_that_is_missing_is_an_error_that_says_so() -> None
     for name in FIELDS_OF_VLLM.keys() - {*ours}:
         with pytest.raises(TypeError, match="nanoinfer does not support it"):
             SamplingParams(**{name: 1})
+        if name != "output_kind":  # which is for servers
+            assert SamplingParams(**{name: FIELDS_OF_VLLM[name]}) == SamplingParams(), "vLLM's default asks for nothing"
 
 
 @pytest.mark.parametrize(
