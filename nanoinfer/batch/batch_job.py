@@ -76,7 +76,8 @@ class Summary:
     end: str = "finished"  # or "interrupted", "too many errors"
 
     def __str__(self) -> str:
-        duplicates = f"{self.num_duplicates} duplicate custom_ids, " if self.num_duplicates else ""
+        plural = "" if self.num_duplicates == 1 else "s"
+        duplicates = f"{self.num_duplicates} duplicate custom_id{plural}, " if self.num_duplicates else ""
         return (
             f"{self.end}: {self.num_done} of {self.num_lines} lines are done ({self.num_before} before this run), "
             f"{self.num_errors} with errors, {duplicates}{self.num_cut} cut by max_tokens or max_model_len; "
