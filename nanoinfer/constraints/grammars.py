@@ -23,7 +23,7 @@ from nanoinfer.text.tokenizer import PASSED_ON, Tokenizer
 MAX_CACHED = 256  # grammars
 NUM_THREADS = max(1, min(16, os.cpu_count() or 1))
 FORKS_A_TEMPLATE = 16  # forks of one template share a lock, so that several threads need several templates
-HOW_TO_INSTALL = "in a clone of nanoinfer, pip install -e '.[structured]'"
+HOW_TO_INSTALL = "pip install 'nanoinfer[structured]'"
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
