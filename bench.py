@@ -63,7 +63,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--size", choices=SIZES, help="random weights of a size (Qwen3-0.6B on a GPU)")
-    which.add_argument("--model", metavar="FOLDER_OR_ID", help="a checkpoint: a folder or a hub id")
+    which.add_argument("--model", metavar="FOLDER_OR_ID", help="a checkpoint: a folder, a hub id, or tiny")
     parser.add_argument("--runs", type=int, default=1, help="timed runs, each with the next seed (1)")
     parser.add_argument("--top-k", type=int, default=0, help="draw from so many tokens (all); Qwen3 recommends 20")
     parser.add_argument("--top-p", type=float, default=1.0, help="or from this share (1); Qwen3 recommends 0.95")

@@ -8,6 +8,7 @@ Importing the package costs little: PyTorch is imported with `LLM`, when it is f
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoinfer.checkpoint.hub import TINY
 from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
 from nanoinfer.errors import (
     ConfigError,
@@ -63,8 +64,8 @@ __all__ = [
 
 
 def tiny_model_path() -> Path:
-    """Return the folder of the small trained Qwen3 checkpoint that comes with the package."""
-    return Path(__file__).parent / "assets" / "tiny-qwen3"
+    """Return the folder of the small trained Qwen3 checkpoint that comes with the package: that of LLM("tiny")."""
+    return TINY
 
 
 def __getattr__(name: str) -> Any:

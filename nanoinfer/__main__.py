@@ -1,16 +1,14 @@
 """The command line: `nanoinfer COMMAND`, or `python -m nanoinfer COMMAND`."""
 
 import argparse
-import json
 import logging
 import sys
-from collections.abc import Mapping
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
-from nanoinfer import __version__
+from nanoinfer import SamplingParams, __version__
 from nanoinfer.bench import cli as bench
+from nanoinfer.cli import Parser, add_engine_options, add_sampling_options, given_options, json_object
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import JobError, NanoinferError
 
@@ -43,7 +41,13 @@ again, and nothing is lost. It needs the same input, model, --revision, --tokeni
 --seed, --system, --max-tokens, --temperature, --top-p and --top-k; other options may change. Lines may be added at the
 end of the input, such as corrected versions of those that had errors."""
 
-SAMPLING_OPTIONS = {"temperature": float, "top_p": float, "top_k": int}
+CHAT = """\
+Answers each line that you type, as its tokens come, and remembers the conversation. /reset forgets it, Ctrl-C stops an
+answer, Ctrl-D leaves. Lines may also be piped in:
+  echo 'What is 312 + 48?' | nanoinfer chat --model tiny --temperature 0
+
+Sampling is as the model's generation_config.json recommends, and an answer may be as long as the model allows."""
+
 MEND = "add mended lines at the end of the input, and the same command answers them; old errors still count"
 
 EXIT_CODES = """\
@@ -56,19 +60,13 @@ exit codes:
   130  stopped by Ctrl-C; the same command goes on"""
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the list of all options."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-
 def main(arguments: list[str] | None = None) -> NoReturn:
     layout = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="nanoinfer", description="Offline LLM inference.", epilog=EXAMPLE, formatter_class=layout)
     parser.add_argument("--version", action="version", version=f"nanoinfer {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     add_run_batch(commands)
+    add_chat(commands)
     bench.add_parser(commands)
     args = parser.parse_args(arguments)
     show_log()
@@ -88,33 +86,28 @@ def add_run_batch(commands: Any) -> None:
     file: dict[str, Any] = {"type": a_file, "required": True, "metavar": "FILE"}
     batch.add_argument("-i", "--input", help="JSONL, may be gzipped", **file)
     batch.add_argument("-o", "--output", help="JSONL, added to if it exists", **file)
-    limit = "for lines that do not say; none is up to the model's limit"
-    batch.add_argument("--max-tokens", type=number_or_none, default=argparse.SUPPRESS, metavar="N", help=limit)
-    for name, kind in SAMPLING_OPTIONS.items():
-        option, what = f"--{name.replace('_', '-')}", "for lines that do not say"
-        batch.add_argument(option, type=kind, default=argparse.SUPPRESS, help=what)
+    add_sampling_options(batch, "for lines that do not say")
     batch.add_argument("--system", metavar="TEXT", help="a system message for chats that have none")
     batch.add_argument("--max-errors", type=int, metavar="N", help="stop at more lines with errors than N")
     add_engine_options(batch.add_argument_group("the model and the engine"))
     batch.set_defaults(run=run)
 
 
-def add_engine_options(group: Any) -> None:
-    """Add an option for each field of EngineConfig, explained as there; what is not given stays out of the result."""
-    metavars: dict[Any, str] = {int: "N", float: "SHARE", Mapping[str, Any]: "JSON"}
-    for field in fields(EngineConfig):
-        kind = (*get_args(field.type), field.type)[0]  # int for `int | None`
-        options: dict[str, Any] = {"required": field.default is MISSING, "default": argparse.SUPPRESS}
-        explained, default = field.metadata["help"], field.default
-        if kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-            default = "on" if default else "off"
-        else:
-            reader = json_object if kind == Mapping[str, Any] else kind
-            options |= {"type": reader, "choices": field.metadata["choices"], "metavar": metavars.get(kind)}
-        if default not in (MISSING, None):
-            explained += f" Default: {default}."
-        group.add_argument(f"--{field.name.replace('_', '-')}", help=explained.replace("%", "%%"), **options)
+def add_chat(commands: Any) -> None:
+    """Add the command that talks."""
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a model",
+        usage="nanoinfer chat --model MODEL [options]",
+        description=CHAT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_sampling_options(chat, "in place of what the model recommends")
+    chat.add_argument("--system", metavar="TEXT", help="a system message, which stands before the conversation")
+    template = 'what else the chat template understands, such as {"enable_thinking": false}'
+    chat.add_argument("--chat-template-kwargs", type=json_object, metavar="JSON", help=template)
+    add_engine_options(chat.add_argument_group("the model and the engine"))
+    chat.set_defaults(run=run_chat)
 
 
 def a_file(text: str) -> Path:
@@ -122,20 +115,6 @@ def a_file(text: str) -> Path:
     if text == "-":
         raise argparse.ArgumentTypeError("'-' is no file; a job needs files, so that it can go on after it was stopped")
     return Path(text)
-
-
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r:.200} is no JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"""{text!r:.200} is no JSON object; give one such as '{{"name": 1}}'""")
-    return value
-
-
-def number_or_none(text: str) -> int | None:
-    return None if text == "none" else int(text)
 
 
 def what_answers_depend_on(config: EngineConfig) -> list[str]:
@@ -154,18 +133,33 @@ def show_log() -> None:
     logging.getLogger("nanoinfer").setLevel(logging.INFO)
 
 
+def run_chat(args: argparse.Namespace) -> int:
+    """Talk until the user leaves, and return the exit code."""
+    options, overrides = given_options(args)
+    try:
+        EngineConfig(**options), SamplingParams(**overrides)  # raise before PyTorch is imported
+        from nanoinfer.terminal_chat import chat
+
+        chat(options, overrides, args.system, args.chat_template_kwargs)
+    except (NanoinferError, OSError) as error:
+        print(f"nanoinfer: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:  # while the model was loaded
+        return 130
+    return 0
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the job, say how it went, and return the exit code."""
-    from nanoinfer import LLM
-    from nanoinfer.batch.batch_job import run_batch  # imports PyTorch, which --help can do without
+    from nanoinfer.batch.batch_job import run_batch
 
-    given: dict[str, Any] = vars(args)
-    options = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
-    overrides = {name: value for name, value in given.items() if name in ("max_tokens", *SAMPLING_OPTIONS)}
+    options, overrides = given_options(args)
     is_loaded = False
 
-    def load() -> LLM:
+    def load() -> Any:
         nonlocal is_loaded
+        from nanoinfer import LLM  # imports PyTorch, once it is clear that there is work
+
         llm = LLM(**options)
         is_loaded = True
         return llm
@@ -194,6 +188,8 @@ def run(args: argparse.Namespace) -> int:
         "too many errors": (4, "\nraise --max-errors to go on"),
         "finished": (3, f"\n{MEND}") if summary.num_errors else (0, ""),
     }[summary.end]
+    if summary.commonest_error is not None:
+        advice = f"\nthe commonest error: {summary.commonest_error}{advice}"
     print(f"{summary}; see {args.output}{advice}", file=sys.stderr)
     return exit_code
 

@@ -13,23 +13,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from nanoinfer.errors import ConfigError, check_names
+from nanoinfer.vllm_names import LLM_NAMES as VLLM_NAMES
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8",)
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
-# Options of vLLM that nanoinfer does not have. VLLM_NAMES adds those that it has under another name.
-UNSUPPORTED = """
-    enable_lora max_loras max_lora_rank pipeline_parallel_size data_parallel_size
-    enable_expert_parallel distributed_executor_backend speculative_config compilation_config
-    trust_remote_code tokenizer_revision tokenizer_mode skip_tokenizer_init swap_space cpu_offload_gb runner task
-    limit_mm_per_prompt disable_custom_all_reduce enable_chunked_prefill max_logprobs logits_processors
-"""
-VLLM_NAMES = {
-    "block_size": "kvcache_block_size",
-    "num_gpu_blocks_override": "num_kvcache_blocks",
-    "async_scheduling": "overlap",
-    **dict.fromkeys(UNSUPPORTED.split()),
-}
 
 
 def option(default: Any, explained: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -41,7 +29,9 @@ def option(default: Any, explained: str, choices: tuple[str, ...] | None = None)
 class EngineConfig:
     """Holds the options of `LLM`, validated. Raises ConfigError (a ValueError) for a value out of range."""
 
-    model: str = option(MISSING, "A local folder, or the id of a model on the Hugging Face hub.")
+    model: str = option(
+        MISSING, 'A local folder, the id of a model on the Hugging Face hub, or "tiny" for the included one.'
+    )
     dtype: str = option(
         "auto",
         'The type of weights, activations and KV cache; "auto" is the checkpoint\'s own on CUDA and float32 on a CPU.',
@@ -162,8 +152,8 @@ class EngineConfig:
     @classmethod
     def from_options(cls, model: str | Path, options: Mapping[str, Any]) -> "EngineConfig":
         """Build the config of `LLM(model, **options)`; an unknown option is a TypeError that names a similar one."""
-        check_names("LLM", options, [item.name for item in fields(cls) if item.name != "model"], VLLM_NAMES)
-        return cls(model=str(model), **options)
+        known = [item.name for item in fields(cls) if item.name != "model"]
+        return cls(model=str(model), **check_names("LLM", options, known, VLLM_NAMES))
 
 
 def _as_json(overrides: Any) -> dict[str, Any]:

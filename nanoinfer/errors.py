@@ -15,7 +15,7 @@ A misspelt name of an option is a TypeError, as in any Python call; `check_names
 
 import difflib
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -54,23 +54,49 @@ class WorkerError(NanoinferError, RuntimeError):
     """A process of a tensor-parallel engine has ended; the message has its traceback or its exit signal."""
 
 
-def check_names(owner: str, names: Iterable[str], known: Collection[str], foreign: Mapping[str, str | None]) -> None:
-    """Raise TypeError for the first of `names` that `owner` does not know, with the name that was probably meant.
+NOT_SUPPORTED = "nanoinfer does not support it"
+# Of an option that nanoinfer does not have: the values that say what it does anyway, and why there are no others.
+Foreign = tuple[tuple[Any, ...], str]
+# Names that other libraries use: our name for the same thing, what is accepted, or None for nothing.
+Foreigners = Mapping[str, str | Foreign | None]
 
-    foreign: names that other libraries use, with the one of `known` that means the same, or None where there is none.
+
+def check_names(owner: str, options: Mapping[str, Any], known: Collection[str], foreign: Foreigners) -> dict[str, Any]:
+    """Return the options, without those of other libraries that say what nanoinfer does anyway.
+
+    Raises TypeError for the first name that `owner` does not know, with the one that was probably meant.
     """
-    for name in names:
+    kept = {}
+    for name, value in options.items():
         if name in known:
-            continue
-        meant = foreign.get(name) or find_similar(name, known)
-        if name in foreign and foreign[name] is None:
-            hint = "nanoinfer does not support it. "
-        else:
-            hint = f"did you mean {meant!r}? " if meant else ""
-        raise TypeError(f"{owner} has no option {name!r}; {hint}Options: {', '.join(known)}")
+            kept[name] = value
+        elif name not in foreign or not _says_what_is_so(foreign[name], value):
+            hint = explain_unknown(name, known, foreign)
+            raise TypeError(f"{owner} has no option {name!r}; {hint}{' ' if hint else ''}Options: {', '.join(known)}")
+    return kept
 
 
-def with_checked_names(foreign: Mapping[str, str | None]) -> Callable[[type[Dataclass]], type[Dataclass]]:
+def _says_what_is_so(foreign: str | Foreign | None, value: Any) -> bool:
+    """Return whether an option asks for nothing, or for what is so anyway."""
+    if value is None or isinstance(foreign, str):  # what has a name of ours is to be given by that
+        return value is None
+    if isinstance(value, (str, list, tuple, dict)) and not value:
+        return True
+    return foreign is not None and isinstance(value, (bool, int, float, str)) and value in foreign[0]
+
+
+def explain_unknown(name: str, known: Collection[str], foreign: Foreigners) -> str:
+    """Say which option was probably meant, or why there is none; "" if there is nothing to say."""
+    its = foreign.get(name, "")
+    if not isinstance(its, str):
+        accepted, why = its or ((), NOT_SUPPORTED)
+        only = f"; use {' or '.join(map(repr, accepted))}, or leave it out" if accepted and why != NOT_SUPPORTED else ""
+        return f"{why}{only}."
+    meant = its or find_similar(name, known)
+    return f"did you mean {meant!r}?" if meant else ""
+
+
+def with_checked_names(foreign: Foreigners) -> Callable[[type[Dataclass]], type[Dataclass]]:
     """Return a decorator that makes a misspelt argument of a dataclass an error, as `check_names` writes it."""
 
     def decorate(cls: type[Dataclass]) -> type[Dataclass]:
@@ -78,8 +104,7 @@ def with_checked_names(foreign: Mapping[str, str | None]) -> Callable[[type[Data
 
         @functools.wraps(init)  # keeps the signature that help() and editors show
         def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
-            check_names(cls.__name__, options, known, foreign)
-            init(self, *args, **options)
+            init(self, *args, **check_names(cls.__name__, options, known, foreign))
 
         cls.__init__ = __init__  # type: ignore[method-assign]
         return cls

@@ -50,6 +50,7 @@ from nanoinfer.text.prompts import (
     one_for_each,
 )
 from nanoinfer.text.tokenizer import find_tokenizer, load_tokenizer, read_stop_token_ids
+from nanoinfer.vllm_names import with_vllm_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # which `typing` has from Python 3.11 on
@@ -69,9 +70,9 @@ class LLM(RunControl, WeightControl, AsyncCalls):
         with LLM("Qwen/Qwen3-0.6B") as llm:
             outputs = llm.generate(["Hello", [1, 2, 3]], SamplingParams(temperature=0.6, max_tokens=256))
 
-    model: a local folder, or the id of a model on the Hugging Face hub. options: each by name, see below. RunControl
-    has what programs do to a run that is under way: abort, pause, resume, on_step, get_metrics. WeightControl has
-    update_weights, sleep and wake_up; AsyncCalls has agenerate and astream.
+    model: a local folder, the id of a model on the Hugging Face hub, or "tiny" for the one that is included. options:
+    each by name, see below. RunControl has what programs do to a run that is under way: abort, pause, resume, on_step,
+    get_metrics. WeightControl has update_weights, sleep and wake_up; AsyncCalls has agenerate and astream.
 
     Calls from several threads are served together; their steps take turns.
     Raises TypeError for an unknown option, ConfigError for a value out of range, ModelError for a model that cannot
@@ -106,9 +107,7 @@ class LLM(RunControl, WeightControl, AsyncCalls):
             on_failure.pop_all()
         self.max_model_len = runner.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = runner.info
-        self._prompts = PromptProcessor(
-            tokenizer, self.config.model, model_config.vocab_size, self.max_model_len, stop_token_ids
-        )
+        self._prompts = PromptProcessor(tokenizer, model, model_config.vocab_size, self.max_model_len, stop_token_ids)
         self._unclaimed: list[RequestOutput] = []  # of requests of `add_request`, until `step` returns them
         self._lock = threading.RLock()  # held while a call prepares, queues or drops requests, and for each step
         self._write_trace = self._start_trace(self.config.trace)
@@ -133,6 +132,7 @@ class LLM(RunControl, WeightControl, AsyncCalls):
     def _repr_html_(self) -> str:
         return engine_html(repr(self), self._runner_info.description, self.get_metrics())
 
+    @with_vllm_names
     def generate(
         self,
         prompts: Prompts,
@@ -159,6 +159,7 @@ class LLM(RunControl, WeightControl, AsyncCalls):
         requests = self._prepare(prompts, sampling_params, priority, True, tokenization_kwargs, use_tqdm)
         return self._complete(requests, use_tqdm, on_finish)
 
+    @with_vllm_names
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
@@ -242,9 +243,8 @@ class LLM(RunControl, WeightControl, AsyncCalls):
         priority: int = 0,
     ) -> int:
         """Queue a conversation, as `chat` reads it, for `step` to answer, and return its id."""
-        texts = render_chats(
-            self._prompts.require_tokenizer(), [messages], tools=tools, chat_template_kwargs=chat_template_kwargs
-        )
+        tokenizer = self._prompts.require_tokenizer()
+        texts = render_chats(tokenizer, [messages], tools=tools, chat_template_kwargs=chat_template_kwargs)
         [request] = self._prepare([*texts], sampling_params, [priority], add_special_tokens=False)
         with self._lock:
             return self.engine.add_request(request, self._unclaimed)

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.errors import RequestError, with_checked_names
+from nanoinfer.vllm_names import SAMPLING_NAMES as FOREIGN_NAMES
 
 if TYPE_CHECKING:
     from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
@@ -16,26 +17,6 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  
 MAX_TEMPERATURE = 1e6  # far past where every token is as likely as any other
 TOKEN_ID = re.compile("[0-9]{1,10}")
 MAX_BIAS = 1e30  # a logit stays finite with it, in float32
-
-# Parameters of vLLM and transformers: those that nanoinfer does not have, and all with our name for the same thing, or
-# else None.
-UNSUPPORTED = """
-    best_of use_beam_search length_penalty early_stopping output_kind flat_logprobs logprob_token_ids extra_args
-    thinking_token_budget repetition_detection skip_reading_prefix_cache routed_experts_prompt_start skip_clone
-    output_text_buffer_length do_sample num_beams no_repeat_ngram_size typical_p
-"""
-FOREIGN_NAMES = {
-    "max_new_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "num_return_sequences": "n",
-    "stop_strings": "stop",
-    "eos_token_id": "stop_token_ids",
-    "bad_words_ids": "bad_words",
-    "guided_decoding": "structured_outputs",
-    "truncate_prompt_tokens": "tokenization_kwargs of generate and chat",
-    **dict.fromkeys(UNSUPPORTED.split()),
-}
 
 # Each number has a test of its range, the rule in words, and what to use instead.
 FLOATS: dict[str, tuple[Callable[[Any], bool], str, str]] = {

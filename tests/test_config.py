@@ -122,6 +122,54 @@ def test_an_unknown_option_is_a_type_error_that_names_a_similar_one_and_lists_al
     assert not {field.name for field in dataclasses.fields(EngineConfig)} & set(VLLM_NAMES)
 
 
+@pytest.mark.parametrize(
+    ("written", "value", "hint"),
+    [
+        (
+            "enable_chunked_prefill",
+            False,
+            "prompts above max_num_batched_tokens are always computed in chunks; use True, or leave it out. ",
+        ),
+        ("torch_dtype", "bfloat16", "did you mean 'dtype'? "),
+        ("guided_json", {"a": 1}, "did you mean 'structured_outputs=StructuredOutputsParams(json=...) of SamplingPar"),
+        ("rope_scaling", {"factor": 2.0}, "did you mean \"hf_overrides={'rope_scaling': ...}\"? "),
+        ("swap_space", 4, "preempted sequences are computed again, and nothing is swapped; use 0, or leave it out. "),
+        ("disable_log_stats", False, "get_metrics has the statistics, and nothing logs them; use True, or leave it"),
+        ("speculative_config", {"method": "ngram"}, "nanoinfer does not support it. "),
+        ("pipeline_parallel_size", 2, "nanoinfer does not support it. "),
+        ("task", "embed", "models generate, and nothing else; use 'auto' or 'generate', or leave it out. "),
+        ("logits_processors", [max], "functions of one request are SamplingParams(logits_processors=[...]). "),
+    ],
+)
+def test_an_option_of_vllm_is_refused_with_the_reason_where_it_asks_for_something_else(
+    written: str, value: Any, hint: str
+) -> None:
+    with pytest.raises(TypeError) as error:
+        EngineConfig.from_options("m", {written: value})
+    assert str(error.value).startswith(f"LLM has no option {written!r}; {hint}")
+
+
+def test_an_option_of_vllm_that_says_what_is_so_anyway_is_accepted() -> None:
+    so_anyway = {
+        "enable_chunked_prefill": True,
+        "enable_sleep_mode": True,
+        "trust_remote_code": False,
+        "skip_tokenizer_init": False,
+        "tokenizer_mode": "auto",
+        "pipeline_parallel_size": 1,
+        "disable_log_stats": True,
+        "swap_space": 0,
+        "cpu_offload_gb": 0.0,
+        "task": "generate",
+        "limit_mm_per_prompt": {},
+        "speculative_config": None,
+        "torch_dtype": None,
+    }
+    assert EngineConfig.from_options("m", {**so_anyway, "seed": 3}) == EngineConfig(model="m", seed=3)
+    with pytest.raises(TypeError, match="LLM has no option 'wishes'"):
+        EngineConfig.from_options("m", {"wishes": None})
+
+
 def test_every_option_is_explained_once_with_its_default() -> None:
     described = describe_options()
     assert "max_num_seqs=512: The most sequences that run at the same time.\n" in described
@@ -289,6 +337,41 @@ def test_another_architecture_is_refused_before_its_sizes_are_missed(tmp_path: P
     with pytest.raises(ModelError) as error:
         ModelConfig.from_folder(tmp_path, REGISTRY)
     assert str(error.value) == f"architecture 'GPT2LMHeadModel' is not supported; supported are {', '.join(REGISTRY)}"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "what"),
+    [
+        ("Gemma3ForConditionalGeneration", {}, "a model that reads images or sound beside text; nanoinfer runs text"),
+        (
+            "Gemma3ForConditionalGeneration",
+            {"vision_config": {"a": 1}},
+            ", or save this one's text part, as docs/model",
+        ),
+        ("Qwen2_5_VLForConditionalGeneration", {"vision_config": {"a": 1}}, "take a text model of the same family"),
+        ("Phi4MMForCausalLM", {"audio_config": {"a": 1}}, "a model that reads images or sound beside text"),
+        ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder-decoder, which reads its prompt with"),
+        ("T5ForConditionalGeneration", {}, "an encoder-decoder, "),
+        ("WhisperForConditionalGeneration", {}, "an encoder-decoder, "),
+        ("MarianMTModel", {"is_encoder_decoder": True}, "an encoder-decoder, "),
+        ("BertForMaskedLM", {}, "an encoder like BERT, which fills in masked words and generates no text; run it with"),
+        ("BertForPreTraining", {}, "an encoder like BERT, "),
+        ("BertModel", {}, "a model without a language-model head, as for embeddings; run it with sentence-transform"),
+        ("T5EncoderModel", {"is_encoder_decoder": True}, "a model without a language-model head, "),
+        ("Qwen3Model", {}, "a model without a language-model head, as for embeddings; "),
+        ("Qwen3ForSequenceClassification", {}, "a classifier, which generates no text; run it with transformers' pip"),
+        ("BartForSequenceClassification", {"is_encoder_decoder": True}, "a classifier, which generates no text; "),
+        ("BertForTokenClassification", {}, "a classifier, which generates no text; run it with transformers' pipeline"),
+        ("LlamaForRewardModel", {}, "a reward model, which scores texts and generates none; "),
+    ],
+)
+def test_a_model_of_another_kind_is_named_as_what_it_is_with_what_to_do(
+    architecture: str, fields: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(ModelError) as error:
+        ModelConfig.from_dict({"architectures": [architecture], **fields}, REGISTRY)
+    assert str(error.value).startswith(f"architecture {architecture!r} is not supported: it is a")
+    assert what in str(error.value)
 
 
 @pytest.mark.parametrize(

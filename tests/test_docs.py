@@ -82,6 +82,56 @@ def test_every_picture_is_small_and_well_formed(picture: Path) -> None:
     assert picture.stat().st_size < 20_000
 
 
+def contrast(color: str, background: str) -> float:
+    """The ratio of WCAG 2, from 1 for equal colors to 21 for black on white."""
+
+    def luminance(color: str) -> float:
+        digits = color if len(color) == 6 else "".join(digit * 2 for digit in color)
+        shares = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    darker, lighter = sorted(luminance(color) + 0.05 for color in (color, background))
+    return lighter / darker
+
+
+@pytest.mark.parametrize("picture", sorted(DOCS.glob("*.svg")), ids=lambda path: path.name)
+def test_every_picture_can_be_seen_on_white_and_on_dark_pages(picture: Path) -> None:
+    """GitHub's dark page is #0d1117. Only text on colored boxes, of class `on`, may be white."""
+    text = re.sub(r"\.on \{[^}]*\}", "", picture.read_text())
+    colors = {*re.findall(r"#([0-9a-fA-F]{6}|[0-9a-fA-F]{3})\b", text)}
+    assert colors
+    for color in colors:
+        assert min(contrast(color, "ffffff"), contrast(color, "0d1117")) > 2, color
+    assert "text {" in text, "else it is black"
+
+
+def test_the_page_of_installation_has_every_extra() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    [extras] = re.findall(r"^\[project\.optional-dependencies\]\n(.*?)\n\n", project, re.MULTILINE | re.DOTALL)
+    table = re.findall(r"^\| `([\w-]+)` \|", (DOCS / "install.md").read_text(), re.MULTILINE)
+    assert sorted(re.findall(r"^([\w-]+) = ", extras, re.MULTILINE)) == sorted(table)
+
+
+def test_the_readmes_shell_blocks_can_be_pasted_each_by_itself() -> None:
+    text = README.read_text()
+    blocks = re.findall(r"^```(?:sh|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        assert block.startswith("python3 -m venv .venv && "), "which may have been made before"
+        assert not re.search(r"^\$|<|\.\.\.$", block.replace("torch<2", ""), re.MULTILINE), (
+            "nothing to remove or fill in"
+        )
+    assert "git clone" in text
+    assert "index-url" not in re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), "no line to insert"
+
+
+def test_what_is_installed_comes_from_a_clone() -> None:
+    for page in PAGES:
+        assert "pip install nanoinfer" not in page.read_text()
+        assert "pip install 'nanoinfer" not in page.read_text()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_to_a_file(page: Path) -> None:
     for target in LINK.findall(page.read_text()):

@@ -14,15 +14,16 @@ import nanoinfer
 PACKAGE = Path(nanoinfer.__file__).parent
 
 # Each part may import itself and the parts that its line names. Parts are folders, and the files of the top folder.
-EVERYBODY = {"errors", "config", "device", "outputs", "sampling_params", "checkpoint"}
+EVERYBODY = {"errors", "vllm_names", "config", "device", "outputs", "sampling_params", "checkpoint"}
 STEP_DATA = {"engine.batch", "constraints.rules"}  # what the host says of a step
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors"},
+    "vllm_names": {"errors"},
+    "config": {"errors", "vllm_names"},
     "engine_options": set(),
     "device": {"errors"},
     "outputs": {"errors"},
-    "sampling_params": {"errors", "constraints.structured_outputs"},
+    "sampling_params": {"errors", "vllm_names", "constraints.structured_outputs"},
     "checkpoint": {"errors", "config"},
     "text": EVERYBODY,
     "constraints": EVERYBODY | {"text", "progress"},
@@ -56,10 +57,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "distributed",
     },
     "integrations": EVERYBODY | {*nanoinfer.__all__, "llm", "engine", "executor", "text", "progress", "batch"},
-    "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "batch", "bench"},
+    "cli": EVERYBODY,
+    "terminal_chat": EVERYBODY | {*nanoinfer.__all__},
+    "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "cli", "terminal_chat", "batch", "bench"},
 }
 WITHOUT_TORCH = {"constraints", "engine", "executor.runner", "control.listener", "config", "sampling_params"}
-WITHOUT_TORCH |= {"outputs", "errors"}
+WITHOUT_TORCH |= {"outputs", "errors", "vllm_names", "cli"}
 CUDA_ONLY = ("kernels.", "distributed.copy_engines", "layers.attention.flash_attn", "layers.attention.triton")
 
 

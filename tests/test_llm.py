@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -370,6 +371,34 @@ def test_prompts_as_vllms_users_write_them(llm: LLM) -> None:
     for wrong in ({"role": "user", "content": "a"}, {"text": "a"}, {"prompt_token_ids": "a"}, {}):
         with pytest.raises(RequestError, match=r"prompt 0 is a dict; .* token ids, or \{'prompt': either\}"):
             llm.generate([wrong], SHORT, use_tqdm=False)
+
+
+def test_what_vllms_generate_and_chat_take_is_accepted_where_it_asks_for_nothing(llm: LLM, tiny: LLM) -> None:
+    [output] = llm.generate([[1, 2]], SHORT, use_tqdm=False, lora_request=None, prompt_token_ids=None)  # type: ignore[call-arg]
+    assert len(output.token_ids) == 4
+    question = [{"role": "user", "content": "What is 312 + 48?"}]
+    [answer] = tiny.chat(question, SamplingParams(temperature=0), False, chat_template_content_format="auto")  # type: ignore[call-arg]
+    assert answer.text == "312 + 48 = 360"
+    for call, options, hint in (
+        (
+            llm.generate,
+            {"prompt_token_ids": [[1]]},
+            "generate has no option 'prompt_token_ids'; did you mean 'prompts, ",
+        ),
+        (tiny.chat, {"guided_json": {"a": 1}}, "chat has no option 'guided_json'; did you mean 'structured_outputs="),
+        (tiny.chat, {"lora_request": 1}, "chat has no option 'lora_request'; nanoinfer does not support it. Options: "),
+        (tiny.chat, {"use_tqmd": True}, "chat has no option 'use_tqmd'; did you mean 'use_tqdm'? Options: messages, "),
+    ):
+        with pytest.raises(TypeError, match=re.escape(hint)):
+            call(question, **options)  # type: ignore[operator]
+
+
+def test_the_included_model_is_called_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with LLM("tiny", device="cpu") as llm:
+        assert repr(llm).startswith("LLM('tiny', cpu, ")
+        [answer] = llm.chat([{"role": "user", "content": "What is 312 + 48?"}], SamplingParams(temperature=0), False)
+    assert answer.text == "312 + 48 = 360"
 
 
 def test_a_recommendation_out_of_range_names_its_file(random_checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -116,6 +116,9 @@ def test_a_value_out_of_range_is_refused_with_the_rule_and_the_remedy(
         ("num_return_sequences", "did you mean 'n'? "),
         ("thinking_token_budget", "nanoinfer does not support it. "),
         ("guided_decoding", "did you mean 'structured_outputs'? "),
+        ("guided_json", "did you mean 'structured_outputs=StructuredOutputsParams(json=...)'? "),
+        ("min_new_tokens", "did you mean 'min_tokens'? "),
+        ("use_beam_search", "nanoinfer does not support it. "),
         ("truncate_prompt_tokens", "did you mean 'tokenization_kwargs of generate and chat'? "),
         ("wishes", ""),
     ],
@@ -124,6 +127,16 @@ def test_an_unknown_option_is_a_type_error_that_names_what_was_meant(written: st
     with pytest.raises(TypeError) as error:
         SamplingParams(**{written: 1})
     assert str(error.value).startswith(f"SamplingParams has no option {written!r}; {hint}Options: temperature, ")
+
+
+def test_a_field_of_vllm_or_transformers_that_says_what_is_so_anyway_is_accepted() -> None:
+    so_anyway = {"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False}
+    so_anyway |= {"do_sample": True, "num_beams": 1, "guided_decoding": None, "extra_args": {}, "flat_logprobs": False}
+    assert SamplingParams(top_p=0.5, **so_anyway) == SamplingParams(top_p=0.5)
+    with pytest.raises(TypeError, match="did you mean 'structured_outputs=StructuredOutputsParams"):
+        SamplingParams(guided_json={})  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="temperature=0 is greedy decoding; use True, or leave it out"):
+        SamplingParams(do_sample=False)  # type: ignore[call-arg]
 
 
 def test_the_signature_that_help_shows_has_every_option() -> None:
@@ -262,6 +275,8 @@ def test_every_field_of_vllms_that_is_missing_is_an_error_that_says_so() -> None
     for name in FIELDS_OF_VLLM.keys() - {*ours}:
         with pytest.raises(TypeError, match="nanoinfer does not support it"):
             SamplingParams(**{name: 1})
+        if name != "output_kind":  # which is for servers
+            assert SamplingParams(**{name: FIELDS_OF_VLLM[name]}) == SamplingParams(), "vLLM's default asks for nothing"
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,16 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
 from nanoinfer.batch.job_files import BatchOutput, Line, read_lines
 from nanoinfer.batch.openai_format import (
     CHAT_OPTIONS,
-    ENDPOINTS,
     SAMPLING_FIELDS,
     params_to_echo,
     parse_body,
@@ -29,12 +27,15 @@ from nanoinfer.batch.openai_format import (
 )
 from nanoinfer.errors import JobError, RequestError
 from nanoinfer.executor.interrupts import postponed_interrupt
-from nanoinfer.llm import LLM
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from nanoinfer.llm import LLM  # which imports PyTorch; a wrong input is noticed without
+
 MAX_MESSAGE = 1000  # characters of an error that are written
+NUM_CHECKED = 100  # lines that are read before the model is loaded
 MAX_CHOICES = 10_000  # of a line; as many as one prompt may have samples
 MAX_AHEAD = 128  # lines that are read and wait; fewer than the grammars that are kept
 
@@ -67,22 +68,26 @@ class Summary:
     num_done: int = 0  # these included
     num_errors: int = 0
     num_cut: int = 0  # lines with an answer that its length limit ended
+    num_duplicates: int = 0  # results whose custom_id an earlier one has
+    commonest_error: str | None = None
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     seconds: float = 0.0
     end: str = "finished"  # or "interrupted", "too many errors"
 
     def __str__(self) -> str:
+        plural = "" if self.num_duplicates == 1 else "s"
+        duplicates = f"{self.num_duplicates} duplicate custom_id{plural}, " if self.num_duplicates else ""
         return (
             f"{self.end}: {self.num_done} of {self.num_lines} lines are done ({self.num_before} before this run), "
-            f"{self.num_errors} with errors, {self.num_cut} cut by max_tokens or max_model_len; "
+            f"{self.num_errors} with errors, {duplicates}{self.num_cut} cut by max_tokens or max_model_len; "
             f"{self.num_prompt_tokens} tokens in and {self.num_generated_tokens} out in {self.seconds:.1f} s, "
             f"{self.num_generated_tokens / max(self.seconds, 1e-9):.0f} out a second"
         )
 
 
 def run_batch(
-    load: Callable[[], LLM],
+    load: "Callable[[], LLM]",
     input_path: Path,
     output_path: Path,
     *,
@@ -93,6 +98,8 @@ def run_batch(
     use_tqdm: bool = True,
 ) -> Summary:
     """Answer each line of the input that the output does not have yet; a line that is no request gets an error record.
+
+    Where none of the first lines is a request, the input is refused before anything is loaded.
 
     load: makes the LLM, once it is clear that there is work. settings: a job goes on with the same ones only.
     overrides: sampling parameters, in place of those that the model recommends, for lines that do not say. system: the
@@ -113,7 +120,7 @@ def run_batch(
     with BatchOutput(output_path) as output:
         summary = Summary(output.count(read_lines(input_path, settings)), output.num_records)
         if output.num_records == 0:
-            _check_endpoint(input_path)
+            _check_first_lines(input_path)
         limit = math.inf if max_errors is None else max_errors
         if output.num_records < summary.num_lines and output.num_errors <= limit:
             with load() as llm:
@@ -123,6 +130,7 @@ def run_batch(
                 job.run(pending, summary, use_tqdm)
                 summary.seconds = time.monotonic() - started
         summary.num_done, summary.num_errors, summary.num_cut = output.num_records, output.num_errors, output.num_cut
+        summary.num_duplicates, summary.commonest_error = output.count_duplicates(), output.commonest_error()
         if summary.end == "finished" and output.num_errors > limit:
             summary.end = "too many errors"
         elif summary.end == "finished" and output.num_records < summary.num_lines:
@@ -133,20 +141,26 @@ def run_batch(
         return summary
 
 
-def _check_endpoint(path: Path) -> None:
-    """Raise JobError for a file that begins with a request for embeddings, say: all of its lines would be errors."""
-    for line in islice(read_lines(path, ""), 1):
-        with suppress(RequestError):  # one bad line, which gets an error record
-            url = parse_line(line).get("url")
-            if isinstance(url, str) and url not in ENDPOINTS:
-                raise JobError(f"line {line.number} of {path}: url={url!r} is not served; use {' or '.join(ENDPOINTS)}")
+def _check_first_lines(path: Path) -> None:
+    """Raise JobError where none of the first lines is a request: the file is another one, or all of it is alike."""
+    first_error = None
+    for line in islice(read_lines(path, ""), NUM_CHECKED):
+        try:
+            content = parse_line(line)
+            content.pop("custom_id", None)
+            parse_body(content)
+            return
+        except (RequestError, RecursionError) as error:  # one bad line gets an error record
+            first_error = first_error or JobError(f"line {line.number} of {path}: {error}")
+    if first_error is not None:
+        raise first_error
 
 
 class Job:
     """Feeds the lines that are left to the engine, and writes what becomes of them."""
 
     def __init__(
-        self, llm: LLM, output: BatchOutput, base: SamplingParams, max_errors: float, system: str | None = None
+        self, llm: "LLM", output: BatchOutput, base: SamplingParams, max_errors: float, system: str | None = None
     ) -> None:
         self._llm, self._output, self._base, self._max_errors = llm, output, base, max_errors
         self._system = [] if system is None else [{"role": "system", "content": system}]

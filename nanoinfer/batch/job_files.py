@@ -2,7 +2,7 @@
 
 A record begins with the number of its line and a hash of the line and of the job's settings. So a job that was killed
 needs nothing but its output to go on, and notices when input or settings have changed. In memory a line that is done
-takes 8 bytes.
+takes 16 bytes: two hashes.
 """
 
 import fcntl
@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from nanoinfer.errors import JobError
@@ -25,8 +26,9 @@ from nanoinfer.errors import JobError
 MAX_LINE_BYTES = 16 * 2**20
 GZIPPED = b"\x1f\x8b"  # how such a file begins
 RECORD_START = b'{"id": "line-'
-RECORD_ID = re.compile(rb'\{"id": "line-([1-9]\d{0,8})-([0-9a-f]{16})"')
+RECORD_ID = re.compile(rb'\{"id": "line-([1-9]\d{0,8})-([0-9a-f]{16})"(?:, "custom_id": ("(?:[^"\\]|\\.)*"))?')
 NO_ERROR = b'"error": null}\n'  # how the record of an answer ends
+MAX_ERRORS_KEPT = 1000  # kinds of errors that are counted
 CUT = b'"finish_reason": "length"'  # no text in a record can look like it, since its quotes are escaped
 
 
@@ -77,6 +79,8 @@ class BatchOutput:
         self.num_records = 0
         self.num_errors = 0
         self.num_cut = 0  # records of answers that a length limit ended
+        self._errors: dict[str, list[Any]] = {}  # by message without its numbers: how many, and the first one
+        self._custom_ids = array("Q")  # a hash of each
         self._is_new = not path.exists()
         self._digests = array("Q")  # of the line with number `index + 1`; 0 if that is not done
         with ExitStack() as stack:
@@ -144,10 +148,30 @@ class BatchOutput:
         self.num_records += 1
         self._count(content)
 
+    def commonest_error(self) -> str | None:
+        """Say which error most of the bad lines have, as the first of them has it; None if none is bad."""
+        if not self._errors:
+            return None
+        count, line, message = max(self._errors.values(), key=lambda kept: kept[0])
+        return f"line {line}: {message}" if count == 1 else f"{count} lines, the first is line {line}: {message}"
+
+    def count_duplicates(self) -> int:
+        """Return how many results have the custom_id of an earlier one."""
+        return len(self._custom_ids) - len(np.unique(np.frombuffer(self._custom_ids, np.uint64)))
+
     def _count(self, content: bytes) -> None:
-        """Count a record of a line that has an error or a cut answer."""
-        self.num_errors += not content.endswith(NO_ERROR)
+        """Count what a record adds to the summary: an error, a cut answer, a custom_id."""
         self.num_cut += CUT in content
+        if (match := RECORD_ID.match(content)) and match[3]:
+            self._custom_ids.append(xxhash.xxh64_intdigest(match[3]))
+        if content.endswith(NO_ERROR):
+            return
+        self.num_errors += 1
+        with suppress(ValueError, KeyError, TypeError):  # a record that somebody has changed
+            error = json.loads(content)["error"]
+            kind = re.sub(r"\d+", "0", error["message"])
+            if kind in self._errors or len(self._errors) < MAX_ERRORS_KEPT:
+                self._errors.setdefault(kind, [0, error["line"], error["message"]])[0] += 1
 
     def _read(self) -> None:
         """Read which lines are done. Raises JobError where the file is no output of a job."""

@@ -90,7 +90,7 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 def add_model_and_engine(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--size", choices=SIZES, help="random weights of a size (Qwen3-0.6B on a GPU)")
-    which.add_argument("--model", metavar="FOLDER_OR_ID", help="a checkpoint: a folder or a hub id")
+    which.add_argument("--model", metavar="FOLDER_OR_ID", help="a checkpoint: a folder, a hub id, or tiny")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first workload (0)")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="top-k filtering (off); Qwen3 recommends 20")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="top-p filtering (off); Qwen3's is 0.95")

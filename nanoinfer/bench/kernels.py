@@ -49,10 +49,11 @@ def run() -> None:
 
 def check_gpus(count: int) -> None:
     """Print which GPUs are to be timed. Raises ConfigError where there are fewer."""
-    if torch.cuda.device_count() < count:
-        raise ConfigError(
-            f"--gpus {count}: PyTorch sees {torch.cuda.device_count()} CUDA GPUs; run it where there are more"
-        )
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < count == 1:
+        raise ConfigError("kernels are timed on a GPU, and PyTorch sees no CUDA GPU here; run this where there is one")
+    if num_gpus < count:
+        raise ConfigError(f"--gpus {count}: PyTorch sees {num_gpus} CUDA GPUs; run it where there are more")
     print(torch.cuda.get_device_name(), torch.__version__)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,12 @@ from nanoinfer.errors import ConfigError, ModelError
 PATTERNS = ["*.json", "*.txt", "*.jinja", "*.model"]
 WEIGHTS = ["*.safetensors"]  # no pickled ones
 SECOND_COPIES = ["consolidated*", "original/*"]  # the same weights in the layout of Mistral's and Llama's own code
+TINY = Path(__file__).parents[1] / "assets" / "tiny-qwen3"  # the checkpoint that comes with the package
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how a file begins that Git LFS has not fetched
+LFS_REMEDY = (
+    "is a Git LFS pointer in place of the file itself; run `git lfs install` and `git lfs pull` in its folder, or "
+    "download the model again"
+)
 GGUF_REMEDY = "give the original checkpoint in safetensors, or make one by transformers as docs/models.md shows"
 
 
@@ -21,15 +28,18 @@ def resolve_model_folder(
     download_dir: str | None = None,
     option: str = "model",
 ) -> Path:
-    """Return the local folder of `model`, a path or a hub id such as "Qwen/Qwen3-0.6B".
+    """Return the local folder of `model`: a path, a hub id such as "Qwen/Qwen3-0.6B", or "tiny" for TINY.
 
-    revision: a branch, tag or commit on the hub. download_dir: the cache of downloads, if not the hub's own. option:
-    what messages call `model`. What is in the cache is not fetched again. Raises ModelError where there is no such
-    folder and the hub has no such model, or cannot be reached; ConfigError for a revision of a local folder.
+    A local folder comes first, one that is called "tiny" too. revision: a branch, tag or commit on the hub.
+    download_dir: the cache of downloads, if not the hub's own. option: what messages call `model`. What is in the cache
+    is not fetched again. Raises ModelError where there is no such folder and the hub has no such model, or cannot be
+    reached; ConfigError for a revision of a local folder.
     """
     named = f"{option}={model!r}"
     try:
         folder = Path(model).expanduser()
+        if model == "tiny" and not folder.exists():
+            folder = TINY
         if model and folder.is_dir():
             if revision is not None:
                 raise ConfigError(
@@ -64,6 +74,13 @@ def resolve_model_folder(
         ) from error
 
 
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a clone without Git LFS has left this file as a few lines that name the real one."""
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
+    return False
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file of a model; {} where there is none. Raises ModelError where it is no such file."""
     if not path.exists():
@@ -73,7 +90,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:  # no JSON, no text, or not ours to read
-        raise ModelError(f"{path} is not valid JSON ({error}); download the file again") from None
+        what = LFS_REMEDY if is_lfs_pointer(path) else f"is not valid JSON ({error}); download the file again"
+        raise ModelError(f"{path} {what}") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a {type(content).__name__}, not an object; download the file again")
     return content

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from nanoinfer.checkpoint.hub import GGUF_REMEDY, read_json
+from nanoinfer.checkpoint.hub import GGUF_REMEDY, LFS_REMEDY, is_lfs_pointer, read_json
 from nanoinfer.checkpoint.weights import ModelWeights, listed
 from nanoinfer.errors import ModelError
 
@@ -70,7 +70,8 @@ def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
                     yield name, file.get_tensor(name)
         except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
-            raise ModelError(f"{path} is not a valid safetensors file ({error}); download it again") from None
+            wrong = f"is not a valid safetensors file ({error}); download it again"
+            raise ModelError(f"{path} {LFS_REMEDY if is_lfs_pointer(path) else wrong}") from None
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanoinfer.checkpoint.hub import GGUF_REMEDY, read_json
+from nanoinfer.checkpoint.hub import read_json
+from nanoinfer.checkpoint.other_models import explain_architecture, explain_folder
 from nanoinfer.checkpoint.overrides import read_overridden
 from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, QuantizationConfig, read_quantization
 from nanoinfer.config import DTYPES
@@ -111,7 +112,7 @@ class ModelConfig:
         that the checkpoint has in 16 bits; one in 8 bits says itself how it is to be read.
         """
         if not (folder / "config.json").exists():
-            raise ModelError(f"{folder} {_what_it_is_instead(folder)}")
+            raise ModelError(f"{folder} {explain_folder(folder)}")
         raw = read_json(folder / "config.json")
         return read_overridden(raw, overrides, lambda fields: cls.from_dict(fields, supported, quantization))
 
@@ -125,7 +126,7 @@ class ModelConfig:
             raise ModelError(f"config.json has architectures={architectures!r}; it must be a list of names")
         architecture = str(architectures[0])
         if architecture not in supported:
-            raise ModelError(f"architecture {architecture!r} is not supported; supported are {', '.join(supported)}")
+            raise ModelError(explain_architecture(raw, architecture, supported))
         for name, without in UNSUPPORTED_UNLESS.items():
             value = raw.get(name, without)
             if value not in (without, None):
@@ -241,19 +242,6 @@ class ModelConfig:
             if share % multiple:
                 return f"a rank's share of {name}, {share} values, is no multiple of the {multiple} that share a scale"
         return None
-
-
-def _what_it_is_instead(folder: Path) -> str:
-    """Say why a folder without config.json is no model, and what to do."""
-    if (folder / "adapter_config.json").exists():
-        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
-        return (
-            f"holds a LoRA adapter of {base!r}, not a model, and adapters are not supported; merge it into its base "
-            "model with peft's merge_and_unload, and give the folder where that is saved"
-        )
-    if any(folder.glob("*.gguf")):
-        return f"has only GGUF files; {GGUF_REMEDY}"
-    return "has no config.json; give the folder of a Hugging Face checkpoint"
 
 
 def _number(raw: Mapping[str, Any], name: str, kind: Any, default: Any = None) -> Any:

@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.errors import RequestError, with_checked_names
+from nanoinfer.errors import Foreigners, RequestError, with_checked_names
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 JSON_KINDS = ("json", "json_object", "structural_tag")  # those that the switches for JSON act on
 SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
 MAX_SHOWN = 200  # characters of a value in a message
 
-FOREIGN_NAMES: dict[str, str | None] = {
+FOREIGN_NAMES: Foreigners = {
     **dict.fromkeys(("schema", "json_schema", "guided_json"), "json"),
     **dict.fromkeys(("pattern", "guided_regex"), "regex"),
     **dict.fromkeys(("choices", "guided_choice"), "choice"),

@@ -27,7 +27,7 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
     raise ImportError(
-        f"lm-evaluation-harness cannot be imported ({error}); pip install 'nanoinfer[lm-eval]'"
+        f"lm-evaluation-harness cannot be imported ({error}); in a clone of nanoinfer, pip install -e '.[lm-eval]'"
     ) from error
 
 logger = logging.getLogger("nanoinfer")
@@ -44,7 +44,8 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
     to generate where a task does not say. add_bos_token: whether to encode with special tokens; if not given, as the
     tokenizer does. prefix_token_id: stands before a text that has no context; if not given, BOS, or else EOS.
     enable_thinking, chat_template_args: for the chat template. think_end_token: the answer is what comes after its last
-    occurrence. batch_size, max_batch_size: ignored, because the engine fills its batches itself; see max_num_seqs.
+    occurrence. device: as for `LLM`; but "cuda:0", which the harness's command passes by default, is the CPU where
+    there is no GPU. batch_size, max_batch_size: ignored, because the engine fills its batches itself; see max_num_seqs.
 
     Raises ConfigError for options that contradict each other, and what `LLM` raises.
     """
@@ -62,6 +63,7 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
         enable_thinking: bool | None = None,
         chat_template_args: Mapping[str, Any] | None = None,
         think_end_token: str | None = None,
+        device: str = "auto",
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         **options: Any,
@@ -75,7 +77,8 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
             raise ConfigError(f"truncation_side={truncation_side!r} is not known; use left, right or middle")
         if enable_thinking and think_end_token is None:
             raise ConfigError("enable_thinking=True needs think_end_token, such as '</think>', to find the answers")
-        self.llm = LLM(pretrained, max_model_len=max_length or max_model_len, **options)
+        device = "auto" if device == "cuda:0" else device  # the same GPU, if there is one
+        self.llm = LLM(pretrained, max_model_len=max_length or max_model_len, device=device, **options)
         self.tokenizer = self.llm.tokenizer
         if self.tokenizer is None:
             raise ConfigError(f"{pretrained} has no tokenizer, and tasks are texts; name one with tokenizer=...")
@@ -190,7 +193,8 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
             params.append(sampling_params(options, max_tokens, [eos] if self._think_end_token else stop))
         outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
         texts = [
-            postprocess_generated_text(output.text, stop, self._think_end_token)
+            # In two calls, because lm-eval 0.4.10 would look for stop strings before it drops what is thought.
+            postprocess_generated_text(postprocess_generated_text(output.text, None, self._think_end_token), stop, None)
             for output, stop in zip(outputs, stops, strict=True)
         ]
         for request, text in zip(requests, texts, strict=True):

@@ -20,19 +20,22 @@ from typing import Any
 
 from nanoinfer import LLM, ConfigError, RequestError, SamplingParams, WorkerError
 from nanoinfer.batch.openai_format import SAMPLING_FIELDS, parse_body
-from nanoinfer.config import VLLM_NAMES, EngineConfig
+from nanoinfer.config import EngineConfig
 from nanoinfer.errors import EngineClosedError, check_names
 from nanoinfer.outputs import RequestOutput, TokenLogprobs
 from nanoinfer.sampling_params import is_whole_number
 from nanoinfer.text.chat import render_chats
 from nanoinfer.text.columns import as_list
 from nanoinfer.text.prompts import as_prompt
+from nanoinfer.vllm_names import LLM_NAMES
 
 try:
     import ray.data
     from ray import cloudpickle
 except ImportError as error:
-    raise ImportError(f"Ray Data cannot be imported ({error}); pip install 'nanoinfer[ray]'") from error
+    raise ImportError(
+        f"Ray Data cannot be imported ({error}); in a clone of nanoinfer, pip install -e '.[ray]'"
+    ) from error
 
 logger = logging.getLogger("nanoinfer")
 CLOSING_SECONDS = 1.0  # in which the rows that were in an engine get the error that closed it
@@ -41,7 +44,7 @@ Row = dict[str, Any]
 DATA_COLUMN = "__data"  # holds a row, pickled, between the stages
 ERROR_COLUMN = "__inference_error__"
 INPUTS = ("messages", "tokenized_prompt", "prompt")  # the first of these that a row has is what the model reads
-FOREIGN_NAMES = {"model_source": "model", "engine_kwargs": "options of LLM by their names", **VLLM_NAMES}
+FOREIGN_NAMES = {"model_source": "model", "engine_kwargs": "options of LLM by their names", **LLM_NAMES}
 # What sampling_params of a row may have: the fields, and OpenAI's names for some of them.
 PARAM_NAMES = (*SAMPLING_FIELDS, "max_completion_tokens", "response_format", "top_logprobs")
 NO_OUTPUT: Row = {
@@ -96,7 +99,9 @@ def build_processor(
     Raises TypeError for an unknown option, ConfigError or RequestError for a value out of range.
     """
     own = [name for name in inspect.signature(build_processor).parameters if name != "options"]
-    check_names("build_processor", options, [*own, *(item.name for item in fields(EngineConfig))], FOREIGN_NAMES)
+    options = check_names(
+        "build_processor", options, [*own, *(item.name for item in fields(EngineConfig))], FOREIGN_NAMES
+    )
     sizes = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
     if len(sizes) != 2 or not all(map(is_whole_number, sizes)) or not 1 <= sizes[0] <= sizes[1]:
         raise ConfigError(f"concurrency={concurrency!r}; give a number of actors from 1 on, or the least and the most")

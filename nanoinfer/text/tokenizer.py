@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
+from nanoinfer.checkpoint.hub import LFS_REMEDY, is_lfs_pointer, read_json, resolve_model_folder
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.sampling_params import SamplingParams
@@ -38,6 +38,8 @@ class Tokenizer:
         except PASSED_ON:
             raise
         except BaseException as error:
+            for path in filter(is_lfs_pointer, (folder / name for name in TOKENIZER_FILES)):
+                raise ModelError(f"{path} {LFS_REMEDY}") from None
             raise ModelError(f"the tokenizer in {folder} cannot be loaded ({error}); check its files") from error
         self._texts: dict[int, str] = {}  # of single tokens
         backend: Any = getattr(self.hf, "backend_tokenizer", None)  # None for tokenizers written in Python

@@ -736,6 +736,56 @@ def test_a_file_of_requests_for_embeddings_is_refused_before_the_model_is_loaded
     assert job(llm, path).num_errors == 1, "a line among others is an error of its own"
 
 
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([{"text": "a"}] * 3, "line 1 of {}: there is neither messages nor prompt; give one of them"),
+        ([b"name,age\n", b"Ada,36\n"], "line 1 of {}: the line is not valid JSON"),
+        ([b"[\n", b'{"prompt": "a"},\n', b"]\n"], "line 1 of {}: the line is not valid JSON"),
+        ([b"\n", "text"], "line 2 of {}: the line holds a str, not an object"),
+        ([{"prompt": "a", "temprature": 0}] * 200, "line 1 of {}: unknown fields: temprature"),
+    ],
+)
+def test_a_file_whose_lines_are_no_requests_is_refused_at_the_first_before_the_model_is_loaded(
+    tmp_path: Path, lines: list[Any], message: str
+) -> None:
+    path = write(tmp_path / "in.jsonl", *lines)
+    with pytest.raises(JobError) as error:
+        run_batch(lambda: 1 / 0, path, tmp_path / "in.out")  # type: ignore[arg-type,return-value]
+    assert str(error.value).startswith(message.format(path))
+    assert not (tmp_path / "in.out").exists()
+
+
+def test_a_bad_line_before_good_ones_is_an_error_of_its_own(llm: LLM, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", b"{\n", {"text": "a"}, {"prompt": [1], **GREEDY})
+    assert (job(llm, path).num_done, len(errors(path))) == (3, 2)
+
+
+def test_the_summary_has_the_commonest_error_with_its_line_and_counts_duplicate_custom_ids(
+    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = [{"custom_id": name, "prompt": [1], **GREEDY} for name in ('a "quoted\\"', "b")]
+    bad = [{"prompt": ""}, {"prompt": [5000]}, {"prompt": [5001]}, {"prompt": [5002], "custom_id": "line-1"}]
+    path = write(tmp_path / "in.jsonl", *good[:1], *bad, *good, good[0])
+    for num_before in (0, 8):
+        summary = job(llm, path)
+        assert (summary.num_before, summary.num_errors, summary.num_duplicates) == (num_before, 4, 2)
+        assert summary.commonest_error == (
+            "3 lines, the first is line 3: prompt 0 has token id 5000, outside the vocabulary; ids are 0 to 1023"
+        )
+        assert "4 with errors, 2 duplicate custom_ids, " in str(summary)
+    write(path, *good)
+    path.with_suffix(".out").unlink()
+    summary = job(llm, path)
+    assert (summary.num_duplicates, summary.commonest_error) == (0, None)
+    assert "duplicate" not in str(summary)
+
+    path = write(tmp_path / "one.jsonl", good[0], {"prompt": ""})
+    options = ["--model", "tiny", "--device", "cpu", "--max-num-seqs", 2, "-i", path, "-o", tmp_path / "one.out"]
+    assert run_main(*options) == 3
+    assert "\nthe commonest error: line 2: prompt 0 is empty; " in capsys.readouterr().err
+
+
 def test_an_input_that_loses_lines_while_the_job_runs_is_not_finished(llm: LLM, tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", {"prompt": [1], **GREEDY}, {"prompt": [2], **GREEDY})
 
@@ -874,6 +924,24 @@ def test_every_option_of_the_engine_is_one_of_the_command_with_its_explanation()
     assert "torch" not in shown.stderr, "it is not imported to help"
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "in.jsonl cannot be read ("), (b"text", "line 1 of in.jsonl: the line is not valid JSON")],
+)
+def test_a_wrong_input_is_noticed_before_pytorch_is_imported(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "in.jsonl").write_bytes(content)
+    arguments = ["run-batch", "--model", "tiny", "-i", "in.jsonl", "-o", "out.jsonl"]
+    command = [sys.executable, "-X", "importtime", "-m", "nanoinfer", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 2
+    assert message in shown.stderr
+    assert "torch" not in shown.stderr
+
+
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str]:
     """The exit code of a command, and what it printed."""
     with pytest.raises(SystemExit) as ended:
@@ -902,6 +970,34 @@ def test_the_commands_own_help_names_each_command_once_and_has_an_example(capsys
             "run-batch --model m -i in -o out --max-tokens many",
             "argument --max-tokens: invalid number_or_none value: 'many'",
         ),
+        (
+            "run-batch --model m -i in -o out --temprature 0",
+            "nanoinfer run-batch: unrecognized arguments: --temprature (did you mean --temperature?); see nanoinfer "
+            "run-batch --help",
+        ),
+        ("run-batch --modle=m -i in -o out", "--modle (did you mean --model?); see nanoinfer run-batch --help"),
+        ("run-batch --model m -i in -o out --max_tokens 3", "--max_tokens (did you mean --max-tokens?); see nanoinfer"),
+        (
+            "run-batch --model m -i in -o out --max-new-tokens 3",
+            "(did you mean --max-tokens?); see nanoinfer run-batch",
+        ),
+        ("run-batch --model m -i in -o out --block-size 16", "(did you mean --kvcache-block-size?); see nanoinfer"),
+        ("run-batch --model m -i in -o out --enable-lora", "--enable-lora (nanoinfer does not support it); see"),
+        (
+            "run-batch --model m -i in -o out --wishes 3",
+            "unrecognized arguments: --wishes; see nanoinfer run-batch --h",
+        ),
+        ("run-batch --model m -i in -o out more", "unrecognized arguments: more; see nanoinfer run-batch --help"),
+        (
+            "chat --modle m",
+            "nanoinfer chat: unrecognized arguments: --modle (did you mean --model?); see nanoinfer chat",
+        ),
+        (
+            "bench throughput --modle m",
+            "nanoinfer bench throughput: unrecognized arguments: --modle (did you mean --model?); see nanoinfer bench "
+            "throughput --help",
+        ),
+        ("bench host -x 3", "nanoinfer bench host: unrecognized arguments: -x; see nanoinfer bench host --help"),
     ],
 )
 def test_a_wrong_command_is_refused_in_one_line(

@@ -1,6 +1,7 @@
 """The commands run on the tiny checkpoint, report what they did, and refuse what contradicts itself."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -164,6 +165,7 @@ def test_the_host_is_timed_without_pytorch() -> None:
         (["loads", "--engine", "transformers"], "and the load samples has 4; choose other loads, and leave --n out"),
         (["text", "--size", "0.6B"], "has no tokenizer; name a folder with one by --tokenizer, or a --model"),
         (["kernels", "--gpus", 99], "--gpus 99: PyTorch sees"),
+        (["kernels"], "kernels are timed on a GPU, and PyTorch sees no CUDA GPU here; run this where there is one"),
         (["throughput", "--engine", "nanovllm"], "--engine nanovllm cannot be imported here"),
     ],
 )
@@ -171,8 +173,25 @@ def test_what_cannot_be_run_is_refused(
     options: list[object], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "nanovllm", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert run(*options) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_included_model_is_called_tiny(tmp_path: Path) -> None:
+    figures = run_json(tmp_path, "throughput", *SMALL, "--model", "tiny")
+    assert figures["loads"][0]["runs"][0]["output_tokens"] == 15
+
+
+@pytest.mark.parametrize("script", ["example.py", "bench.py"])
+def test_a_script_says_in_one_line_what_is_wrong_with_its_model(script: str, tmp_path: Path) -> None:
+    path = Path(bench.__file__).parent / script
+    environment = {**os.environ, "PYTHONPATH": str(path.parent)}
+    command = [sys.executable, path, "--model", "nope"]
+    shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 1
+    assert shown.stderr.startswith(f"{script}: model='nope': there is no such folder; give one, or a hub id")
+    assert shown.stderr.count("\n") == 1
 
 
 def test_bench_py_prints_tokens_a_second_the_floor_and_the_share(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,33 @@ def test_a_local_folder_comes_before_a_hub_id(tmp_path: Path, monkeypatch: pytes
     assert resolve_model_folder("org/name") == Path("org/name")
     assert resolve_model_folder(str(tmp_path)) == tmp_path
     assert resolve_model_folder("~/org") == tmp_path / "org"
+
+
+def test_tiny_is_the_included_checkpoint_unless_a_folder_has_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model_folder("tiny") == nanoinfer.tiny_model_path()
+    with pytest.raises(ConfigError, match="revision='v2' is of a model on the hub, and model='tiny' is a local folder"):
+        resolve_model_folder("tiny", revision="v2")
+    (tmp_path / "tiny").mkdir()
+    assert resolve_model_folder("tiny") == Path("tiny")
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "model.safetensors.index.json"])
+def test_a_pointer_of_git_lfs_is_named_as_one(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(nanoinfer.tiny_model_path(), folder)
+    (folder / name).write_text(POINTER)
+    with pytest.raises(ModelError) as error:
+        nanoinfer.LLM(folder, device="cpu")
+    assert str(error.value) == (
+        f"{folder / name} is a Git LFS pointer in place of the file itself; run `git lfs install` and `git lfs pull` "
+        "in its folder, or download the model again"
+    )
 
 
 @pytest.mark.parametrize(

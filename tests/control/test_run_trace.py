@@ -275,6 +275,11 @@ act("wheel", LEFT + 40, rowsTop + 20, { deltaY: 1, shiftKey: true });
 act("wheel", LEFT + 40, rowsTop + 20, { deltaY: -1, altKey: true });
 for (const key of ["ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown", "+", "-"]) act("keydown", 0, 0, { key });
 draw();
+act("pointermove", LEFT + 40, rowsTop + 2);
+const find = document.getElementById("find");
+find.value = rows.length ? nameOf(rows[rows.length - 1]) : "7";
+find.dispatchEvent(new Event("change"));
+page.tipAfterJump = tip.style.display;
 act("keydown", 0, 0, { key: "0" });
 page.all = view.begin === 0 && view.end === endOfRun;
 act("pointerleave", 0, 0);
@@ -319,6 +324,7 @@ def test_a_browser_shows_the_run(recorded: tuple, tmp_path: Path, dark: bool) ->
     assert re.search(r"\nstep \d+ at .*: (prefill|decode) of \d+ tokens\nrunning ", shown["tip"])
     assert float(shown["zoomed"]) < 0.2
     assert (shown["all"], shown["tip-after"]) == ("true", "none")
+    assert shown["tip-after-jump"] == "none", "what lay under the pointer is somewhere else now"
     assert (shown["dark"], shown["background"]) == (("true", "#15181c") if dark else ("false", "#ffffff"))
 
 

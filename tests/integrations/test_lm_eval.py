@@ -216,9 +216,11 @@ def test_wrong_arguments_are_refused(options: Any, error: type[Exception], messa
         NanoinferLM(str(tiny_model_path()), device="cpu", **options)
 
 
-def test_the_harness_command_knows_the_model(tasks: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", [[], ["--device", "cpu"]], ids=["its own device", "cpu"])
+def test_the_harness_command_knows_the_model(tasks: Path, tmp_path: Path, device: list[str]) -> None:
+    """The command's own device is cuda:0, which is the CPU where there is no GPU."""
     command = [sys.executable, "-m", "nanoinfer.integrations.lm_eval", "run", "--model", "nanoinfer"]
-    command += ["--model_args", f"pretrained={tiny_model_path()},max_length=256", "--device", "cpu"]
+    command += ["--model_args", f"pretrained={tiny_model_path()},max_length=256", *device]
     command += ["--tasks", "sums", "--include_path", str(tasks), "--apply_chat_template"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
     assert result.returncode == 0, result.stderr

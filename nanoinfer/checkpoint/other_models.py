@@ -1,0 +1,70 @@
+"""Says what a model is that nanoinfer cannot run, and what to do instead."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.checkpoint.hub import GGUF_REMEDY, read_json
+
+ENCODER_DECODER = (
+    "an encoder-decoder, which reads its prompt with one half and writes with the other; run it with transformers, or "
+    "take a model whose architecture ends in ForCausalLM"
+)
+MULTIMODAL = (
+    "a model that reads images or sound beside text; nanoinfer runs text alone: take a text model of the same family"
+)
+GEMMA3 = f"{MULTIMODAL}, or save this one's text part, as docs/models.md shows"
+CLASSIFIER = "a classifier, which generates no text; run it with transformers' pipeline"
+# By how the name of an architecture ends; the first that fits counts.
+KINDS = {
+    "ForSequenceClassification": f"{CLASSIFIER}, or with sentence-transformers if it ranks or rewards texts",
+    "RewardModel": "a reward model, which scores texts and generates none; run it with transformers",
+    "Classification": CLASSIFIER,
+    "ForQuestionAnswering": CLASSIFIER,
+    "ForMultipleChoice": CLASSIFIER,
+    "ForMaskedLM": "an encoder like BERT, which fills in masked words and generates no text; run it with transformers",
+    "ForPreTraining": "an encoder like BERT, which generates no text; run it with transformers",
+    "ForCTC": "a model that reads speech; run it with transformers",
+}
+HEADLESS = (
+    "a model without a language-model head, as for embeddings; run it with sentence-transformers, or take the "
+    "checkpoint of the same family that generates"
+)
+# How the names of encoder-decoders begin; their config.json says is_encoder_decoder, but may leave it out.
+ENCODER_DECODERS = (
+    *("Bart", "BigBirdPegasus", "Blenderbot", "FSMT", "LED", "LongT5", "M2M100", "MBart", "MT5", "Marian", "Pegasus"),
+    *("ProphetNet", "Seamless", "Speech2Text", "SwitchTransformers", "T5", "UMT5", "Whisper"),
+)
+SENSES = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower")  # fields of models that see or hear
+
+
+def explain_architecture(raw: Mapping[str, Any], architecture: str, supported: Iterable[str]) -> str:
+    """Say of which kind an architecture is that is not supported, and what to do.
+
+    raw: the fields of its config.json.
+    """
+    kind = next((text for ending, text in KINDS.items() if architecture.endswith(ending)), None)
+    generates = architecture.endswith(("ForConditionalGeneration", "ForImageTextToText", "ForVision2Seq"))
+    is_headless = architecture.endswith("Model") and not architecture.endswith("HeadModel")
+    if kind is None and not architecture.endswith("EncoderModel"):
+        if raw.get("is_encoder_decoder") is True or (generates and architecture.startswith(ENCODER_DECODERS)):
+            kind = ENCODER_DECODER
+        elif generates or any(raw.get(name) for name in SENSES):
+            kind = GEMMA3 if architecture.startswith("Gemma3For") else MULTIMODAL
+    kind = kind or (HEADLESS if is_headless else None)
+    if kind is None:
+        return f"architecture {architecture!r} is not supported; supported are {', '.join(supported)}"
+    return f"architecture {architecture!r} is not supported: it is {kind}"
+
+
+def explain_folder(folder: Path) -> str:
+    """Say why a folder without config.json is no model, and what to do."""
+    if (folder / "adapter_config.json").exists():
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        return (
+            f"holds a LoRA adapter of {base!r}, not a model, and adapters are not supported; merge it into its base "
+            "model with peft's merge_and_unload, and give the folder where that is saved"
+        )
+    if any(folder.glob("*.gguf")):
+        return f"has only GGUF files; {GGUF_REMEDY}"
+    return "has no config.json; give the folder of a Hugging Face checkpoint"

@@ -1,0 +1,93 @@
+"""What the commands share: their parser, and the options of engine and sampling."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from itertools import takewhile
+from typing import Any, NoReturn, get_args
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import explain_unknown
+from nanoinfer.vllm_names import LLM_NAMES, SAMPLING_NAMES
+
+FOREIGN = {**SAMPLING_NAMES, **LLM_NAMES}
+SAMPLING_OPTIONS = {"temperature": float, "top_p": float, "top_k": int}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the list of all options, and which option was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown options here, in the command that was given, and before what is missing is asked for."""
+        given = sys.argv[1:] if args is None else [*args]
+        options = [word.partition("=")[0] for word in takewhile("--".__ne__, given) if re.match(r"--[^ ]+$", word)]
+        known = self._option_string_actions
+        unknown = [option for option in options if not any(name.startswith(option) for name in known)]
+        if unknown and self._subparsers is None:  # else they are a command's
+            self.refuse(unknown[0])
+        parsed, left = super().parse_known_args(given, namespace)
+        if left:
+            self.refuse(left[0])
+        return parsed, left
+
+    def refuse(self, word: str) -> NoReturn:
+        """Say what was probably meant by an argument."""
+        known = {name.lstrip("-").replace("-", "_"): name for name in self._option_string_actions}
+        foreign = {name: its for name, its in FOREIGN.items() if its in known or not isinstance(its, str)}
+        name = word.lstrip("-").replace("-", "_")
+        hint = explain_unknown(name, known, foreign) if word.startswith("-") else ""
+        hint = re.sub(r"'(\w+)'", lambda quoted: known.get(quoted[1], quoted[0]), hint.rstrip("."))
+        self.error(f"unrecognized arguments: {word}" + (f" ({hint})" if hint else ""))
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, when: str) -> None:
+    """Add the commonest sampling options; what is not given stays out of the result."""
+    limit = f"{when}; none is up to the model's limit"
+    parser.add_argument("--max-tokens", type=number_or_none, default=argparse.SUPPRESS, metavar="N", help=limit)
+    for name, kind in SAMPLING_OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, help=when)
+
+
+def add_engine_options(group: Any) -> None:
+    """Add an option for each field of EngineConfig, explained as there; what is not given stays out of the result."""
+    metavars: dict[Any, str] = {int: "N", float: "SHARE", Mapping[str, Any]: "JSON"}
+    for field in fields(EngineConfig):
+        kind = (*get_args(field.type), field.type)[0]  # int for `int | None`
+        options: dict[str, Any] = {"required": field.default is MISSING, "default": argparse.SUPPRESS}
+        explained, default = field.metadata["help"], field.default
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+            default = "on" if default else "off"
+        else:
+            reader = json_object if kind == Mapping[str, Any] else kind
+            options |= {"type": reader, "choices": field.metadata["choices"], "metavar": metavars.get(kind)}
+        if default not in (MISSING, None):
+            explained += f" Default: {default}."
+        group.add_argument(f"--{field.name.replace('_', '-')}", help=explained.replace("%", "%%"), **options)
+
+
+def given_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of the engine, and those of sampling, that were given."""
+    given: dict[str, Any] = vars(args)
+    options = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
+    return options, {name: value for name, value in given.items() if name in ("max_tokens", *SAMPLING_OPTIONS)}
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.200} is no JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"""{text!r:.200} is no JSON object; give one such as '{{"name": 1}}'""")
+    return value
+
+
+def number_or_none(text: str) -> int | None:
+    return None if text == "none" else int(text)

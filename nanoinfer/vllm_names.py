@@ -1,0 +1,138 @@
+"""What users of vLLM write that nanoinfer spells otherwise, does anyway, or does not have.
+
+The rule: an option of vLLM is accepted with a value that says what nanoinfer does anyway, and with None. With any other
+value it is refused, with our name for it or with the reason. A string below is our name, `only` has the values.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from nanoinfer.errors import NOT_SUPPORTED, Foreign, Foreigners, check_names
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Options of LLM for what nanoinfer does not have, and the values that do not ask for it.
+WITHOUT: dict[str, tuple[Any, ...]] = {
+    """
+        aggregate_engine_logging calculate_kv_scales data_parallel_external_lb data_parallel_hybrid_lb
+        disable_sliding_window enable_dbo enable_elastic_ep enable_eplb enable_expert_parallel enable_lora
+        enable_mm_embeds enable_prompt_adapter enable_prompt_embeds enable_return_routed_experts fully_sharded_loras
+        interleave_mm_strings kv_cache_metrics kv_sharing_fast_prefill ray_workers_use_nsight skip_mm_profiling
+        skip_tokenizer_init trust_remote_code use_tqdm_on_load
+    """: (False,),
+    """
+        cpu_offload_gb kv_offloading_size long_prefill_token_threshold num_lookahead_slots tokenizer_pool_size
+    """: (0,),
+    """
+        data_parallel_size decode_context_parallel_size max_long_partial_prefills max_num_partial_prefills nnodes
+        num_scheduler_steps pipeline_parallel_size prefill_context_parallel_size stream_interval
+    """: (1,),
+    "config_format guided_decoding_backend model_impl tokenizer_mode": ("auto",),
+    """
+        additional_config allowed_local_media_path code_revision compilation_config cuda_graph_sizes
+        cudagraph_capture_sizes hf_config_path kv_events_config kv_transfer_config limit_mm_per_prompt lora_modules
+        max_cpu_loras max_lora_rank max_loras max_parallel_loading_workers mm_processor_kwargs model_loader_extra_config
+        num_speculative_tokens override_generation_config pooler_config quantization_param_path reasoning_parser
+        scheduler_cls speculative_config speculative_model structured_outputs_config tokenizer_revision worker_cls
+        worker_extension_cls
+    """: (),
+}
+CHUNKS = "prompts above max_num_batched_tokens are always computed in chunks"
+GUIDED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "whitespace_pattern")
+
+
+def only(*accepted: Any, why: str = NOT_SUPPORTED) -> Foreign:
+    """Describe an option that is accepted with these values, or left out."""
+    return accepted, why
+
+
+def _guided(form: str) -> dict[str, str | Foreign | None]:
+    """Return the options that vLLM had before structured_outputs, and what takes their place, written into `form`."""
+    return {f"guided_{kind}": form.format(f"{kind}=...") for kind in GUIDED_KINDS}
+
+
+LLM_NAMES: Foreigners = {
+    "block_size": "kvcache_block_size",
+    "num_gpu_blocks_override": "num_kvcache_blocks",
+    "async_scheduling": "overlap",
+    "torch_dtype": "dtype",
+    "rope_scaling": "hf_overrides={'rope_scaling': ...}",
+    "rope_theta": "hf_overrides={'rope_theta': ...}",
+    **_guided("structured_outputs=StructuredOutputsParams({}) of SamplingParams"),
+    **{name: (accepted, NOT_SUPPORTED) for names, accepted in WITHOUT.items() for name in names.split()},
+    "enable_chunked_prefill": only(True, why=CHUNKS),
+    "enable_sleep_mode": only(True, False, why="sleep and wake_up need no preparation"),
+    "disable_custom_all_reduce": only(False, why="GPUs that reach each other's memory always use it"),
+    "disable_cascade_attn": only(False, why="common prefixes are always read together where that is faster"),
+    "disable_log_requests": only(True, why="requests are not logged; on_step shows what runs"),
+    "enable_log_requests": only(False, why="requests are not logged; on_step shows what runs"),
+    "disable_log_stats": only(True, why="get_metrics has the statistics, and nothing logs them"),
+    "disable_async_output_proc": only(False, why="overlap=False collects each step before the next is launched"),
+    "distributed_executor_backend": only("mp", why="each GPU has a process on this host"),
+    "generation_config": only("vllm", why="what the model recommends is llm.default_sampling_params"),
+    "hf_token": only(why="the hub's library reads the variable HF_TOKEN"),
+    "ignore_patterns": only("original/**/*", why="only what is needed is downloaded"),
+    "logits_processors": only(why="functions of one request are SamplingParams(logits_processors=[...])"),
+    "logprobs_mode": only("raw_logprobs", why="log-probabilities are those of the model"),
+    "max_logprobs": only(-1, why="logprobs may be as many as the vocabulary"),
+    "max_seq_len_to_capture": only(why="CUDA graphs serve sequences of any length"),
+    "preemption_mode": only("recompute", why="preempted sequences are computed again"),
+    "scheduling_policy": only("fcfs", "priority", why="the order is that of priorities, then of arrival"),
+    "served_model_name": only(why="nothing is served"),
+    "swap_space": only(0, why="preempted sequences are computed again, and nothing is swapped"),
+    "task": only("auto", "generate", why="models generate, and nothing else"),
+    "runner": only("auto", "generate", why="models generate, and nothing else"),
+    "convert": only("auto", "none", why="models generate, and nothing else"),
+    "use_v2_block_manager": only(True, why="there is one block manager"),
+}
+
+CALL_NAMES: Foreigners = {
+    "prompt_token_ids": "prompts, as lists of token ids",
+    "truncate_prompt_tokens": "tokenization_kwargs",
+    **_guided("structured_outputs=StructuredOutputsParams({}) of SamplingParams"),
+    "guided_options_request": "structured_outputs of SamplingParams",
+    "chat_template_content_format": only("auto"),
+    **dict.fromkeys(("lora_request", "prompt_adapter_request", "mm_processor_kwargs", "multi_modal_data")),
+}
+
+# The same for fields of SamplingParams, and for what transformers calls them.
+SAMPLING_NAMES: Foreigners = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "eos_token_id": "stop_token_ids",
+    "bad_words_ids": "bad_words",
+    "guided_decoding": "structured_outputs",
+    "response_format": "structured_outputs",
+    "top_logprobs": "logprobs",
+    **_guided("structured_outputs=StructuredOutputsParams({})"),
+    "truncate_prompt_tokens": "tokenization_kwargs of generate and chat",
+    "best_of": only(1, why="n samples are drawn, and all of them returned"),
+    "do_sample": only(True, why="temperature=0 is greedy decoding"),
+    "length_penalty": only(1),
+    "no_repeat_ngram_size": only(0),
+    "num_beams": only(1),
+    "typical_p": only(1),
+    "output_kind": only(why=f"{NOT_SUPPORTED}: generate returns whole outputs, and stream yields what is new"),
+    "skip_reading_prefix_cache": only(False, why=f"{NOT_SUPPORTED}, but LLM(enable_prefix_caching=False)"),
+    **dict.fromkeys(("output_text_buffer_length", "routed_experts_prompt_start"), only(0)),
+    **dict.fromkeys(("early_stopping", "flat_logprobs", "skip_clone", "use_beam_search"), only(False)),
+    **dict.fromkeys(("extra_args", "logprob_token_ids", "repetition_detection", "thinking_token_budget")),
+}
+
+
+def with_vllm_names(method: Callable[P, R]) -> Callable[P, R]:
+    """Let a method that generates accept, or refuse with a hint, what vLLM's method of this name takes."""
+    known = [*inspect.signature(method).parameters][1:]
+
+    @functools.wraps(method)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        return method(*args, **check_names(method.__name__, options, known, CALL_NAMES))
+
+    return call
