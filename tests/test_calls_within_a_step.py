@@ -38,14 +38,17 @@ def said(outputs: list[RequestOutput]) -> list[tuple[list[int], str | None]]:
     return [(output.token_ids, output.finish_reason) for output in outputs]
 
 
-def beside_others(llm: LLM, call: Callable[[], Any]) -> RequestOutput:
-    """Run four requests, of which the last makes this call for its fourth token; the other three must not notice."""
+def beside_others(
+    llm: LLM, call: Callable[[], Any] = lambda: None, change: Callable[[Tensor], Tensor] = lambda logits: logits
+) -> RequestOutput:
+    """Run four requests; the last one calls, and changes its logits, for its fourth token. Others must not notice."""
     llm.reset_prefix_cache()
     alone = said(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
 
     def call_the_engine(token_ids: list[int], logits: Tensor) -> Tensor:
         if len(token_ids) == 3:
             call()
+            return change(logits)
         return logits
 
     llm.reset_prefix_cache()
@@ -97,6 +100,25 @@ def test_a_processor_gets_no_outputs_that_wait_for_step(llm: LLM) -> None:
     expected = llm.add_request([5, 6], SHORT)
     assert beside_others(llm, llm.step).finish_reason == "error"
     assert [output.request_id for output in llm.step()] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda logits: logits.to_sparse(),
+            "ValueError: it returned a tensor that is torch.sparse_coo; return a dense",
+        ),
+        (lambda logits: logits.to("meta"), "ValueError: it returned a tensor that has no values; return a dense one"),
+    ],
+    ids=["sparse", "meta"],
+)
+def test_a_processor_that_returns_no_plain_tensor_ends_its_request_and_no_other(
+    llm: LLM, change: Callable[[Tensor], Tensor], message: str
+) -> None:
+    [sample] = beside_others(llm, change=change).outputs
+    assert (len(sample.token_ids), sample.finish_reason) == (3, "error")
+    assert message in str(sample.error)
 
 
 def test_under_asyncio_the_same_call_is_refused(llm: LLM) -> None:
