@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "device": {"errors"},
     "outputs": {"errors"},
     "sampling_params": {"errors", "constraints.structured_outputs"},
-    "checkpoint": {"errors", "config"},
+    "checkpoint": {"errors", "config", "device"},
     "text": EVERYBODY,
     "constraints": EVERYBODY | {"text", "progress"},
     "engine": EVERYBODY | {"text", "constraints", "executor.runner", "control.listener"},

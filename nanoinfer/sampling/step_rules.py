@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.constraints.rules import RowMasks, StepRules
-from nanoinfer.device import to_device
+from nanoinfer.device import to_device, why_not_plain
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.sampling.token_bitmask import forbid_tokens
 
@@ -122,11 +122,8 @@ def _checked(result: Any, logits: Tensor) -> Tensor:
     shape = tuple(logits.shape)
     if not isinstance(result, Tensor):
         raise TypeError(f"it returned a {type(result).__name__}; return a tensor of shape {shape}")
-    if type(result).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # its operators are not PyTorch's own
-        raise TypeError(f"it returned a {type(result).__name__}; return a plain tensor of shape {shape}")
-    if result.is_nested or result.is_meta or result.layout is not torch.strided:
-        kind = "is nested" if result.is_nested else "has no values" if result.is_meta else f"is {result.layout}"
-        raise ValueError(f"it returned a tensor that {kind}; return a dense one of shape {shape}")
+    if why := why_not_plain(result):
+        raise ValueError(f"it returned a tensor that {why}; return a plain dense one of shape {shape}")
     if result.shape != logits.shape or not result.is_floating_point():
         raise ValueError(f"it returned {result.dtype} of shape {tuple(result.shape)}; return float32 of shape {shape}")
     return result.detach()

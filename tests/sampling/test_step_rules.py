@@ -270,11 +270,14 @@ def of_fake_values(ids: list[int], logits: Tensor) -> Tensor:
         (raises_what_cannot_be_printed, "raises_what_cannot_be_printed failed with UnspeakableError"),
         (
             lambda ids, logits: logits.to_sparse(),
-            "a tensor that is torch.sparse_coo; return a dense one of shape (100,)",
+            "it returned a tensor that has the layout torch.sparse_coo; return a plain dense one of shape (100,)",
         ),
-        (lambda ids, logits: logits.to("meta"), "it returned a tensor that has no values; return a dense one of shape"),
+        (
+            lambda ids, logits: logits.to("meta"),
+            "it returned a tensor that has no values (it is on the device meta, or not initialized); return",
+        ),
         (lambda ids, logits: torch.nested.nested_tensor([logits]), "it returned a tensor that is nested; return"),
-        (of_fake_values, "TypeError: it returned a FakeTensor; return a plain tensor of shape (100,)"),
+        (of_fake_values, "it returned a tensor that is a FakeTensor; return a plain dense one of shape (100,)"),
         (lambda ids, logits: logits.to(torch.complex64), "it returned torch.complex64 of shape (100,)"),
         (
             lambda ids, logits: logits.resize_(0),
