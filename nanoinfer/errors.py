@@ -16,7 +16,6 @@ A misspelt name of an option is a TypeError, as in any Python call; `check_names
 
 import difflib
 import functools
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -52,31 +51,6 @@ class EngineStateError(NanoinferError, RuntimeError):
 
 class WorkerError(NanoinferError, RuntimeError):
     """A process of a tensor-parallel engine has ended; the message has its traceback or its exit signal."""
-
-
-class StepGuard:
-    """Refuses calls to an engine from within its own step; it is entered for the scope that no call may change.
-
-    Logits processors run there. Other threads are not refused: they wait for their turn.
-    """
-
-    def __init__(self) -> None:
-        self._thread: int | None = None  # the one that is within a step
-
-    def __enter__(self) -> None:
-        self.check()
-        self._thread = threading.get_ident()
-
-    def __exit__(self, *_: object) -> None:
-        self._thread = None
-
-    def check(self) -> None:
-        """Raise EngineStateError in the thread that is within a step."""
-        if self._thread == threading.get_ident():
-            raise EngineStateError(
-                "the engine was called from within its own step, where logits processors run; call it between two "
-                "steps, or use a second LLM"
-            )
 
 
 def check_names(owner: str, names: Iterable[str], known: Collection[str], foreign: Mapping[str, str | None]) -> None:

@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"errors", "config", "device"},
     "text": EVERYBODY,
     "constraints": EVERYBODY | {"text", "progress"},
-    "engine": EVERYBODY | {"text", "constraints", "executor.runner", "control.listener"},
+    "engine": EVERYBODY | {"text", "constraints", "executor.runner", "executor.interrupts", "control.listener"},
     "kernels": EVERYBODY,
     "distributed": EVERYBODY | {"kernels"},
     "quantization": EVERYBODY | {"kernels", "distributed"},
@@ -56,8 +56,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": EVERYBODY | {*nanoinfer.__all__, "llm", "engine", "executor", "text", "progress", "batch"},
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "batch", "bench"},
 }
-WITHOUT_TORCH = {"constraints", "engine", "executor.runner", "control.listener", "config", "sampling_params"}
-WITHOUT_TORCH |= {"outputs", "errors"}
+WITHOUT_TORCH = {"constraints", "engine", "executor.runner", "executor.interrupts", "control.listener"}
+WITHOUT_TORCH |= {"config", "sampling_params", "outputs", "errors"}
 CUDA_ONLY = ("kernels.", "distributed.copy_engines", "layers.attention.flash_attn", "layers.attention.triton")
 
 

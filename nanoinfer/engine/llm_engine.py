@@ -21,7 +21,8 @@ from nanoinfer.engine.logprobs import collect_logprobs
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.errors import EngineClosedError, EngineStateError, StepGuard
+from nanoinfer.errors import EngineClosedError, EngineStateError
+from nanoinfer.executor.interrupts import StepGuard
 from nanoinfer.executor.runner import Runner
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
@@ -85,8 +86,7 @@ class LLMEngine:
         self._finished: deque[Sequence] = deque()  # what their users get is still to be made
         self._last_collected = 0.0  # perf_counter
         self.guard = StepGuard()  # entered for each step
-        self._num_requests = 0
-        self._num_sequences = 0
+        self._num_requests = self._num_sequences = 0
         self._requests: dict[int, Request] = {}  # those that were not returned
         self._watched: dict[int, Completion] = {}  # by seq_id: to be looked at whenever they have got a token
         self._marked: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
