@@ -74,7 +74,8 @@ class SamplingParams:
     repetition_penalty: logits of tokens in the prompt or generated before are divided by it where they are positive,
         and multiplied where they are negative; 1 is none.
     logprobs: for each generated token, its log-probability and those of this many of the likeliest tokens, by the
-        model's own distribution (temperature 1, no penalties). -1 is all of the vocabulary, True is 1.
+        model's own distribution (temperature 1, no penalties), under structured_outputs among the tokens that these
+        allow. -1 is all of the vocabulary, True is 1.
         prompt_logprobs: the same for the prompt's tokens.
     spaces_between_special_tokens: keep the spaces that the tokenizer writes between special tokens side by side, where
         the text has these. Tokenizers of most models write none.
@@ -84,7 +85,8 @@ class SamplingParams:
     bad_words: strings that are not generated, each forbidden where its last token would complete it; kept as a tuple.
     structured_outputs: what form the text has (a JSON schema, a regular expression, ...): a StructuredOutputsParams.
     logits_processors: functions of the completion's token ids, a list of int, and its logits, a float32 tensor
-        (vocab_size,), that return the logits to go on with; they see logits after logit_bias. Kept as a tuple.
+        (vocab_size,), that return the logits to go on with; they see logits after logit_bias, and cannot call their own
+        engine. Kept as a tuple.
 
     Raises RequestError (a ValueError) for a value out of range.
     """

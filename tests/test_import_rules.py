@@ -24,10 +24,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "device": {"errors"},
     "outputs": {"errors"},
     "sampling_params": {"errors", "vllm_names", "constraints.structured_outputs"},
-    "checkpoint": {"errors", "config"},
+    "checkpoint": {"errors", "config", "device"},
     "text": EVERYBODY,
     "constraints": EVERYBODY | {"text", "progress"},
-    "engine": EVERYBODY | {"text", "constraints", "executor.runner", "control.listener"},
+    "engine": EVERYBODY | {"text", "constraints", "executor.runner", "executor.interrupts", "control.listener"},
     "kernels": EVERYBODY,
     "distributed": EVERYBODY | {"kernels"},
     "quantization": EVERYBODY | {"kernels", "distributed"},
@@ -61,8 +61,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "terminal_chat": EVERYBODY | {*nanoinfer.__all__},
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "cli", "terminal_chat", "batch", "bench"},
 }
-WITHOUT_TORCH = {"constraints", "engine", "executor.runner", "control.listener", "config", "sampling_params"}
-WITHOUT_TORCH |= {"outputs", "errors", "vllm_names", "cli"}
+WITHOUT_TORCH = {"constraints", "engine", "executor.runner", "executor.interrupts", "control.listener"}
+WITHOUT_TORCH |= {"config", "sampling_params", "outputs", "errors", "vllm_names", "cli"}
 CUDA_ONLY = ("kernels.", "distributed.copy_engines", "layers.attention.flash_attn", "layers.attention.triton")
 
 
