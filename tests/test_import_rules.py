@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"errors", "config"},
     "text": EVERYBODY,
     "constraints": EVERYBODY | {"text", "progress"},
-    "engine": EVERYBODY | {"text", "constraints", "executor.runner", "control.listener"},
+    "engine": EVERYBODY | {"text", "constraints"},
     "kernels": EVERYBODY,
     "distributed": EVERYBODY | {"kernels"},
     "quantization": EVERYBODY | {"kernels", "distributed"},
@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": EVERYBODY | STEP_DATA | {"runner", "distributed"},
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"engine"},
-    "control": EVERYBODY | {"text", "engine", "executor.runner", "executor.interrupts"},
+    "control": EVERYBODY | {"text", "engine", "executor.interrupts"},
     "llm": EVERYBODY
     | {"constraints", "control", "engine", "executor", "runner", "models", "text", "progress", "scoring"}
     | {"engine_options", "integrations.async_calls"},
@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "terminal_chat": EVERYBODY | {*nanoinfer.__all__},
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "cli", "terminal_chat", "batch", "bench"},
 }
-WITHOUT_TORCH = {"constraints", "engine", "executor.runner", "control.listener", "config", "sampling_params"}
+WITHOUT_TORCH = {"constraints", "engine", "config", "sampling_params"}
 WITHOUT_TORCH |= {"outputs", "errors", "vllm_names", "cli"}
 CUDA_ONLY = ("kernels.", "distributed.copy_engines", "layers.attention.flash_attn", "layers.attention.triton")
 

@@ -8,7 +8,7 @@ from nanoinfer.device import is_out_of_memory
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import ConfigError, EngineStateError, ModelError
 from nanoinfer.executor.interrupts import postponed_interrupt
-from nanoinfer.executor.runner import Runner
+from nanoinfer.engine.interfaces import Runner
 
 
 class WeightControl:
