@@ -5,10 +5,10 @@ from threading import RLock
 from typing import Any
 
 from nanoinfer.device import is_out_of_memory
+from nanoinfer.engine.interfaces import Runner
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import ConfigError, EngineStateError, ModelError
 from nanoinfer.executor.interrupts import postponed_interrupt
-from nanoinfer.engine.interfaces import Runner
 
 
 class WeightControl:
