@@ -15,7 +15,7 @@ PACKAGE = Path(nanoinfer.__file__).parent
 
 # Each part may import itself and the parts that its line names. Parts are folders, and the files of the top folder.
 EVERYBODY = {"errors", "vllm_names", "config", "device", "outputs", "sampling_params", "checkpoint"}
-STEP_DATA = {"engine.batch", "constraints.rules"}  # what the host says of a step
+STEP_DATA = {"engine.batch", "engine.row_options", "constraints.rules"}  # what the host says of a step
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "vllm_names": {"errors"},
