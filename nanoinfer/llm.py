@@ -24,10 +24,10 @@ from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.control.run_control import RunControl
 from nanoinfer.control.weight_control import WeightControl
 from nanoinfer.device import host_array
+from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine, PreparedRequest
 from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import ModelError, RequestError
-from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.integrations.async_calls import AsyncCalls
 from nanoinfer.models import REGISTRY

@@ -154,15 +154,6 @@ class SamplingParams:
         differ = [f"{name}={value!r}" for name, (value, default) in values.items() if value not in (default, ())]
         return f"SamplingParams({', '.join(differ)})"
 
-    @property
-    def is_filtered(self) -> bool:
-        """Return whether top_k, top_p or min_p excludes tokens."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
-    @property
-    def is_penalised(self) -> bool:
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
-
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingParams":
         """Read what a generation_config.json, given as a dict, recommends; options that are none of ours are left out.

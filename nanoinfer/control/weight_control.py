@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from nanoinfer.device import is_out_of_memory
+from nanoinfer.engine.interfaces import Runner
+from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import ConfigError, EngineStateError, ModelError
-from nanoinfer.executor.interrupts import postponed_interrupt
-from nanoinfer.executor.runner import Runner
 
 PAIRS = "a dict of names to tensors, or an iterable of pairs of a name and a tensor, with the names of the checkpoint"
 

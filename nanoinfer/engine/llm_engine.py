@@ -14,16 +14,15 @@ import xxhash
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.constraints.rules import ConstraintPlan, StepRules
-from nanoinfer.control.listener import SILENT, Listener
 from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.interfaces import Listener, Runner
+from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.logprobs import collect_logprobs
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import EngineClosedError, EngineStateError
-from nanoinfer.executor.interrupts import StepGuard
-from nanoinfer.executor.runner import Runner
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.tokenizer import Tokenizer, completion_text
@@ -90,7 +89,15 @@ class LLMEngine:
         self._requests: dict[int, Request] = {}  # those that were not returned
         self._watched: dict[int, Completion] = {}  # by seq_id: to be looked at whenever they have got a token
         self._marked: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
-        self.listener: Listener = SILENT  # is told what happens
+
+    @property
+    def listener(self) -> Listener:
+        """What is told of the work: the scheduler's, so that both tell the same one."""
+        return self.scheduler.listener
+
+    @listener.setter
+    def listener(self, listener: Listener) -> None:
+        self.scheduler.listener = listener
 
     def add_request(
         self,
@@ -122,7 +129,7 @@ class LLMEngine:
         self._requests[request_id] = request
         for completion in request.completions:
             self.scheduler.add(completion.seq)
-        self.listener.arrived(request)
+            self.listener.arrived(completion.seq, request.arrived)
         return request_id
 
     def step(self, launch: bool = True) -> None:
