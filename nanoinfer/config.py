@@ -143,8 +143,8 @@ class EngineConfig:
             raise ConfigError(f"quantization={self.quantization!r} is not known; use {known} or None")
         if self.max_model_len == 1:
             raise ConfigError("max_model_len=1 has no room for a prompt and a completion; use at least 2")
-        if self.trace is not None and (Path(self.trace).is_dir() or not Path(self.trace).parent.is_dir()):
-            raise ConfigError(f"trace={self.trace!r} cannot be written; give a file in a folder that exists")
+        if self.trace is not None:
+            _check_trace(Path(self.trace))
         if self.kvcache_block_size % 16 != 0:
             nearest = max(16, round(self.kvcache_block_size / 16) * 16)
             raise ConfigError(f"kvcache_block_size={self.kvcache_block_size} is no multiple of 16; use {nearest}")
@@ -154,6 +154,19 @@ class EngineConfig:
         """Build the config of `LLM(model, **options)`; an unknown option is a TypeError that names a similar one."""
         known = [item.name for item in fields(cls) if item.name != "model"]
         return cls(model=str(model), **check_names("LLM", options, known, VLLM_NAMES))
+
+
+def _check_trace(path: Path) -> None:
+    """Raise ConfigError for a path at which there cannot be a file."""
+    reason = ""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # the name is too long, say, or has a null byte
+        reason = f", with a name that the system takes ({getattr(error, 'strerror', None) or error})"
+    if reason or path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"trace={str(path)!r} cannot be written; give a file in a folder that exists{reason}")
 
 
 def _as_json(overrides: Any) -> dict[str, Any]:

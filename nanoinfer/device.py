@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from nanoinfer.errors import ConfigError
 
@@ -126,6 +127,20 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(previous)
+
+
+def why_not_plain(tensor: Tensor) -> str | None:
+    """Return why a user's tensor is not one whose values can be copied to a plain tensor; None if it is.
+
+    The text follows "it ", as in "it is sparse". The shape is not looked at: some of these have none.
+    """
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # its operators are not PyTorch's own
+        return f"is a {type(tensor).__name__}"
+    if tensor.is_nested:
+        return "is nested"
+    if tensor.is_meta or is_lazy(tensor):
+        return "has no values (it is on the device meta, or not initialized)"
+    return None if tensor.layout is torch.strided else f"has the layout {tensor.layout}"
 
 
 def import_error(package: str) -> ImportError | None:

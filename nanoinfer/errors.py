@@ -6,7 +6,8 @@
     |-- RequestError (ValueError)        a prompt or sampling parameter that cannot be served
     |-- JobError (ValueError)            input or output of a batch job that cannot be used
     |-- WorkerError (RuntimeError)       a process of a tensor-parallel engine has ended
-    |-- EngineStateError (RuntimeError)  a call that the engine cannot serve now: it sleeps, or requests are unfinished
+    |-- EngineStateError (RuntimeError)  a call that the engine cannot serve now: it sleeps, requests are unfinished, or
+    |                                    the call comes from within a step
     `-- EngineClosedError (RuntimeError) a call to an engine that was closed
 
 Every message says what was wrong, the value, and what to do. Catching ValueError catches all that a user can mend.
@@ -47,7 +48,7 @@ class EngineClosedError(NanoinferError, RuntimeError):
 
 
 class EngineStateError(NanoinferError, RuntimeError):
-    """The engine cannot serve this call now, because it sleeps, lacks weights, or has requests that are unfinished."""
+    """The engine cannot serve this call now: it sleeps, lacks weights, has unfinished requests, or is within a step."""
 
 
 class WorkerError(NanoinferError, RuntimeError):

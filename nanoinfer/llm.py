@@ -24,10 +24,10 @@ from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.control.run_control import RunControl
 from nanoinfer.control.weight_control import WeightControl
 from nanoinfer.device import host_array
+from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine, PreparedRequest
 from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import ModelError, RequestError
-from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.integrations.async_calls import AsyncCalls
 from nanoinfer.models import REGISTRY
@@ -251,6 +251,7 @@ class LLM(RunControl, WeightControl, AsyncCalls):
 
     def step(self) -> list[RequestOutput]:
         """Return the requests of `add_request` that have finished; where there are none yet, run one step first."""
+        self.engine.guard.check()
         if not self._unclaimed:
             self._step()
         with self._lock:
@@ -291,7 +292,8 @@ class LLM(RunControl, WeightControl, AsyncCalls):
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         with self._lock:
-            self.engine.reset_prefix_cache()
+            self.engine.check_open()
+            self.engine.block_manager.reset_prefix_cache()
 
     def close(self) -> None:
         """Free the model and the cache; closing twice is fine."""
@@ -323,6 +325,7 @@ class LLM(RunControl, WeightControl, AsyncCalls):
         with self._lock:  # tokenizers do not serve two threads at once
             encoded = self._prompts.encode(prompts, add_special_tokens, tokenization_kwargs=tokenization_kwargs)
         plans = self._constraints.compile(params, use_tqdm)
+        columns = zip(prompts, encoded, params, priorities, plans, strict=True)
         return [
             PreparedRequest(
                 prompt=prompt if isinstance(prompt, str) else None,
@@ -331,9 +334,7 @@ class LLM(RunControl, WeightControl, AsyncCalls):
                 priority=its_priority,
                 constraint=plan,
             )
-            for prompt, ids, its_params, its_priority, plan in zip(
-                prompts, encoded, params, priorities, plans, strict=True
-            )
+            for prompt, ids, its_params, its_priority, plan in columns
         ]
 
     def _complete(

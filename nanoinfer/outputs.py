@@ -57,6 +57,7 @@ def html_table(rows: Iterable[Sequence[str]]) -> str:
 class Logprob:
     """Says how likely the model found one token at one place, by its own distribution (temperature 1, no penalties).
 
+    Under structured_outputs that is the distribution over the tokens that these allow; all others have -inf.
     logprob: natural logarithm of its probability. rank: 1 is the likeliest of all; of equal ones the lower id comes
     first, as in greedy decoding. decoded_token: the text of this token alone; None where there is no text.
     """

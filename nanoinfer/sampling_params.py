@@ -74,7 +74,8 @@ class SamplingParams:
     repetition_penalty: logits of tokens in the prompt or generated before are divided by it where they are positive,
         and multiplied where they are negative; 1 is none.
     logprobs: for each generated token, its log-probability and those of this many of the likeliest tokens, by the
-        model's own distribution (temperature 1, no penalties). -1 is all of the vocabulary, True is 1.
+        model's own distribution (temperature 1, no penalties), under structured_outputs among the tokens that these
+        allow. -1 is all of the vocabulary, True is 1.
         prompt_logprobs: the same for the prompt's tokens.
     spaces_between_special_tokens: keep the spaces that the tokenizer writes between special tokens side by side, where
         the text has these. Tokenizers of most models write none.
@@ -84,7 +85,8 @@ class SamplingParams:
     bad_words: strings that are not generated, each forbidden where its last token would complete it; kept as a tuple.
     structured_outputs: what form the text has (a JSON schema, a regular expression, ...): a StructuredOutputsParams.
     logits_processors: functions of the completion's token ids, a list of int, and its logits, a float32 tensor
-        (vocab_size,), that return the logits to go on with; they see logits after logit_bias. Kept as a tuple.
+        (vocab_size,), that return the logits to go on with; they see logits after logit_bias, and cannot call their own
+        engine. Kept as a tuple.
 
     Raises RequestError (a ValueError) for a value out of range.
     """
@@ -151,15 +153,6 @@ class SamplingParams:
         values = {item.name: (getattr(self, item.name), item.default) for item in fields(self)}
         differ = [f"{name}={value!r}" for name, (value, default) in values.items() if value not in (default, ())]
         return f"SamplingParams({', '.join(differ)})"
-
-    @property
-    def is_filtered(self) -> bool:
-        """Return whether top_k, top_p or min_p excludes tokens."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
-    @property
-    def is_penalised(self) -> bool:
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingParams":

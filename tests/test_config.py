@@ -230,6 +230,7 @@ def test_a_model_is_split_over_sizes_that_divide_it_and_others_are_refused_with_
     [
         (None, {"rope_type": "default"}, "bfloat16"),
         ({"type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 2.0}, "float16"),
+        ({"type": "dynamic", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}, "float32"),
         ({"rope_type": "yarn", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}, "float32"),
         ({"type": "linear", "rope_type": "yarn", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}, "float32"),
     ],
@@ -407,6 +408,7 @@ def test_a_config_json_that_is_no_json_object_is_refused(content: bytes, tmp_pat
     [
         (None, 1024),
         ({"rope_type": "linear", "factor": 2.5}, 2560),
+        ({"rope_type": "dynamic", "factor": 2.5}, 1024),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
         ({"rope_type": "yarn", "factor": 4.0}, 1024),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "original_max_position_embeddings": 128}, 1024),

@@ -15,7 +15,7 @@ PACKAGE = Path(nanoinfer.__file__).parent
 
 # Each part may import itself and the parts that its line names. Parts are folders, and the files of the top folder.
 EVERYBODY = {"errors", "vllm_names", "config", "device", "outputs", "sampling_params", "checkpoint"}
-STEP_DATA = {"engine.batch", "constraints.rules"}  # what the host says of a step
+STEP_DATA = {"engine.batch", "engine.row_options", "constraints.rules"}  # what the host says of a step
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "vllm_names": {"errors"},
@@ -24,10 +24,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "device": {"errors"},
     "outputs": {"errors"},
     "sampling_params": {"errors", "vllm_names", "constraints.structured_outputs"},
-    "checkpoint": {"errors", "config"},
+    "checkpoint": {"errors", "config", "device"},
     "text": EVERYBODY,
     "constraints": EVERYBODY | {"text", "progress"},
-    "engine": EVERYBODY | {"text", "constraints", "executor.runner", "control.listener"},
+    "engine": EVERYBODY | {"text", "constraints"},
     "kernels": EVERYBODY,
     "distributed": EVERYBODY | {"kernels"},
     "quantization": EVERYBODY | {"kernels", "distributed"},
@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": EVERYBODY | STEP_DATA | {"runner", "distributed"},
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"engine"},
-    "control": EVERYBODY | {"text", "engine", "executor.runner", "executor.interrupts"},
+    "control": EVERYBODY | {"text", "engine"},
     "llm": EVERYBODY
     | {"constraints", "control", "engine", "executor", "runner", "models", "text", "progress", "scoring"}
     | {"engine_options", "integrations.async_calls"},
@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "terminal_chat": EVERYBODY | {*nanoinfer.__all__},
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "cli", "terminal_chat", "batch", "bench"},
 }
-WITHOUT_TORCH = {"constraints", "engine", "executor.runner", "control.listener", "config", "sampling_params"}
+WITHOUT_TORCH = {"constraints", "engine", "config", "sampling_params"}
 WITHOUT_TORCH |= {"outputs", "errors", "vllm_names", "cli"}
 CUDA_ONLY = ("kernels.", "distributed.copy_engines", "layers.attention.flash_attn", "layers.attention.triton")
 

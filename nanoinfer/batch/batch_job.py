@@ -25,8 +25,8 @@ from nanoinfer.batch.openai_format import (
     parse_line,
     response_body,
 )
+from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.errors import JobError, RequestError
-from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams

@@ -194,10 +194,13 @@ class ModelConfig:
         """Return how long a sequence may be: as asked for, or as the model allows. Raises ConfigError above that."""
         limit = self.max_model_len
         if requested is not None and requested > limit:
-            raise ConfigError(
-                f"max_model_len={requested} is above the model's own limit of {limit} tokens; use at most {limit}, or "
-                "a config.json with RoPE scaling"
-            )
+            remedy = f"use at most {limit}, or a config.json with RoPE scaling"
+            if self.rope.rope_type == "dynamic":
+                remedy = (
+                    f"use at most {limit}: beyond it rope_type='dynamic' depends on the current length, so that keys "
+                    "in the KV cache would disagree with newer ones"
+                )
+            raise ConfigError(f"max_model_len={requested} is above the model's own limit of {limit} tokens; {remedy}")
         return requested or limit
 
     def check_tensor_parallel_size(self, size: int) -> None:

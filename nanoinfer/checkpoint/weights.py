@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoinfer.device import why_not_plain
 from nanoinfer.errors import ModelError
 
 Place = tuple[str, str | None]  # a parameter's name, and the shard of it that one tensor fills; None where that is all
@@ -100,9 +101,13 @@ class ModelWeights:
     def check(self, name: str, tensor: Any) -> dict[Place, Tensor]:
         """Return where a tensor goes: nowhere, if it is not needed. Raises ModelError for one that does not fit."""
         if not isinstance(name, str):
-            raise ModelError(f"{name!r} is no name of a weight; give pairs of a name and a tensor, or a dict of these")
+            raise ModelError(
+                f"{name!r:.100} is no name of a weight; give pairs of a name and a tensor, or a dict of these"
+            )
         if not isinstance(tensor, Tensor):
             raise ModelError(f"{name!r} cannot be updated: it is a {type(tensor).__name__}; give a tensor")
+        if why := why_not_plain(tensor):
+            raise ModelError(f"{name!r} cannot be updated: it {why}; give a plain dense tensor")
         if not self.is_needed(name):
             return {}
         try:

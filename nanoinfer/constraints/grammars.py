@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.constraints import lark, token_sets
-from nanoinfer.constraints.schemas import forbid_additional_properties, is_endless
+from nanoinfer.constraints.schemas import find_dead_end, forbid_additional_properties
 from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
 from nanoinfer.errors import RequestError
 from nanoinfer.progress import progress_bar
@@ -126,6 +126,15 @@ class GrammarLibrary:
         if not self._stop_token_ids:  # the library takes a token for one even so
             token_sets.remove(bits, self._tokenizer.eos_tokens, [row for _, row in matchers])
 
+    def _is_impossible(self, schema: dict[str, Any]) -> bool:
+        """Return whether no object follows a schema, as the mask after the opening brace says."""
+        source = self._llguidance.LLMatcher.grammar_from_json_schema(schema)
+        matcher = self._llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        if not matcher.consume_tokens(self._tokenizer.tokenize_str("{")):
+            return False  # it cannot be compiled, which the whole schema will say
+        self.fill([(matcher, 0)], np.zeros((1, self._num_words), np.int32))
+        return bool(matcher.is_error())
+
     def _look_ahead(self, template: Any, first_mask: NDArray[np.int32]) -> Any:
         """Return a template that has the mask of the state after a first token.
 
@@ -144,12 +153,10 @@ class GrammarLibrary:
         matcher, from_text = self._llguidance.LLMatcher, self._llguidance.grammar_from
 
         def with_options(schema: dict[str, Any]) -> dict[str, Any]:
-            if is_endless(schema):
-                raise RequestError(
-                    f"{wanted} needs a value that holds itself without end; make one of its parts optional"
-                )
             if wanted.disable_additional_properties:
                 schema = forbid_additional_properties(schema)
+            if dead_end := find_dead_end(schema, self._is_impossible):
+                raise RequestError(f"{wanted} {dead_end}")
             options: dict[str, Any] = {"whitespace_flexible": False} if wanted.disable_any_whitespace else {}
             if wanted.whitespace_pattern is not None:
                 options["whitespace_pattern"] = wanted.whitespace_pattern

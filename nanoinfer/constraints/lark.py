@@ -25,6 +25,8 @@ FORMATS: dict[str, tuple[set[str], set[str]]] = {
     "triggered_tags": ({"triggers", "tags"}, {"at_least_one", "stop_after_first"}),
     "tags_with_separator": ({"tags", "separator"}, {"at_least_one", "stop_after_first"}),
 }
+# Formats that may come without a type, as in xgrammar, since what they must have tells them from all others.
+TOLD_BY_PARTS = ("tag", "triggered_tags", "tags_with_separator", "const_string", "json_schema")
 SUFFIXES = {"optional": "?", "star": "*", "plus": "+"}
 # Options that are written out with these values mean nothing.
 WITHOUT_EFFECT = {
@@ -78,7 +80,7 @@ def from_structural_tag(
 def _format_of(tag: dict[str, Any]) -> Any:
     """Return the format of a structural tag, whose older form is one of triggered tags."""
     if "structures" not in tag:
-        if tag.get("type") != "structural_tag" or "format" not in tag:
+        if tag.get("type", "structural_tag") != "structural_tag" or "format" not in tag:
             raise RequestError(
                 f"structural_tag={shorten(tag)} is of no known form; give 'structures' and 'triggers', or type="
                 "'structural_tag' and 'format'"
@@ -130,7 +132,7 @@ class _Writer:
 
     def pieces(self, form: Any) -> list[_Piece]:
         """Return what a format is made of, from left to right."""
-        kind = form.get("type") if isinstance(form, dict) else None
+        kind = _type_of(form)
         if kind not in FORMATS:
             raise RequestError(
                 f"structural_tag has the format {shorten(form)}, whose type is none of {', '.join(FORMATS)}; use these"
@@ -185,7 +187,7 @@ class _Writer:
         if kind == "or":
             return self._one_of([self.concatenate(self.pieces(one)) for one in _non_empty(form, "elements")])
         if kind == "tags_with_separator":
-            tag = self._one_of([self.concatenate(self.pieces(one)) for one in _non_empty(form, "tags")])
+            tag = self._one_of([self.concatenate(self.pieces(one)) for one in _tags_of(form)])
             more = "" if form.get("stop_after_first") else f" ({self._text([form['separator']])} {tag})*"
             return f"({tag}{more}){'' if form.get('at_least_one') else '?'}"
         content = self._rule(self.concatenate(self.pieces(form["content"])))
@@ -202,7 +204,7 @@ class _Writer:
         return [_Text([begin]), *self.pieces(form["content"]), _Text(end)]
 
     def _triggered_tags(self, form: dict[str, Any]) -> list[_Piece]:
-        triggers, tags = _non_empty(form, "triggers"), _non_empty(form, "tags")
+        triggers, tags = _non_empty(form, "triggers"), _tags_of(form)
         for tag in tags:
             self.pieces(tag)  # says what is wrong with it
         whole = self._one_of([self.concatenate(self.pieces(tag)) for tag in tags])
@@ -262,6 +264,22 @@ def _text(form: dict[str, Any], name: str) -> str:
     if not isinstance(form[name], str):
         raise RequestError(f"structural_tag has {name}={shorten(form[name])}; give a text")
     return str(form[name])
+
+
+def _type_of(form: Any) -> Any:
+    """Return the type of a format: as it says, or as its parts tell; None where they do not."""
+    if not isinstance(form, dict) or "type" in form:
+        return form.get("type") if isinstance(form, dict) else None
+    return next((kind for kind in TOLD_BY_PARTS if FORMATS[kind][0] <= form.keys()), None)
+
+
+def _tags_of(form: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the tags of a format that has several; each may leave out its type."""
+    tags = _non_empty(form, "tags")
+    for tag in tags:
+        if not isinstance(tag, dict) or tag.get("type", "tag") != "tag":
+            raise RequestError(f"structural_tag has {shorten(tag)} among tags; give dicts with begin, content and end")
+    return [{**tag, "type": "tag"} for tag in tags]
 
 
 def _non_empty(form: dict[str, Any], name: str) -> list[Any]:

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from nanoinfer.control.listener import SILENT
-from nanoinfer.control.pausing import pause, resume
 from nanoinfer.control.step_events import GpuTimer, StepCallback, StepEvents
+from nanoinfer.engine.interfaces import SILENT
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import RequestError
@@ -42,14 +41,14 @@ class RunControl:
         does; then they are computed again. Its tokens are those that it would have got. A token that is being computed
         still comes. While all that is left is paused, `generate` and its like wait, and `step` waits 10 ms at most.
         """
-        self.engine.act_later(pause, as_request_ids(request_ids))
+        self.engine.act_later(Scheduler.pause, as_request_ids(request_ids))
 
     def resume(self, request_ids: int | Collection[int]) -> None:
         """Have paused requests go on with the next step. Ids as in `abort`; those that are not paused stay as they are.
 
         One that has given its blocks up waits for its turn, which is that of its priority and arrival.
         """
-        self.engine.act_later(resume, as_request_ids(request_ids))
+        self.engine.act_later(Scheduler.resume, as_request_ids(request_ids))
 
     def get_metrics(self) -> EngineMetrics:
         """Return the work done since this LLM was made, and what it holds now."""

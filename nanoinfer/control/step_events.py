@@ -1,23 +1,21 @@
 """Makes the StepEvents of `LLM.on_step` out of what the engine tells its `Listener` while it works.
 
-What the engine does not tell is read from the scheduler: counts as they are, and preempted and paused sequences when
-the scheduler says that there are others than before.
+Counts are read from the scheduler when a step is launched.
 
 A thread may begin to listen in the middle of another thread's step. Such a step has no event: whatever is told of a
 step is passed over, unless its launch was told.
 """
 
-import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
 
-from nanoinfer.control.listener import Listener
 from nanoinfer.engine.batch import ScheduledBatch
-from nanoinfer.engine.request import Request
+from nanoinfer.engine.interfaces import Listener
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.outputs import RequestChange, StepEvent
@@ -64,25 +62,29 @@ class StepEvents(Listener):
         self._launched: deque[OpenStep] = deque()  # the oldest first
         self._collected: deque[OpenStep] = deque()
         self._changes: list[RequestChange] = []  # since the last event
-        self._running: dict[int, Sequence] = {seq.seq_id: seq for seq in [*scheduler.running]}
-        self._preempted: dict[int, Sequence] = {}  # those that wait, or are paused
-        self._paused = scheduler.paused
-        self._num_preemptions = scheduler.num_preemptions
+        self._preempted: dict[int, Sequence] = {}  # by seq_id: those that wait to be computed again, or are paused
 
-    def arrived(self, request: Request) -> None:
-        for completion in request.completions:
-            seq = completion.seq
-            self._changes.append(_change(seq, "arrived", request.arrived, seq.num_prompt_tokens))
+    def arrived(self, seq: Sequence, time: float) -> None:
+        self._changes.append(_change(seq, "arrived", time, seq.num_prompt_tokens))
+
+    def paused(self, seq: Sequence) -> None:
+        self._changes.append(_change(seq, "paused", perf_counter(), seq.num_computed_tokens))
+
+    def resumed(self, seq: Sequence) -> None:
+        if seq.status is SequenceStatus.WAITING and seq.num_cached_tokens is not None:  # it ran before
+            self._preempted[seq.seq_id] = seq
+        self._changes.append(_change(seq, "resumed", perf_counter(), seq.num_computed_tokens))
+
+    def preempted(self, seq: Sequence) -> None:
+        self._preempted[seq.seq_id] = seq
+        self._changes.append(_change(seq, "preempted", perf_counter(), seq.num_tokens))
 
     def launching(self, batch: ScheduledBatch, started: float) -> None:
         """Note what was scheduled. It is called right before the step's work is given to the device."""
         scheduler, manager = self._scheduler, self._scheduler.block_manager
         found = {chunk.seq.seq_id: chunk.start for chunk in batch.prefill}
         admitted = {seq.seq_id: found[seq.seq_id] for seq in batch.admitted}
-        self._note_pauses(started, admitted)
-        self._note_preemptions(started)
         for seq in batch.admitted:
-            self._running[seq.seq_id] = seq
             self._preempted.pop(seq.seq_id, None)
         changes = [_change(seq, "admitted", started, admitted[seq.seq_id]) for seq in batch.admitted]
         changes += [_change(chunk.seq, "chunk", started, chunk.length) for chunk in batch.prefill]
@@ -107,29 +109,26 @@ class StepEvents(Listener):
         for step in self._launched:
             if step.batch is batch:
                 step.end = self._timer.mark() if self._timer else None
-                step.facts["launched"] = time.perf_counter()
+                step.facts["launched"] = perf_counter()
 
     def collected(self, batch: ScheduledBatch, arrived: float) -> None:
         for step in [step for step in self._launched if step.batch is batch]:
             self._launched.remove(step)
-            step.facts |= {"arrived": arrived, "ended": time.perf_counter()}
+            step.facts |= {"arrived": arrived, "ended": perf_counter()}
             self._collected.append(step)
 
     def failed(self) -> None:
         self._launched.clear()
 
     def finished(self, seq: Sequence) -> None:
-        self._running.pop(seq.seq_id, None)
         self._preempted.pop(seq.seq_id, None)
         num_generated = len(seq.token_ids) - seq.num_prompt_tokens
-        self._changes.append(_change(seq, "finished", time.perf_counter(), num_generated, seq.finish_reason))
+        self._changes.append(_change(seq, "finished", perf_counter(), num_generated, seq.finish_reason))
 
     def stepped(self) -> None:
         """Make the events of the steps that were collected, and call whoever wants them."""
-        now = time.perf_counter()
-        self._note_pauses(now)
         if self._collected:
-            self._collected[-1].facts["ended"] = now
+            self._collected[-1].facts["ended"] = perf_counter()
         for event in self._make_events(self._timer):
             for callback in [*self.callbacks]:
                 callback(event)
@@ -143,7 +142,6 @@ class StepEvents(Listener):
 
     def take_rest(self) -> tuple[list[RequestChange], float]:
         """Return the changes of no event so far, those by steps in flight too, and when these were launched."""
-        self._note_pauses(time.perf_counter())
         in_flight = [step for step in self._launched if "launched" in step.facts]
         changes = self._changes + [change for step in in_flight for change in step.changes]
         self._changes = []
@@ -159,32 +157,6 @@ class StepEvents(Listener):
             changes = sorted(self._changes + step.changes, key=_time_of)
             self._changes = []
             yield StepEvent(gpu_seconds=gpu_seconds, changes=tuple(changes), **step.facts)
-
-    def _note_pauses(self, now: float, admitted: Container[int] = ()) -> None:
-        """Note who was paused or resumed since the last time. admitted: ids of those that the next step admits."""
-        before, self._paused = self._paused, self._scheduler.paused
-        if before is self._paused:
-            return
-        for seq in {*self._paused}.difference(before):
-            self._running.pop(seq.seq_id, None)
-            self._changes.append(_change(seq, "paused", now, seq.num_computed_tokens))
-        for seq in {*before}.difference(self._paused):
-            if seq.status is SequenceStatus.RUNNING:
-                self._running[seq.seq_id] = seq
-            elif seq.status is SequenceStatus.WAITING and seq.num_cached_tokens is not None:  # it ran before
-                self._preempted[seq.seq_id] = seq
-            if seq.status is not SequenceStatus.FINISHED:
-                num_kept = 0 if seq.seq_id in admitted else seq.num_computed_tokens
-                self._changes.append(_change(seq, "resumed", now, num_kept))
-
-    def _note_preemptions(self, now: float) -> None:
-        if self._num_preemptions == self._scheduler.num_preemptions:
-            return
-        self._num_preemptions = self._scheduler.num_preemptions
-        for seq in [seq for seq in self._running.values() if seq.status is SequenceStatus.WAITING]:
-            del self._running[seq.seq_id]
-            self._preempted[seq.seq_id] = seq
-            self._changes.append(_change(seq, "preempted", now, seq.num_tokens))
 
 
 def _change(seq: Sequence, what: str, now: float, num_tokens: int, reason: str | None = None) -> RequestChange:

@@ -4,11 +4,15 @@ from collections.abc import Iterable, Mapping
 from threading import RLock
 from typing import Any
 
+from torch import Tensor
+
 from nanoinfer.device import is_out_of_memory
+from nanoinfer.engine.interfaces import Runner
+from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import ConfigError, EngineStateError, ModelError
-from nanoinfer.executor.interrupts import postponed_interrupt
-from nanoinfer.executor.runner import Runner
+
+PAIRS = "a dict of names to tensors, or an iterable of pairs of a name and a tensor, with the names of the checkpoint"
 
 
 class WeightControl:
@@ -21,9 +25,12 @@ class WeightControl:
         """Copy new weights into the model in place, on all ranks, and forget every cached prefix.
 
         named_tensors: a dict or an iterable of the checkpoint's names and whole tensors, on any device; all or some.
-        Raises ModelError, with close names, for one that does not fit: nothing of a dict is copied then; what came
-        before it in an iterable stays. Raises EngineStateError while requests are unfinished, or the engine sleeps.
+        Raises ModelError, with close names, for one that does not fit, and for what is no pair: nothing of a dict is
+        copied then; what came before it in an iterable stays. Raises EngineStateError while requests are unfinished, or
+        the engine sleeps.
         """
+        if not isinstance(named_tensors, Iterable) or isinstance(named_tensors, (str, bytes, Tensor)):
+            raise ModelError(f"named_tensors is a {type(named_tensors).__name__}; give {PAIRS}")
         with self._lock:
             runner = self._idle_runner("update_weights")
             if runner.sleep_level is not None:
@@ -34,8 +41,10 @@ class WeightControl:
                 named_tensors = named_tensors.items()
             num_copied = 0
             try:
-                for name, tensor in named_tensors:
-                    runner.weights.update(name, tensor)
+                for pair in named_tensors:
+                    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                        raise ModelError(f"named_tensors has {pair!r:.100} in place of a pair; give {PAIRS}")
+                    runner.weights.update(*pair)
                     num_copied += 1
             except ModelError as error:
                 raise ModelError(f"{error}; the {num_copied} before it were copied, and stay") from None

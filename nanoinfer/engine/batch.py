@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoinfer.engine.row_options import SamplingRecord, TokenBias, biases_of, sampling_record, stop_ids_of
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.shared_prefixes import PrefixGroup
 
-MANY = 2**24  # more tokens than any vocabulary or sequence has, and exact in float32
 NO_TOKEN = -1  # stands for a sampled id where the logits were NaN or infinite
 
 Packet = NDArray[np.int32]
@@ -99,41 +99,6 @@ class RowRecord(NamedTuple):
     seed: np.int64
 
 
-class SamplingRecord(NamedTuple):
-    """What an admitted sequence asks for beyond temperature and seed, if it does. None is -1."""
-
-    row: int
-    num_prompt_tokens: int
-    num_generated: int  # known tokens after the prompt: more than 0 when a sequence is computed again
-    top_k: int  # 0: all tokens
-    min_tokens: int
-    num_stop_ids: int  # their ids follow in the packet
-    num_biases: int  # these too
-    num_logprobs: int
-    num_prompt_logprobs: int
-    prompt_logprobs_start: int  # the first prompt token whose log-probability is wanted
-    top_p: float
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-
-    @property
-    def is_filtered(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-    @property
-    def is_penalised(self) -> bool:
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
-
-
-class TokenBias(NamedTuple):
-    """What is added to the logit of a token."""
-
-    token_id: int
-    bias: float
-
-
 class PositionLogprobs(NamedTuple):
     """The log-probabilities of one position: of its token, and of the likeliest ones in about their order."""
 
@@ -192,16 +157,16 @@ SECTION_DTYPES = PacketSections(
 def pack(batch: ScheduledBatch, awaits_rules: bool = False) -> Packet:
     """Write `batch` as a packet: the header and its sections."""
     assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk of a step may be cut short"
-    asking = [seq for seq in batch.admitted if _needs_sampling_record(seq)]
+    records = [(seq, record) for seq in batch.admitted if (record := sampling_record(seq)) is not None]
     sections = PacketSections(
         row_records=[_row_record(seq) for seq in batch.admitted],
         known_tokens=[*chain.from_iterable(seq.token_ids for seq in batch.admitted)],
         new_blocks=batch.new_blocks,
         chunks=[Chunk(_row(chunk.seq), chunk.start, chunk.length) for chunk in batch.prefill],
         decode_rows=_decode_rows(batch),
-        sampling_records=[_sampling_record(seq) for seq in asking],
-        stop_ids=[token_id for seq in asking for token_id in sorted(seq.stop_token_ids)],
-        biases=[bias for seq in asking for bias in (seq.sampling_params.logit_bias or {}).items()],
+        sampling_records=[record for _, record in records],
+        stop_ids=[token_id for seq, _ in records for token_id in stop_ids_of(seq)],
+        biases=[bias for seq, _ in records for bias in biases_of(seq)],
     )
     num_samples = sum(chunk.samples for chunk in batch.prefill)
     header = Header(batch.num_prefill_tokens, num_samples, int(awaits_rules), *map(len, sections))
@@ -248,31 +213,3 @@ def _decode_rows(batch: ScheduledBatch) -> NDArray[Any]:
 
 def _row_record(seq: Sequence) -> RowRecord:
     return RowRecord(_row(seq), len(seq.token_ids), seq.sampling_params.temperature, np.int64(seq.seed))
-
-
-def _needs_sampling_record(seq: Sequence) -> bool:
-    params = seq.sampling_params
-    wants_more = params.logprobs is not None or seq.prompt_logprobs_start is not None or bool(params.logit_bias)
-    return params.is_filtered or params.is_penalised or params.min_tokens > 0 or wants_more
-
-
-def _sampling_record(seq: Sequence) -> SamplingRecord:
-    params = seq.sampling_params
-    is_filtered = params.is_filtered  # not where decoding is greedy
-    return SamplingRecord(
-        row=_row(seq),
-        num_prompt_tokens=seq.num_prompt_tokens,
-        num_generated=len(seq.token_ids) - seq.num_prompt_tokens,
-        top_k=min(max(params.top_k, 0), MANY) if is_filtered else 0,
-        min_tokens=min(params.min_tokens, MANY) if params.structured_outputs is None else 0,  # its grammar sees to it
-        num_stop_ids=len(seq.stop_token_ids),
-        num_biases=len(params.logit_bias or {}),
-        num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
-        prompt_logprobs_start=-1 if seq.prompt_logprobs_start is None else seq.prompt_logprobs_start,
-        top_p=max(params.top_p, 1e-30) if is_filtered else 1.0,  # more than 0 in float32 too
-        min_p=params.min_p if is_filtered else 0.0,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-    )

@@ -14,15 +14,15 @@ import xxhash
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.constraints.rules import ConstraintPlan, StepRules
-from nanoinfer.control.listener import SILENT, Listener
 from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.interfaces import Listener, Runner
+from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.logprobs import collect_logprobs
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import EngineClosedError, EngineStateError
-from nanoinfer.executor.runner import Runner
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.tokenizer import Tokenizer, completion_text
@@ -84,12 +84,20 @@ class LLMEngine:
         self._in_flight: deque[Step] = deque()  # sampled and not collected, the oldest first
         self._finished: deque[Sequence] = deque()  # what their users get is still to be made
         self._last_collected = 0.0  # perf_counter
-        self._num_requests = 0
-        self._num_sequences = 0
+        self.guard = StepGuard()  # entered for each step
+        self._num_requests = self._num_sequences = 0
         self._requests: dict[int, Request] = {}  # those that were not returned
         self._watched: dict[int, Completion] = {}  # by seq_id: to be looked at whenever they have got a token
         self._marked: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
-        self.listener: Listener = SILENT  # is told what happens
+
+    @property
+    def listener(self) -> Listener:
+        """What is told of the work: the scheduler's, so that both tell the same one."""
+        return self.scheduler.listener
+
+    @listener.setter
+    def listener(self, listener: Listener) -> None:
+        self.scheduler.listener = listener
 
     def add_request(
         self,
@@ -102,6 +110,7 @@ class LLMEngine:
 
         inbox: where a step puts its output. chunks: where a stream finds what is new of it, under this `index`.
         """
+        self.guard.check()
         params = prepared.sampling_params
         request_id = self._num_requests
         self._num_requests += 1
@@ -120,7 +129,7 @@ class LLMEngine:
         self._requests[request_id] = request
         for completion in request.completions:
             self.scheduler.add(completion.seq)
-        self.listener.arrived(request)
+            self.listener.arrived(completion.seq, request.arrived)
         return request_id
 
     def step(self, launch: bool = True) -> None:
@@ -129,18 +138,19 @@ class LLMEngine:
         launch: whether a step may be launched; if not, nothing is computed that was not under way.
         If a step fails, the requests that were in it are queued again and the error is raised.
         """
-        if self._marked:
-            self._act_on_marked()
-        launched = launch and self._launch()
-        self._collect_until(max_in_flight=1 if launched and self.config.overlap else 0)
-        if self.scheduler.is_finished():
-            self._collect_until(max_in_flight=0)  # it was launched before a stop was known, and nobody waits for it
-        while self._finished:  # one at a time, so that an error in one loses no other
-            output = self._output(self._finished[0])
-            if output is not None:
-                self._requests.pop(output.request_id).inbox.append(output)
-            self.listener.finished(self._finished.popleft())
-        self.listener.stepped()
+        with self.guard:
+            if self._marked:
+                self._act_on_marked()
+            launched = launch and self._launch()
+            self._collect_until(max_in_flight=1 if launched and self.config.overlap else 0)
+            if self.scheduler.is_finished():
+                self._collect_until(max_in_flight=0)  # it was launched before a stop was known, and nobody waits for it
+            while self._finished:  # one at a time, so that an error in one loses no other
+                output = self._output(self._finished[0])
+                if output is not None:
+                    self._requests.pop(output.request_id).inbox.append(output)
+                self.listener.finished(self._finished.popleft())
+        self.listener.stepped()  # whose callbacks may call the engine
 
     def abort(self, request_ids: Collection[int]) -> None:
         """Drop these requests and what they hold; those that are finished are passed over."""
@@ -174,13 +184,9 @@ class LLMEngine:
             num_blocks=self.block_manager.num_blocks,
         )
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
-        self.check_open()
-        self.block_manager.reset_prefix_cache()
-
     def close(self) -> None:
         """Free the model and the cache. Closing twice is fine; other calls then raise EngineClosedError."""
+        self.guard.check()
         if self.runner is not None:
             self._in_flight.clear()
             self.runner.close()

@@ -19,6 +19,7 @@ import heapq
 
 from nanoinfer.engine.batch import NO_TOKEN, NewBlock, PrefillChunk, ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.interfaces import SILENT, Listener
 from nanoinfer.engine.request import reason_to_end, set_limits
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.shared_prefixes import PrefixGrouper
@@ -63,6 +64,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []  # those with a row still hold their blocks
         self.num_preemptions = 0
+        self.listener: Listener = SILENT  # is told what happens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on (-priority, seq_id)
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
         self._blocked: tuple[int, int] | None = None  # (seq_id, num_frees) of a queue head that did not fit
@@ -137,10 +139,44 @@ class Scheduler:
         """Drop these sequences wherever they are; ids that are not known, or finished, are passed over."""
         holding = [seq for seq in self.running + self.paused if seq.row is not None]
         self.finish([(seq, "abort") for seq in holding if seq.seq_id in seq_ids])
-        for seq in self.withdraw(seq_ids):
+        for seq in self._withdraw(seq_ids):
             seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"
 
-    def withdraw(self, seq_ids: set[int]) -> list[Sequence]:
+    def pause(self, seq_ids: set[int]) -> None:
+        """Let these sequences compute nothing until they are resumed. No step may be in flight.
+
+        One that was running keeps its row and blocks, so that resuming it costs nothing, until `reclaim` takes both for
+        others; one that was waiting leaves the queue.
+        """
+        running = [seq for seq in self.running if seq.seq_id in seq_ids]
+        self.running = [seq for seq in self.running if seq.seq_id not in seq_ids]
+        already_paused = {*self.paused}
+        for seq in running + self._withdraw(seq_ids):
+            assert seq.num_pending_tokens == 0, f"sequence {seq.seq_id} is paused while a step computes its next token"
+            seq.status = SequenceStatus.PAUSED
+            self.paused.append(seq)
+            if seq not in already_paused:
+                self.listener.paused(seq)
+        self._blocked = None  # a prompt that did not fit may fit now
+
+    def resume(self, seq_ids: set[int]) -> None:
+        """Let paused sequences go on: at once where they hold a row and blocks, and from the queue where they do not.
+
+        In the queue they have their old place. Those that are not paused stay as they are.
+        """
+        paused = {*self.paused}
+        for seq in self._withdraw(seq_ids):
+            if seq.row is None:
+                seq.status = SequenceStatus.WAITING
+                self.add(seq)
+            else:
+                seq.status = SequenceStatus.RUNNING
+                self.running.append(seq)
+            if seq in paused:
+                self.listener.resumed(seq)
+        self.shared_prefixes.forget()
+
+    def _withdraw(self, seq_ids: set[int]) -> list[Sequence]:
         """Take these sequences from the queue and from the paused ones; return them."""
         taken = [seq for seq in self.paused + [seq for _, seq in self._waiting] if seq.seq_id in seq_ids]
         self.paused = [seq for seq in self.paused if seq.seq_id not in seq_ids]
@@ -189,6 +225,7 @@ class Scheduler:
             last = max(decode, key=lambda seq: seq.rank)
             self.num_preemptions += 1
             self._send_back(last)
+            self.listener.preempted(last)
             decode.remove(last)
             needy = [seq for seq in needy if seq is not last]
         batch = ScheduledBatch()

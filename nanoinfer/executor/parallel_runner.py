@@ -25,8 +25,8 @@ from nanoinfer.constraints.rules import StepRules
 from nanoinfer.device import becomes_idle, select_devices, select_dtype
 from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, TensorParallel, connect
 from nanoinfer.engine.batch import Packet, read_header
+from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.errors import WorkerError
-from nanoinfer.executor.interrupts import postponed_interrupt
 from nanoinfer.executor.orders import AllRanksWeights, Order, all_have_done_so, is_order, obey, pack_order
 from nanoinfer.executor.rules_message import pack_rules, read_rules
 from nanoinfer.executor.shm_ring import Ring, RingReader, RingWriter

@@ -148,6 +148,7 @@ def _driven(llm: LLM, call: Call) -> Iterator[None]:
 
     It counts as unfinished no longer then: a call that needs an idle engine hands it over itself.
     """
+    llm.engine.guard.check()  # a step would wait for the driver, and the driver for that step
     with _creation:
         llm.async_driver = llm.async_driver or Driver()
     llm.async_driver.submit(llm, call)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ModelError
 
-ROPE_TYPES = ("default", "linear", "llama3", "longrope", "yarn")
+ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 
 
 def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
@@ -53,6 +53,9 @@ def rope_frequencies(config: ModelConfig, max_positions: int) -> tuple[Tensor, f
     try:
         if rope.rope_type == "linear":
             return inv_freq / rope.parameters["factor"], 1.0
+        if rope.rope_type == "dynamic":
+            _check_dynamic(config, max_positions, rope.parameters["factor"])
+            return inv_freq, 1.0
         if rope.rope_type == "llama3":
             return _llama3(inv_freq, config), 1.0
         if rope.rope_type == "longrope":
@@ -62,6 +65,15 @@ def rope_frequencies(config: ModelConfig, max_positions: int) -> tuple[Tensor, f
         raise ModelError(f"rope_type={rope.rope_type!r} needs the parameter {error} in config.json") from None
     except (ArithmeticError, ValueError) as error:
         raise ModelError(f"the RoPE parameters of config.json go beyond what can be computed ({error})") from None
+
+
+def _check_dynamic(config: ModelConfig, max_positions: int, factor: float) -> None:
+    """Refuse positions for which dynamic NTK is not plain RoPE: there the base depends on the current length."""
+    if max_positions > (limit := config.max_position_embeddings):
+        raise ModelError(
+            f"rope_type='dynamic' with factor={factor} changes all positions of a sequence that outgrows {limit}, and "
+            f"the keys in the KV cache would stay; use max_model_len={limit} at most"
+        )
 
 
 def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:

@@ -1,12 +1,12 @@
 """Logits processors: what changes the logits of a row, in float32, before its token is drawn.
 
 A processor remembers what each row asks for. It learns of that when a sequence is admitted, and works on the rows of
-one step at a time. To add one, write a class with the methods of `RowProcessor` and list it in `Sampler`. What holds
-for one step only is in `step_rules.py`.
+one step at a time. To add one, write a class with the methods of `RowProcessor` and list it in `row_processors`. What
+holds for one step only is in `step_rules.py`.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoinfer.device import to_device
-from nanoinfer.engine.batch import SECTION_DTYPES, PacketSections, SamplingRecord
+from nanoinfer.engine.batch import SECTION_DTYPES, PacketSections
+from nanoinfer.engine.row_options import SamplingRecord
 
 TORCH_DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.int64): torch.int64}
 
@@ -25,6 +26,12 @@ def read_field(records: Tensor, dtype: np.dtype[Any], name: str) -> Tensor:
     kind, offset = dtype.fields[name][:2]
     columns = records[:, offset // 4 : (offset + kind.itemsize) // 4].clone(memory_format=torch.contiguous_format)
     return columns.view(TORCH_DTYPES.get(kind, torch.int32)).squeeze(1)
+
+
+def read_options(sections: PacketSections, names: tuple[str, ...]) -> Tensor:
+    """Return these options of a packet's sampling records on the device, (num_records, num_names) float32."""
+    section, dtype = sections.sampling_records, SECTION_DTYPES.sampling_records
+    return torch.stack([read_field(section, dtype, name).float() for name in names], dim=1)
 
 
 class LogitsProcessor(Protocol):
@@ -38,7 +45,12 @@ class LogitsProcessor(Protocol):
 
 
 class RowProcessor(LogitsProcessor, Protocol):
-    """Does so for as long as a sequence is in its row."""
+    """Does so for as long as a sequence is in its row.
+
+    reads: the options of SamplingRecord that it looks at.
+    """
+
+    reads: ClassVar[tuple[str, ...]]
 
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
         """Remember what the newly admitted rows of a packet ask for; `records` are its sampling records."""
@@ -49,6 +61,8 @@ class RowProcessor(LogitsProcessor, Protocol):
 
 class LogitBias:
     """Adds what the user wants to the logits of some tokens."""
+
+    reads: ClassVar[tuple[str, ...]] = ()  # logit_bias is ragged
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -80,21 +94,22 @@ class LogitBias:
 class Penalties:
     """Presence, frequency and repetition penalties."""
 
+    reads: ClassVar[tuple[str, ...]] = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+
     def __init__(self, token_ids: Tensor, context_lens: Tensor) -> None:
         num_rows, device = len(context_lens), context_lens.device
         self._token_ids = token_ids
         self._context_lens = context_lens
         self._prompt_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self._penalties = torch.zeros(num_rows, 3, device=device)  # presence, frequency, repetition
-        self._penalties[:, 2] = 1
+        self._penalties = torch.zeros(num_rows, len(self.reads), device=device)
         self._rows: set[int] = set()
 
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
-        self._rows |= {record.row for record in records if record.is_penalised}
+        self._rows |= {record.row for record in records if record.asks_for(self.reads)}
         section, dtype = on_device.sampling_records, SECTION_DTYPES.sampling_records
-        rows, names = section[:, 0].long(), ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        rows = section[:, 0].long()
         self._prompt_lens[rows] = read_field(section, dtype, "num_prompt_tokens")
-        self._penalties[rows] = torch.stack([read_field(section, dtype, name) for name in names], dim=1)
+        self._penalties[rows] = read_options(on_device, self.reads)
 
     def release(self, row: int) -> None:
         self._rows.discard(row)
@@ -115,6 +130,8 @@ class Penalties:
 
 class MinTokens:
     """Forbids stop tokens until a sequence has generated its min_tokens."""
+
+    reads: ClassVar[tuple[str, ...]] = ("min_tokens",)
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -151,6 +168,12 @@ class MinTokens:
             return logits
         places = to_device(torch.tensor(forbidden, dtype=torch.int64), self._device)
         return logits.index_put(places.unbind(1), logits.new_full((), -torch.inf))
+
+
+def row_processors(token_ids: Tensor, context_lens: Tensor, vocab_size: int) -> list[RowProcessor]:
+    """Return all processors, in the order in which they act; the tensors are the tables of `Sampler`."""
+    device = context_lens.device
+    return [LogitBias(vocab_size, device), Penalties(token_ids, context_lens), MinTokens(vocab_size, device)]
 
 
 def penalise(logits: Tensor, token_ids: Tensor, context_lens: Tensor, prompt_lens: Tensor, penalties: Tensor) -> Tensor:

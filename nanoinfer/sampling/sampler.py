@@ -17,20 +17,14 @@ from torch import Tensor
 from nanoinfer.constraints.rules import StepRules
 from nanoinfer.device import to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.batch import SECTION_DTYPES, Header, PacketSections, SamplingRecord, read_sampling_records
+from nanoinfer.engine.batch import SECTION_DTYPES, Header, PacketSections, read_sampling_records
+from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.models.decoder import DecoderForCausalLM
 from nanoinfer.sampling.gumbel_max import sample_and_append, sample_and_append_across_ranks
-from nanoinfer.sampling.logits_processors import (
-    LogitBias,
-    LogitsProcessor,
-    MinTokens,
-    Penalties,
-    RowProcessor,
-    read_field,
-)
+from nanoinfer.sampling.logits_processors import LogitsProcessor, read_field, read_options, row_processors
 from nanoinfer.sampling.logprobs import LogprobsTensors, compute_logprobs
 from nanoinfer.sampling.step_rules import MaskSender, TokenSets, UserFunctions, forbid_by_grammars
-from nanoinfer.sampling.top_k_top_p import thresholds
+from nanoinfer.sampling.top_k_top_p import FILTERS, thresholds
 
 ROWS_AT_ONCE = 64  # rows whose logits are copied at the same time
 NUM_COPIES = 12  # float32 copies of these logits that exist at the same time: penalties alone make eight
@@ -75,12 +69,8 @@ class Sampler:
         self.tp = tp
         self.temperatures = torch.zeros(num_rows, device=self.device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
-        self.filters = torch.zeros(num_rows, 4, device=self.device)  # temperature, top_k, top_p, min_p
-        self.processors: list[RowProcessor] = [  # in the order in which they act
-            LogitBias(vocab_size, self.device),
-            Penalties(token_ids, context_lens),
-            MinTokens(vocab_size, self.device),
-        ]
+        self.limits = torch.zeros(num_rows, 1 + len(FILTERS), device=self.device)  # what `thresholds` reads
+        self.processors = row_processors(token_ids, context_lens, vocab_size)
         self._mask_sender = MaskSender(vocab_size, self.device, tp)
         self._records: dict[int, SamplingRecord] = {}  # by row: what it asks for beyond temperature and seed
         self._filtered: set[int] = set()  # rows with top_k, top_p or min_p
@@ -94,7 +84,7 @@ class Sampler:
         rows = records[:, 0].long()
         self.temperatures[rows] = read_field(records, SECTION_DTYPES.row_records, "temperature")
         self.seeds[rows] = read_field(records, SECTION_DTYPES.row_records, "seed")
-        self.filters[rows] = 0.0  # no filter, whatever the sequence before asked for
+        self.limits[rows] = 0.0  # no filter, whatever the sequence before asked for
         if self._records:
             for row in on_host.row_records[:, 0].tolist():
                 self._filtered.discard(row)
@@ -108,10 +98,9 @@ class Sampler:
     def _admit_records(self, on_host: PacketSections, on_device: PacketSections) -> None:
         records = read_sampling_records(on_host.sampling_records)
         self._records |= {record.row: record for record in records}
-        self._filtered |= {record.row for record in records if record.is_filtered}
-        section, dtype = on_device.sampling_records, SECTION_DTYPES.sampling_records
-        rows, columns = section[:, 0].long(), [read_field(section, dtype, name) for name in ("top_k", "top_p", "min_p")]
-        self.filters[rows] = torch.stack((self.temperatures[rows], *columns), dim=1)
+        self._filtered |= {record.row for record in records if record.asks_for(FILTERS)}
+        rows = on_device.sampling_records[:, 0].long()
+        self.limits[rows] = torch.cat((self.temperatures[rows, None], read_options(on_device, FILTERS)), dim=1)
         for processor in self.processors:
             processor.admit(records, on_host, on_device)
         self._may_need_copy |= {record.row for record in records if self._needs_copy(record.row)}
@@ -155,7 +144,7 @@ class Sampler:
             some_lines, some_rows = lines[start : start + ROWS_AT_ONCE], [host_rows[line] for line in some]
             whole = self._gather(logits[some_lines])
             token_ids[some_lines] = drawn = self._draw_processed(whole, rows[some_lines], some_rows, processors)
-            num_best = max((self._records[row].num_logprobs for row in some_rows if row in self._records), default=-1)
+            num_best = max((self._records[row].logprobs for row in some_rows if row in self._records), default=-1)
             if num_best >= 0:
                 logprobs.append(SampleLogprobs(some, compute_logprobs(whole, drawn.clamp(min=0), num_best).to_host()))
         return Sampled(token_ids, logprobs, errors)
@@ -178,7 +167,7 @@ class Sampler:
             for begin in range(first, end, ROWS_AT_ONCE):
                 stop = min(begin + ROWS_AT_ONCE, end)
                 logits = self._gather(model.compute_logits(states[begin - 1 - start : stop - 1 - start]))
-                logprobs = compute_logprobs(logits, self.token_ids[row, begin:stop], record.num_prompt_logprobs)
+                logprobs = compute_logprobs(logits, self.token_ids[row, begin:stop], record.prompt_logprobs)
                 found.append(PromptLogprobs(index, begin, logprobs.to_host()))
         return found
 
@@ -191,7 +180,7 @@ class Sampler:
     def _needs_copy(self, row: int) -> bool:
         """Return whether the row's logits are processed or read whole, because of what it asked for at admission."""
         return (
-            self._records[row].num_logprobs >= 0
+            self._records[row].logprobs >= 0
             or (self.tp.size > 1 and row in self._filtered)
             or any(processor.wants(row) for processor in self.processors)
         )
@@ -217,7 +206,7 @@ class Sampler:
         """Return the lowest logit that each row may draw; None where no row is filtered."""
         if self._filtered.isdisjoint(host_rows):
             return None
-        return thresholds(logits, self.filters[rows])
+        return thresholds(logits, self.limits[rows])
 
     def _gather(self, logits: Tensor) -> Tensor:
         """Return all ranks' logits of these rows, (num_rows, vocab_size); each rank has its shard."""

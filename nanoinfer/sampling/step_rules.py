@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.constraints.rules import RowMasks, StepRules
-from nanoinfer.device import to_device
+from nanoinfer.device import to_device, why_not_plain
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.sampling.token_bitmask import forbid_tokens
 
@@ -69,21 +69,24 @@ class UserFunctions:
         changed = logits[on_device].float()
         if self._tp.rank == 0:
             for place, its_logits in zip(places, changed, strict=True):
-                its_logits.copy_(self._call(self.lines[host_rows[place]], its_logits))
+                self._change(self.lines[host_rows[place]], its_logits)
         return logits.float().index_copy(0, on_device, self._tp.broadcast(changed))
 
-    def _call(self, line: int, logits: Tensor) -> Tensor:
-        """Return what the functions of a line make of its logits (vocab_size,); NaN if one fails."""
+    def _change(self, line: int, logits: Tensor) -> None:
+        """Put what the functions of a line make of its logits (vocab_size,) in their place; NaN if one fails.
+
+        Whatever a function does or returns fails here and not later, where it would end the step of all rows.
+        """
         functions, output_ids = self._functions[line]
-        changed, name = logits, ""
+        forbidden, name = logits == -torch.inf, ""
         try:
             for function in functions:
-                name = getattr(function, "__name__", type(function).__name__)
-                changed = _checked(function(list(output_ids), changed.clone()), logits)
+                name = str(getattr(function, "__name__", type(function).__name__))
+                logits.copy_(_checked(function(list(output_ids), logits.clone()), logits))
+            logits.masked_fill_(forbidden, -torch.inf)  # what a grammar forbids stays forbidden
         except Exception as error:
-            self.errors[line] = f"logits processor {name} failed with {type(error).__name__}: {error}"
-            return torch.full_like(logits, torch.nan)
-        return changed.masked_fill(logits == -torch.inf, -torch.inf)  # what a grammar forbids stays forbidden
+            self.errors[line] = f"logits processor {name} failed with {_describe(error)}"
+            logits.fill_(torch.nan)
 
 
 class TokenSets:
@@ -115,11 +118,20 @@ def forbid_by_grammars(logits: Tensor, first_id: int, grammars: RowMasks, sender
 
 
 def _checked(result: Any, logits: Tensor) -> Tensor:
-    """Return what a user's function returned, as float32 on the device of the logits that it should resemble."""
+    """Return what a user's function returned, if its values can be copied to the logits that it should resemble."""
+    shape = tuple(logits.shape)
     if not isinstance(result, Tensor):
-        raise TypeError(f"it returned a {type(result).__name__}; return a tensor of shape {tuple(logits.shape)}")
+        raise TypeError(f"it returned a {type(result).__name__}; return a tensor of shape {shape}")
+    if why := why_not_plain(result):
+        raise ValueError(f"it returned a tensor that {why}; return a plain dense one of shape {shape}")
     if result.shape != logits.shape or not result.is_floating_point():
-        raise ValueError(
-            f"it returned {result.dtype} of shape {tuple(result.shape)}; return float32 of shape {tuple(logits.shape)}"
-        )
-    return result.to(logits)
+        raise ValueError(f"it returned {result.dtype} of shape {tuple(result.shape)}; return float32 of shape {shape}")
+    return result.detach()
+
+
+def _describe(error: Exception) -> str:
+    """Return the type of a user's error and what it says, if it can say it."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__

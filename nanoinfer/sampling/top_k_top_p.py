@@ -6,6 +6,7 @@ from torch import Tensor
 from nanoinfer.kernels.dispatch import triton_on_cuda
 
 SORTED_ROWS = 32  # at once
+FILTERS = ("top_k", "top_p", "min_p")  # the options of a row, in the order of the limits
 
 
 @triton_on_cuda("nanoinfer.kernels.top_k_top_p")
@@ -18,7 +19,7 @@ def thresholds(logits: Tensor, limits: Tensor) -> Tensor:
     (Holtzman et al. 2020). Ties with the last one kept are kept.
 
     logits: (num_rows, vocab_size). limits: (num_rows, 4) float32, each row's temperature (0 is greedy and needs no
-    threshold), top_k (0: off), top_p (1: off) and min_p (0: off).
+    threshold), then its FILTERS: top_k (0: off), top_p (1: off) and min_p (0: off).
     """
     lowest = torch.full((len(logits),), -torch.inf, device=logits.device)
     for lines in limits[:, 0].nonzero().squeeze(1).split(SORTED_ROWS):

@@ -33,6 +33,11 @@ pytest.importorskip("llguidance")
 ONE_INT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 ENDLESS = {"$defs": {"n": {"type": "object", "properties": {"c": {"$ref": "#/$defs/n"}}, "required": ["c"]}}}
 ENDLESS["$ref"] = "#/$defs/n"  # type: ignore[assignment]
+A_OR_B: dict[str, Any] = {
+    "type": "object",
+    "patternProperties": {"^[ab]$": {"type": "null"}},
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +143,22 @@ def test_additional_properties_may_be_forbidden_where_a_schema_says_nothing(cons
     assert [is_possible(constraints, text, json=schema) for text in texts] == [True, True, True]
     found = [is_possible(constraints, text, json=schema, disable_additional_properties=True) for text in texts]
     assert found == [False, True, False]
+
+
+def test_keys_with_escapes_or_twice_and_numbers_that_round_to_a_bound_are_known_to_pass(
+    constraints: Constraints,
+) -> None:
+    """The engine compares texts, not what they mean; docs/structured.md says so. If this fails, it has learnt to."""
+    ints = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    escaped = r'{"a":1,"\u0061":"x"}'
+    assert is_possible(constraints, escaped, json=ints)
+    assert not is_possible(constraints, escaped, json=ints, disable_additional_properties=True)
+    assert not is_possible(constraints, '{"a":1,"a":2}', json=ints)
+    assert is_possible(constraints, '{"a":null,"a":null}', json={**A_OR_B, "minProperties": 2})
+    below_1 = "0." + 20 * "9"
+    assert float(below_1) == 1
+    assert is_possible(constraints, below_1, json={"type": "number", "exclusiveMaximum": 1})
+    assert not is_possible(constraints, "1." + 20 * "0" + "1", json={"type": "number", "maximum": 1})
 
 
 def test_a_complete_grammar_ends_the_text_with_its_last_token(constraints: Constraints) -> None:
@@ -346,7 +367,23 @@ def test_what_one_thread_compiles_the_others_wait_for(monkeypatch: pytest.Monkey
         ({"json": {"type": "string", "minLength": 5, "maxLength": 3}}, "minLength (5) is greater than maxLength (3)"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable schema: minimum (5) is greater"),
         ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "holds itself without end"),
-        ({"json": ENDLESS}, "needs a value that holds itself without end; make one of its parts optional"),
+        ({"json": ENDLESS}, " at # needs a value that holds itself without end; make one of its parts optional"),
+        ({"json": {"type": "array", "items": {"$ref": "#/$defs/n"}, "$defs": ENDLESS["$defs"]}}, " at #/items needs"),
+        (
+            {"json": {"type": "array", "items": {**A_OR_B, "required": ["a", "b"]}}},
+            " at #/items has patternProperties ",
+        ),
+        (
+            {"json": {**A_OR_B, "properties": {"a": {}, "b": {}}}},
+            " at # has patternProperties ('^[ab]$') that allow no name but those in properties and required; leave ",
+        ),
+        (
+            {
+                "json": {"patternProperties": A_OR_B["patternProperties"], "required": ["a", "b"]},
+                "disable_additional_properties": True,
+            },
+            " at # has patternProperties ('^[ab]$') that allow no name ",
+        ),
         ({"json": ONE_INT, "whitespace_pattern": "(["}, "unclosed character class"),
         ({"json": {"const": "\ud800"}}, "cannot be compiled"),
         ({"regex": "\ud800"}, "cannot be compiled"),
@@ -365,6 +402,22 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
     with pytest.raises(RequestError) as error:
         constraints.compile([of(choice=["fine"]), of(**options)])
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**A_OR_B, "properties": {"a": {}}},
+        {**A_OR_B, "required": ["b"], "minProperties": 2},
+        {"patternProperties": A_OR_B["patternProperties"], "properties": {"a": {}, "b": {}}},  # any other name may come
+        {**A_OR_B, "patternProperties": {**A_OR_B["patternProperties"], "^c": {"$ref": "#"}}, "required": ["a", "b"]},
+    ],
+)
+def test_patterns_that_leave_a_name_never_lead_where_no_token_is_allowed(
+    constraints: Constraints, schema: dict[str, Any]
+) -> None:
+    wanted = of(json={"type": "object", **schema}, disable_any_whitespace=True)
+    assert {reason for _, reason, _ in draw(constraints, [wanted] * 40, 0, max_tokens=40)} <= {"stop", "length"}
 
 
 def test_a_grammar_that_begins_with_no_allowed_token_is_refused(constraints: Constraints) -> None:

@@ -32,6 +32,11 @@ def text(value: str) -> dict[str, Any]:
     return {"type": "const_string", "value": value}
 
 
+def untyped(form: dict[str, Any]) -> dict[str, Any]:
+    """The same without the types that its parts tell."""
+    return {name: value for name, value in form.items() if name != "type"}
+
+
 F, G = tag("<f>", INTEGER, "</f>"), tag("<g>", INTEGER, "</g>")
 TRIGGERED = {"type": "triggered_tags", "triggers": ["<f", "<g"], "tags": [F, G]}
 SEPARATED = {"type": "tags_with_separator", "tags": [F, G], "separator": ", "}
@@ -100,6 +105,13 @@ def test_the_older_format_allows_any_text_and_tags_after_triggers(
         ({**SEPARATED, "at_least_one": True}, ["<f>1</f>"], [""]),
         ({**SEPARATED, "stop_after_first": True}, ["", "<f>1</f>"], ["<f>1</f>, <g>2</g>"]),
         ({**INTEGER, "style": "json", "any_order": False}, ["12"], ["a"]),
+        # Without types, as in vLLM's tests.
+        ({**TRIGGERED, "tags": [untyped(F), G]}, ["", "a <f>1</f> b <g>2</g>"], ["<f>a", "<g>a"]),
+        ({**SEPARATED, "tags": [untyped(F), untyped(G)]}, ["<f>1</f>, <g>2</g>"], ["<f>1</f> <g>2</g>"]),
+        (untyped(F), ["<f>12</f>"], ["<f></f>"]),
+        (untyped({**TRIGGERED, "tags": [untyped(tag("<f>", untyped(INTEGER), "</f>"))]}), ["a <f>1</f>"], ["<f>a"]),
+        (untyped(SEPARATED), ["", "<f>1</f>, <g>2</g>"], ["a"]),
+        ({"type": "sequence", "elements": [untyped(text("a")), untyped(F)]}, ["a<f>1</f>"], ["a"]),
     ],
     ids=lambda value: json.dumps(value)[:60],
 )
@@ -109,6 +121,10 @@ def test_the_newer_format_is_made_of_parts(
     options = {"structural_tag": {"type": "structural_tag", "format": form}}
     assert [is_possible(constraints, one, **options) for one in possible] == [True] * len(possible)
     assert [is_possible(constraints, one, **options) for one in impossible] == [False] * len(impossible)
+
+
+def test_the_type_of_the_whole_may_be_left_out(constraints: Constraints) -> None:
+    assert is_possible(constraints, "yes", structural_tag={"format": CHOICE})
 
 
 def test_a_tag_that_is_a_special_token_is_meant_as_one(constraints: Constraints) -> None:
@@ -143,6 +159,16 @@ def test_white_space_and_properties_of_the_schemas_are_as_the_switches_say(const
         ({"type": "tag", "begin": "a"}, "has a tag without content, end"),
         ({**ANY, "excludes": ["a"]}, "has excludes=['a'] in any_text; leave out excludes"),
         ({**INTEGER, "style": "qwen_xml"}, "has style='qwen_xml' in json_schema"),
+        (
+            {**TRIGGERED, "tags": [text("<f>")]},
+            "{'type': 'const_string', 'value': '<f>'} among tags; give dicts with beg",
+        ),
+        ({**SEPARATED, "tags": ["<f>"]}, "has '<f>' among tags; give dicts with begin, content and end"),
+        ({**SEPARATED, "tags": [{"begin": "<f>"}]}, "has a tag without content, end: {'begin': '<f>', 'type': 'tag'}"),
+        (
+            {"type": "sequence", "elements": [untyped(CHOICE)]},
+            "has the format {'elements': [{'type': 'const_string', '",
+        ),
         (tag("a", ANY, ""), "has any_text before an empty text; write what ends it"),
         (tag("a", ANY, {"type": "token", "token": 5}), "where a text must be; tokens are not supported"),
         ({"type": "sequence", "elements": [ANY, INTEGER]}, "any_text before something else than a text"),

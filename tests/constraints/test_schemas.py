@@ -1,10 +1,10 @@
-"""Which schemas have no end, and where properties are forbidden."""
+"""Which schemas lead where no token is allowed, and where properties are forbidden."""
 
 from typing import Any
 
 import pytest
 
-from nanoinfer.constraints.schemas import forbid_additional_properties, is_endless
+from nanoinfer.constraints.schemas import find_dead_end, forbid_additional_properties
 
 SELF = {"$ref": "#"}
 NODE = {"$ref": "#/$defs/node"}
@@ -14,30 +14,97 @@ def an_object(child: Any, *required: str) -> dict[str, Any]:
     return {"type": "object", "properties": {"child": child}, "required": [*required]}
 
 
+HOLDS_NODE = an_object(NODE, "child")
+NODES = {"node": HOLDS_NODE}
+ENDLESS: dict[str, Any] = {"$defs": NODES}
+
+
+def an_array(**keywords: Any) -> dict[str, Any]:
+    return {"type": "array", **keywords}
+
+
 @pytest.mark.parametrize(
-    ("schema", "endless"),
+    ("schema", "place"),
     [
-        (SELF, True),
-        (an_object(SELF, "child"), True),
-        (an_object(SELF), False),
-        (an_object({"anyOf": [SELF, {"type": "null"}]}, "child"), False),
-        (an_object({"anyOf": [SELF, an_object(SELF, "child")]}, "child"), True),
-        (an_object({"allOf": [{"type": "object"}, SELF]}, "child"), True),
-        (an_object({"type": "array", "items": SELF}, "child"), False),
-        (an_object({"type": "array", "items": SELF, "minItems": 1}, "child"), True),
-        (an_object({"type": "array", "prefixItems": [SELF], "minItems": 1}, "child"), True),
-        ({**an_object(SELF, "child"), "type": ["object", "null"]}, False),
-        ({"properties": {"child": SELF}, "required": ["child"]}, False),  # a number will do
-        ({**NODE, "$defs": {"node": an_object(NODE, "child")}}, True),
-        ({**NODE, "$defs": {"node": an_object(NODE)}}, False),
-        ({**an_object(NODE), "$defs": {"node": an_object(NODE, "child")}}, False),
-        (an_object({"$ref": "https://example.com"}, "child"), False),
-        (an_object({"$ref": "#/$defs/nowhere"}, "child"), False),
-        ({"type": "object", "required": ["$ref"], "properties": {"$ref": {"const": "#"}}}, False),
+        (SELF, "#"),
+        (an_object(SELF, "child"), "#"),
+        (an_object(SELF), None),
+        (an_object({"anyOf": [SELF, {"type": "null"}]}, "child"), None),
+        (an_object({"anyOf": [SELF, an_object(SELF, "child")]}, "child"), "#"),
+        (an_object({"allOf": [{"type": "object"}, SELF]}, "child"), "#"),
+        (an_object(an_array(items=SELF), "child"), None),
+        (an_object(an_array(items=SELF, minItems=1), "child"), "#"),
+        (an_object(an_array(prefixItems=[SELF], minItems=1), "child"), "#"),
+        (an_array(prefixItems=[{"type": "null"}, SELF], minItems=1), None),
+        (an_array(items=[SELF], minItems=1), "#"),
+        ({**an_object(SELF, "child"), "type": ["object", "null"]}, None),
+        ({"properties": {"child": SELF}, "required": ["child"]}, None),  # a number will do
+        ({"type": "object", "additionalProperties": SELF, "required": ["child"]}, "#"),
+        ({"type": "object", "patternProperties": {"^c": SELF}, "additionalProperties": False, "minProperties": 1}, "#"),
+        ({"type": "object", "patternProperties": {"^c": SELF}, "minProperties": 1}, None),
+        ({**NODE, "$defs": {"node": an_object(NODE, "child")}}, "#"),
+        ({**NODE, "$defs": {"node": an_object(NODE)}}, None),
+        (an_object({"$ref": "https://example.com"}, "child"), None),
+        (an_object({"$ref": "#/$defs/nowhere"}, "child"), None),
+        ({"type": "object", "required": ["$ref"], "properties": {"$ref": {"const": "#"}}}, None),
+        # A part that may be left out would end the text once it was begun.
+        ({**an_object(NODE), **ENDLESS}, "#/properties/child"),
+        ({**an_array(items=NODE), **ENDLESS}, "#/items"),
+        ({**an_array(prefixItems=[{"type": "null"}, NODE]), **ENDLESS}, "#/prefixItems/1"),
+        ({**an_array(items=[{"type": "null"}], additionalItems=NODE), **ENDLESS}, "#/additionalItems"),
+        ({"anyOf": [{"type": "null"}, NODE], **ENDLESS}, "#/anyOf/1"),
+        (an_array(items={**HOLDS_NODE, "type": ["null", "object"]}, **ENDLESS), "#/items/properties/child"),
+        ({"$ref": "#/$defs/list", "$defs": {"list": an_array(items=NODE), **NODES}}, "#/$defs/list/items"),
+        ({**an_array(items={"$ref": "#/else/n"}), "else": {"n": an_object({"$ref": "#/else/n"}, "child")}}, "#/items"),
+        (an_array(items={"$ref": "#n", "x": {"$anchor": "n", **an_object({"$ref": "#n"}, "child")}}), "#/items"),
+        ({"$id": "urn:list", **an_array(items={"$ref": "urn:list#/$defs/node"}), **ENDLESS}, "#/items"),
+        ({"type": "null", **ENDLESS}, None),  # nothing leads there
     ],
 )
-def test_a_schema_is_endless_if_every_value_holds_itself(schema: dict[str, Any], endless: bool) -> None:
-    assert is_endless(schema) == endless
+def test_a_part_that_holds_itself_without_end_is_found_with_its_place(
+    schema: dict[str, Any], place: str | None
+) -> None:
+    message = f"at {place} needs a value that holds itself without end; make one of its parts optional"
+    assert find_dead_end(schema, lambda probe: False) == (place and message)
+
+
+def closed(*patterns: str, **keywords: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "patternProperties": {pattern: {} for pattern in patterns},
+        "additionalProperties": False,
+        **keywords,
+    }
+
+
+@pytest.mark.parametrize(
+    ("schema", "place", "names"),
+    [
+        (closed("^a$", properties={"a": {}}), "#", {"a"}),
+        (closed("^[ab]$", properties={"a": {}}, required=["b"]), "#", {"a", "b"}),
+        (an_array(items=closed("^a$")), "#/items", set()),
+        ({"allOf": [{"properties": {"a": {}}}, closed("^a$")]}, "#", {"a"}),
+        ({"properties": {"a": {}}, "anyOf": [{"type": "null"}, closed("^a$")]}, "#", {"a"}),
+        ({"properties": {"a": {}}, "$ref": "#/$defs/o", "$defs": {"o": closed("^a$")}}, "#", {"a"}),
+        ({"properties": {"a": {}}, "patternProperties": {"^a$": {}}}, None, set()),  # any other name may come
+        (closed("^a$", patternProperties={"^a$": False}), None, set()),
+    ],
+)
+def test_patterns_are_asked_for_a_name_that_is_not_listed(
+    schema: dict[str, Any], place: str | None, names: set[str]
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def none_is_left(probe: dict[str, Any]) -> bool:
+        asked.append(probe)
+        return True
+
+    found = find_dead_end(schema, none_is_left)
+    assert bool(asked) == bool(place)
+    if place:
+        assert found is not None
+        assert found.startswith(f"at {place} has patternProperties ('^")
+        assert asked[0]["properties"] == dict.fromkeys(names, False)
 
 
 def test_properties_are_forbidden_wherever_a_schema_lists_some_and_in_a_copy() -> None:

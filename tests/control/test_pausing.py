@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from nanoinfer import LLM, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams, tiny_model_path
-from nanoinfer.control.pausing import pause, resume
 from nanoinfer.control.run_control import RunControl
 from nanoinfer.engine.sequence import SequenceStatus
 from tests.engine.helpers import add_prompts, make_scheduler, make_sequence, run_to_the_end, step
@@ -42,10 +41,10 @@ def test_a_paused_sequence_computes_nothing_and_goes_on_with_its_row_and_its_blo
     seq, other = add_prompts(scheduler, [1, 2, 3, 4, 5], [6, 7], max_tokens=8)
     step(scheduler), step(scheduler)
     row, blocks = seq.row, [*seq.block_table]
-    pause(scheduler, {seq.seq_id})
+    scheduler.pause({seq.seq_id})
     assert [batch_seq for _ in range(3) for batch_seq in step(scheduler).decode] == [other] * 3
     assert (seq.status, seq.row, seq.block_table) == (SequenceStatus.PAUSED, row, blocks)
-    resume(scheduler, {seq.seq_id})
+    scheduler.resume({seq.seq_id})
     batch = step(scheduler)
     assert (batch.decode, batch.admitted, batch.prefill) == ([other, seq], [], []), "nothing is computed again"
 
@@ -58,13 +57,13 @@ def test_a_paused_sequence_gives_way_before_a_running_one_of_lower_priority() ->
         scheduler.add(seq)
     for _ in range(5):  # the next token of each needs a third block
         step(scheduler)
-    pause(scheduler, {0})
+    scheduler.pause({0})
     assert [*first.block_table]
     while second.status is not SequenceStatus.FINISHED:
         assert step(scheduler).decode == [second], "it was not preempted"
     assert (first.status, first.block_table, first.row) == (SequenceStatus.PAUSED, [], None)
     assert scheduler.num_preemptions == 1
-    resume(scheduler, {0})
+    scheduler.resume({0})
     assert first.status is SequenceStatus.WAITING
     run_to_the_end(scheduler)
     assert len(first.completion_token_ids) == 12
@@ -76,7 +75,7 @@ def test_paused_sequences_make_room_for_those_that_wait_the_last_in_rank_first(o
     first, second, third = add_prompts(scheduler, [1] * 7, [2] * 7, [3] * 11)
     step(scheduler)
     assert scheduler.running == [first, second]
-    pause(scheduler, {0, 1})
+    scheduler.pause({0, 1})
     assert step(scheduler).admitted == [third]
     assert (bool(first.block_table), bool(second.block_table)) == (True, False)
 
@@ -85,10 +84,10 @@ def test_a_waiting_sequence_that_is_paused_comes_back_to_its_place_in_the_queue(
     scheduler = make_scheduler(max_num_seqs=1)
     _, second, third = add_prompts(scheduler, [1], [2], [3])
     step(scheduler)
-    pause(scheduler, {1})
-    pause(scheduler, {1, 99})
+    scheduler.pause({1})
+    scheduler.pause({1, 99})
     assert (scheduler.num_waiting, scheduler.paused) == (1, [second])
-    resume(scheduler, {1, 2, 99})  # one that is not paused stays as it is
+    scheduler.resume({1, 2, 99})  # one that is not paused stays as it is
     assert (scheduler.num_waiting, scheduler.paused) == (2, [])
     admitted = [seq for batch in run_to_the_end(scheduler) for seq in batch.admitted]
     assert admitted == [second, third]
@@ -98,7 +97,7 @@ def test_aborting_a_paused_sequence_frees_what_it_holds() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     seqs = add_prompts(scheduler, [1] * 7, [2], [3])
     step(scheduler)
-    pause(scheduler, {0, 2})
+    scheduler.pause({0, 2})
     scheduler.abort({0, 2})
     assert [seq.finish_reason for seq in seqs] == ["abort", None, "abort"]
     assert scheduler.paused == []

@@ -217,6 +217,21 @@ def test_a_trace_that_cannot_be_written_is_refused_before_the_model_is_loaded(tm
             LLM("no model", trace=path)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("a\0b", "embedded null"), ("a" * 300, "too long"), ("\ud800", "surrogates not allowed")],
+    ids=ascii,
+)
+def test_a_name_that_no_file_can_have_is_refused_before_the_model_is_loaded(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        LLM("no model", trace=name)
+    message = (
+        f"trace={name!r} cannot be written; give a file in a folder that exists, with a name that the system takes ("
+    )
+    assert str(error.value).startswith(message)
+    assert reason in str(error.value)
+
+
 def test_a_disk_that_is_full_costs_the_trace_and_not_the_run(
     random_checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

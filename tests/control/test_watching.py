@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from nanoinfer import LLM, SamplingParams, StepEvent, StreamChunk
-from nanoinfer.control.listener import SILENT, Listener
-from nanoinfer.control.pausing import pause, resume
 from nanoinfer.control.step_events import StepEvents
 from nanoinfer.engine.batch import ScheduledBatch
+from nanoinfer.engine.interfaces import SILENT, Listener
 from tests.control.test_run_trace import OPTIONS, PARAMS, read_page
 from tests.engine.helpers import add_prompts, make_scheduler
 
@@ -132,7 +131,7 @@ def test_a_callback_that_was_registered_twice_ends_twice(random_checkpoint: Chec
 
 def test_the_events_are_made_of_all_that_the_engine_tells() -> None:
     told = {name for name in vars(Listener) if not name.startswith("_")}
-    assert len(told) == 7
+    assert len(told) == 10
     assert told <= {*vars(StepEvents)}, "it overrides every method"
 
 
@@ -143,7 +142,7 @@ def test_a_preempted_sequence_counts_as_such_while_it_is_in_the_queue() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=4)
     scheduler.reserved_tokens = 0  # so that blocks run short
     first, second = add_prompts(scheduler, [1] * 7, [2] * 7, max_tokens=8)
-    events = StepEvents(scheduler, None)
+    scheduler.listener = events = StepEvents(scheduler, None)
     got: list[StepEvent] = []
     events.callbacks.append(got.append)
 
@@ -158,13 +157,13 @@ def test_a_preempted_sequence_counts_as_such_while_it_is_in_the_queue() -> None:
         return got[-1].num_waiting, got[-1].num_preempted, got[-1].num_paused
 
     assert [step() for _ in range(3)] == [(0, 0, 0), (0, 0, 0), (1, 1, 0)], "the third block of the first"
-    pause(scheduler, {second.seq_id})
+    scheduler.pause({second.seq_id})
     assert step() == (0, 0, 1)
-    resume(scheduler, {second.seq_id})
+    scheduler.resume({second.seq_id})
     assert step() == (1, 1, 0)
-    pause(scheduler, {first.seq_id})
+    scheduler.pause({first.seq_id})
     assert step() == (0, 0, 1), "the second has the blocks of the first"
-    resume(scheduler, {first.seq_id})
+    scheduler.resume({first.seq_id})
     assert step() == (1, 1, 0), "it gave them up while it was paused"
 
 

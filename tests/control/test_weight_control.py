@@ -1,5 +1,6 @@
 """Weights that are replaced while an engine runs, and engines that sleep: the answers are those of a new engine."""
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,14 @@ Tokens = list[list[int]]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = draw_prompts(0, (1, 15, 16, 17, 40))
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+class Foreign(Tensor):
+    """A tensor whose operators are not PyTorch's own, as those of DTensor are."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+        raise AssertionError("nobody is to compute with it")
 
 
 def save_random(folder: Path, architecture: str, seed: int, **overrides: Any) -> Path:
@@ -209,6 +218,52 @@ def test_a_wrong_name_is_refused_with_close_ones_and_nothing_of_a_dict_is_copied
         llm.update_weights(tensors | {Q_PROJ: tensors[Q_PROJ].numpy()})
     with pytest.raises(ModelError, match=r"0 is no name of a weight; give pairs of a name and a tensor"):
         llm.update_weights(enumerate(tensors.values()))
+    assert generate(llm) == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda tensor: tensor.to("meta"),
+            "it has no values (it is on the device meta, or not initialized); give a plain",
+        ),
+        (lambda tensor: tensor.to_sparse(), "it has the layout torch.sparse_coo; give a plain dense tensor"),
+        (lambda tensor: tensor.as_subclass(Foreign), "it is a Foreign; give a plain dense tensor"),
+    ],
+    ids=["meta", "sparse", "with operators of its own"],
+)
+def test_a_tensor_without_plain_values_is_refused_on_all_ranks(
+    llm: LLM, pair: tuple[Path, Path], expected: tuple[Tokens, Tokens], change: Callable[[Tensor], Tensor], message: str
+) -> None:
+    tensors = load_file(pair[1] / "model.safetensors")
+    wrong = {Q_PROJ: change(tensors[Q_PROJ])}
+    for named_tensors in (tensors | wrong, wrong.items()):
+        with pytest.raises(ModelError, match=re.escape(f"'{Q_PROJ}' cannot be updated: {message}")):
+            llm.update_weights(named_tensors)
+    assert generate(llm) == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("named_tensors", "message"),
+    [
+        (5, "named_tensors is a int; give a dict of names to tensors, or an iterable of pairs of a name and a tensor"),
+        (None, "named_tensors is a NoneType; give a dict"),
+        ("model.norm.weight", "named_tensors is a str; give a dict"),
+        (torch.zeros(2, 2), "named_tensors is a Tensor; give a dict"),
+        ([("x",)], "named_tensors has ('x',) in place of a pair; give a dict"),
+        ([5], "named_tensors has 5 in place of a pair; give a dict"),
+        (["ab"], "named_tensors has 'ab' in place of a pair; give a dict"),
+        ([("x", torch.zeros(2), 1)], "named_tensors has ('x', tensor([0., 0.]), 1) in place of a pair; give a dict"),
+        ([("x", 5)], "'x' cannot be updated: it is a int; give a tensor"),
+    ],
+    ids=str,
+)
+def test_what_is_no_pair_of_a_name_and_a_tensor_is_refused(
+    llm: LLM, expected: tuple[Tokens, Tokens], named_tensors: Any, message: str
+) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        llm.update_weights(named_tensors)
     assert generate(llm) == expected[0]
 
 

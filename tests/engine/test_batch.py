@@ -7,13 +7,13 @@ from nanoinfer.engine.batch import (
     NewBlock,
     PrefillChunk,
     PrefixGroup,
-    SamplingRecord,
     ScheduledBatch,
     pack,
     read_header,
     read_sampling_records,
     split,
 )
+from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.sampling_params import SamplingParams
 from tests.engine.helpers import make_sequence
@@ -108,18 +108,13 @@ def test_only_a_row_that_asks_for_more_has_a_sampling_record() -> None:
             row=3,
             num_prompt_tokens=2,
             num_generated=1,
-            top_k=0,
-            min_tokens=3,
             num_stop_ids=2,
             num_biases=2,
-            num_logprobs=2,
-            num_prompt_logprobs=-1,
             prompt_logprobs_start=1,
+            logprobs=2,
+            min_tokens=3,
             top_p=0.75,
-            min_p=0.0,
-            presence_penalty=0.0,
             frequency_penalty=-0.5,
-            repetition_penalty=1.0,
         )
     ]
     assert sections.stop_ids[:, 0].tolist() == [5, 7]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from nanoinfer import LLM, RequestError, SamplingParams
+from nanoinfer import LLM, ConfigError, RequestError, SamplingParams
 
 VOCAB_SIZE = 512
 LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65)  # around the edges of blocks of 16 tokens, and of 64
@@ -69,6 +69,10 @@ def greedy_tokens(random_checkpoint: Checkpoint) -> list[list[int]]:
             "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
         },
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {
+            "max_position_embeddings": 77,
+            "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+        },  # to the last position
         {
             "rope_scaling": {
                 "rope_type": "llama3",
@@ -195,6 +199,16 @@ def test_an_explicit_max_model_len_beyond_cache_or_model_is_an_error(random_chec
         LLM(random_checkpoint(), device="cpu", kvcache_block_size=16, num_kvcache_blocks=4, max_model_len=65)
     with pytest.raises(ValueError, match="max_model_len=2049 is above the model's own limit of 2048"):
         LLM(random_checkpoint(), device="cpu", max_model_len=2049)
+
+
+def test_dynamic_rope_is_refused_beyond_the_models_own_length_with_the_reason(random_checkpoint: Checkpoint) -> None:
+    folder = random_checkpoint(max_position_embeddings=77, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+    with pytest.raises(ConfigError) as error:
+        LLM(folder, device="cpu", max_model_len=78)
+    assert str(error.value) == (
+        "max_model_len=78 is above the model's own limit of 77 tokens; use at most 77: beyond it rope_type='dynamic' "
+        "depends on the current length, so that keys in the KV cache would disagree with newer ones"
+    )
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch(random_checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from random import Random
 import pytest
 import xxhash
 
-from nanoinfer.control.pausing import pause, resume
 from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.scheduler import Scheduler
@@ -96,7 +95,7 @@ class History:
 
     def pause(self, seq_ids: list[int]) -> None:
         self.collect_all_but(0)
-        pause(self.scheduler, {*seq_ids})
+        self.scheduler.pause({*seq_ids})
         paused = [seq for seq in self.seqs if seq.seq_id in seq_ids and seq.status is not SequenceStatus.FINISHED]
         assert all(seq.status is SequenceStatus.PAUSED for seq in paused)
         self.seen["paused"] += len(paused)
@@ -108,7 +107,7 @@ class History:
                 kept = "resumed with its blocks" if seq.block_table else "resumed without blocks"
                 self.seen[kept] += 1
         self.resumed |= {*seq_ids}
-        resume(self.scheduler, {*seq_ids})
+        self.scheduler.resume({*seq_ids})
 
     def step(self, fails: bool = False) -> None:
         in_flight = bool(self.in_flight)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoinfer.executor.interrupts import postponed_interrupt
+from nanoinfer.engine.interrupts import postponed_interrupt
 from tests.executor.test_tensor_parallel import is_running
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see which processes run")

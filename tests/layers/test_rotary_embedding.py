@@ -41,6 +41,8 @@ CASES = {
     "default": DEFAULT,
     "linear": LINEAR,
     "linear, old spelling": {"type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.5},
+    "dynamic, old spelling": {"type": "dynamic", "factor": 4.0},
     "llama3": LLAMA3,
     "llama3, factor 32, wide ramp": {**LLAMA3, "factor": 32.0, "low_freq_factor": 0.5, "high_freq_factor": 20.0},
     "yarn": YARN,
@@ -89,11 +91,12 @@ def test_the_cases_reach_every_type_and_differ_in_their_frequencies_or_scale() -
     assert {config.rope.rope_type for config in configs} == {*ROPE_TYPES} - {"longrope"}
     frequencies = [rope_frequencies(config, 4096) for config in configs]
     seen = {(tuple(inv_freq.tolist()), scale) for inv_freq, scale in frequencies}
-    # Three say what another says: an old spelling, and two forms of mscale that fall back on the default.
-    assert len(seen) >= len(CASES) - 4
+    # Five say what another says: dynamic, plain in both spellings, linear in its old one, and two forms of mscale that
+    # fall back on the default.
+    assert len(seen) >= len(CASES) - 6
 
 
-@pytest.mark.parametrize("case", ["default", "linear", "llama3", "yarn", "yarn, attention_factor"])
+@pytest.mark.parametrize("case", ["default", "dynamic", "linear", "llama3", "yarn", "yarn, attention_factor"])
 def test_heads_are_rotated_as_transformers_rotates_them(case: str) -> None:
     theirs, ours = both_configs(CASES[case], head_dim=64, theta=10000.0)
     positions = torch.tensor([0, 1, 2, 77, 1023, 77, 2047])
@@ -152,13 +155,13 @@ def test_sixteen_bits_are_rotated_in_float32_and_rounded_once(dtype: torch.dtype
     assert torch.equal(rotate(x, positions, cos_sin_cache), exact.to(dtype))
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "mrope"])
+@pytest.mark.parametrize("rope_type", ["ntk", "mrope"])
 def test_an_unknown_type_is_refused_with_the_list(rope_type: str) -> None:
     config = ModelConfig.from_dict({**SIZES, "rope_scaling": {"rope_type": rope_type, "factor": 2.0}}, REGISTRY)
     with pytest.raises(ModelError) as error:
         rope_frequencies(config, 4096)
     assert str(error.value) == (
-        f"rope_type='{rope_type}' is not supported; supported are default, linear, llama3, longrope, yarn"
+        f"rope_type='{rope_type}' is not supported; supported are default, dynamic, linear, llama3, longrope, yarn"
     )
 
 
@@ -166,6 +169,7 @@ def test_an_unknown_type_is_refused_with_the_list(rope_type: str) -> None:
     ("rope_scaling", "name"),
     [
         (LINEAR, "factor"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "factor"),
         (YARN, "factor"),
         (LLAMA3, "factor"),
         (LLAMA3, "low_freq_factor"),
@@ -178,6 +182,13 @@ def test_a_missing_parameter_is_refused_by_name(rope_scaling: dict[str, Any], na
     with pytest.raises(ModelError) as error:
         rope_frequencies(ModelConfig.from_dict({**SIZES, "rope_scaling": without}, REGISTRY), 4096)
     assert str(error.value) == f"rope_type='{rope_scaling['rope_type']}' needs the parameter '{name}' in config.json"
+
+
+def test_dynamic_is_refused_for_positions_beyond_the_models_own() -> None:
+    config = both_configs({"rope_type": "dynamic", "factor": 2.0}, 64, 10000.0)[1]
+    assert rope_frequencies(config, 4096)[1] == 1.0
+    with pytest.raises(ModelError, match=r"a sequence that outgrows 4096, and .*; use max_model_len=4096 at most"):
+        rope_frequencies(config, 4097)
 
 
 def test_yarn_without_an_original_context_stretches_the_models_own() -> None:

@@ -1,5 +1,6 @@
 """Thresholds, penalties and log-probabilities against transformers' processors and plain definitions."""
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -18,11 +19,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanoinfer.engine.batch import SECTION_DTYPES, PacketSections, SamplingRecord
+from nanoinfer.engine.batch import SECTION_DTYPES, PacketSections
+from nanoinfer.engine.row_options import NEUTRAL, SamplingRecord
 from nanoinfer.sampling.gumbel_max import sample, sample_and_append
-from nanoinfer.sampling.logits_processors import LogitBias, penalise
+from nanoinfer.sampling.logits_processors import LogitBias, penalise, row_processors
 from nanoinfer.sampling.logprobs import compute_logprobs
-from nanoinfer.sampling.top_k_top_p import thresholds
+from nanoinfer.sampling.top_k_top_p import FILTERS, thresholds
+from nanoinfer.sampling_params import SamplingParams
 
 NEAR = 1e-6  # of probability: at the cut-off, rounding decides
 
@@ -169,7 +172,7 @@ def test_a_draw_above_the_lowest_logit_is_the_draw_without_a_threshold() -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_row_gets_its_own_biases_and_ids_beyond_the_vocabulary_do_no_harm(dtype: torch.dtype) -> None:
     processor, asked = LogitBias(50, torch.device("cpu")), {3: {7: 1.5, 49: -2.25, 50: 9.0}, 5: {0: 1e9}, 6: {7: 0.5}}
-    records = [SamplingRecord(row, *[0] * 5, len(biases), *[0] * 8) for row, biases in asked.items()]
+    records = [SamplingRecord(row, 1, 0, 0, len(biases), -1) for row, biases in asked.items()]
     section = np.array([item for biases in asked.values() for item in biases.items()], SECTION_DTYPES.biases)
     sections = PacketSections(*[None] * 7, biases=section.view(np.int32).reshape(-1, 2))
     processor.admit(records, sections, sections)
@@ -236,3 +239,13 @@ def test_of_equal_logits_the_lower_id_ranks_first_as_in_greedy_decoding() -> Non
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0]])
     ranks = [compute_logprobs(logits, torch.tensor([i]), 0).to_positions()[0][0] for i in range(4)]
     assert ranks == [4, 1, 2, 3]
+
+
+# --- options ---
+
+
+def test_every_option_of_a_row_is_read_by_one_processor_or_by_the_sampler_itself() -> None:
+    processors = row_processors(torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 8)
+    read = [name for processor in processors for name in processor.reads]
+    assert sorted([*read, *FILTERS, "logprobs", "prompt_logprobs"]) == sorted(NEUTRAL)
+    assert NEUTRAL.keys() <= {field.name for field in dataclasses.fields(SamplingParams)}

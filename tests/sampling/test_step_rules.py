@@ -9,6 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from nanoinfer import SamplingParams
 from nanoinfer.constraints.rules import RowMasks, StepRules
@@ -239,6 +240,20 @@ def raises(ids: list[int], logits: Tensor) -> Tensor:
     raise KeyError("no such token")
 
 
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("it cannot say what it is")
+
+
+def raises_what_cannot_be_printed(ids: list[int], logits: Tensor) -> Tensor:
+    raise UnspeakableError
+
+
+def of_fake_values(ids: list[int], logits: Tensor) -> Tensor:
+    with FakeTensorMode():
+        return torch.zeros(VOCAB_SIZE)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -252,10 +267,28 @@ def raises(ids: list[int], logits: Tensor) -> Tensor:
         (lambda ids, logits: logits.unsqueeze(0), "of shape (1, 100); return float32 of shape (100,)"),
         (lambda ids, logits: logits > 0, "it returned torch.bool of shape (100,)"),
         (lambda prompt, ids, logits: logits, "failed with TypeError: "),
+        (raises_what_cannot_be_printed, "raises_what_cannot_be_printed failed with UnspeakableError"),
+        (
+            lambda ids, logits: logits.to_sparse(),
+            "it returned a tensor that has the layout torch.sparse_coo; return a plain dense one of shape (100,)",
+        ),
+        (
+            lambda ids, logits: logits.to("meta"),
+            "it returned a tensor that has no values (it is on the device meta, or not initialized); return",
+        ),
+        (lambda ids, logits: torch.nested.nested_tensor([logits]), "it returned a tensor that is nested; return"),
+        (of_fake_values, "it returned a tensor that is a FakeTensor; return a plain dense one of shape (100,)"),
+        (lambda ids, logits: logits.to(torch.complex64), "it returned torch.complex64 of shape (100,)"),
+        (
+            lambda ids, logits: logits.resize_(0),
+            "it returned torch.float32 of shape (0,); return float32 of shape (100,)",
+        ),
+        (lambda ids, logits: logits.double() * 1e300, None),
         (lambda ids, logits: logits * math.nan, None),
         (lambda ids, logits: logits.fill_(-math.inf), None),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_function_that_fails_ends_its_own_row(function: Callable[..., Any], message: str | None) -> None:
     logits, params = randn(5, VOCAB_SIZE), [SamplingParams()] * 5
     expected = draw(params, logits.clone()).token_ids
@@ -275,6 +308,23 @@ def test_a_function_may_return_another_float_type_and_cannot_allow_what_a_gramma
 
     rules = StepRules(grammars=masks({0: {3, 80}}), functions={line: ((allow_all,), []) for line in range(2)})
     assert draw([GREEDY] * 2, randn(2, VOCAB_SIZE), rules).token_ids.tolist() == [3, 40]
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda ids, logits: logits.double(),
+        lambda ids, logits: logits.clone().requires_grad_(),
+        lambda ids, logits: torch.nn.Parameter(logits.clone()),
+        lambda ids, logits: logits.repeat(2, 1).T.contiguous().T[1],  # every second number of its memory
+        lambda ids, logits: torch._neg_view(-logits),  # negated when it is read
+    ],
+)
+def test_a_function_may_return_its_logits_in_any_form_that_has_their_values(same: Callable[..., Any]) -> None:
+    logits = randn(2, VOCAB_SIZE)
+    sampled = draw([SamplingParams()] * 2, logits, StepRules(functions={1: ((same,), [])}))
+    assert sampled.errors == {}
+    assert torch.equal(sampled.token_ids, draw([SamplingParams()] * 2, logits).token_ids)
 
 
 # --- a GPU ---

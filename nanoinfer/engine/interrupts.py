@@ -1,10 +1,12 @@
-"""Postpones Ctrl-C while the engine is in a state that nobody could continue from, such as a half-launched step."""
+"""Keeps Ctrl-C, and calls by users' functions, out of a state that nobody could continue from: a half-launched step."""
 
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from nanoinfer.errors import EngineStateError
 
 
 @contextmanager
@@ -40,3 +42,28 @@ class _PostponingHandler:
         self.caught.append(args)
         if len(self.caught) > 1:
             self._handle(*args)
+
+
+class StepGuard:
+    """Refuses calls to an engine from within its own step; it is entered for the scope that no call may change.
+
+    Logits processors run there. Other threads are not refused: they wait for their turn.
+    """
+
+    def __init__(self) -> None:
+        self._thread: int | None = None  # the one that is within a step
+
+    def __enter__(self) -> None:
+        self.check()
+        self._thread = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread = None
+
+    def check(self) -> None:
+        """Raise EngineStateError in the thread that is within a step."""
+        if self._thread == threading.get_ident():
+            raise EngineStateError(
+                "the engine was called from within its own step, where logits processors run; call it between two "
+                "steps, or use a second LLM"
+            )

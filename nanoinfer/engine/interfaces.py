@@ -1,0 +1,96 @@
+"""What the engine needs of others, as protocols: whatever runs its steps, and whoever is told of its work."""
+
+from typing import Any, Protocol
+
+from nanoinfer.constraints.rules import StepRules
+from nanoinfer.engine.batch import Packet, ScheduledBatch
+from nanoinfer.engine.sequence import Sequence
+
+
+class Weights(Protocol):
+    """Replaces weights of the model, by their names in its checkpoint."""
+
+    def check(self, name: str, tensor: Any) -> object:
+        """Raise ModelError unless a tensor can take the place of the weight of this name."""
+
+    def update(self, name: str, tensor: Any) -> None:
+        """Check a tensor and copy it there."""
+
+
+class Runner(Protocol):
+    """Runs steps, on one device or on several: a ModelRunner, a ParallelRunner, or a fake one in tests."""
+
+    closed: bool
+    max_model_len: int  # tokens of the longest sequence
+    num_blocks: int  # of the KV cache
+    max_group_rows: int  # the most decode rows that attention can read a shared prefix for at once; 0 where it cannot
+
+    @property
+    def sleep_level(self) -> int | None:
+        """1 or 2, as in `sleep`; None while awake."""
+
+    @property
+    def weights(self) -> Weights:
+        """What replaces the model's weights."""
+
+    @property
+    def unready(self) -> str | None:
+        """Why no step can run now, and what to do; None if one can."""
+
+    def launch(self, packet: Packet) -> Any:
+        """Start the forward pass of a step, up to its logits."""
+
+    def sample(self, pending: Any, rules: StepRules | None = None) -> Any:
+        """Draw the tokens of the step that was just launched, as the rules that it awaits allow."""
+
+    def wait(self, handle: Any) -> list[int]:
+        """Return the token ids of a sampled step, once they are there."""
+
+    def sleep(self, level: int) -> None:
+        """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
+
+    def wake_up(self) -> None:
+        """Take the memory again, and be ready for steps."""
+
+    def close(self) -> None:
+        """Free the model and the cache."""
+
+
+class Listener:
+    """Is told by the engine and its scheduler what they do, and does nothing; `StepEvents` overrides every method.
+
+    All calls come from the thread that runs the step or queues the request. Times are those of time.perf_counter.
+    """
+
+    def arrived(self, seq: Sequence, time: float) -> None:
+        """A sequence was queued for the first time."""
+
+    def paused(self, seq: Sequence) -> None:
+        """A sequence computes nothing from now on."""
+
+    def resumed(self, seq: Sequence) -> None:
+        """A paused sequence runs again, or waits if it has lost its row and blocks."""
+
+    def preempted(self, seq: Sequence) -> None:
+        """A running sequence gave up its row and blocks, and waits to be computed again."""
+
+    def launching(self, batch: ScheduledBatch, started: float) -> None:
+        """A step was scheduled, which began at `started`; its work is about to be given to the device."""
+
+    def launched(self, batch: ScheduledBatch) -> None:
+        """All its work was given to the device."""
+
+    def collected(self, batch: ScheduledBatch, arrived: float) -> None:
+        """Its tokens came, at `arrived`, and were added to their sequences."""
+
+    def failed(self) -> None:
+        """A step failed: all that were not collected are forgotten, and their sequences are queued again."""
+
+    def finished(self, seq: Sequence) -> None:
+        """A sequence finished and was handed over, or dropped."""
+
+    def stepped(self) -> None:
+        """`LLMEngine.step` has done its work."""
+
+
+SILENT = Listener()

@@ -1,0 +1,91 @@
+"""What a request asks of the sampler beyond temperature and seed, each option declared once.
+
+A packet has a `SamplingRecord` for each admitted sequence that asks for anything, and the ragged options follow it. To
+add an option that is a number: a field of SamplingParams, a field of the same name here, with the value that asks for
+nothing as its default, and a logits processor that names it in `reads`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from nanoinfer.engine.sequence import Sequence
+from nanoinfer.sampling_params import SamplingParams
+
+MANY = 2**24  # more tokens than any vocabulary or sequence has, and exact in float32
+
+
+class SamplingRecord(NamedTuple):
+    """What an admitted sequence asks for. Fields with a default are options; the default asks for nothing."""
+
+    row: int
+    num_prompt_tokens: int
+    num_generated: int  # known tokens after the prompt: more than 0 when a sequence is computed again
+    num_stop_ids: int  # their ids follow in the packet
+    num_biases: int  # these too
+    prompt_logprobs_start: int  # the first prompt token whose log-probability is wanted; -1 for none
+    logprobs: int = -1
+    prompt_logprobs: int = -1
+    min_tokens: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def asks_for(self, names: tuple[str, ...]) -> bool:
+        """Return whether any of these options has another value than its default."""
+        return any(getattr(self, name) != NEUTRAL[name] for name in names)
+
+
+class TokenBias(NamedTuple):
+    """What is added to the logit of a token."""
+
+    token_id: int
+    bias: float
+
+
+NEUTRAL: Mapping[str, Any] = SamplingRecord._field_defaults
+# How an option follows from the parameters, if it is not their field of that name. Greedy decoding filters nothing.
+DERIVED: Mapping[str, Callable[[SamplingParams], float]] = {
+    "min_tokens": lambda params: min(params.min_tokens, MANY) if params.structured_outputs is None else 0,
+    "top_k": lambda params: min(max(params.top_k, 0), MANY) if params.temperature > 0 else 0,
+    "top_p": lambda params: max(params.top_p, 1e-30) if params.temperature > 0 else 1.0,  # more than 0 in float32 too
+    "min_p": lambda params: params.min_p if params.temperature > 0 else 0.0,
+}
+
+
+def asked_options(params: SamplingParams) -> dict[str, Any]:
+    """Return the options that ask for something, by name."""
+    asked = {}
+    for name, neutral in NEUTRAL.items():
+        value = DERIVED[name](params) if name in DERIVED else getattr(params, name)
+        if value is not None and value != neutral:
+            asked[name] = value
+    return asked
+
+
+def stop_ids_of(seq: Sequence) -> list[int]:
+    """Return the tokens that min_tokens forbids at first."""
+    return sorted(seq.stop_token_ids) if seq.sampling_params.min_tokens > 0 else []
+
+
+def biases_of(seq: Sequence) -> list[TokenBias]:
+    return [TokenBias(*item) for item in (seq.sampling_params.logit_bias or {}).items()]
+
+
+def sampling_record(seq: Sequence) -> SamplingRecord | None:
+    """Return what a sequence with a row asks for; None if that is nothing."""
+    asked, params = asked_options(seq.sampling_params), seq.sampling_params
+    if not asked and not params.logit_bias and seq.prompt_logprobs_start is None:
+        return None
+    assert seq.row is not None, f"sequence {seq.seq_id} is in a step and has no row"
+    return SamplingRecord(
+        row=seq.row,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_generated=len(seq.token_ids) - seq.num_prompt_tokens,
+        num_stop_ids=len(stop_ids_of(seq)),
+        num_biases=len(params.logit_bias or {}),
+        prompt_logprobs_start=-1 if seq.prompt_logprobs_start is None else seq.prompt_logprobs_start,
+        **asked,
+    )
