@@ -61,12 +61,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cheap_garbage_collection() -> Iterator[None]:
-    """Every engine collects garbage when it closes, which need not look at all of torch and transformers each time."""
+def cheap_garbage_collection() -> None:
+    """Every engine collects garbage when it closes, which need not look at all of torch and transformers each time.
+
+    What has lived until now stays: modules, and what the tests of a session share.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
