@@ -70,6 +70,10 @@ def cheap_garbage_collection() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or Triton reports at exit what was not freed
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick_workers() -> Iterator[None]:
     """Fork the workers of tests from a process that has imported PyTorch, because that takes most of their start.
