@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checkpoint.hub import TINY
-from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
 from nanoinfer.errors import (
     ConfigError,
     EngineClosedError,
@@ -32,6 +31,7 @@ from nanoinfer.outputs import (
     StreamChunk,
 )
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM

@@ -5,13 +5,11 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoinfer.errors import RequestError, with_checked_names
+from nanoinfer.structured_outputs import StructuredOutputsParams
 from nanoinfer.vllm_names import SAMPLING_NAMES as FOREIGN_NAMES
-
-if TYPE_CHECKING:
-    from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
 
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 MAX_TEMPERATURE = 1e6  # far past where every token is as likely as any other
@@ -114,7 +112,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
-    structured_outputs: "StructuredOutputsParams | None" = field(default=None, hash=False)
+    structured_outputs: StructuredOutputsParams | None = field(default=None, hash=False)
     logits_processors: Sequence[Callable[[list[int], Any], Any]] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
@@ -196,14 +194,11 @@ class SamplingParams:
             )
         object.__setattr__(self, "bad_words", tuple(words) or None)
         object.__setattr__(self, "logits_processors", tuple(functions) or None)
-        if self.structured_outputs is not None:
-            from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
-
-            if not isinstance(self.structured_outputs, StructuredOutputsParams):
-                raise RequestError(
-                    f"structured_outputs={self.structured_outputs!r} is a {type(self.structured_outputs).__name__}; "
-                    "use StructuredOutputsParams(json=...), say"
-                )
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise RequestError(
+                f"structured_outputs={self.structured_outputs!r} is a {type(self.structured_outputs).__name__}; "
+                "use StructuredOutputsParams(json=...), say"
+            )
 
     def _bias(self) -> dict[int, float] | None:
         given = {} if self.logit_bias is None else self.logit_bias

@@ -7,17 +7,21 @@ import faulthandler
 import gc
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nanoinfer.executor import workers
 from tests.real.make_smollm2 import HOW_TO_INSTALL, missing_packages
 
 NUM_GPUS = torch.cuda.device_count()
@@ -63,12 +67,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cheap_garbage_collection() -> Iterator[None]:
-    """Every engine collects garbage when it closes, which need not look at all of torch and transformers each time."""
+def cheap_garbage_collection() -> None:
+    """Every engine collects garbage when it closes, which need not look at all of torch and transformers each time.
+
+    What has lived until now stays: modules, and what the tests of a session share.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or Triton reports at exit what was not freed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_workers() -> Iterator[None]:
+    """Fork the workers of tests from a process that has imported PyTorch, because that takes most of their start.
+
+    Where there are GPUs, and in executor/test_tensor_parallel.py, workers start as those of users do.
+    """
+    if NUM_GPUS > 0 or sys.platform == "win32":
+        yield
+        return
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["nanoinfer.executor.parallel_runner"])
+    with pytest.MonkeyPatch.context() as patch:
+        patched = SimpleNamespace(**{**vars(multiprocessing), "get_context": lambda _: server})
+        patch.setattr(workers, "multiprocessing", patched)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,16 @@ import nanoinfer
 PACKAGE = Path(nanoinfer.__file__).parent
 
 # Each part may import itself and the parts that its line names. Parts are folders, and the files of the top folder.
-EVERYBODY = {"errors", "vllm_names", "config", "device", "outputs", "sampling_params", "checkpoint"}
+EVERYBODY = {
+    "errors",
+    "vllm_names",
+    "config",
+    "device",
+    "outputs",
+    "structured_outputs",
+    "sampling_params",
+    "checkpoint",
+}
 STEP_DATA = {"engine.batch", "engine.row_options", "constraints.rules"}  # what the host says of a step
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -23,7 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine_options": set(),
     "device": {"errors"},
     "outputs": {"errors"},
-    "sampling_params": {"errors", "vllm_names", "constraints.structured_outputs"},
+    "structured_outputs": {"errors"},
+    "sampling_params": {"errors", "vllm_names", "structured_outputs"},
     "checkpoint": {"errors", "config", "device"},
     "text": EVERYBODY,
     "constraints": EVERYBODY | {"text", "progress"},
@@ -35,15 +45,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": EVERYBODY | {"layers", "quantization", "kernels", "distributed"},
     "sampling": EVERYBODY | STEP_DATA | {"models", "layers", "kernels", "distributed"},
     "runner": EVERYBODY | STEP_DATA | {"sampling", "models", "layers", "kernels", "distributed"},
-    "executor": EVERYBODY | STEP_DATA | {"runner", "distributed"},
+    "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"engine"},
     "control": EVERYBODY | {"text", "engine"},
     "llm": EVERYBODY
     | {"constraints", "control", "engine", "executor", "runner", "models", "text", "progress", "scoring"}
     | {"engine_options", "integrations.async_calls"},
-    "__init__": EVERYBODY | {"llm", "constraints.structured_outputs"},
-    "batch": EVERYBODY | {"llm", "executor", "text", "progress", "constraints.structured_outputs"},
+    "__init__": EVERYBODY | {"llm"},
+    "batch": EVERYBODY | {"llm", "engine.interrupts", "text", "progress"},
     "bench": EVERYBODY
     | {
         *nanoinfer.__all__,
@@ -100,6 +110,48 @@ def forbidden_imports(name: str, source: str) -> list[str]:
 @pytest.mark.parametrize("name", [name for name in MODULES if not lies_in(name, "assets")])
 def test_imports_go_down_from_part_to_part(name: str) -> None:
     assert forbidden_imports(name, MODULES[name].read_text(encoding="utf-8")) == []
+
+
+def imported_parts(name: str) -> set[str]:
+    """The parts that a module imports something of, anywhere in it, also only for its types."""
+    parts = {name.partition(".")[0] for name in MODULES}
+    found = [full.split(".") for full in imported_names(MODULES[name].read_text(encoding="utf-8"))]
+    ours = [path[1] if path[1] in parts else "__init__" for path in found if path[0] == "nanoinfer" and len(path) > 1]
+    return {*ours} - {name.partition(".")[0]}
+
+
+def circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The largest sets of parts each of which imports all others of its set, directly or by way of others."""
+
+    def reached(part: str) -> set[str]:
+        found: set[str] = set()
+        left = [part]
+        while left:
+            new = imports.get(left.pop(), set()) - found
+            found |= new
+            left += new
+        return found
+
+    reach = {part: reached(part) for part in imports}
+    return {
+        frozenset(other for other in reach[part] if part in reach.get(other, set()))
+        for part in reach
+        if part in reach[part]
+    }
+
+
+def test_parts_do_not_import_each_other_in_a_circle() -> None:
+    imports: dict[str, set[str]] = {}
+    for name in MODULES:
+        if not lies_in(name, "assets"):
+            imports.setdefault(name.partition(".")[0], set()).update(imported_parts(name))
+    # LLM has the calls of asyncio, which drive an LLM; the package itself has LLM.
+    assert circles(imports) == {frozenset({"__init__", "llm", "integrations", "batch"})}
+
+
+def test_a_circle_is_found_however_long_it_is() -> None:
+    assert circles({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set()}) == {frozenset("abc")}
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == set()
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if any(lies_in(name, part) for part in WITHOUT_TORCH)])

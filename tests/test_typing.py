@@ -39,7 +39,7 @@ llm.generate(3)
 """
 WHAT_MYPY_SAYS = [
     (4, 'Revealed type is "nanoinfer.sampling_params.SamplingParams"'),
-    (5, 'Revealed type is "nanoinfer.constraints.structured_outputs.StructuredOutputsParams"'),
+    (5, 'Revealed type is "nanoinfer.structured_outputs.StructuredOutputsParams"'),
     (7, "outputs.RequestOutput]"),
     (10, 'Unexpected keyword argument "temprature" for "SamplingParams"'),
     (11, 'Argument "temperature" to "SamplingParams" has incompatible type "str"; expected "float"'),

@@ -13,10 +13,10 @@ from itertools import accumulate
 from typing import Any
 
 from nanoinfer.batch.job_files import MAX_LINE_BYTES, Line
-from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
 from nanoinfer.errors import RequestError
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.structured_outputs import StructuredOutputsParams
 from nanoinfer.text.prompts import as_list_of_prompts
 
 ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}

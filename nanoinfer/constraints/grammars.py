@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from nanoinfer.constraints import lark, token_sets
 from nanoinfer.constraints.schemas import find_dead_end, forbid_additional_properties
-from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
 from nanoinfer.errors import RequestError
 from nanoinfer.progress import progress_bar
+from nanoinfer.structured_outputs import StructuredOutputsParams
 from nanoinfer.text.tokenizer import PASSED_ON, Tokenizer
 
 MAX_CACHED = 256  # grammars

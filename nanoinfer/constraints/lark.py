@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nanoinfer.constraints.structured_outputs import shorten
 from nanoinfer.errors import RequestError
+from nanoinfer.structured_outputs import shorten
 
 # The formats of structural tags that are translated, with what each must have and what it may have.
 FORMATS: dict[str, tuple[set[str], set[str]]] = {

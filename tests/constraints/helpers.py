@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from nanoinfer import SamplingParams, tiny_model_path
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.constraints.rules import StepRules
-from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
 from nanoinfer.constraints.token_sets import all_tokens
+from nanoinfer.structured_outputs import StructuredOutputsParams
 from nanoinfer.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 1024

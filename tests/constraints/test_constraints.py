@@ -12,7 +12,7 @@ import pytest
 from nanoinfer import RequestError, SamplingParams
 from nanoinfer.constraints import grammars
 from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
+from nanoinfer.structured_outputs import StructuredOutputsParams
 from tests.constraints.helpers import (
     EOS,
     VOCAB_SIZE,

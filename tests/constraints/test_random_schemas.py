@@ -8,7 +8,7 @@ import pytest
 
 from nanoinfer import SamplingParams
 from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
+from nanoinfer.structured_outputs import StructuredOutputsParams
 from nanoinfer.text.tokenizer import Tokenizer
 from tests.constraints.helpers import EOS, VOCAB_SIZE, draw, tiny_tokenizer
 from tests.constraints.random_schemas import random_object

@@ -65,6 +65,11 @@ def remains() -> set[str]:
     return segments | folders | descriptors | processes | threads
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_workers() -> None:
+    """Takes the place of the fixture that all other tests have: here workers start as those of users do."""
+
+
 @pytest.fixture(autouse=True)
 def private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Temporary folders of these tests' engines lie where nobody else makes any."""

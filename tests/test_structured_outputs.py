@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanoinfer import RequestError
-from nanoinfer.constraints.structured_outputs import StructuredOutputsParams
+from nanoinfer.structured_outputs import StructuredOutputsParams
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
 
