@@ -36,7 +36,7 @@ from nanoinfer.structured_outputs import StructuredOutputsParams
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LLM",

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
-LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
+ALL_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+LINK = re.compile(r"\]\(([^)#\s]*)#?([^)\s]*)\)")
 
 
 def test_the_page_of_ways_to_call_prints_what_it_shows() -> None:
@@ -127,23 +128,31 @@ def test_the_readmes_shell_blocks_can_be_pasted_each_by_itself() -> None:
 
 
 def test_what_is_installed_comes_from_a_clone() -> None:
-    for page in PAGES:
+    for page in ALL_PAGES:
         assert "pip install nanoinfer" not in page.read_text()
         assert "pip install 'nanoinfer" not in page.read_text()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_to_a_file(page: Path) -> None:
-    for target in LINK.findall(page.read_text()):
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_and_to_a_section_that_it_has(page: Path) -> None:
+    for target, section in LINK.findall(page.read_text()):
         if not target.startswith("https://"):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            path = page.parent / target if target else page
+            assert path.exists(), f"{page.name} links to {target}"
+            assert not section or section in sections(path), f"{page.name} links to {target}#{section}"
+
+
+def sections(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_page_is_linked_from_the_readme_and_every_picture_is_shown_on_a_page() -> None:
     text = README.read_text()
     for page in PAGES[1:]:
         assert f"(docs/{page.name})" in text, f"{page.name} is not linked"
-    shown = {(page.parent / target).resolve() for page in PAGES for target in LINK.findall(page.read_text())}
+    shown = {(page.parent / target).resolve() for page in PAGES for target, _ in LINK.findall(page.read_text())}
     for picture in sorted({*DOCS.iterdir()} - {*PAGES}):
         assert picture in shown, f"{picture.name} is not shown"
 
@@ -158,3 +167,14 @@ def test_the_readme_stays_short() -> None:
     text = README.read_text()
     assert len(text.splitlines()) <= 130
     assert len(text.split()) <= 1300
+
+
+def test_the_core_is_as_long_as_the_readme_says_and_is_all_in_its_tree() -> None:
+    core = [ROOT / "nanoinfer" / name for name in ("llm.py", "models/decoder.py")]
+    core += [path for folder in ("engine", "runner") for path in (ROOT / "nanoinfer" / folder).glob("*.py")]
+    core = [path for path in core if path.name not in ("__init__.py", "shared_prefixes.py", "logprobs.py")]
+    text = README.read_text()
+    [said] = re.findall(r"about\s([\d,]+)\slines", text)
+    assert round(sum(len(path.read_text().splitlines()) for path in core), -2) == int(said.replace(",", ""))
+    [tree] = re.findall(r"^```\n(nanoinfer/.*?)^  config.py", text, re.MULTILINE | re.DOTALL)
+    assert {path.name for path in core} <= {*re.findall(r"\w+\.py", tree)}

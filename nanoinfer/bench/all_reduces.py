@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from nanoinfer.bench.kernels import DTYPE, HEAD_DIM, KV_HEADS, MODELS, check_gpus, microseconds, print_row, randn
+from nanoinfer.bench.kernels import DTYPE, HEAD_DIM, KV_HEADS, MODELS, check_gpus, microseconds, randn
+from nanoinfer.bench.report import print_row
 from nanoinfer.distributed import tensor_parallel
 from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, SLICE_TOKENS, TensorParallel
 

@@ -54,7 +54,9 @@ def add_parser(subparsers: Any) -> None:
     kernels = add("kernels", run_kernels, "time attention and products on a GPU, or all-reduces over several")
     start = add("start", run_start, "time the first start, which compiles all kernels, and later ones")
     host = add("host", run_host, "time what a decode step costs the host; needs no GPU, no model and no PyTorch")
+    report = add("report", run_report, "print one Markdown table of the figures that --json wrote")
 
+    report.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of throughput, loads, text, start or host")
     loads.add_argument("names", nargs="*", type=load_name, metavar="LOAD", help="all, if none is named")
     loads.add_argument(
         "--against", choices=ENGINES, action="append", default=[], help="then time this engine too, if it is installed"
@@ -196,6 +198,13 @@ def run_host(_args: argparse.Namespace) -> dict[str, Any]:
     from nanoinfer.bench import host
 
     return {"host": host.measure(), **describe_machine("cpu")}
+
+
+def run_report(args: argparse.Namespace) -> dict[str, Any]:
+    from nanoinfer.bench import report
+
+    report.print_report(args.files)
+    return {}
 
 
 def loads_of(args: argparse.Namespace, device: str) -> list[tuple[str, Load]]:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanoinfer.bench.kernels import HEAD_DIM, KV_HEADS, MODELS, MOE_MODELS, MOE_TOKENS, microseconds, print_row, randn
+from nanoinfer.bench.kernels import HEAD_DIM, KV_HEADS, MODELS, MOE_MODELS, MOE_TOKENS, microseconds, randn
+from nanoinfer.bench.report import describe_source, print_row
+from nanoinfer.bench.throughput import describe_machine
 from nanoinfer.checkpoint.quantization_config import QuantizationConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
@@ -34,7 +36,7 @@ def run() -> None:
     """Print all tables. Raises ConfigError where there is no GPU that multiplies FP8."""
     if not torch.cuda.is_available() or not has_fp8_products(DEVICE):
         raise ConfigError("--quantization fp8 times FP8 products, which this machine has not; leave it out")
-    print(torch.cuda.get_device_name(), torch.__version__)
+    print(describe_source(describe_machine("cuda")))
     with torch.inference_mode(), DEVICE:
         rounding()
         for name, config in FORMATS.items():

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.bench.floor import Rates
+from nanoinfer.bench.report import describe_source, print_row
+from nanoinfer.bench.throughput import describe_machine
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.kv_rounding import num_cache_bytes, round_vectors
@@ -54,7 +56,7 @@ def check_gpus(count: int) -> None:
         raise ConfigError("kernels are timed on a GPU, and PyTorch sees no CUDA GPU here; run this where there is one")
     if num_gpus < count:
         raise ConfigError(f"--gpus {count}: PyTorch sees {num_gpus} CUDA GPUs; run it where there are more")
-    print(torch.cuda.get_device_name(), torch.__version__)
+    print(describe_source(describe_machine("cuda")))
 
 
 def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
@@ -79,11 +81,6 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 7) -> flo
 
 def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=DTYPE, device="cuda")
-
-
-def print_row(*cells: object) -> None:
-    """Print a line of a Markdown table."""
-    print("|", " | ".join(map(str, cells)), "|", flush=True)
 
 
 def decode_attention() -> None:

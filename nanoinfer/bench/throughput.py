@@ -4,9 +4,11 @@ import argparse
 import os
 import platform
 import statistics
+import subprocess
 import tempfile
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
+from datetime import date
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
@@ -133,7 +135,7 @@ def describe_requests(num_requests: int, num_samples: int) -> str:
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """Return the hardware and the versions that a figure belongs to: of the host, and on "cuda" of the first GPU."""
+    """Return the date, commit, hardware and versions of a figure. The hardware: the host, and on "cuda" its GPUs."""
     hardware: dict[str, Any] = {"cpu": platform.processor() or platform.machine(), "cpu_cores": os.cpu_count()}
     if device == "cuda":
         import torch
@@ -145,4 +147,14 @@ def describe_machine(device: str) -> dict[str, Any]:
     for package in ("torch", "triton", "transformers", "flash-attn", "nano-vllm", "vllm"):
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    return {"hardware": hardware, "versions": versions}
+    return {"date": date.today().isoformat(), "commit": find_commit(), "hardware": hardware, "versions": versions}
+
+
+def find_commit(root: Path = Path(__file__).parents[2]) -> str | None:
+    """Return the commit of the clone that the package runs from ("-dirty" if files differ), or None outside a clone."""
+    if not (root / ".git").exists():  # or git would name a repository around the installed package
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return None
