@@ -58,7 +58,9 @@ class Logprob:
     """Says how likely the model found one token at one place, by its own distribution (temperature 1, no penalties).
 
     logprob: natural logarithm of its probability. rank: 1 is the likeliest of all; of equal ones the lower id comes
-    first, as in greedy decoding. decoded_token: the text of this token alone; None where there is no text.
+    first, as in greedy decoding. decoded_token: the text that this token adds at its place, or would add; None where
+    there is no text. Joined, the texts of a completion's tokens are its text, beside special tokens, which are left out
+    there and not here. A token that is part of a character adds "", and the last part adds the character.
     """
 
     logprob: float

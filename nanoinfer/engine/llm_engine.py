@@ -17,7 +17,7 @@ from nanoinfer.constraints.rules import ConstraintPlan, StepRules
 from nanoinfer.control.listener import SILENT, Listener
 from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.logprobs import collect_logprobs
+from nanoinfer.engine.logprobs import collect_logprobs, end_texts
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -25,7 +25,7 @@ from nanoinfer.errors import EngineClosedError, EngineStateError
 from nanoinfer.executor.runner import Runner
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.tokenizer import Tokenizer, completion_text
+from nanoinfer.text.tokenizer import Tokenizer, completion_text, prompt_texts
 
 logger = logging.getLogger("nanoinfer")
 
@@ -105,16 +105,17 @@ class LLMEngine:
         params = prepared.sampling_params
         request_id = self._num_requests
         self._num_requests += 1
-        text_of_token = self.tokenizer.text_of_token if self.tokenizer and params.detokenize else lambda _: None
-        request = Request(request_id, prepared.prompt, [], inbox, text_of_token)
+        request = Request(request_id, prepared.prompt, [], inbox)
         for sample in range(params.n):
             seed = self._seed(params, request_id, sample)
             seq = Sequence(self._num_sequences, prepared.token_ids, params, seed, prepared.priority, request_id, sample)
             seq.constraint = prepared.constraint.start() if prepared.constraint else None
             self._num_sequences += 1
-            request.completions.append(Completion(seq, completion_text(self.tokenizer, params), chunks, index))
+            text = completion_text(self.tokenizer, params, prepared.token_ids)
+            request.completions.append(Completion(seq, text, chunks, index))
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(prepared.token_ids)
+            request.prompt_texts = prompt_texts(self.tokenizer, params, prepared.prompt, prepared.token_ids)
             if prepared.prompt_logprobs_start < len(prepared.token_ids):
                 request.completions[0].seq.prompt_logprobs_start = prepared.prompt_logprobs_start
         self._requests[request_id] = request
@@ -301,6 +302,7 @@ class LLMEngine:
         self._watched.pop(seq.seq_id, None)
         request = self._requests[seq.request_id]
         eos_token_id = self.tokenizer.eos_token_id if self.tokenizer else None
+        end_texts(request.completions[seq.sample])
         output = request.completions[seq.sample].finish(eos_token_id)
         if output.error:
             logger.warning("request %d ends in an error: %s", seq.request_id, output.error)
