@@ -294,6 +294,12 @@ class RequestOutput:
         return RequestOutputs([self])._repr_html_()
 
 
+def refused(request_id: int, prompt: str | None, num_samples: int, error: str) -> RequestOutput:
+    """Return the output of a request that cannot be served: every sample ends with the error."""
+    samples = [CompletionOutput(index, "", [], "error", error=error) for index in range(num_samples)]
+    return RequestOutput(request_id, prompt, prompt_token_ids=[], num_cached_tokens=0, outputs=samples)
+
+
 class RequestOutputs(list[RequestOutput]):
     """A list of outputs, which a notebook shows as a table of their completions."""
 

@@ -5,7 +5,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import xxhash
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.constraints.rules import ConstraintPlan, StepRules
+from nanoinfer.constraints.rules import StepRules
 from nanoinfer.control.listener import SILENT, Listener
 from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
@@ -23,25 +23,14 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import EngineClosedError, EngineStateError
 from nanoinfer.executor.runner import Runner
-from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
+from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, refused
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer, completion_text, prompt_texts
 
 logger = logging.getLogger("nanoinfer")
 
 Action = Callable[[Scheduler, set[int]], None]  # is done to the sequences with these ids
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedRequest:
-    """A request that was checked and is ready to be queued."""
-
-    prompt: str | None  # None if it was given as token ids
-    token_ids: list[int]
-    sampling_params: SamplingParams
-    priority: int = 0  # higher runs first
-    prompt_logprobs_start: int = 1  # the first prompt token whose log-probability is wanted, if any are
-    constraint: ConstraintPlan | None = None  # what else limits its tokens
 
 
 class Step(NamedTuple):
@@ -98,13 +87,16 @@ class LLMEngine:
         chunks: deque[StreamChunk] | None = None,
         index: int = 0,
     ) -> int:
-        """Queue a request and return its id.
+        """Queue a request and return its id; one that has an error ends with it at once.
 
         inbox: where a step puts its output. chunks: where a stream finds what is new of it, under this `index`.
         """
         params = prepared.sampling_params
         request_id = self._num_requests
         self._num_requests += 1
+        if prepared.error is not None:
+            inbox.append(refused(request_id, prepared.prompt, params.n, str(prepared.error)))
+            return request_id
         request = Request(request_id, prepared.prompt, [], inbox)
         for sample in range(params.n):
             seed = self._seed(params, request_id, sample)
