@@ -9,7 +9,7 @@ from typing import Any, cast
 from nanoinfer.errors import RequestError, check_names
 from nanoinfer.outputs import shown
 from nanoinfer.sampling_params import LOGPROBS, SamplingParams, check_against_model, is_whole_number
-from nanoinfer.text.columns import as_list
+from nanoinfer.text.columns import as_list, is_column
 from nanoinfer.text.refusals import Errors, for_each_params, report
 from nanoinfer.text.tokenizer import Tokenizer, keep_last
 
@@ -230,7 +230,7 @@ class PromptProcessor:
 
 def as_list_of_prompts(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[Prompt]:
     """Return one prompt or several, perhaps in an array or a column, as a list."""
-    prompts = as_list(prompts)
+    given, prompts = prompts, as_list(prompts)
     if isinstance(prompts, (str, Mapping)):
         return [as_prompt(prompts)]
     if not isinstance(prompts, (list, tuple)):
@@ -238,7 +238,13 @@ def as_list_of_prompts(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[Pro
             f"prompts is a {type(prompts).__name__}; give a string, a list of token ids, or a list, an array or a "
             "column of these"
         )
+    # Of a column each element is a prompt, of a list or an array they may be one prompt's token ids.
     is_token_ids = bool(prompts) and all(isinstance(item, Integral) for item in prompts)
+    if is_token_ids and is_column(given):
+        raise RequestError(
+            f"prompts is a {type(given).__name__} of whole numbers, {shown([*map(int, prompts)])}: give [[...], ...], "
+            "a list of token ids for each prompt; or a list of the numbers, if they are one prompt's token ids"
+        )
     return [cast("Prompt", list(prompts))] if is_token_ids else [as_prompt(cast("Prompt", item)) for item in prompts]
 
 

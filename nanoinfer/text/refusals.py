@@ -29,9 +29,9 @@ def report(errors: Mapping[int, RequestError], count: int, on_error: OnError = "
     found = [errors[index] for index in sorted(errors)]
     is_one = len({*map(id, found)}) == 1  # one prompt, or what is wrong with the options of all
     more = [f"and {len(found) - MAX_NAMED} more"] if len(found) > MAX_NAMED else []
-    named = str(found[0]) if is_one else "".join(f"\n  {line}" for line in [*found[:MAX_NAMED], *more])
+    named = f" {found[0]}" if is_one else "".join(f"\n  {line}" for line in [*found[:MAX_NAMED], *more])
     if on_error == "return":
-        logger.warning("%d of %d prompts come back with an error: %s", len(found), count, named)
+        logger.warning("%d of %d prompts come back with an error:%s", len(found), count, named)
     elif is_one:
         raise found[0]
     else:
