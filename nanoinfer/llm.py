@@ -25,7 +25,7 @@ from nanoinfer.control.run_control import RunControl
 from nanoinfer.control.weight_control import WeightControl
 from nanoinfer.device import host_array
 from nanoinfer.engine.interrupts import postponed_interrupt
-from nanoinfer.engine.llm_engine import LLMEngine, PreparedRequest
+from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.parallel_runner import ParallelRunner
@@ -39,16 +39,16 @@ from nanoinfer.scoring import score, scoring_request
 from nanoinfer.text.chat import Conversation, render_chats
 from nanoinfer.text.prompts import (
     GivenPrompt,
+    PreparedRequest,
     Prompt,
     PromptProcessor,
     Prompts,
     as_list_of_prompts,
-    as_priorities,
     as_prompt,
     check_on_finish,
     check_streamable,
-    one_for_each,
 )
+from nanoinfer.text.refusals import Errors, OnError, check_on_error, report
 from nanoinfer.text.tokenizer import find_tokenizer, load_tokenizer, read_stop_token_ids
 from nanoinfer.vllm_names import with_vllm_names
 
@@ -141,6 +141,7 @@ class LLM(RunControl, WeightControl, AsyncCalls):
         *,
         priority: Sequence[int] | None = None,
         on_finish: OnFinish | None = None,
+        on_error: OnError = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; the outputs come in the order of the prompts.
@@ -151,12 +152,13 @@ class LLM(RunControl, WeightControl, AsyncCalls):
         higher runs first, equal ones first come first served, and lower ones give way first when memory is short.
         on_finish: called with each output as its request finishes; what it raises ends the call. tokenization_kwargs:
         {"truncate_prompt_tokens": n} keeps the last n tokens of a prompt, -1 as many as fit; {"add_special_tokens":
-        False} adds none. Raises RequestError for a prompt that cannot be served; nothing is queued then, and nothing is
-        left behind if the call fails later.
+        False} adds none. Raises RequestError for prompts that cannot be served, or sampling_params of theirs; nothing
+        is queued then, and nothing is left behind if the call fails later. on_error: with "return" these come back in
+        their places, with finish_reason "error" and the reason in `outputs[0].error`, and the rest is answered.
         """
         check_on_finish(on_finish)
         prompts = as_list_of_prompts(prompts)
-        requests = self._prepare(prompts, sampling_params, priority, True, tokenization_kwargs, use_tqdm)
+        requests = self._prepare(prompts, sampling_params, priority, True, tokenization_kwargs, use_tqdm, on_error)
         return self._complete(requests, use_tqdm, on_finish)
 
     @with_vllm_names
@@ -173,6 +175,7 @@ class LLM(RunControl, WeightControl, AsyncCalls):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
         on_finish: OnFinish | None = None,
+        on_error: OnError = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, written out by the tokenizer's own chat template.
@@ -184,6 +187,7 @@ class LLM(RunControl, WeightControl, AsyncCalls):
         {"enable_thinking": False}. The rest is as in `generate`, and so are the errors; RequestError also for a message
         without role or content, and where there is no tokenizer or no template.
         """
+        errors: Errors = {}
         texts = render_chats(
             self._prompts.require_tokenizer(),
             messages,
@@ -192,9 +196,11 @@ class LLM(RunControl, WeightControl, AsyncCalls):
             continue_final_message=continue_final_message,
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
+            errors=errors,
         )
         # The template has already written the special tokens.
-        requests = self._prepare([*texts], sampling_params, priority, False, tokenization_kwargs, use_tqdm)
+        options = priority, False, tokenization_kwargs, use_tqdm, on_error, errors
+        requests = self._prepare([*texts], sampling_params, *options)
         return self._complete(requests, use_tqdm, on_finish)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamChunk]:
@@ -317,25 +323,23 @@ class LLM(RunControl, WeightControl, AsyncCalls):
         add_special_tokens: bool = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = False,
+        on_error: OnError = "raise",
+        errors: Errors | None = None,
     ) -> list[PreparedRequest]:
-        """Check everything that a user can get wrong, before anything is queued."""
-        params = self._prompts.check_all_params(one_for_each(sampling_params, len(prompts)))
-        priorities = as_priorities(priority, len(prompts))
+        """Check everything that a user can get wrong, before anything is queued; `errors` has what is known of it."""
+        check_on_error(on_error)
+        errors = {} if errors is None else errors
+        options = sampling_params, priority, errors, add_special_tokens, tokenization_kwargs
         self.engine.check_open()
         with self._lock:  # tokenizers do not serve two threads at once
-            encoded = self._prompts.encode(prompts, add_special_tokens, tokenization_kwargs=tokenization_kwargs)
-        plans = self._constraints.compile(params, use_tqdm)
-        columns = zip(prompts, encoded, params, priorities, plans, strict=True)
-        return [
-            PreparedRequest(
-                prompt=prompt if isinstance(prompt, str) else None,
-                token_ids=ids,
-                sampling_params=its_params,
-                priority=its_priority,
-                constraint=plan,
-            )
-            for prompt, ids, its_params, its_priority, plan in columns
-        ]
+            requests = self._prompts.prepare(prompts, *options)
+        if on_error == "raise":
+            report(errors, len(prompts))
+        self._constraints.add_plans(requests, errors, use_tqdm)
+        report(errors, len(prompts), on_error)
+        for index, error in errors.items():
+            requests[index].error = error
+        return requests
 
     def _complete(
         self, requests: list[PreparedRequest], use_tqdm: bool, on_finish: OnFinish | None
@@ -349,12 +353,14 @@ class LLM(RunControl, WeightControl, AsyncCalls):
                 for request in requests:
                     request_ids.append(self.engine.add_request(request, inbox))
             with Progress(self.get_metrics, len(requests), use_tqdm) as progress:
-                while len(inbox) < len(requests):
-                    self._step()
+                while num_reported < len(requests):
+                    if num_reported == len(inbox):
+                        self._step()
                     progress.show(len(inbox))
-                    while on_finish is not None and num_reported < len(inbox):
+                    for output in inbox[num_reported:]:
                         num_reported += 1
-                        on_finish(inbox[num_reported - 1])
+                        if on_finish is not None:
+                            on_finish(output)
         finally:
             if len(inbox) < len(request_ids):
                 with self._lock, postponed_interrupt():

@@ -4,7 +4,7 @@ import html
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex, overload
 
 MAX_SHOWN = 80  # characters of a text or a list in a repr
 MAX_HTML = 2000  # characters of a text in a notebook
@@ -59,7 +59,9 @@ class Logprob:
 
     Under structured_outputs that is the distribution over the tokens that these allow; all others have -inf.
     logprob: natural logarithm of its probability. rank: 1 is the likeliest of all; of equal ones the lower id comes
-    first, as in greedy decoding. decoded_token: the text of this token alone; None where there is no text.
+    first, as in greedy decoding. decoded_token: the text that this token adds at its place, or would add; None where
+    there is no text. Joined, the texts of a completion's tokens are its text, beside special tokens, which are left out
+    there and not here. A token that is part of a character adds "", and the last part adds the character.
     """
 
     logprob: float
@@ -249,19 +251,38 @@ class RequestOutput:
     prompt: the prompt as given, or None when it was given as token ids.
     prompt_token_ids: the prompt as the model saw it.
     num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
-    outputs: the completions; `text`, `token_ids` and `finish_reason` are those of the first.
+    outputs: the completions; `text`, `token_ids`, `finish_reason` and `error` are those of the first.
     metrics: how long it took.
     prompt_logprobs: for each prompt token, where SamplingParams ask for them; None for the first, which nothing is
         known to come before.
+
+    What follows from these is a field too, since pandas makes a column of each field: `pandas.DataFrame(outputs)` has a
+    row for each output. `to_dict` gives the same without what is nested.
     """
 
     request_id: int
     prompt: str | None
+    text: str = field(init=False, repr=False, compare=False)
+    finish_reason: str = field(init=False, repr=False, compare=False)
+    error: str | None = field(init=False, repr=False, compare=False)
+    num_prompt_tokens: int = field(init=False, repr=False, compare=False)
+    num_generated_tokens: int = field(init=False, repr=False, compare=False)
     prompt_token_ids: list[int]
+    token_ids: list[int] = field(init=False, repr=False, compare=False)
     num_cached_tokens: int
     outputs: list[CompletionOutput]
     metrics: RequestMetrics = field(default=RequestMetrics(), repr=False)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    def __post_init__(self) -> None:
+        first = self.outputs[0]
+        derived = {
+            **{name: getattr(first, name) for name in ("text", "token_ids", "finish_reason", "error")},
+            "num_prompt_tokens": len(self.prompt_token_ids),
+            "num_generated_tokens": len(first.token_ids),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)  # the class is frozen
 
     __repr__ = short_repr
 
@@ -270,17 +291,27 @@ class RequestOutput:
         """Return True: programs written for vLLM ask."""
         return True
 
-    @property
-    def text(self) -> str:
-        return self.outputs[0].text
+    def to_dict(self, sample: int = 0) -> dict[str, Any]:
+        """Return a flat row of a table about one of the completions: texts, numbers, None and lists of token ids.
 
-    @property
-    def token_ids(self) -> list[int]:
-        return self.outputs[0].token_ids
-
-    @property
-    def finish_reason(self) -> str:
-        return self.outputs[0].finish_reason
+        stop_reason is a text here, so that a column has values of one type.
+        """
+        found = self.outputs[sample]
+        return {
+            "request_id": self.request_id,
+            "sample": found.index,
+            "prompt": self.prompt,
+            "text": found.text,
+            "finish_reason": found.finish_reason,
+            "stop_reason": None if found.stop_reason is None else str(found.stop_reason),
+            "error": found.error,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_generated_tokens": len(found.token_ids),
+            "cumulative_logprob": found.cumulative_logprob,
+            "prompt_token_ids": self.prompt_token_ids,
+            "token_ids": found.token_ids,
+        }
 
     def __getitem__(self, name: str) -> Any:
         """Serve `output["text"]` and `output["token_ids"]`, as nano-vllm's users write them."""
@@ -293,8 +324,22 @@ class RequestOutput:
         return RequestOutputs([self])._repr_html_()
 
 
+def refused(request_id: int, prompt: str | None, num_samples: int, error: str) -> RequestOutput:
+    """Return the output of a request that cannot be served: every sample ends with the error."""
+    samples = [CompletionOutput(index, "", [], "error", error=error) for index in range(num_samples)]
+    return RequestOutput(request_id, prompt, prompt_token_ids=[], num_cached_tokens=0, outputs=samples)
+
+
 class RequestOutputs(list[RequestOutput]):
-    """A list of outputs, which a notebook shows as a table of their completions."""
+    """A list of outputs, which a notebook shows as a table of their completions; so are its slices."""
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> RequestOutput: ...
+    @overload
+    def __getitem__(self, index: slice) -> "RequestOutputs": ...
+    def __getitem__(self, index: SupportsIndex | slice) -> "RequestOutput | RequestOutputs":
+        found = super().__getitem__(index)
+        return RequestOutputs(found) if isinstance(found, list) else found
 
     def _repr_html_(self) -> str:
         samples = ((output, sample) for output in self for sample in output.outputs)

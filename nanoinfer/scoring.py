@@ -2,9 +2,9 @@
 
 import math
 
-from nanoinfer.engine.llm_engine import PreparedRequest
 from nanoinfer.outputs import Logprob, RequestOutput, Score
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.prompts import PreparedRequest
 
 SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 Pair = tuple[list[int], list[int]]  # token ids of a prompt, and those of its completion

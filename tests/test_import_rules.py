@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runner": EVERYBODY | STEP_DATA | {"sampling", "models", "layers", "kernels", "distributed"},
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
-    "scoring": EVERYBODY | {"engine"},
+    "scoring": EVERYBODY | {"text"},
     "control": EVERYBODY | {"text", "engine"},
     "llm": EVERYBODY
     | {"constraints", "control", "engine", "executor", "runner", "models", "text", "progress", "scoring"}

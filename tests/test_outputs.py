@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from nanoinfer import CompletionOutput, Logprob, RequestOutput, SamplingParams, Score, progress
-from nanoinfer.outputs import EngineMetrics, RequestMetrics, RequestOutputs, StreamChunk
+from nanoinfer.outputs import EngineMetrics, RequestMetrics, RequestOutputs, StreamChunk, refused
 
 ROOT = Path(__file__).parent.parent
 FIRST = CompletionOutput(index=0, text=" four", token_ids=[19, 2], finish_reason="stop")
@@ -33,6 +33,73 @@ def test_attributes_and_keys_are_those_of_the_first_completion() -> None:
 def test_any_other_key_is_an_error_that_lists_the_keys(name: str) -> None:
     with pytest.raises(KeyError, match=f"{name}.*use 'text', 'token_ids' or 'finish_reason'"):
         OUTPUT[name]
+
+
+FLAT = {
+    "request_id": 7,
+    "sample": 0,
+    "prompt": "2 + 2 =",
+    "text": " four",
+    "finish_reason": "stop",
+    "stop_reason": "2",
+    "error": None,
+    "num_prompt_tokens": 4,
+    "num_cached_tokens": 0,
+    "num_generated_tokens": 2,
+    "cumulative_logprob": None,
+    "prompt_token_ids": [17, 10, 17, 28],
+    "token_ids": [19, 2],
+}
+
+
+def test_a_row_of_a_table_is_flat_and_a_column_has_values_of_one_type() -> None:
+    output = dataclasses.replace(OUTPUT, outputs=[dataclasses.replace(FIRST, stop_reason=2), SECOND])
+    assert output.to_dict() == FLAT
+    second = {"sample": 1, "text": " five", "finish_reason": "length", "stop_reason": None}
+    assert output.to_dict(1) == FLAT | second | {"num_generated_tokens": 1, "token_ids": [20]}
+    nothing = refused(8, None, 1, "prompt 1 is nan")
+    assert nothing.to_dict().keys() == FLAT.keys()
+    assert (nothing.text, nothing.finish_reason, nothing.error) == ("", "error", "prompt 1 is nan")
+
+
+def test_the_fields_that_pandas_makes_columns_of_have_what_the_rows_have() -> None:
+    """pandas calls dataclasses.asdict where the first item is a dataclass and cannot be iterated over."""
+    assert not hasattr(OUTPUT, "__iter__")
+    columns, row = dataclasses.asdict(OUTPUT), OUTPUT.to_dict()
+    assert [*columns][:7] == [
+        "request_id",
+        "prompt",
+        "text",
+        "finish_reason",
+        "error",
+        "num_prompt_tokens",
+        "num_generated_tokens",
+    ]
+    same = row.keys() - {"sample", "stop_reason", "cumulative_logprob"}
+    assert {name: columns[name] for name in same} == {name: row[name] for name in same}
+    replaced = dataclasses.replace(OUTPUT, outputs=[SECOND])
+    assert (replaced.text, replaced.num_generated_tokens) == (" five", 1)
+
+
+def test_pandas_and_datasets_take_outputs_as_they_are() -> None:
+    pandas = pytest.importorskip("pandas")
+    outputs = RequestOutputs([OUTPUT, refused(8, None, 1, "prompt 1 is nan")])
+    frame = pandas.DataFrame(outputs)
+    assert frame["text"].tolist() == [" four", ""]
+    assert frame["num_generated_tokens"].sum() == 2
+    assert frame["error"].tolist()[1] == "prompt 1 is nan"
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([output.to_dict() for output in outputs])
+    assert rows["text"][:] == [" four", ""]
+    assert rows[0] == OUTPUT.to_dict()
+
+
+def test_a_slice_is_shown_as_a_table_too() -> None:
+    outputs = RequestOutputs([OUTPUT] * 5)
+    assert isinstance(outputs[1:3], RequestOutputs)
+    assert outputs[1:3] == [OUTPUT] * 2
+    assert len(cells(outputs[1:3]._repr_html_())) == 1 + 2 * 2
+    assert outputs[-1] is OUTPUT
 
 
 def test_outputs_never_change() -> None:

@@ -7,7 +7,7 @@ not its types, the first token of an echoed prompt has null for its log-probabil
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any
@@ -168,7 +168,7 @@ def _choice(choice: CompletionOutput, is_chat: bool, num_best: float) -> dict[st
     if choice.logprobs is not None and is_chat:
         logprobs = _chat_logprobs(choice.token_ids, choice.logprobs, num_best)
     elif choice.logprobs is not None:
-        logprobs = _completion_logprobs(choice.token_ids, choice.logprobs)
+        logprobs = _completion_logprobs(choice.text, choice.token_ids, choice.logprobs)
     reasons = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
     return {**text, **token_ids, "logprobs": logprobs, **reasons}
 
@@ -189,26 +189,33 @@ def _chat_entry(token_id: int, entry: Logprob) -> dict[str, Any]:
     return {"token": _token_text(token_id, entry), "logprob": _number(entry), "bytes": bytes_of}
 
 
-def _completion_logprobs(token_ids: list[int], logprobs: list[TokenLogprobs]) -> dict[str, Any]:
-    """Give lists with an element for each token; text_offset counts the characters of the tokens before it."""
+def _completion_logprobs(text: str, token_ids: list[int], logprobs: list[TokenLogprobs]) -> dict[str, Any]:
+    """Give lists with an element for each token; text_offset counts the characters of the tokens before it.
+
+    A special token that the tokenizer has put before the text has none: it is in `tokens` alone.
+    """
     entries = [found[token_id] for token_id, found in zip(token_ids, logprobs, strict=True)]
     lengths = [len(entry.decoded_token or "") for entry in entries]
+    if entries and math.isnan(entries[0].logprob) and not text.startswith(entries[0].decoded_token or ""):
+        lengths[0] = 0
     return {
         "tokens": [*map(_token_text, token_ids, entries)],
         "token_logprobs": [*map(_number, entries)],
         "top_logprobs": [
-            None if math.isnan(entry.logprob) else _numbers_by_text(_by_rank(found))
+            None if math.isnan(entry.logprob) else _numbers_by_text(found)
             for entry, found in zip(entries, logprobs, strict=True)
         ],
         "text_offset": [0, *accumulate(lengths)][: len(lengths)],
     }
 
 
-def _numbers_by_text(entries: Iterable[tuple[int, Logprob]]) -> dict[str, float | None]:
-    numbers: dict[str, float | None] = {}
-    for token_id, entry in entries:
-        numbers.setdefault(_token_text(token_id, entry), _number(entry))  # of equal texts the likeliest
-    return numbers
+def _numbers_by_text(found: TokenLogprobs) -> dict[str, float | None]:
+    """Of several tokens with one text, the first has it as its name, and the others have their ids."""
+    owners: dict[str, int] = {}
+    for token_id, entry in found.items():
+        owners.setdefault(_token_text(token_id, entry), token_id)
+    texts = {token_id: text for text, token_id in owners.items()}
+    return {texts.get(token_id, _name(token_id)): _number(entry) for token_id, entry in _by_rank(found)}
 
 
 def _by_rank(found: TokenLogprobs) -> list[tuple[int, Logprob]]:
@@ -216,7 +223,11 @@ def _by_rank(found: TokenLogprobs) -> list[tuple[int, Logprob]]:
 
 
 def _token_text(token_id: int, entry: Logprob) -> str:
-    return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token
+    return _name(token_id) if entry.decoded_token is None else entry.decoded_token
+
+
+def _name(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _number(entry: Logprob) -> float | None:

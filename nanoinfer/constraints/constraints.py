@@ -15,6 +15,8 @@ from nanoinfer.constraints.rules import Constraint, ConstraintPlan, RowMasks, St
 from nanoinfer.constraints.token_sets import Bits, TokenSet
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.refusals import Errors, for_each_params
 from nanoinfer.text.tokenizer import Tokenizer
 
 
@@ -60,6 +62,16 @@ class Constraints:
             grammar = None if one.structured_outputs is None else grammars[one.structured_outputs]
             plans[key] = self._plan(one, grammar, token_set)
         return [plans.get(id(one)) for one in params]
+
+    def add_plans(self, requests: Sequence[PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
+        """Give requests their plans; what is wrong with those of some is added to `errors`, by index."""
+        params = {index: one.sampling_params for index, one in enumerate(requests) if index not in errors}
+        try:
+            plans = dict(zip(params, self.compile([*params.values()], use_tqdm), strict=True))
+        except RequestError:  # of some of them
+            plans = for_each_params(lambda one: self.compile([one])[0], params, errors)
+        for index, plan in plans.items():
+            requests[index].constraint = plan
 
     def rules(self, constraints: Sequence[Constraint | None]) -> StepRules:
         """Return what each token of a step may be; its constraint, if it has one, knows the tokens before it.

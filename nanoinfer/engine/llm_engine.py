@@ -5,7 +5,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -13,35 +13,24 @@ import xxhash
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.constraints.rules import ConstraintPlan, StepRules
+from nanoinfer.constraints.rules import StepRules
 from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.interfaces import Listener, Runner
 from nanoinfer.engine.interrupts import StepGuard
-from nanoinfer.engine.logprobs import collect_logprobs
+from nanoinfer.engine.logprobs import collect_logprobs, end_texts
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import EngineClosedError, EngineStateError
-from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
+from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, refused
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.tokenizer import Tokenizer, completion_text
+from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.tokenizer import Tokenizer, completion_text, prompt_texts
 
 logger = logging.getLogger("nanoinfer")
 
 Action = Callable[[Scheduler, set[int]], None]  # is done to the sequences with these ids
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedRequest:
-    """A request that was checked and is ready to be queued."""
-
-    prompt: str | None  # None if it was given as token ids
-    token_ids: list[int]
-    sampling_params: SamplingParams
-    priority: int = 0  # higher runs first
-    prompt_logprobs_start: int = 1  # the first prompt token whose log-probability is wanted, if any are
-    constraint: ConstraintPlan | None = None  # what else limits its tokens
 
 
 class Step(NamedTuple):
@@ -106,7 +95,7 @@ class LLMEngine:
         chunks: deque[StreamChunk] | None = None,
         index: int = 0,
     ) -> int:
-        """Queue a request and return its id.
+        """Queue a request and return its id; one that has an error ends with it at once.
 
         inbox: where a step puts its output. chunks: where a stream finds what is new of it, under this `index`.
         """
@@ -114,16 +103,20 @@ class LLMEngine:
         params = prepared.sampling_params
         request_id = self._num_requests
         self._num_requests += 1
-        text_of_token = self.tokenizer.text_of_token if self.tokenizer and params.detokenize else lambda _: None
-        request = Request(request_id, prepared.prompt, [], inbox, text_of_token)
+        if prepared.error is not None:
+            inbox.append(refused(request_id, prepared.prompt, params.n, str(prepared.error)))
+            return request_id
+        request = Request(request_id, prepared.prompt, [], inbox)
         for sample in range(params.n):
             seed = self._seed(params, request_id, sample)
             seq = Sequence(self._num_sequences, prepared.token_ids, params, seed, prepared.priority, request_id, sample)
             seq.constraint = prepared.constraint.start() if prepared.constraint else None
             self._num_sequences += 1
-            request.completions.append(Completion(seq, completion_text(self.tokenizer, params), chunks, index))
+            text = completion_text(self.tokenizer, params, prepared.token_ids)
+            request.completions.append(Completion(seq, text, chunks, index))
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(prepared.token_ids)
+            request.prompt_texts = prompt_texts(self.tokenizer, params, prepared.prompt, prepared.token_ids)
             if prepared.prompt_logprobs_start < len(prepared.token_ids):
                 request.completions[0].seq.prompt_logprobs_start = prepared.prompt_logprobs_start
         self._requests[request_id] = request
@@ -307,6 +300,7 @@ class LLMEngine:
         self._watched.pop(seq.seq_id, None)
         request = self._requests[seq.request_id]
         eos_token_id = self.tokenizer.eos_token_id if self.tokenizer else None
+        end_texts(request.completions[seq.sample])
         output = request.completions[seq.sample].finish(eos_token_id)
         if output.error:
             logger.warning("request %d ends in an error: %s", seq.request_id, output.error)

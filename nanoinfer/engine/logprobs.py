@@ -1,11 +1,13 @@
 """Log-probabilities that requests ask for: from what a step brings of them to what their users get."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from nanoinfer.engine.batch import PositionLogprobs, ScheduledBatch
-from nanoinfer.engine.request import Request
+from nanoinfer.engine.request import Completion, Request
 from nanoinfer.outputs import Logprob, TokenLogprobs
+from nanoinfer.text.detokenizer import TokenTexts
 
 
 def collect_logprobs(requests: Mapping[int, Request], batch: ScheduledBatch, handle: Any, wanted: list[bool]) -> None:
@@ -30,27 +32,41 @@ def _add(request: Request, sample: int, entry: PositionLogprobs) -> None:
     completion = request.completions[sample]
     num_best = completion.seq.sampling_params.logprobs
     if num_best is not None and completion.seq.finish_reason != "error":
-        completion.logprobs.append(_token_logprobs(num_best, entry, request.text_of_token))
+        completion.logprobs.append(_token_logprobs(num_best, entry, completion.text.of_tokens))
 
 
 def _add_of_prompt(request: Request, position: int, entry: PositionLogprobs) -> None:
     """Keep the log-probabilities of one prompt token."""
-    seq = request.completions[0].seq
+    seq, found = request.completions[0].seq, request.prompt_logprobs
     num_best = seq.sampling_params.prompt_logprobs
-    if request.prompt_logprobs is not None and num_best is not None:
-        request.prompt_logprobs[position] = _token_logprobs(num_best, entry, request.text_of_token)
+    if found is not None and num_best is not None:
+        if found[position] is None:  # else it came before the request was preempted
+            found[position] = _token_logprobs(num_best, entry, request.prompt_texts)
         if position == seq.num_prompt_tokens - 1:
             seq.prompt_logprobs_start = None  # all have come; if the prompt is computed again, then without
 
 
-def _token_logprobs(
-    num_best: int, entry: PositionLogprobs, text_of_token: Callable[[int], str | None]
-) -> TokenLogprobs:
-    """Return what users get for one position: its token, then the `num_best` likeliest."""
+def _token_logprobs(num_best: int, entry: PositionLogprobs, texts: TokenTexts | None) -> TokenLogprobs:
+    """Return what users get for one position: its token, then the `num_best` likeliest.
+
+    texts: stands where this token comes, and afterwards behind it; None makes no text.
+    """
+    text_of = texts.peek() if texts else lambda _: None
     (token_id, logprob), *likeliest = zip(entry.token_ids, entry.logprobs, strict=True)
     likeliest = sorted(likeliest, key=lambda pair: (-pair[1], pair[0]))[:num_best]
-    found = {token_id: Logprob(logprob, entry.rank, text_of_token(token_id))}
+    found = {token_id: Logprob(logprob, entry.rank, text_of(token_id))}
     for its_rank, (its_id, its_logprob) in enumerate(likeliest, 1):
         if its_id not in found:
-            found[its_id] = Logprob(its_logprob, its_rank, text_of_token(its_id))
+            found[its_id] = Logprob(its_logprob, its_rank, text_of(its_id))
+    if texts:
+        texts.append(token_id)
     return found
+
+
+def end_texts(completion: Completion) -> None:
+    """Give the last token of a completion the half of a character that its text ends with, if there is one."""
+    texts = completion.text.of_tokens
+    if texts and completion.logprobs:
+        token_id, entry = next(iter(completion.logprobs[-1].items()))
+        text = texts.end(token_id, entry.decoded_token or "")
+        completion.logprobs[-1][token_id] = replace(entry, decoded_token=text)

@@ -11,13 +11,12 @@ A sample of a request ends for one of these reasons, and all rules of that are i
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nanoinfer.engine.batch import NO_TOKEN
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
-from nanoinfer.text.detokenizer import CompletionText
+from nanoinfer.text.detokenizer import CompletionText, TokenTexts
 
 
 def set_limits(seq: Sequence, model_stop_ids: frozenset[int], max_model_len: int) -> None:
@@ -124,8 +123,8 @@ class Request:
     prompt: str | None  # None if it was given as token ids
     completions: list[Completion]  # its samples
     inbox: list[RequestOutput]  # where its output is put
-    text_of_token: Callable[[int], str | None]
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as they come
+    prompt_texts: TokenTexts | None = None  # of the tokens after those in `prompt_logprobs`
     arrived: float = field(default_factory=time.perf_counter)
 
     def output(self) -> RequestOutput | None:

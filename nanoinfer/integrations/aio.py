@@ -12,11 +12,18 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from nanoinfer.engine.llm_engine import PreparedRequest
 from nanoinfer.llm import LLM, OnFinish, Params
 from nanoinfer.outputs import RequestOutput, RequestOutputs, StreamChunk
 from nanoinfer.progress import Progress
-from nanoinfer.text.prompts import Prompts, as_list_of_prompts, check_on_finish, check_streamable, one_for_each
+from nanoinfer.text.prompts import (
+    PreparedRequest,
+    Prompts,
+    as_list_of_prompts,
+    check_on_finish,
+    check_streamable,
+    one_for_each,
+)
+from nanoinfer.text.refusals import OnError
 
 Prepare = Callable[[], list[PreparedRequest]]
 _creation = threading.Lock()  # held while an LLM gets its driver
@@ -30,6 +37,7 @@ async def agenerate(
     *,
     priority: Sequence[int] | None = None,
     on_finish: OnFinish | None = None,
+    on_error: OnError = "raise",
     tokenization_kwargs: Mapping[str, Any] | None = None,
 ) -> list[RequestOutput]:
     """Complete one prompt or many, as `LLM.generate` does. on_finish is called in the thread of the event loop."""
@@ -37,7 +45,7 @@ async def agenerate(
     prompts = as_list_of_prompts(prompts)
 
     def prepare() -> list[PreparedRequest]:
-        return llm._prepare(prompts, sampling_params, priority, True, tokenization_kwargs)
+        return llm._prepare(prompts, sampling_params, priority, True, tokenization_kwargs, False, on_error)
 
     call = Call(await _with_grammars(prepare, sampling_params, len(prompts)))
     num_reported, is_done = 0, False

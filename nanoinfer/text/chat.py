@@ -5,6 +5,7 @@ from typing import Any
 
 from nanoinfer.errors import RequestError
 from nanoinfer.text.columns import as_list
+from nanoinfer.text.refusals import Errors, report
 from nanoinfer.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -21,14 +22,17 @@ def render_chats(
     continue_final_message: bool = False,
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    errors: Errors | None = None,
 ) -> list[str]:
     """Return the text of one conversation, or of each of several.
 
     tools: functions, or their JSON schemas, that the template describes to the model. continue_final_message: end
     within the last message, so that the model goes on with it. chat_template: in place of the tokenizer's own.
     chat_template_kwargs: what else the template understands. Raises RequestError where there is no template, for a
-    message without role or content, and for what the template refuses.
+    message without role or content, and for what the template refuses. errors: takes what is wrong with some of the
+    conversations, by index, so that it is not raised; the text of these is "".
     """
+    found: Errors = {} if errors is None else errors
     if continue_final_message and add_generation_prompt:
         raise RequestError(
             "continue_final_message=True goes on with the last message, and add_generation_prompt=True begins another; "
@@ -36,11 +40,11 @@ def render_chats(
         )
     if chat_template is None and tokenizer.hf.chat_template is None:
         raise RequestError("the tokenizer has no chat template; give one as chat_template, or use generate")
-    texts = []
-    for index, conversation in enumerate(_as_conversations(messages)):
-        _check(conversation, index, has_own_template=chat_template is not None)
+    texts = [""] * len(conversations := _as_conversations(messages))
+    for index, conversation in enumerate(conversations):
         try:
-            text = tokenizer.hf.apply_chat_template(
+            _check(conversation, index, has_own_template=chat_template is not None)
+            texts[index] = tokenizer.hf.apply_chat_template(
                 [_with_one_text(message) for message in conversation],
                 tools=None if tools is None else list(tools),
                 chat_template=chat_template,
@@ -49,11 +53,15 @@ def render_chats(
                 tokenize=False,
                 **(chat_template_kwargs or {}),
             )
+        except RequestError as error:
+            found[index] = error
         except Exception as error:
-            raise RequestError(
+            found[index] = RequestError(
                 f"the chat template cannot render conversation {index} ({error}); mend the messages or the template"
-            ) from error
-        texts.append(text)
+            )
+            found[index].__cause__ = error
+    if errors is None:
+        report(found, len(texts))
     return texts
 
 

@@ -27,3 +27,10 @@ def as_list(value: Any) -> Any:
         if callable(convert := getattr(value, name, None)):
             return convert()
     return list(value) if isinstance(value, Sequence) else value  # columns of `datasets`, say
+
+
+def is_column(value: Any) -> bool:
+    """Return whether it is a column of a table, of pandas, Polars, Arrow or `datasets`, and no list, array or range."""
+    if isinstance(value, (*NO_COLUMNS, range)):
+        return False
+    return isinstance(value, Sequence) or any(hasattr(value, name) for name in ("to_list", "to_pylist"))

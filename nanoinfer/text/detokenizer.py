@@ -1,7 +1,8 @@
 """Token ids to text as they come: no character in halves, and nothing shown that a stop string may still cut off.
 
 The text of a completion is always what one detokenizer makes of its tokens in order, whether it is streamed, searched
-for stop strings, or made at the end. It is the same however the tokens are grouped.
+for stop strings, or made at the end. It is the same however the tokens are grouped. A detokenizer knows the prompt,
+because some tokenizers strip the first space of a text, and a completion begins a text only where the prompt has none.
 
 Most tokenizers write tokens as bytes that do not depend on their neighbours, so text grows by decoding the new bytes
 alone. Any other tokenizer is asked again about its last few tokens.
@@ -10,11 +11,14 @@ alone. Any other tokenizer is asked again about its last few tokens.
 import codecs
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are not a character, or not yet one
 WINDOW = 32  # tokens that a WindowDetokenizer holds back at most
+CONTEXT = 4  # tokens of a prompt that it looks back at, or more where these have no text
+MAX_CHARACTER_BYTES = 4  # in UTF-8
 
 # A byte-level vocabulary is written in printable characters: each byte that is one stands for itself, the others, in
 # their order, are the characters from 256 on (GPT-2's convention).
@@ -67,10 +71,18 @@ def find_byte_format(decoder: Mapping[str, Any]) -> ByteFormat | None:
     return None
 
 
-def cache_bytes(
+class ByteTokens(NamedTuple):
+    """Looks up the bytes and the text of token ids, each once."""
+
+    format: ByteFormat
+    bytes_of: Callable[[int], bytes]
+    text_of: Callable[[int], str]  # of a token within a text, after a whole character; "" for half of one
+
+
+def look_up_bytes(
     byte_format: ByteFormat, token_of_id: Callable[[int], str | None], skipped: Collection[int] = ()
-) -> Callable[[int], bytes]:
-    """Return a function that gives the bytes of a token id, and looks each of them up once.
+) -> ByteTokens:
+    """Return what looks up a tokenizer's tokens.
 
     token_of_id: returns a token as the vocabulary writes it, or None for an id that it does not know. skipped: ids
     without text.
@@ -81,7 +93,11 @@ def cache_bytes(
         token = None if token_id in skipped else token_of_id(token_id)
         return b"" if token is None else byte_format.to_bytes(token)
 
-    return bytes_of
+    @cache
+    def text_of(token_id: int) -> str:
+        return codecs.getincrementaldecoder("utf-8")(byte_format.errors).decode(bytes_of(token_id))
+
+    return ByteTokens(byte_format, bytes_of, text_of)
 
 
 class Detokenizer(Protocol):
@@ -90,25 +106,61 @@ class Detokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], final: bool = False) -> str:
         """Return the text that these tokens complete; with `final`, what was held back as well."""
 
+    def peek(self) -> Callable[[int], str]:
+        """Return a function that says, until the next `decode`, which text a token would complete if it came next."""
+
 
 class ByteDetokenizer:
     """Decodes tokens that are bytes, and holds back the bytes of a character that is not whole.
 
-    The text is the tokenizer's own, with one exception: a tokenizer with byte fallback replaces all of a run of byte
-    tokens if a part of it is not a character, for example a newline before half an emoji. Here the characters stay,
-    because they may have been shown already.
+    The text is what the tokenizer makes of prompt and completion together, after what it makes of the prompt. There is
+    one exception: a tokenizer with byte fallback replaces all of a run of byte tokens if a part of it is not a
+    character, for example a newline before half an emoji. Here the characters stay, because they may have been shown
+    already. A character that begins in the prompt and ends in the completion is the completion's.
     """
 
-    def __init__(self, byte_format: ByteFormat, bytes_of: Callable[[int], bytes]) -> None:
-        self._bytes_of = bytes_of
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(byte_format.errors)
-        self._num_to_strip = byte_format.num_stripped
+    def __init__(self, tokens: ByteTokens, prompt: Sequence[int] = ()) -> None:
+        self._tokens, self._bytes_of = tokens, tokens.bytes_of
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(tokens.format.errors)
+        self._num_to_strip = tokens.format.num_stripped
+        self._shown = ""  # half a character at the end of the prompt, as its own text shows it
+        if prompt:
+            self._read(prompt)
+
+    def _read(self, prompt: Sequence[int]) -> None:
+        """Come to where the prompt ends, without decoding all of it."""
+        for data in map(self._bytes_of, prompt):
+            if not self._num_to_strip:
+                break
+            self._num_to_strip -= min(self._num_to_strip, len(data) - len(data.lstrip(b" ")))
+            if data.strip(b" "):
+                self._num_to_strip = 0
+        end = b""  # the last bytes decide whether a character is whole
+        for data in map(self._bytes_of, reversed(prompt)):
+            end = data + end
+            if len(end) >= MAX_CHARACTER_BYTES:
+                break
+        self._utf8.decode(end)
+        self._shown = self._utf8.getstate()[0].decode("utf-8", self._utf8.errors)
 
     def decode(self, token_ids: Sequence[int], final: bool = False) -> str:
         text = self._utf8.decode(b"".join(map(self._bytes_of, token_ids)), final)
         while self._num_to_strip and text:
             self._num_to_strip = self._num_to_strip - 1 if text[0] == " " else 0
             text = text.removeprefix(" ")
+        if self._shown and text:
+            text, self._shown = text[count_shown(self._shown, text) :], ""
+        return text
+
+    def peek(self) -> Callable[[int], str]:
+        is_within = not (self._utf8.getstate()[0] or self._num_to_strip or self._shown)
+        return self._tokens.text_of if is_within else self._try
+
+    def _try(self, token_id: int) -> str:
+        buffered, num_to_strip, shown = self._utf8.getstate(), self._num_to_strip, self._shown
+        text = self.decode([token_id])
+        self._utf8.setstate(buffered)
+        self._num_to_strip, self._shown = num_to_strip, shown
         return text
 
 
@@ -119,19 +171,30 @@ class WindowDetokenizer:
     character that is not whole yet. joined: tokens, by id, that follow one another without a space between them.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], joined: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self, decode: Callable[[list[int]], str], joined: Mapping[int, str] | None = None, prompt: Sequence[int] = ()
+    ) -> None:
         self._decode = decode
         self._joined = joined or {}
-        self._is_after_joined = False
-        self._window: list[int] = []  # the tokens whose text was shown last, as context, and those after them
-        self._num_context = 0  # tokens
-        self._num_shown = 0  # characters of the window's text
+        self._is_after_joined = bool(prompt) and prompt[-1] in self._joined
+        # The tokens whose text was shown last, as context, and those after them.
+        self._window, self._shown = _find_context(decode, prompt)
+        self._num_context = len(self._window)  # tokens
 
     def decode(self, token_ids: Sequence[int], final: bool = False) -> str:
         shown = [self._add(token_id) for token_id in token_ids]
         if final and self._window:
-            shown.append(self._decode(self._window)[self._num_shown :])
+            text = self._decode(self._window)
+            shown.append(text[count_shown(self._shown, text) :])
         return "".join(shown)
+
+    def peek(self) -> Callable[[int], str]:
+        return self._try
+
+    def _try(self, token_id: int) -> str:
+        other = copy(self)
+        other._window = [*self._window]
+        return other._add(token_id)
 
     def _add(self, token_id: int) -> str:
         self._window.append(token_id)
@@ -139,8 +202,7 @@ class WindowDetokenizer:
         is_full = len(self._window) - self._num_context >= WINDOW
         if text.endswith(REPLACEMENT) and not is_full:
             return ""
-        self._num_shown = min(self._num_shown, len(text))  # bytes shown as no character may have become one
-        new = text[self._num_shown :]
+        new = text[count_shown(self._shown, text) :]
         if new:
             is_joined = token_id in self._joined
             if is_joined and self._is_after_joined:
@@ -148,10 +210,59 @@ class WindowDetokenizer:
             self._is_after_joined = is_joined
             self._window = self._window[self._num_context :]
             self._num_context = len(self._window)
-            self._num_shown = len(self._decode(self._window))
+            self._shown = self._decode(self._window)
         elif is_full:
             del self._window[self._num_context :]  # these tokens have no text
         return new
+
+
+def _find_context(decode: Callable[[list[int]], str], prompt: Sequence[int]) -> tuple[list[int], str]:
+    """Return the last few tokens of a prompt and their text, which is "" only if all of the prompt has none.
+
+    There are more of them where they begin within a character.
+    """
+    num_tokens = CONTEXT
+    while True:
+        last = [*prompt[-num_tokens:]]
+        text = decode(last) if last else ""
+        is_cut = REPLACEMENT in text and num_tokens < WINDOW
+        if len(last) == len(prompt) or (text and not is_cut):
+            return last, text
+        num_tokens *= 4
+
+
+def count_shown(shown: str, text: str) -> int:
+    """Return how much of `text` is in `shown`, whose last replacement characters may have become a character."""
+    count = min(len(shown), len(text))
+    while count and shown[count - 1] == REPLACEMENT != text[count - 1]:
+        count -= 1
+    return count
+
+
+class TokenTexts:
+    """Says what each token of a text adds to it, and what another token would add there.
+
+    detokenizer: of that text, at its beginning. special: the texts of tokens, by id, that the text leaves out; here
+    they have them. The part of a character adds nothing, and the last part adds all of it.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, special: Mapping[int, str]) -> None:
+        self._detokenizer = detokenizer
+        self._special = special
+
+    def peek(self) -> Callable[[int], str]:
+        """Return a function that says, until the next `append`, which text a token would add if it came next."""
+        special, text_of = self._special, self._detokenizer.peek()
+        return lambda token_id: special[token_id] if token_id in special else text_of(token_id)
+
+    def append(self, token_id: int) -> None:
+        """Go on to the place after this token."""
+        self._detokenizer.decode([token_id])
+
+    def end(self, token_id: int, text: str) -> str:
+        """Return the text of the last token, which `peek` gave, with what the text ends with: half a character."""
+        half = self._detokenizer.decode([], final=True)
+        return half + text if token_id in self._special else text + half
 
 
 class CompletionText:
@@ -159,11 +270,18 @@ class CompletionText:
 
     detokenizer: None makes no text. stop: strings that end it. include_stop: whether the text keeps the one that did.
     `stop_string` is that one, or None: the one that is complete first, and of several that are complete with the same
-    token, the first in `stop`.
+    token, the first in `stop`. of_tokens: says which text each token adds, where log-probabilities are wanted.
     """
 
-    def __init__(self, detokenizer: Detokenizer | None, stop: Sequence[str] = (), include_stop: bool = False) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer | None,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        of_tokens: TokenTexts | None = None,
+    ) -> None:
         self.stop = stop
+        self.of_tokens = of_tokens
         self.stop_string: str | None = None
         self._detokenizer = detokenizer
         self._include_stop = include_stop

@@ -2,13 +2,15 @@
 
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, cast
 
 from nanoinfer.errors import RequestError, check_names
+from nanoinfer.outputs import shown
 from nanoinfer.sampling_params import LOGPROBS, SamplingParams, check_against_model, is_whole_number
-from nanoinfer.text.columns import Array, Series, as_list
+from nanoinfer.text.columns import Array, Series, as_list, is_column
+from nanoinfer.text.refusals import Errors, for_each_params, report
 from nanoinfer.text.tokenizer import Tokenizer, keep_last
 
 Prompt = str | list[int]
@@ -22,6 +24,19 @@ GivenPrompt = Prompt | Mapping[str, Any] | Array | Series  # {"prompt": ...}, as
 # One prompt or several. One Sequence stands for both a list of prompts and a prompt's token ids, because mypy infers
 # the type of ["text", [1, 2]] from one alone.
 Prompts = str | Mapping[str, Any] | Array | Series | Sequence[GivenPrompt | int]
+
+
+@dataclass(slots=True, kw_only=True)
+class PreparedRequest:
+    """A request that was checked and is ready to be queued, or that ends at once with `error`."""
+
+    prompt: str | None  # None if it was given as token ids
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    priority: int = 0  # higher runs first
+    prompt_logprobs_start: int = 1  # the first prompt token whose log-probability is wanted, if any are
+    constraint: Any = None  # a ConstraintPlan: what else limits its tokens
+    error: RequestError | None = None
 
 
 class PromptProcessor:
@@ -53,37 +68,90 @@ class PromptProcessor:
             )
         return self.tokenizer
 
+    def prepare(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        errors: Errors,
+        add_special_tokens: bool = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PreparedRequest]:
+        """Return a request for each prompt, without constraint, and add to `errors` what is wrong with some."""
+        priorities = as_priorities(priority, len(prompts))
+        given = dict(enumerate(one_for_each(sampling_params, len(prompts))))
+        checked = given | for_each_params(self.check_params, given, errors)
+        encoded = self.encode(prompts, add_special_tokens, "prompt", tokenization_kwargs, errors)
+        return [
+            PreparedRequest(
+                prompt=prompt if isinstance(prompt, str) else None,
+                token_ids=token_ids,
+                sampling_params=checked[index],
+                priority=priorities[index],
+            )
+            for index, (prompt, token_ids) in enumerate(zip(prompts, encoded, strict=True))
+        ]
+
     def encode(
         self,
         prompts: list[Prompt],
         add_special_tokens: bool = True,
         what: str = "prompt",
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        errors: Errors | None = None,
     ) -> list[list[int]]:
-        """Return the token ids of each prompt, checked. Raises RequestError for one that cannot be served.
+        """Return the token ids of each prompt, checked. Raises RequestError for those that cannot be served.
 
-        what: the word for a prompt in error messages. tokenization_kwargs: of TOKENIZATION_OPTIONS.
+        what: the word for a prompt in error messages. tokenization_kwargs: of TOKENIZATION_OPTIONS. errors: takes what
+        is wrong, so that nothing is raised; a prompt that has an error gets no ids.
         """
+        found: Errors = {} if errors is None else errors
         options = tokenization_kwargs or {}
         check_names("tokenization_kwargs", options, TOKENIZATION_OPTIONS, {})
         add_special_tokens = options.get("add_special_tokens", add_special_tokens)
         max_tokens = self._most_tokens(options.get("truncate_prompt_tokens"))
-        all_ids = self.tokenize(prompts, add_special_tokens, max_tokens)
-        return [self._check_token_ids(ids, f"{what} {index}") for index, ids in enumerate(all_ids)]
+        all_ids = self._tokenize(prompts, add_special_tokens, max_tokens, found)
+        for index, ids in enumerate(all_ids):
+            if index not in found:
+                try:
+                    all_ids[index] = self._check_token_ids(ids, f"{what} {index}")
+                except RequestError as error:
+                    found[index] = error
+        if errors is None:
+            report(found, len(prompts))
+        return [[] if index in found else ids for index, ids in enumerate(all_ids)]
 
     def tokenize(
         self, prompts: list[Prompt], add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[list[int]]:
         """Encode the prompts that are texts, in one batch; of each, and of the others, keep the last `max_tokens`."""
-        texts = {index: prompt for index, prompt in enumerate(prompts) if isinstance(prompt, str)}
+        errors: Errors = {}
+        all_ids = self._tokenize(prompts, add_special_tokens, max_tokens, errors)
+        report(errors, len(prompts))
+        return all_ids
+
+    def _tokenize(
+        self, prompts: list[Prompt], add_special_tokens: bool, max_tokens: int | None, errors: Errors
+    ) -> list[list[int]]:
+        """Do as `tokenize`; add to `errors` what is wrong with texts, which get no ids."""
+        texts = {index: text for index, text in enumerate(prompts) if isinstance(text, str) and index not in errors}
         encoded: dict[int, list[int]] = {}
         if texts:
             tokenizer = self.require_tokenizer()
             longest = self.max_model_len * tokenizer.longest_token if max_tokens is None else sys.maxsize
-            check_texts(texts, longest)
-            encoded = dict(zip(texts, tokenizer.encode([*texts.values()], add_special_tokens, max_tokens), strict=True))
+            errors |= find_bad_texts(texts, longest)
+            texts = {index: text for index, text in texts.items() if index not in errors}
+            try:
+                ids = tokenizer.encode([*texts.values()], add_special_tokens, max_tokens)
+                encoded = dict(zip(texts, ids, strict=True))
+            except RequestError:  # of one of them
+                for index, text in texts.items():
+                    try:
+                        [encoded[index]] = tokenizer.encode([text], add_special_tokens, max_tokens)
+                    except RequestError as error:
+                        errors[index] = RequestError(f"prompt {index}: {error}")
         return [
-            encoded[index] if isinstance(prompt, str) else keep_last(prompt, max_tokens)
+            encoded.get(index, []) if isinstance(prompt, str) else keep_last(prompt, max_tokens)
             for index, prompt in enumerate(prompts)
         ]
 
@@ -116,12 +184,6 @@ class PromptProcessor:
             raise RequestError(f"{wrong[0]!r} is no token id; ids are 0 to {self.vocab_size - 1}")
         return self.require_tokenizer().decode([int(item) for item in ids], skip_special_tokens)
 
-    def check_all_params(self, sampling_params: list[SamplingParams]) -> list[SamplingParams]:
-        """Return what `check_params` makes of each; what stands there for many prompts is checked once."""
-        distinct = {id(params): params for params in sampling_params}
-        checked = {key: self.check_params(params) for key, params in distinct.items()}
-        return [checked[id(params)] for params in sampling_params]
-
     def check_params(self, sampling_params: SamplingParams) -> SamplingParams:
         """Return sampling options with their -1 spelt out. Raises RequestError where this model cannot serve them."""
         for name, remedy in NEED_TOKENIZER.items():
@@ -147,7 +209,10 @@ class PromptProcessor:
         """Return the ids of "prompt 0", say, as a list of our own. Raises RequestError for what cannot be served."""
         if not isinstance(token_ids, (list, tuple)):
             kind = type(token_ids).__name__
-            raise RequestError(f"{which} is a {kind}; give a string or a list of token ids, or {{'prompt': either}}")
+            raise RequestError(
+                f"{which} is a {kind}; give a string or a list of token ids, or {{'prompt': either}}, in place of "
+                f"{shown(token_ids):.200}"
+            )
         if not token_ids:
             raise RequestError(f"{which} is empty; give at least one token")
         if {*map(type, token_ids)} != {int}:
@@ -168,7 +233,7 @@ class PromptProcessor:
 
 def as_list_of_prompts(prompts: Prompts) -> list[Prompt]:
     """Return one prompt or several, perhaps in an array or a column, as a list."""
-    prompts = as_list(prompts)
+    given, prompts = prompts, as_list(prompts)
     if isinstance(prompts, (str, Mapping)):
         return [as_prompt(prompts)]
     if not isinstance(prompts, (list, tuple)):
@@ -176,7 +241,13 @@ def as_list_of_prompts(prompts: Prompts) -> list[Prompt]:
             f"prompts is a {type(prompts).__name__}; give a string, a list of token ids, or a list, an array or a "
             "column of these"
         )
+    # Of a column each element is a prompt, of a list or an array they may be one prompt's token ids.
     is_token_ids = bool(prompts) and all(isinstance(item, Integral) for item in prompts)
+    if is_token_ids and is_column(given):
+        raise RequestError(
+            f"prompts is a {type(given).__name__} of whole numbers, {shown([*map(int, prompts)])}: give [[...], ...], "
+            "a list of token ids for each prompt; or a list of the numbers, if they are one prompt's token ids"
+        )
     return [cast("Prompt", list(prompts))] if is_token_ids else [as_prompt(cast("Prompt", item)) for item in prompts]
 
 
@@ -246,16 +317,20 @@ def split_whole(prompt: list[int], completion: list[int], whole: list[int]) -> t
     return (whole[:num_same], whole[num_same:]) if num_same > 0 else (prompt, completion)
 
 
-def check_texts(texts: dict[int, str], max_characters: int) -> None:
-    """Raise RequestError for a text, by its prompt's index, that is no Unicode, or too long for anyone to encode."""
+def find_bad_texts(texts: Mapping[int, str], max_characters: int) -> Errors:
+    """Return what is wrong with texts that are no Unicode or too long for anyone to encode, by their prompt's index."""
+    errors: Errors = {}
     for index, text in texts.items():
         if len(text) > max_characters:
-            raise RequestError(
+            errors[index] = RequestError(
                 f"prompt {index} has {len(text)} characters, and max_model_len tokens hold {max_characters} at most; "
                 "shorten it"
             )
+            continue
         try:
             text.encode()
-        except UnicodeEncodeError as error:
-            message = f"prompt {index} has a lone surrogate, which is no character; decode its bytes as UTF-8"
-            raise RequestError(message) from error
+        except UnicodeEncodeError:
+            errors[index] = RequestError(
+                f"prompt {index} has a lone surrogate, which is no character: {shown(text)}; decode its bytes as UTF-8"
+            )
+    return errors

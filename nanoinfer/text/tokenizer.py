@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from nanoinfer.text.detokenizer import (
     ByteDetokenizer,
     CompletionText,
     Detokenizer,
+    TokenTexts,
     WindowDetokenizer,
-    cache_bytes,
     find_byte_format,
+    look_up_bytes,
 )
 
 logger = logging.getLogger("nanoinfer")
@@ -47,9 +49,8 @@ class Tokenizer:
         self._is_byte_level = decoder.get("type") == "ByteLevel"
         self._byte_format = find_byte_format(decoder)
         if self._byte_format:
-            special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
-            self._bytes_of_all = cache_bytes(self._byte_format, backend.id_to_token)
-            self._bytes_of_plain = cache_bytes(self._byte_format, backend.id_to_token, skipped=special)
+            self._all_tokens = look_up_bytes(self._byte_format, backend.id_to_token)
+            self._plain_tokens = look_up_bytes(self._byte_format, backend.id_to_token, skipped=self._special_tokens)
 
     @cached_property
     def eos_token_id(self) -> int | None:
@@ -59,6 +60,10 @@ class Tokenizer:
     @cached_property
     def _added_tokens(self) -> dict[int, str]:
         return {token_id: str(token) for token_id, token in self.hf.added_tokens_decoder.items()}
+
+    @cached_property
+    def _special_tokens(self) -> dict[int, str]:
+        return {token_id: str(token) for token_id, token in self.hf.added_tokens_decoder.items() if token.special}
 
     @cached_property
     def longest_token(self) -> int:
@@ -98,8 +103,37 @@ class Tokenizer:
         except BaseException as error:
             raise RequestError(f"the tokenizer cannot decode {token_ids} ({error}); check its files") from error
 
-    def text_of_token(self, token_id: int) -> str:
-        """Decode one token alone, special or not; "" where the tokenizer fails, which must not stop a step."""
+    def detokenizer(
+        self,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        prompt: Sequence[int] = (),
+    ) -> Detokenizer:
+        """Return what decodes one completion of a prompt bit by bit."""
+        if self._byte_format:
+            return ByteDetokenizer(self._plain_tokens if skip_special_tokens else self._all_tokens, prompt)
+
+        def decode(token_ids: list[int]) -> str:
+            try:
+                return self.decode(token_ids, skip_special_tokens)
+            except RequestError:
+                return "".join(map(self._text_alone, token_ids))
+
+        are_joined = not (skip_special_tokens or spaces_between_special_tokens)
+        return WindowDetokenizer(decode, self._added_tokens if are_joined else None, prompt)
+
+    def token_texts(
+        self,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        prompt: Sequence[int] = (),
+    ) -> TokenTexts:
+        """Return what says which text each token of a completion adds; special ones have theirs even if skipped."""
+        detokenizer = self.detokenizer(skip_special_tokens, spaces_between_special_tokens, prompt)
+        return TokenTexts(detokenizer, self._special_tokens if skip_special_tokens else {})
+
+    def _text_alone(self, token_id: int) -> str:
+        """Decode one token alone; "" where the tokenizer fails, which must not stop a step."""
         if token_id not in self._texts:
             try:
                 self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
@@ -107,21 +141,6 @@ class Tokenizer:
                 logger.warning("a token has no text: %s", error)
                 self._texts[token_id] = ""
         return self._texts[token_id]
-
-    def detokenizer(self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> Detokenizer:
-        """Return what decodes one completion bit by bit."""
-        if self._byte_format:
-            bytes_of = self._bytes_of_plain if skip_special_tokens else self._bytes_of_all
-            return ByteDetokenizer(self._byte_format, bytes_of)
-
-        def decode(token_ids: list[int]) -> str:
-            try:
-                return self.decode(token_ids, skip_special_tokens)
-            except RequestError:
-                return "".join(map(self.text_of_token, token_ids))
-
-        are_joined = not (skip_special_tokens or spaces_between_special_tokens)
-        return WindowDetokenizer(decode, self._added_tokens if are_joined else None)
 
 
 def keep_last(token_ids: list[int], max_tokens: int | None, num_first: int = 0) -> list[int]:
@@ -200,8 +219,23 @@ def read_stop_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[
     return frozenset({*listed, tokenizer.hf.eos_token_id if tokenizer else None} - {None})
 
 
-def completion_text(tokenizer: Tokenizer | None, params: SamplingParams) -> CompletionText:
-    """Return the text of a completion that has just begun; without a tokenizer it stays empty."""
-    options = params.skip_special_tokens, params.spaces_between_special_tokens
-    detokenizer = tokenizer.detokenizer(*options) if tokenizer and params.detokenize else None
-    return CompletionText(detokenizer, params.stop or (), params.include_stop_str_in_output)
+def completion_text(tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]) -> CompletionText:
+    """Return the text of a prompt's completion that has just begun; without a tokenizer it stays empty."""
+    detokenizer = of_tokens = None
+    if tokenizer and params.detokenize:
+        options = params.skip_special_tokens, params.spaces_between_special_tokens
+        detokenizer = tokenizer.detokenizer(*options, prompt)
+        of_tokens = None if params.logprobs is None else tokenizer.token_texts(*options, prompt)
+    return CompletionText(detokenizer, params.stop or (), params.include_stop_str_in_output, of_tokens)
+
+
+def prompt_texts(
+    tokenizer: Tokenizer | None, params: SamplingParams, prompt: str | None, token_ids: Sequence[int]
+) -> TokenTexts | None:
+    """Return what says which text each token of a prompt adds, after its first; None without a tokenizer.
+
+    A prompt that was given as a text begins behind the special tokens that the tokenizer has put in front.
+    """
+    if tokenizer is None or not params.detokenize:
+        return None
+    return tokenizer.token_texts(prompt is not None, params.spaces_between_special_tokens, token_ids[:1])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanoinfer import LLM, SamplingParams, tiny_model_path
+from nanoinfer import LLM, RequestError, SamplingParams, tiny_model_path
 from nanoinfer.text.chat import render_chats
 from nanoinfer.text.prompts import as_list_of_prompts
 
@@ -84,6 +84,33 @@ def test_an_array_of_whole_numbers_is_one_prompt_and_one_of_two_dimensions_is_se
     assert as_list_of_prompts(np.array([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]  # type: ignore[arg-type]
     assert as_list_of_prompts(np.array(TEXTS)) == TEXTS  # type: ignore[arg-type]
     assert as_list_of_prompts([{"prompt_token_ids": np.array([1, 2])}, np.array([3])]) == [[1, 2], [3]]
+
+
+class Series:
+    """A column of numbers as pandas has it: it is no list and no sequence, and has `tolist` and `to_list`."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def tolist(self) -> list[Any]:
+        return self.items
+
+    to_list = tolist
+
+
+@pytest.mark.parametrize("kind", ["stand-in", *(kind for kind in KINDS if kind not in ("tuple", "objects"))])
+def test_a_column_of_whole_numbers_is_refused_with_what_to_give_instead(kind: str) -> None:
+    column = (KINDS | {"stand-in": Series})[kind]([1, 2, 3])
+    if isinstance(column, np.ndarray):
+        pytest.skip("this version of `datasets` has arrays in place of columns")
+    with pytest.raises(RequestError) as error:
+        as_list_of_prompts(column)
+    assert str(error.value) == (
+        f"prompts is a {type(column).__name__} of whole numbers, [1, 2, 3]: give [[...], ...], a list of token ids for "
+        "each prompt; or a list of the numbers, if they are one prompt's token ids"
+    )
+    assert as_list_of_prompts({"prompt_token_ids": column}) == as_list_of_prompts([column]) == [[1, 2, 3]]
+    assert as_list_of_prompts((KINDS | {"stand-in": Series})[kind]([])) == []
 
 
 def test_generate_chat_and_score_take_arrays(llm: LLM) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import tokenizers
@@ -115,6 +116,85 @@ def test_the_joined_text_is_the_tokenizers_own_however_the_tokens_come(
     assert stream(tokenizer.detokenizer(skip_special_tokens), token_ids) == expected
     assert stream(tokenizer.detokenizer(skip_special_tokens), token_ids, seed) == expected
     assert tokenizer.decode(token_ids, skip_special_tokens) == expected
+
+
+def after_prompt(hf: Any, prompt: list[int], token_ids: list[int], skip_special_tokens: bool) -> str:
+    """What transformers makes of prompt and completion, after what it makes of the prompt.
+
+    A character that is half in the prompt shows as "\ufffd" there; where the completion has the rest, it has all of it.
+    """
+    options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+    before, whole = hf.decode(prompt, **options), hf.decode(prompt + token_ids, **options)
+    num_same = next((i for i, pair in enumerate(zip(before, whole, strict=False)) if pair[0] != pair[1]), len(before))
+    return str(whole[num_same:])
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(prompt=completions, token_ids=completions, seed=st.integers(0, 2**32))
+def test_after_a_prompt_the_text_is_what_the_tokenizer_adds_to_the_prompts(
+    tokenizer: Tokenizer, skip_special_tokens: bool, prompt: list[int], token_ids: list[int], seed: int
+) -> None:
+    expected = after_prompt(tokenizer.hf, prompt, token_ids, skip_special_tokens)
+    assert stream(tokenizer.detokenizer(skip_special_tokens, prompt=prompt), token_ids) == expected
+    assert stream(tokenizer.detokenizer(skip_special_tokens, prompt=prompt), token_ids, seed) == expected
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    prompt=st.lists(st.integers(0, 1023), max_size=12),
+    token_ids=st.lists(st.integers(0, 1023) | st.integers(0, 255), max_size=40),
+    seed=st.integers(0, 2**32),
+)
+def test_byte_level_text_after_any_prompt_is_what_the_tokenizer_adds_to_the_prompts(
+    skip_special_tokens: bool, prompt: list[int], token_ids: list[int], seed: int
+) -> None:
+    expected = after_prompt(TINY.hf, prompt, token_ids, skip_special_tokens)
+    assert stream(TINY.detokenizer(skip_special_tokens, prompt=prompt), token_ids, seed) == expected
+
+
+@pytest.mark.parametrize("character", ["é", "中", "🙂"])
+def test_a_character_that_begins_in_the_prompt_and_ends_in_the_completion_is_the_completions(
+    tokenizer: Tokenizer, character: str
+) -> None:
+    for cut in range(1, len(character.encode())):
+        first, last = fallback_ids(character.encode()[:cut]), fallback_ids(character.encode()[cut:])
+        prompt, token_ids = [WORDS, *first], [*last, WORDS]
+        text = stream(tokenizer.detokenizer(prompt=prompt), token_ids)
+        assert text == after_prompt(tokenizer.hf, prompt, token_ids, skip_special_tokens=True)
+        if "byte" in tokenizer.hf.backend_tokenizer.to_str().lower() and character in tokenizer.hf.decode(first + last):
+            assert text == f"{character} the"
+        lost = [WORDS]  # the character never ends, so its beginning is the prompt's
+        text = stream(tokenizer.detokenizer(prompt=prompt), lost)
+        assert text == after_prompt(tokenizer.hf, prompt, lost, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("spaces", [True, False])
+def test_a_special_token_after_one_that_ends_the_prompt_is_one_beside_another(tmp_path: Path, spaces: bool) -> None:
+    tokenizer = with_decoder(KINDS["word pieces"], tmp_path)
+    detokenizer = tokenizer.detokenizer(False, spaces, prompt=[WORDS, SPECIAL])
+    assert stream(detokenizer, [SPECIAL, WORDS]) == (" <s> ▁the" if spaces else "<s> ▁the")
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(prompt=completions, token_ids=completions, cut=st.integers(0, 5))
+def test_the_texts_of_tokens_add_up_and_asking_for_others_changes_none(
+    tokenizer: Tokenizer, prompt: list[int], token_ids: list[int], cut: int
+) -> None:
+    token_ids = token_ids[: len(token_ids) - cut]  # perhaps within a character
+    texts = tokenizer.token_texts(prompt=prompt)
+    found = []
+    for token_id in token_ids:
+        for other in (WORDS, SPECIAL, BYTES + 0xE4, token_id):
+            texts.peek()(other)
+        found.append(texts.peek()(token_id))
+        texts.append(token_id)
+    if token_ids:
+        found[-1] = texts.end(token_ids[-1], found[-1])
+    plain = [text for token_id, text in zip(token_ids, found, strict=True) if token_id != SPECIAL]
+    at_end = "\ufffd" * sum(text.count("\ufffd") for i, text in zip(token_ids, found, strict=True) if i == SPECIAL)
+    assert "".join(plain) + at_end == stream(tokenizer.detokenizer(prompt=prompt), token_ids)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

@@ -1,0 +1,62 @@
+"""Prompts that cannot be served: all that are wrong are named in one error, or come back in their places."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from nanoinfer.errors import RequestError
+from nanoinfer.sampling_params import SamplingParams
+
+logger = logging.getLogger("nanoinfer")
+
+Result = TypeVar("Result")
+OnError: TypeAlias = Literal["raise", "return"]
+MAX_NAMED = 10  # errors in one message
+
+Errors = dict[int, RequestError]  # by the index of the prompt that cannot be served, from 0
+
+
+def check_on_error(on_error: Any) -> None:
+    """Raise RequestError for an on_error that is not known."""
+    if on_error not in ("raise", "return"):
+        raise RequestError(f"on_error={on_error!r} is not known; use 'raise', or 'return' to get errors as outputs")
+
+
+def report(errors: Mapping[int, RequestError], count: int, on_error: OnError = "raise") -> None:
+    """Raise what is wrong with some of `count` prompts, or log it where it is returned in their places."""
+    if not errors:
+        return
+    found = [errors[index] for index in sorted(errors)]
+    is_one = len({*map(id, found)}) == 1  # one prompt, or what is wrong with the options of all
+    more = [f"and {len(found) - MAX_NAMED} more"] if len(found) > MAX_NAMED else []
+    named = f" {found[0]}" if is_one else "".join(f"\n  {line}" for line in [*found[:MAX_NAMED], *more])
+    if on_error == "return":
+        logger.warning("%d of %d prompts come back with an error:%s", len(found), count, named)
+    elif is_one:
+        raise found[0]
+    else:
+        raise RequestError(
+            f"{len(found)} of {count} prompts cannot be served; mend them, or let generate or chat answer the rest by "
+            f"on_error='return':{named}"
+        )
+
+
+def for_each_params(
+    function: Callable[[SamplingParams], Result], params: Mapping[int, SamplingParams], errors: Errors
+) -> dict[int, Result]:
+    """Call a function once with each of the sampling options of some prompts, and return the results by prompt.
+
+    A RequestError of it is added to `errors` for each prompt that has these options, and gives no result.
+    """
+    places: dict[int, list[int]] = {}  # of the prompts, by the id of their options
+    for index, one in params.items():
+        places.setdefault(id(one), []).append(index)
+    results: dict[int, Result] = {}
+    for indices in places.values():
+        try:
+            results |= dict.fromkeys(indices, function(params[indices[0]]))
+        except RequestError as error:
+            for index in indices:
+                named = error if len(places) == 1 else RequestError(f"prompt {index}: {error}")
+                errors.setdefault(index, named)
+    return results
