@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.decoder import DecoderSpec
 
 
 class MistralForCausalLM(DecoderForCausalLM):
@@ -13,3 +14,4 @@ class MistralForCausalLM(DecoderForCausalLM):
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
     }
+    special_fields: ClassVar = {"sliding_window"}

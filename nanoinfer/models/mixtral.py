@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.decoder import DecoderSpec
 
 
 class MixtralForCausalLM(DecoderForCausalLM):
@@ -18,6 +19,7 @@ class MixtralForCausalLM(DecoderForCausalLM):
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     }
+    special_fields: ClassVar = {"sliding_window", "num_experts"}
     renamed_modules: ClassVar[Mapping[str, str]] = {"block_sparse_moe": "mlp"}
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {
         **DecoderForCausalLM.packed_modules_mapping,

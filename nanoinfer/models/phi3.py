@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.decoder import DecoderSpec
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):
@@ -15,3 +16,4 @@ class Phi3ForCausalLM(DecoderForCausalLM):
         "partial_rotary_factor": 1.0,
         "sliding_window": None,
     }
+    special_fields: ClassVar = {"sliding_window", "partial_rotary_factor"}

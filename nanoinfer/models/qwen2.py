@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.decoder import DecoderSpec
 
 
 class Qwen2ForCausalLM(DecoderForCausalLM):
@@ -15,3 +16,4 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
         "sliding_window": 4096,
         "max_window_layers": 28,  # the first of them attend to all tokens
     }
+    special_fields: ClassVar = {"sliding_window", "use_sliding_window", "max_window_layers"}

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from nanoinfer.layers.layernorm import RMSNorm
-from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.decoder import DecoderSpec
 from nanoinfer.models.qwen2 import Qwen2ForCausalLM
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
-    spec: ClassVar = DecoderSpec(qk_norm=RMSNorm)
+    spec: ClassVar = DecoderSpec(qk_norm=True)
     config_defaults: ClassVar[Mapping[str, Any]] = {**Qwen2ForCausalLM.config_defaults, "head_dim": 128}
+    special_fields: ClassVar = Qwen2ForCausalLM.special_fields

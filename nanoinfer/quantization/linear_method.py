@@ -4,6 +4,7 @@ Each layer has a `quant_method`, as in vLLM, so that the layers themselves know 
 the layer, under the names that a checkpoint gives them.
 """
 
+from enum import Enum
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,14 @@ MAX_SPLIT_K_TOKENS = 256  # a product of more tokens fills the GPU by itself
 FEW_OUTPUTS = 4096  # a product of fewer outputs has far too few tiles
 
 
+class ProductKind(Enum):
+    """How a product reads its weight. Other kernels may read it instead only where it is plain."""
+
+    PLAIN = "as it is, in the model's dtype"
+    WIDENED = "through a copy in the model's dtype, made for each product"
+    ROUNDED = "as it is, in 8 bits, with inputs rounded to 8 bits"
+
+
 class LinearMethod:
     """Holds a weight in the dtype of the model.
 
@@ -24,6 +33,7 @@ class LinearMethod:
     in the kernel that it runs anyway.
     """
 
+    kind = ProductKind.PLAIN
     input_format: RowFormat | None = None
 
     def create_weights(self, layer: Any, *shape: int) -> None:
