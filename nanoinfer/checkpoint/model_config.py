@@ -132,7 +132,7 @@ class ModelConfig:
             if value not in (without, None):
                 raise ModelError(f"config.json has {name}={value!r}, which is not supported; use a model without it")
         defaults = {**DEFAULTS, **supported[architecture].config_defaults}
-        special = supported[architecture].special_fields
+        special = {name: defaults.get(name) for name in supported[architecture].special_fields}
         raw = {**defaults, **raw}
         raw_of_windows = None
         if "rope_local_base_freq" in special:
@@ -152,9 +152,9 @@ class ModelConfig:
             rope=_read_rope(raw),
             local_rope=_read_rope(raw_of_windows) if raw_of_windows else None,
             rotary_dim=_read_rotary_dim(raw, special, values["head_dim"]),
-            attention_scale=_read_attention_scale(raw, defaults, special, values["head_dim"]),
-            windows=_read_windows(raw, defaults, special, values["num_hidden_layers"]),
-            moe=_read_moe(raw, defaults, values["num_hidden_layers"]) if "num_experts" in special else None,
+            attention_scale=_read_attention_scale(raw, special, values["head_dim"]),
+            windows=_read_windows(raw, special, values["num_hidden_layers"]),
+            moe=_read_moe(raw, special, values["num_hidden_layers"]) if "num_experts" in special else None,
             quantization=read_quantization(
                 raw.get("quantization_config"),
                 quantization,
@@ -264,10 +264,8 @@ def _flag(raw: Mapping[str, Any], name: str, default: bool) -> bool:
     return default if value is None else value
 
 
-def _read_windows(
-    raw: Mapping[str, Any], defaults: Mapping[str, Any], special: Set[str], num_layers: int
-) -> tuple[int | None, ...]:
-    """Read which layers have a sliding window."""
+def _read_windows(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Read which layers have a sliding window. special: the architecture's special fields, and their defaults."""
     none = (None,) * num_layers
     if "sliding_window" not in special or raw.get("sliding_window") is None:
         return none
@@ -276,7 +274,7 @@ def _read_windows(
     window = _number(raw, "sliding_window", int)
     layer_types = raw.get("layer_types")
     if layer_types is None and "sliding_window_pattern" in special:
-        step = _number(raw, "sliding_window_pattern", int, defaults["sliding_window_pattern"])
+        step = _number(raw, "sliding_window_pattern", int, special["sliding_window_pattern"])
         return tuple(window if (index + 1) % step else None for index in range(num_layers))
     if layer_types is None:
         first = raw["max_window_layers"] if "max_window_layers" in special else 0
@@ -292,10 +290,10 @@ def _read_windows(
     return tuple(kinds[kind] for kind in layer_types)
 
 
-def _read_moe(raw: Mapping[str, Any], defaults: Mapping[str, Any], num_layers: int) -> MoEConfig:
+def _read_moe(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int) -> MoEConfig:
     """Read the sizes of the experts, and which layers have any."""
     name = "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"  # Mixtral's name for it
-    num_experts = _number(raw, name, int, defaults["num_experts"])
+    num_experts = _number(raw, name, int, special["num_experts"])
     per_token = _number(raw, "num_experts_per_tok", int)
     if per_token > num_experts:
         raise ModelError(f"config.json has num_experts_per_tok={per_token}, more than its num_experts={num_experts}")
@@ -312,7 +310,7 @@ def _read_moe(raw: Mapping[str, Any], defaults: Mapping[str, Any], num_layers: i
     )
 
 
-def _read_rotary_dim(raw: Mapping[str, Any], special: Set[str], head_dim: int) -> int:
+def _read_rotary_dim(raw: Mapping[str, Any], special: Mapping[str, Any], head_dim: int) -> int:
     """Read which share of a head's dimensions is rotated."""
     factor = _number({**raw, **_rope_parameters(raw)}, "partial_rotary_factor", float, 1.0)
     if factor > 1 or (factor != 1 and "partial_rotary_factor" not in special):
@@ -320,12 +318,10 @@ def _read_rotary_dim(raw: Mapping[str, Any], special: Set[str], head_dim: int) -
     return int(head_dim * factor)
 
 
-def _read_attention_scale(
-    raw: Mapping[str, Any], defaults: Mapping[str, Any], special: Set[str], head_dim: int
-) -> float:
+def _read_attention_scale(raw: Mapping[str, Any], special: Mapping[str, Any], head_dim: int) -> float:
     """Read what scores are multiplied by: 1 / sqrt(head_dim), unless the architecture names another number."""
     name = "query_pre_attn_scalar"
-    return (_number(raw, name, float, defaults[name]) if name in special else head_dim) ** -0.5
+    return (_number(raw, name, float, special[name]) if name in special else head_dim) ** -0.5
 
 
 def _read_dtype(raw: Mapping[str, Any]) -> str:
@@ -360,7 +356,7 @@ def _by_type_of_layer(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     full, sliding = (sets.get(name) or {} for name in types)
     theta = _number(raw, "rope_local_base_freq", float, DEFAULTS["rope_theta"])
     of_windows = {"rope_theta": theta, "rope_parameters": sliding}
-    _read_rotary_dim(of_windows, set(), 0)  # refuses to rotate only a part
+    _read_rotary_dim(of_windows, {}, 0)  # refuses to rotate only a part
     _number(raw, "sliding_window", int)  # refuses null: which RoPE a layer has would not be known
     return {**raw, "rope_parameters": full}, of_windows
 

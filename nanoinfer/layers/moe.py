@@ -17,7 +17,7 @@ from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.layers.linear import PartialSum, entries, sum_buffers
 from nanoinfer.quantization.fp8_linear import Fp8LinearMethod
-from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod, ProductKind
+from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod
 
 # Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a
 # vector of its own until they are added up, half a gigabyte in all for a hidden size of 2048.
@@ -201,10 +201,6 @@ class SparseMoE(nn.Module):
         """How the layer wants its inputs: if the experts have 8 bits, in 8 bits for these and wide for the router."""
         experts = self.experts.gate_up_proj.input_format
         return experts and replace(experts, keeps_wide=True)
-
-    @property
-    def product_kinds(self) -> set[ProductKind]:
-        return {self.experts.gate_up_proj.quant_method.kind, self.experts.down_proj.quant_method.kind}
 
     def forward(self, hidden: Activations, row_mask: Tensor | None = None) -> PartialSum:
         """(num_tokens, hidden_size) -> the same, to be added up by the next norm.

@@ -17,14 +17,14 @@ from nanoinfer.models.forward_step import ForwardStep
 class DecoderForCausalLM(nn.Module):
     """A decoder and its head: the whole model, or one rank's share of it.
 
-    An architecture is a subclass with a `spec`, and what is special about its config.json: see `Architecture` in
-    `checkpoint/model_config.py`.
+    An architecture is a subclass that says what is special: in its layers by a `spec`, in its config.json and the names
+    of its weights by what `Architecture` in `checkpoint/model_config.py` lists.
 
     max_positions: positions that the rotary tables cover. backends: how attention is computed, layer by layer.
     """
 
-    spec: ClassVar[DecoderSpec]
-    config_defaults: ClassVar[Mapping[str, Any]]
+    spec: ClassVar[DecoderSpec] = DecoderSpec()
+    config_defaults: ClassVar[Mapping[str, Any]] = {}
     special_fields: ClassVar[Set[str]] = frozenset()
     # Name of a module in the checkpoint -> ours, where they differ.
     renamed_modules: ClassVar[Mapping[str, str]] = {}

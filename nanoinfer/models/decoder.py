@@ -53,13 +53,10 @@ class DecoderSpec:
 class LayerTraits:
     """What a layer declares of itself, for `execution.py` to choose how steps go through it.
 
-    products: the kinds of its products with weights. has_experts: whether its MLP is a mixture of experts. is_common:
-    whether it has SwiGLU between the products of its MLP, and no norms except those before attention and MLP and of
-    heads.
+    products: how it multiplies by its weights. is_common: whether it is a norm, attention, a norm and SwiGLU alone.
     """
 
     products: frozenset[ProductKind]
-    has_experts: bool
     is_common: bool
 
 
@@ -117,16 +114,12 @@ class DecoderMLP(nn.Module):
     def input_format(self) -> RowFormat | None:
         return self.gate_up_proj.input_format
 
-    @property
-    def product_kinds(self) -> set[ProductKind]:
-        return {self.gate_up_proj.quant_method.kind, self.down_proj.quant_method.kind}
-
     def forward(self, hidden: Activations, _row_mask: Tensor | None = None) -> PartialSum:
         return self.down_proj(self.activation(self.gate_up_proj(hidden), self.down_proj.input_format))
 
 
 class LayerNorms(NamedTuple):
-    """The norms of a layer that follow its attention: two of sums by themselves, None for none, and one of inputs."""
+    """The norms of a layer after its attention: of attention's sum by itself, of the MLP's inputs, of its sum."""
 
     of_attention: RMSNorm | None
     before_mlp: RMSNorm
@@ -157,24 +150,20 @@ class DecoderLayer(nn.Module):
         self.mlp = DecoderMLP(config, spec, tp) if moe is None else SparseMoE(config.hidden_size, moe, tp)
         norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = norm()
-        self.post_attention_layernorm = norm()  # of attention's sum, where sums have norms; else it is before the MLP
-        self.pre_feedforward_layernorm = norm() if spec.norms_sums else None
-        self.post_feedforward_layernorm = norm() if spec.norms_sums else None
+        self.post_attention_layernorm = norm()  # checkpoints give this name to one norm or the other
+        self.norms = LayerNorms(None, self.post_attention_layernorm, None)
+        if spec.norms_sums:
+            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
+            self.norms = LayerNorms(
+                self.post_attention_layernorm, self.pre_feedforward_layernorm, self.post_feedforward_layernorm
+            )
 
     @cached_property
     def traits(self) -> LayerTraits:
-        attention = self.self_attn
-        kinds = {attention.qkv_proj.quant_method.kind, attention.o_proj.quant_method.kind} | self.mlp.product_kinds
-        is_common = self.spec.activation is silu_and_mul and not self.spec.norms_sums
-        return LayerTraits(frozenset(kinds), self.has_experts, is_common)
-
-    @cached_property
-    def norms(self) -> LayerNorms:
-        if self.pre_feedforward_layernorm is None:
-            return LayerNorms(None, self.post_attention_layernorm, None)
-        return LayerNorms(
-            self.post_attention_layernorm, self.pre_feedforward_layernorm, self.post_feedforward_layernorm
-        )
+        methods = (getattr(part, "quant_method", None) for part in self.modules())
+        products = frozenset(method.kind for method in methods if method is not None)
+        is_common = self.spec.activation is silu_and_mul and not self.spec.norms_sums and not self.has_experts
+        return LayerTraits(products, is_common)
 
     def forward(
         self, hidden: PartialSum | None, residual: Tensor, step: ForwardStep
@@ -183,14 +172,14 @@ class DecoderLayer(nn.Module):
 
         hidden: what the layer before adds; None for nothing. residual: (num_tokens, hidden_size).
         """
-        norms = self.norms
+        norm_of_attention, norm_before_mlp, norm_of_mlp = self.norms
         normed, residual = self.input_layernorm(hidden, residual, self.self_attn.qkv_proj.input_format)
         hidden = self.self_attn(normed, step)
-        if norms.of_attention is not None:
-            hidden = norms.of_attention.of_sum(hidden)
-        normed, residual = norms.before_mlp(hidden, residual, self.mlp.input_format)
+        if norm_of_attention is not None:
+            hidden = norm_of_attention.of_sum(hidden)
+        normed, residual = norm_before_mlp(hidden, residual, self.mlp.input_format)
         hidden = self.mlp(normed, step.row_mask)
-        return hidden if norms.of_mlp is None else norms.of_mlp.of_sum(hidden), residual
+        return hidden if norm_of_mlp is None else norm_of_mlp.of_sum(hidden), residual
 
 
 # Computes a layer: does what `DecoderLayer.forward` does, or the same in another way.
@@ -216,15 +205,13 @@ class Decoder(nn.Module):
         if config.local_rope is not None:
             local_rotary_emb = RotaryEmbedding(replace(config, rope=config.local_rope), max_positions)
         self.embed_tokens = spec.embedding(config.vocab_size, config.hidden_size, tp)
+        windows = config.windows_within(max_positions)
         # Which RoPE a layer has does not depend on whether a sequence can outgrow its window.
         layers = (
             DecoderLayer(config, spec, index, window, local_rotary_emb if is_local else rotary_emb, backends, tp)
-            for index, (is_local, window) in enumerate(
-                zip(config.windows, config.windows_within(max_positions), strict=True)
-            )
+            for index, (window, is_local) in enumerate(zip(windows, config.windows, strict=True))
         )
-        module_list = nn.ModuleList(with_quantization(layers, config.quantization))
-        self.layers = cast(Sequence[DecoderLayer], module_list)
+        self.layers = cast(Sequence[DecoderLayer], nn.ModuleList(with_quantization(layers, config.quantization)))
         self.has_experts = any(layer.has_experts for layer in self.layers)
         self.norm = spec.norm(config.hidden_size, config.rms_norm_eps)
 

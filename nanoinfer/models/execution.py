@@ -29,8 +29,7 @@ def forward(decoder: Decoder, step: ForwardStep) -> Tensor:
 def _few_rows_where_possible(
     layer: DecoderLayer, hidden: PartialSum | None, residual: Tensor, step: ForwardStep
 ) -> tuple[PartialSum | None, Tensor]:
-    traits = layer.traits
-    if hidden is None and traits.is_common and not traits.has_experts and traits.products == {ProductKind.PLAIN}:
+    if hidden is None and layer.traits.is_common and layer.traits.products == {ProductKind.PLAIN}:
         return None, few_rows_layer(layer, residual, step)
     return layer(hidden, residual, step)
 

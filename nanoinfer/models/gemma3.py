@@ -3,8 +3,7 @@
 A layer with a window has another RoPE than one that attends to all tokens.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +48,7 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
         embedding=Gemma3Embedding,
         activation=gelu_tanh_and_mul,
     )
-    config_defaults: ClassVar[Mapping[str, Any]] = {
+    config_defaults: ClassVar = {
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 131072,

@@ -1,7 +1,6 @@
 """Qwen3 with a mixture of experts: the decoder of Qwen3, with experts in most layers."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.decoder import DecoderSpec
@@ -9,7 +8,7 @@ from nanoinfer.models.decoder import DecoderSpec
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
     spec: ClassVar = DecoderSpec(qk_norm=True)
-    config_defaults: ClassVar[Mapping[str, Any]] = {
+    config_defaults: ClassVar = {
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
         "use_sliding_window": False,

@@ -1,14 +1,12 @@
 """A large prefill step over several GPUs, in slices of its tokens, so that they exchange sums while they compute.
 
-A layer ends two products in an all-reduce, then comes a norm. Waiting for these took 30% of a prefill step of Qwen3-8B
-on four GPUs. Here an all-reduce is split in two, as in sequence parallelism (Korthikanti et al. 2022): after the
-reduce-scatter each rank adds and normalises its share of a slice's rows, and the all-gather brings all of them to the
-next product. All of a layer except attention computes each token by itself, so meanwhile the GPU computes other slices.
+A layer ends two products in an all-reduce, then comes a norm. Here an all-reduce is split in two, as in sequence
+parallelism (Korthikanti et al. 2022): after the reduce-scatter each rank adds and normalises its share of a slice's
+rows, and the all-gather brings all of them to the next product. All of a layer except attention computes each token by
+itself, so meanwhile the GPU computes other slices.
 
-To launch all this takes the host 90 ms, about as long as four GPUs compute. So what lies between two attentions is a
-CUDA graph in the largest steps, those of `max_step_tokens`; most large steps have as many.
-
-`execution.py` says which steps have slices, and which have graphs.
+To launch all this takes the host about as long as four GPUs compute. So what lies between two attentions is a CUDA
+graph in the largest steps, those of `max_step_tokens`; most large steps have as many. `execution.py` says which steps.
 """
 
 from collections.abc import Callable, Iterator

@@ -19,18 +19,16 @@ FEW_OUTPUTS = 4096  # a product of fewer outputs has far too few tiles
 
 
 class ProductKind(Enum):
-    """How a product reads its weight. Other kernels may read it instead only where it is plain."""
-
-    PLAIN = "as it is, in the model's dtype"
-    WIDENED = "through a copy in the model's dtype, made for each product"
-    ROUNDED = "as it is, in 8 bits, with inputs rounded to 8 bits"
+    PLAIN = "by a weight in the dtype of the model, which other kernels may read too"
+    WIDENED = "by a copy in the dtype of the model, made for each product"
+    ROUNDED = "by a weight of fewer bits, with inputs rounded to them"
 
 
 class LinearMethod:
     """Holds a weight in the dtype of the model.
 
-    input_format: how the layer wants its inputs; None: in the dtype of the model. Whatever makes them may round them,
-    in the kernel that it runs anyway.
+    kind: how the layer multiplies. input_format: how it wants its inputs; None: in the dtype of the model. Whatever
+    makes them may round them, in the kernel that it runs anyway.
     """
 
     kind = ProductKind.PLAIN
