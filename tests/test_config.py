@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -325,6 +325,18 @@ def test_a_missing_size_is_refused_by_name(name: str) -> None:
 def test_a_sliding_window_that_is_switched_off_is_accepted() -> None:
     config = ModelConfig.from_dict({**QWEN3, "use_sliding_window": False, "sliding_window": 4096}, REGISTRY)
     assert config == ModelConfig.from_dict(QWEN3, REGISTRY)
+
+
+@pytest.mark.parametrize(("special_fields", "windows"), [(set(), (None, None)), ({"sliding_window"}, (4, 4))])
+def test_a_field_counts_where_an_architecture_names_it_and_not_because_it_has_a_default(
+    special_fields: set[str], windows: tuple[int | None, ...]
+) -> None:
+    class Architecture(REGISTRY["LlamaForCausalLM"]):  # type: ignore[misc]
+        config_defaults: ClassVar = {"sliding_window": 4}
+
+    Architecture.special_fields = special_fields
+    raw = {**QWEN3, "architectures": ["Architecture"]}
+    assert ModelConfig.from_dict(raw, {"Architecture": Architecture}).windows == windows
 
 
 def test_a_folder_without_config_json_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The sizes of a model, read from its config.json, in the spellings of transformers 4.51 to 5.x."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,11 +37,11 @@ DEFAULTS = {
 class Architecture(Protocol):
     """What reading a config.json needs to know of an architecture; a model class has it."""
 
-    # What config.json may leave out, by the values that transformers then takes. Some fields count only for an
-    # architecture that has a default for them here: sliding_window, use_sliding_window, max_window_layers,
-    # sliding_window_pattern, partial_rotary_factor, query_pre_attn_scalar, rope_local_base_freq, and num_experts with
-    # all that belongs to it.
-    config_defaults: Mapping[str, Any]
+    config_defaults: Mapping[str, Any]  # what config.json may leave out, by the values that transformers then takes
+    # The fields that count for this architecture though not for all: sliding_window, use_sliding_window,
+    # max_window_layers, sliding_window_pattern, partial_rotary_factor, query_pre_attn_scalar, rope_local_base_freq, and
+    # num_experts with all that belongs to it.
+    special_fields: Set[str]
     packed_modules_mapping: Mapping[str, tuple[str, str]]  # a checkpoint's name -> our packed module, and its shard
     renamed_modules: Mapping[str, str]  # a checkpoint's name -> ours
 
@@ -132,9 +132,10 @@ class ModelConfig:
             if value not in (without, None):
                 raise ModelError(f"config.json has {name}={value!r}, which is not supported; use a model without it")
         defaults = {**DEFAULTS, **supported[architecture].config_defaults}
+        special = {name: defaults.get(name) for name in supported[architecture].special_fields}
         raw = {**defaults, **raw}
         raw_of_windows = None
-        if "rope_local_base_freq" in defaults:
+        if "rope_local_base_freq" in special:
             raw, raw_of_windows = _by_type_of_layer(raw)
         num_heads = _number(raw, "num_attention_heads", int)
         absent = {"num_key_value_heads": num_heads, "head_dim": _number(raw, "hidden_size", int) // num_heads}
@@ -150,10 +151,10 @@ class ModelConfig:
             dtype=_read_dtype(raw),
             rope=_read_rope(raw),
             local_rope=_read_rope(raw_of_windows) if raw_of_windows else None,
-            rotary_dim=_read_rotary_dim(raw, defaults, values["head_dim"]),
-            attention_scale=_read_attention_scale(raw, defaults, values["head_dim"]),
-            windows=_read_windows(raw, defaults, values["num_hidden_layers"]),
-            moe=_read_moe(raw, defaults, values["num_hidden_layers"]) if "num_experts" in defaults else None,
+            rotary_dim=_read_rotary_dim(raw, special, values["head_dim"]),
+            attention_scale=_read_attention_scale(raw, special, values["head_dim"]),
+            windows=_read_windows(raw, special, values["num_hidden_layers"]),
+            moe=_read_moe(raw, special, values["num_hidden_layers"]) if "num_experts" in special else None,
             quantization=read_quantization(
                 raw.get("quantization_config"),
                 quantization,
@@ -266,20 +267,20 @@ def _flag(raw: Mapping[str, Any], name: str, default: bool) -> bool:
     return default if value is None else value
 
 
-def _read_windows(raw: Mapping[str, Any], defaults: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Read which layers have a sliding window; only architectures with a default for a field look at it."""
+def _read_windows(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Read which layers have a sliding window. special: the architecture's special fields, and their defaults."""
     none = (None,) * num_layers
-    if "sliding_window" not in defaults or raw["sliding_window"] is None:
+    if "sliding_window" not in special or raw.get("sliding_window") is None:
         return none
-    if "use_sliding_window" in defaults and not _flag(raw, "use_sliding_window", False):
+    if "use_sliding_window" in special and not _flag(raw, "use_sliding_window", False):
         return none
     window = _number(raw, "sliding_window", int)
     layer_types = raw.get("layer_types")
-    if layer_types is None and "sliding_window_pattern" in defaults:
-        step = _number(raw, "sliding_window_pattern", int, defaults["sliding_window_pattern"])
+    if layer_types is None and "sliding_window_pattern" in special:
+        step = _number(raw, "sliding_window_pattern", int, special["sliding_window_pattern"])
         return tuple(window if (index + 1) % step else None for index in range(num_layers))
     if layer_types is None:
-        first = raw["max_window_layers"] if "max_window_layers" in defaults else 0
+        first = raw["max_window_layers"] if "max_window_layers" in special else 0
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise ModelError(f"config.json has max_window_layers={first!r}; it must be a whole number of at least 0")
         return tuple(window if index >= first else None for index in range(num_layers))
@@ -292,10 +293,10 @@ def _read_windows(raw: Mapping[str, Any], defaults: Mapping[str, Any], num_layer
     return tuple(kinds[kind] for kind in layer_types)
 
 
-def _read_moe(raw: Mapping[str, Any], defaults: Mapping[str, Any], num_layers: int) -> MoEConfig:
+def _read_moe(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int) -> MoEConfig:
     """Read the sizes of the experts, and which layers have any."""
     name = "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"  # Mixtral's name for it
-    num_experts = _number(raw, name, int, defaults["num_experts"])
+    num_experts = _number(raw, name, int, special["num_experts"])
     per_token = _number(raw, "num_experts_per_tok", int)
     if per_token > num_experts:
         raise ModelError(f"config.json has num_experts_per_tok={per_token}, more than its num_experts={num_experts}")
@@ -312,18 +313,18 @@ def _read_moe(raw: Mapping[str, Any], defaults: Mapping[str, Any], num_layers: i
     )
 
 
-def _read_rotary_dim(raw: Mapping[str, Any], defaults: Mapping[str, Any], head_dim: int) -> int:
+def _read_rotary_dim(raw: Mapping[str, Any], special: Mapping[str, Any], head_dim: int) -> int:
     """Read which share of a head's dimensions is rotated."""
     factor = _number({**raw, **_rope_parameters(raw)}, "partial_rotary_factor", float, 1.0)
-    if factor > 1 or (factor != 1 and "partial_rotary_factor" not in defaults):
+    if factor > 1 or (factor != 1 and "partial_rotary_factor" not in special):
         raise ModelError(f"config.json has partial_rotary_factor={factor}, which is not supported; use another model")
     return int(head_dim * factor)
 
 
-def _read_attention_scale(raw: Mapping[str, Any], defaults: Mapping[str, Any], head_dim: int) -> float:
+def _read_attention_scale(raw: Mapping[str, Any], special: Mapping[str, Any], head_dim: int) -> float:
     """Read what scores are multiplied by: 1 / sqrt(head_dim), unless the architecture names another number."""
-    default = defaults.get("query_pre_attn_scalar")
-    return (head_dim if default is None else _number(raw, "query_pre_attn_scalar", float, default)) ** -0.5
+    name = "query_pre_attn_scalar"
+    return (_number(raw, name, float, special[name]) if name in special else head_dim) ** -0.5
 
 
 def _read_dtype(raw: Mapping[str, Any]) -> str:

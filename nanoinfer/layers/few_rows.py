@@ -20,15 +20,16 @@ MAX_FEW_WIDE_ROWS = 2  # of more than WIDE values: with more rows, multiplying t
 WIDE = 2048
 
 
-def has_few_rows(x: Tensor) -> bool:
-    """Return whether a step with these rows, (num_rows, hidden_size), may run them: from Hopper on, in bfloat16.
+def has_few_rows(num_rows: int, embeddings: Tensor) -> bool:
+    """Return whether a step of so many rows of these embeddings may run them: from Hopper on, in bfloat16.
 
-    In float16 a row times the norm's weight may overflow, as it is not divided by its root mean square yet.
+    embeddings: (vocab_size, hidden_size). In float16 a row times the norm's weight may overflow, as it is not divided
+    by its root mean square yet.
     """
-    most = MAX_FEW_ROWS if x.shape[1] <= WIDE else min(MAX_FEW_ROWS, MAX_FEW_WIDE_ROWS)
-    if not 0 < len(x) <= most or x.dtype != torch.bfloat16 or import_error("triton"):
+    most = MAX_FEW_ROWS if embeddings.shape[1] <= WIDE else min(MAX_FEW_ROWS, MAX_FEW_WIDE_ROWS)
+    if not 0 < num_rows <= most or embeddings.dtype != torch.bfloat16 or import_error("triton"):
         return False
-    return bool(overlap_options(x.device)["OVERLAP"])
+    return bool(overlap_options(embeddings.device)["OVERLAP"])
 
 
 @triton_on_cuda("nanoinfer.kernels.few_rows_product")

@@ -1,5 +1,6 @@
 """Root-mean-square normalisation (Zhang and Sennrich 2019), alone or after the residual stream's addition."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -102,6 +103,10 @@ class RMSNorm(nn.Module):
             weights = self.weight, self.eps, hidden.sum_weight
             return all_reduce_add_rms_norm(hidden.terms, residual, hidden.all_ranks, *weights)
         return add_rms_norm(hidden.all_reduced(), residual, self.weight, self.eps, hidden.sum_weight)
+
+    def of_sum(self, hidden: PartialSum) -> PartialSum:
+        """Return the sum, to be normalised by this norm before the next one adds it to the residual stream."""
+        return replace(hidden, sum_weight=self.weight)
 
     def _to_fp8(
         self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat

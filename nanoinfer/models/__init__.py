@@ -4,7 +4,7 @@ To add one, write a file beside qwen3.py that says how it differs from the commo
 """
 
 from nanoinfer.errors import ModelError
-from nanoinfer.models.decoder import DecoderForCausalLM
+from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.gemma3 import Gemma3ForCausalLM
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.mistral import MistralForCausalLM

@@ -1,51 +1,73 @@
-"""The pre-norm decoder that most open models are: grouped-query attention with RoPE, SwiGLU, RMSNorm.
+"""The pre-norm decoder that most open models are: grouped-query attention with RoPE, a gated MLP, RMSNorm.
 
 What differs between architectures is in a `DecoderSpec`; a file beside this one gives that of an architecture. Module
-names are those of the checkpoint, except for the packed projections (see `packed_modules_mapping`).
+names are those of the checkpoint, except for the packed projections (see `packed_modules_mapping` in `causal_lm.py`).
+`Decoder.forward` is the common way of a step; `execution.py` chooses another where one is faster.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
-from nanoinfer.checkpoint.model_config import ModelConfig, MoEConfig
+from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.layer import Attention
-from nanoinfer.layers.attention.metadata import KVCache, LayerCache, Metadata
 from nanoinfer.layers.attention.selection import AttentionBackends
-from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
-from nanoinfer.models.few_rows import few_rows_layer, suits_few_rows
-from nanoinfer.models.sliced_prefill import sliced_prefill, suits_slices
+from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.quantization.fp8_linear import with_quantization
+from nanoinfer.quantization.linear_method import ProductKind
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """How an architecture differs from the common decoder.
 
-    qk_norm: the norm of each head of the queries and keys before its rotation; None for none.
     qkv_bias: whether queries, keys and values have biases whatever config.json says. Its attention_bias adds them to
     the output product too.
+    qk_norm: whether each head of the queries and keys is normalised before its rotation.
+    norms_sums: whether what attention and MLP add to the residual stream is normalised before it is added.
+    norm, embedding, activation: the classes of all norms and of the embedding, and the function between the two
+    products of a dense MLP.
     """
 
-    qk_norm: type[RMSNorm] | None = None
     qkv_bias: bool = False
+    qk_norm: bool = False
+    norms_sums: bool = False
+    norm: type[RMSNorm] = RMSNorm
+    embedding: type[VocabParallelEmbedding] = VocabParallelEmbedding
+    activation: Callable[[Tensor, RowFormat | None], Activations] = silu_and_mul
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTraits:
+    """What a layer declares of itself, for `execution.py` to choose how steps go through it.
+
+    products: how it multiplies by its weights. is_common: whether it is a norm, attention, a norm and SwiGLU alone.
+    """
+
+    products: frozenset[ProductKind]
+    is_common: bool
 
 
 class DecoderAttention(nn.Module):
+    """Attention and the products before and after it. index: of the layer, whose part of the step's memory it takes."""
+
     def __init__(
         self,
         config: ModelConfig,
         spec: DecoderSpec,
+        index: int,
         window: int | None,
         rotary_emb: RotaryEmbedding,
         backends: AttentionBackends,
@@ -54,10 +76,11 @@ class DecoderAttention(nn.Module):
         super().__init__()
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         qkv_bias = spec.qkv_bias or config.attention_bias
+        self.index = index
         self.qkv_proj = QKVParallelLinear(config.hidden_size, head_dim, num_heads, num_kv_heads, bias=qkv_bias, tp=tp)
         self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, bias=config.attention_bias, tp=tp)
-        self.q_norm = spec.qk_norm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
-        self.k_norm = spec.qk_norm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
+        self.q_norm = spec.norm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
+        self.k_norm = spec.norm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
         attention = AttentionSpec(
             num_heads=tp.shard_size(num_heads, "query heads"),
             num_kv_heads=tp.split_of_kv_heads(num_kv_heads).shard_size(num_kv_heads, "KV heads"),
@@ -67,20 +90,23 @@ class DecoderAttention(nn.Module):
         )
         self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(attention))
 
-    def forward(self, positions: Tensor, hidden: Activations, cache: LayerCache, metadata: Metadata) -> PartialSum:
-        return self.o_proj(self.attend(self.qkv_proj(hidden), positions, cache, metadata))
+    def forward(self, hidden: Activations, step: ForwardStep) -> PartialSum:
+        return self.o_proj(self.attend(self.qkv_proj(hidden), step))
 
-    def attend(self, qkv: Tensor, positions: Tensor, cache: LayerCache, metadata: Metadata) -> Tensor:
+    def attend(self, qkv: Tensor, step: ForwardStep) -> Tensor:
+        """Return the heads' outputs, (num_tokens, o_proj's input size). qkv: what qkv_proj returns."""
         norm_weights = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        return self.attn(qkv, norm_weights, positions, cache, metadata).flatten(1)  # (num_tokens, o_proj's input size)
+        cache = step.memory.layer(self.index)
+        return self.attn(qkv, norm_weights, step.positions, cache, step.attention).flatten(1)
 
 
 class DecoderMLP(nn.Module):
     """The dense MLP. It computes padding rows too, which cost nothing beside the weights."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, spec: DecoderSpec, tp: TensorParallel) -> None:
         super().__init__()
         size, bias = config.intermediate_size, config.mlp_bias
+        self.activation = spec.activation
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, size, bias=bias, tp=tp)
         self.down_proj = RowParallelLinear(size, config.hidden_size, bias=bias, tp=tp)
 
@@ -89,58 +115,82 @@ class DecoderMLP(nn.Module):
         return self.gate_up_proj.input_format
 
     def forward(self, hidden: Activations, _row_mask: Tensor | None = None) -> PartialSum:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden), self.down_proj.input_format))
+        return self.down_proj(self.activation(self.gate_up_proj(hidden), self.down_proj.input_format))
+
+
+class LayerNorms(NamedTuple):
+    """The norms of a layer after its attention: of attention's sum by itself, of the MLP's inputs, of its sum."""
+
+    of_attention: RMSNorm | None
+    before_mlp: RMSNorm
+    of_mlp: RMSNorm | None
 
 
 class DecoderLayer(nn.Module):
     """One layer. Each norm adds to the residual stream what came before, then normalises. Only attention mixes tokens.
 
-    window: how many tokens each token attends to, or None for all. moe: its experts; None for a dense MLP.
+    window: how many tokens each token attends to, or None for all.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         spec: DecoderSpec,
+        index: int,
         window: int | None,
-        moe: MoEConfig | None,
         rotary_emb: RotaryEmbedding,
         backends: AttentionBackends,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
-        self.self_attn = DecoderAttention(config, spec, window, rotary_emb, backends, tp)
-        self.mlp = DecoderMLP(config, tp) if moe is None else SparseMoE(config.hidden_size, moe, tp)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.spec = spec
+        moe = config.moe if config.moe is not None and config.moe.has_experts[index] else None
+        self.has_experts = moe is not None
+        self.self_attn = DecoderAttention(config, spec, index, window, rotary_emb, backends, tp)
+        self.mlp = DecoderMLP(config, spec, tp) if moe is None else SparseMoE(config.hidden_size, moe, tp)
+        norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = norm()
+        self.post_attention_layernorm = norm()  # checkpoints give this name to one norm or the other
+        self.norms = LayerNorms(None, self.post_attention_layernorm, None)
+        if spec.norms_sums:
+            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
+            self.norms = LayerNorms(
+                self.post_attention_layernorm, self.pre_feedforward_layernorm, self.post_feedforward_layernorm
+            )
+
+    @cached_property
+    def traits(self) -> LayerTraits:
+        methods = (getattr(part, "quant_method", None) for part in self.modules())
+        products = frozenset(method.kind for method in methods if method is not None)
+        is_common = self.spec.activation is silu_and_mul and not self.spec.norms_sums and not self.has_experts
+        return LayerTraits(products, is_common)
 
     def forward(
-        self,
-        positions: Tensor,
-        hidden: PartialSum | None,
-        residual: Tensor,
-        cache: LayerCache,
-        metadata: Metadata,
-        row_mask: Tensor | None,
+        self, hidden: PartialSum | None, residual: Tensor, step: ForwardStep
     ) -> tuple[PartialSum | None, Tensor]:
-        """Return what this layer's MLP adds to the residual stream, None if it is added already, and the stream.
+        """Return what this layer's MLP adds to the residual stream, and the stream.
 
-        hidden: what the layer before adds; None for nothing. residual: (num_tokens, hidden_size). row_mask:
-        (num_tokens,) bool, False where a row is padding, for which no expert is read; None if there are no experts.
+        hidden: what the layer before adds; None for nothing. residual: (num_tokens, hidden_size).
         """
-        if hidden is None and suits_few_rows(self, residual):
-            return None, few_rows_layer(self, positions, residual, cache, metadata)
+        norm_of_attention, norm_before_mlp, norm_of_mlp = self.norms
         normed, residual = self.input_layernorm(hidden, residual, self.self_attn.qkv_proj.input_format)
-        hidden = self.self_attn(positions, normed, cache, metadata)
-        normed, residual = self.post_attention_layernorm(hidden, residual, self.mlp.input_format)
-        return self.mlp(normed, row_mask), residual
+        hidden = self.self_attn(normed, step)
+        if norm_of_attention is not None:
+            hidden = norm_of_attention.of_sum(hidden)
+        normed, residual = norm_before_mlp(hidden, residual, self.mlp.input_format)
+        hidden = self.mlp(normed, step.row_mask)
+        return hidden if norm_of_mlp is None else norm_of_mlp.of_sum(hidden), residual
 
-    def norms(self) -> tuple[RMSNorm | None, RMSNorm, RMSNorm | None]:
-        """Return the norms of attention's sum by itself, of the MLP's inputs, and of its sum; None for none."""
-        return None, self.post_attention_layernorm, None
+
+# Computes a layer: does what `DecoderLayer.forward` does, or the same in another way.
+RunLayer = Callable[[DecoderLayer, PartialSum | None, Tensor, ForwardStep], tuple[PartialSum | None, Tensor]]
 
 
 class Decoder(nn.Module):
+    """Embeddings, layers and the last norm. max_positions: how many positions the rotary tables have."""
+
+    layers: Sequence[DecoderLayer]
+
     def __init__(
         self,
         config: ModelConfig,
@@ -150,80 +200,28 @@ class Decoder(nn.Module):
         tp: TensorParallel,
     ) -> None:
         super().__init__()
-        rotary_emb = RotaryEmbedding(config, max_positions)
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        has_experts = config.moe.has_experts if config.moe else (False,) * config.num_hidden_layers
-        self.has_experts = any(has_experts)
+        self.tp = tp
+        rotary_emb = local_rotary_emb = RotaryEmbedding(config, max_positions)
+        if config.local_rope is not None:
+            local_rotary_emb = RotaryEmbedding(replace(config, rope=config.local_rope), max_positions)
+        self.embed_tokens = spec.embedding(config.vocab_size, config.hidden_size, tp)
+        windows = config.windows_within(max_positions)
+        # Which RoPE a layer has does not depend on whether a sequence can outgrow its window.
         layers = (
-            DecoderLayer(config, spec, window, config.moe if sparse else None, rotary_emb, backends, tp)
-            for window, sparse in zip(config.windows_within(max_positions), has_experts, strict=True)
+            DecoderLayer(config, spec, index, window, local_rotary_emb if is_local else rotary_emb, backends, tp)
+            for index, (window, is_local) in enumerate(zip(windows, config.windows, strict=True))
         )
-        self.layers = nn.ModuleList(with_quantization(layers, config.quantization))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = cast(Sequence[DecoderLayer], nn.ModuleList(with_quantization(layers, config.quantization)))
+        self.has_experts = any(layer.has_experts for layer in self.layers)
+        self.norm = spec.norm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
-        if suits_slices(self, len(token_ids), metadata):
-            return sliced_prefill(self, token_ids, positions, kv_cache, metadata)
-        residual = self.embed_tokens(token_ids)  # (num_tokens, hidden_size)
+    def forward(self, step: ForwardStep, run_layer: RunLayer = DecoderLayer.__call__) -> Tensor:
+        """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
+        residual = self.embed_tokens(step.token_ids)  # (num_tokens, hidden_size)
         hidden: PartialSum | None = None
-        row_mask = metadata.slot_mapping >= 0 if self.has_experts else None
-        for index, layer in enumerate(self.layers):
-            hidden, residual = layer(positions, hidden, residual, kv_cache.layer(index), metadata, row_mask)
+        if self.has_experts:
+            step = step.with_row_mask()
+        for layer in self.layers:
+            hidden, residual = run_layer(layer, hidden, residual, step)
         normed, _ = self.norm(hidden, residual)
         return normed
-
-
-class DecoderForCausalLM(nn.Module):
-    """A decoder and its head: the whole model, or one rank's share of it.
-
-    An architecture is a subclass with a `spec`, and the defaults of its config.json: see `Architecture` in
-    `checkpoint/model_config.py`.
-
-    max_positions: positions that the rotary tables cover. backends: how attention is computed, layer by layer.
-    """
-
-    spec: ClassVar[DecoderSpec]
-    decoder_class: ClassVar[type[Any]] = Decoder  # gemma3.py has another
-    config_defaults: ClassVar[Mapping[str, Any]]
-    # Name of a module in the checkpoint -> ours, where they differ.
-    renamed_modules: ClassVar[Mapping[str, str]] = {}
-    # Name in the checkpoint -> (our packed module, the shard of it that the weight fills).
-    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "q_proj": ("qkv_proj", "q"),
-        "k_proj": ("qkv_proj", "k"),
-        "v_proj": ("qkv_proj", "v"),
-        "gate_proj": ("gate_up_proj", "gate"),
-        "up_proj": ("gate_up_proj", "up"),
-    }
-
-    def __init__(
-        self, config: ModelConfig, max_positions: int, backends: AttentionBackends, tp: TensorParallel
-    ) -> None:
-        super().__init__()
-        self.model = self.decoder_class(config, self.spec, max_positions, backends, tp)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
-        # A tied checkpoint may repeat the embedding under the head's name: there is nothing to load there.
-        self.ignored_weights = ("lm_head.weight",) if config.tie_word_embeddings else ()
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-
-    def locate(self, name: str) -> tuple[str, str | None]:
-        """Return which parameter a checkpoint's tensor belongs to, and which shard of it; None where it is whole.
-
-        All experts of a layer are packed in one parameter, so that "experts.7.gate_proj.weight" is the shard "7.gate".
-        """
-        if "." not in name:
-            return name, None
-        *path, part, kind = (self.renamed_modules.get(part, part) for part in name.split("."))
-        packed, shard = self.packed_modules_mapping.get(part, (part, None))
-        if path[-2:-1] == ["experts"]:
-            shard = f"{path.pop()}.{shard or part.removesuffix('_proj')}"
-        return ".".join((*path, packed, kind)), shard
-
-    def forward(self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
-        """Return hidden states (num_tokens, hidden_size) of the step's tokens; token_ids, positions: (num_tokens,)."""
-        return self.model(token_ids, positions, kv_cache, metadata)
-
-    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """(num_rows, hidden_size) -> logits (num_rows, lm_head.vocab.size) in the model's dtype, in `out` if given."""
-        return self.lm_head(hidden, out)

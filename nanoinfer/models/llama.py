@@ -1,11 +1,7 @@
-"""Llama 1 to 3, and the many models that use its class (SmolLM2, for one): the common decoder as it is."""
+"""Llama 1 to 3, and the many models that use its class (SmolLM2, for one)."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
-from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanoinfer.models.causal_lm import DecoderForCausalLM
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
-    spec: ClassVar = DecoderSpec()
-    config_defaults: ClassVar[Mapping[str, Any]] = {}
+    """The common decoder as it is."""

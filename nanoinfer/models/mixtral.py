@@ -1,14 +1,12 @@
 """Mixtral: Mistral's decoder with experts in all layers."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanoinfer.models.causal_lm import DecoderForCausalLM
 
 
 class MixtralForCausalLM(DecoderForCausalLM):
-    spec: ClassVar = DecoderSpec()
-    config_defaults: ClassVar[Mapping[str, Any]] = {
+    config_defaults: ClassVar = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
@@ -18,8 +16,9 @@ class MixtralForCausalLM(DecoderForCausalLM):
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     }
-    renamed_modules: ClassVar[Mapping[str, str]] = {"block_sparse_moe": "mlp"}
-    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {
+    special_fields: ClassVar = {"sliding_window", "num_experts"}
+    renamed_modules: ClassVar = {"block_sparse_moe": "mlp"}
+    packed_modules_mapping: ClassVar = {
         **DecoderForCausalLM.packed_modules_mapping,
         "w1": ("gate_up_proj", "gate"),
         "w3": ("gate_up_proj", "up"),

@@ -1,17 +1,16 @@
 """Phi-3, Phi-3.5 and Phi-4-mini: the common decoder, packed in the checkpoint as it is here, often rotated in part."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanoinfer.models.causal_lm import DecoderForCausalLM
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):
-    spec: ClassVar = DecoderSpec()
-    config_defaults: ClassVar[Mapping[str, Any]] = {
+    config_defaults: ClassVar = {
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "partial_rotary_factor": 1.0,
         "sliding_window": None,
     }
+    special_fields: ClassVar = {"sliding_window", "partial_rotary_factor"}

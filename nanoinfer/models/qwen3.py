@@ -1,13 +1,13 @@
 """Qwen3, dense: the common decoder with normalised queries and keys."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from nanoinfer.layers.layernorm import RMSNorm
-from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.decoder import DecoderSpec
 from nanoinfer.models.qwen2 import Qwen2ForCausalLM
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
-    spec: ClassVar = DecoderSpec(qk_norm=RMSNorm)
-    config_defaults: ClassVar[Mapping[str, Any]] = {**Qwen2ForCausalLM.config_defaults, "head_dim": 128}
+    spec: ClassVar = DecoderSpec(qk_norm=True)
+    config_defaults: ClassVar = {**Qwen2ForCausalLM.config_defaults, "head_dim": 128}
+    special_fields: ClassVar = Qwen2ForCausalLM.special_fields

@@ -1,15 +1,14 @@
 """Qwen3 with a mixture of experts: the decoder of Qwen3, with experts in most layers."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from nanoinfer.layers.layernorm import RMSNorm
-from nanoinfer.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.decoder import DecoderSpec
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
-    spec: ClassVar = DecoderSpec(qk_norm=RMSNorm)
-    config_defaults: ClassVar[Mapping[str, Any]] = {
+    spec: ClassVar = DecoderSpec(qk_norm=True)
+    config_defaults: ClassVar = {
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
         "use_sliding_window": False,
@@ -19,3 +18,4 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
         "moe_intermediate_size": 768,
         "decoder_sparse_step": 1,
     }
+    special_fields: ClassVar = {"sliding_window", "use_sliding_window", "num_experts"}

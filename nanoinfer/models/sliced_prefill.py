@@ -1,68 +1,36 @@
 """A large prefill step over several GPUs, in slices of its tokens, so that they exchange sums while they compute.
 
-A layer ends two products in an all-reduce, then comes a norm. Waiting for these took 30% of a prefill step of Qwen3-8B
-on four GPUs. Here an all-reduce is split in two, as in sequence parallelism (Korthikanti et al. 2022): after the
-reduce-scatter each rank adds and normalises its share of a slice's rows, and the all-gather brings all of them to the
-next product. All of a layer except attention computes each token by itself, so meanwhile the GPU computes other slices.
+A layer ends two products in an all-reduce, then comes a norm. Here an all-reduce is split in two, as in sequence
+parallelism (Korthikanti et al. 2022): after the reduce-scatter each rank adds and normalises its share of a slice's
+rows, and the all-gather brings all of them to the next product. All of a layer except attention computes each token by
+itself, so meanwhile the GPU computes other slices.
 
-To launch all this takes the host 90 ms, about as long as four GPUs compute. So what lies between two attentions is a
-CUDA graph in the largest steps, those of `max_step_tokens`; most large steps have as many.
-
-Only the decoders' `forward`, which uses the slices, and the runner, which uses the graphs, know of this file.
+To launch all this takes the host about as long as four GPUs compute. So what lies between two attentions is a CUDA
+graph in the largest steps, those of `max_step_tokens`; most large steps have as many. `execution.py` says which steps.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
-from nanoinfer.layers.attention.metadata import KVCache, Metadata, PrefillMetadata
 from nanoinfer.layers.layernorm import RMSNorm, add_rms_norm, rms_norm
 from nanoinfer.layers.linear import PartialSum
+from nanoinfer.models.decoder import Decoder, DecoderLayer
+from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.quantization.fp8 import quantize_rows
-from nanoinfer.quantization.fp8_linear import Fp8WeightOnlyMethod
 
 if TYPE_CHECKING:
     from nanoinfer.distributed.copy_engines import CopyEngines
 
 
-def suits_slices(decoder: Any, num_tokens: int, metadata: Metadata) -> bool:
-    """Return whether `sliced_prefill` computes a step of a decoder."""
-    return isinstance(metadata, PrefillMetadata) and _suits_slices(decoder, num_tokens)
-
-
-def _suits_slices(decoder: Any, num_tokens: int) -> bool:
-    """Return whether a prefill step is to have slices.
-
-    Not over NCCL, which slows the products down as much as it would save. Not with weights that are widened for each
-    product: each slice would widen them again.
-    """
-    tp, is_cpu = _tp(decoder), decoder.embed_tokens.weight.device.type == "cpu"
-    if num_tokens <= SLICE_TOKENS or tp.size == 1 or not (tp.copy_engines or is_cpu):
-        return False
-    if tp.memory is not None and tp.memory.max_tokens >= SLICE_TOKENS // 2:
-        return False  # a slice might be so small that the kernel of its norm does the all-reduce
-    return not any(type(getattr(part, "quant_method", None)) is Fp8WeightOnlyMethod for part in decoder.modules())
-
-
-def sizes_to_measure(max_step_tokens: int, tp: TensorParallel) -> list[int]:
-    """Return how many tokens the prefill steps have that may need the most memory.
-
-    The largest step, that with the largest slices, and that in one piece.
-    """
-    if tp.copy_engines is None or max_step_tokens <= SLICE_TOKENS:
-        return [max_step_tokens]
-    largest_slices = max_step_tokens // SLICE_TOKENS * SLICE_TOKENS
-    return sorted({SLICE_TOKENS, largest_slices, max_step_tokens})
-
-
-def sliced_prefill(decoder: Any, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
+def sliced_prefill(decoder: Decoder, step: ForwardStep) -> Tensor:
     """Do what the decoder's `forward` does."""
-    buffers = Buffers.of(decoder, len(token_ids))
-    return _attend_between(_pieces(decoder, buffers), buffers, decoder, token_ids, positions, kv_cache, metadata)
+    buffers = Buffers.of(decoder, len(step.token_ids))
+    return _attend_between(_pieces(decoder, buffers), buffers, decoder, step)
 
 
 class PrefillGraphs:
@@ -71,7 +39,7 @@ class PrefillGraphs:
     They share one memory pool, and read the weights where these are now.
     """
 
-    def __init__(self, decoder: Any, num_tokens: int) -> None:
+    def __init__(self, decoder: Decoder, num_tokens: int) -> None:
         self._decoder, self._buffers = decoder, Buffers.of(decoder, num_tokens)
         self._graphs: list[torch.cuda.CUDAGraph] = []
         for buffer in self._buffers:
@@ -86,21 +54,14 @@ class PrefillGraphs:
                 try:
                     next(pieces)
                 except BaseException:
-                    _tp(decoder).join()  # or the end of the capture would fail, and hide why
+                    decoder.tp.join()  # or the end of the capture would fail, and hide why
                     raise
             self._graphs.append(graph)
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: Metadata) -> Tensor:
+    def __call__(self, step: ForwardStep) -> Tensor:
         """Do what the decoder's `forward` does. The next call overwrites the result."""
         pieces = map(torch.cuda.CUDAGraph.replay, self._graphs)
-        return _attend_between(pieces, self._buffers, self._decoder, token_ids, positions, kv_cache, metadata)
-
-
-def capture_largest_prefill(decoder: Any, max_step_tokens: int) -> dict[int, PrefillGraphs]:
-    """Return the graphs of steps by their number of tokens: of the largest, if it has slices."""
-    if not _suits_slices(decoder, max_step_tokens):
-        return {}
-    return {max_step_tokens: PrefillGraphs(decoder, max_step_tokens)}
+        return _attend_between(pieces, self._buffers, self._decoder, step)
 
 
 class Buffers(NamedTuple):
@@ -115,38 +76,30 @@ class Buffers(NamedTuple):
     heads: Tensor
 
     @classmethod
-    def of(cls, decoder: Any, num_tokens: int) -> "Buffers":
+    def of(cls, decoder: Decoder, num_tokens: int) -> "Buffers":
         embeddings, local_sizes = decoder.embed_tokens.weight, decoder.layers[0].self_attn.qkv_proj.local_sizes
         sizes = embeddings.shape[1], sum(local_sizes.values()), local_sizes["q"]
         return cls(*(embeddings.new_empty(num_tokens, size) for size in sizes))
 
 
-def _attend_between(
-    pieces: Iterator[None],
-    buffers: Buffers,
-    decoder: Any,
-    token_ids: Tensor,
-    positions: Tensor,
-    kv_cache: KVCache,
-    metadata: Metadata,
-) -> Tensor:
+def _attend_between(pieces: Iterator[None], buffers: Buffers, decoder: Decoder, step: ForwardStep) -> Tensor:
     """Compute a step whose work before, between and after its attentions is done by `pieces`, one after the other.
 
     The all-reduce of the embeddings is the barrier that `CopyEngines` needs between two steps.
     """
-    buffers.rows.copy_(decoder.embed_tokens(token_ids))
-    for index, layer in enumerate(decoder.layers):
+    buffers.rows.copy_(decoder.embed_tokens(step.token_ids))
+    for layer in decoder.layers:
         next(pieces)
-        heads = layer.self_attn.attend(buffers.qkv, positions, kv_cache.layer(index), metadata)
+        heads = layer.self_attn.attend(buffers.qkv, step)
         buffers.heads.copy_(heads)
         del heads
     next(pieces)
     return buffers.rows
 
 
-def _pieces(decoder: Any, buffers: Buffers) -> Iterator[None]:
+def _pieces(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
     """Compute what comes before each attention, and then what comes after the last."""
-    num_slices, tp = -(-len(buffers.rows) // SLICE_TOKENS), _tp(decoder)
+    num_slices, tp = -(-len(buffers.rows) // SLICE_TOKENS), decoder.tp
     exchange = tp.copy_engines or PlainExchange(tp, buffers.rows)
     parts = zip(*(tensor.tensor_split(num_slices) for tensor in buffers), strict=True)
     slices = [Slice(exchange, tp, index, *tensors) for index, tensors in enumerate(parts)]
@@ -159,24 +112,26 @@ def _pieces(decoder: Any, buffers: Buffers) -> Iterator[None]:
         yield
 
 
-def _from_attention(slices: list["Slice"], layer: Any, next_norm: RMSNorm, end: Callable[["Slice"], object]) -> None:
+def _from_attention(
+    slices: list["Slice"], layer: DecoderLayer, next_norm: RMSNorm, end: Callable[["Slice"], object]
+) -> None:
     """Compute a layer from its attention on, the next norm, and what `end` does with that.
 
     The lags leave the ranks time to exchange what a stage needs. In each tick the norms come before the MLP, so that
     what they make is on its way while the MLP of another slice is computed.
     """
-    norm_of_attention, norm_before_mlp, norm_of_mlp = layer.norms()
+    norms = layer.norms
     _pipeline(
         slices,
-        (0, lambda part: part.add(layer.self_attn.o_proj(part.heads), norm_of_attention)),
-        (1, lambda part: part.normalise(norm_before_mlp)),
+        (0, lambda part: part.add(layer.self_attn.o_proj(part.heads), norms.of_attention)),
+        (1, lambda part: part.normalise(norms.before_mlp)),
         (4, lambda part: part.normalise(next_norm)),
-        (2, lambda part: part.add(layer.mlp(part.gathered_rows(layer.mlp.input_format), None), norm_of_mlp)),
+        (2, lambda part: part.add(layer.mlp(part.gathered_rows(layer.mlp.input_format)), norms.of_mlp)),
         (5, end),
     )
 
 
-def _projection(layer: Any) -> Callable[["Slice"], object]:
+def _projection(layer: DecoderLayer) -> Callable[["Slice"], object]:
     """Return what leaves queries, keys and values of a slice in its buffer."""
     qkv_proj = layer.self_attn.qkv_proj
     return lambda part: part.qkv.copy_(qkv_proj(part.gathered_rows(qkv_proj.input_format)))
@@ -264,8 +219,3 @@ class PlainExchange:
 
     def gathered(self, index: int, _num_tokens: int) -> Tensor:
         return self._gathered[index]
-
-
-def _tp(decoder: Any) -> TensorParallel:
-    tp: TensorParallel = decoder.layers[0].self_attn.o_proj.tp
-    return tp

@@ -19,7 +19,7 @@ from nanoinfer.quantization.fp8 import (
     quantize_rows,
     quantize_weight,
 )
-from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod
+from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod, ProductKind
 
 logger = logging.getLogger("nanoinfer")
 
@@ -56,6 +56,8 @@ class Fp8WeightOnlyMethod(LinearMethod):
     (..., num_outputs), or of blocks, (..., rows, columns). input_scale: (num_shards,), the static scales that the
     checkpoint gives the inputs of its weights; the inputs of what is packed have one scale, the largest.
     """
+
+    kind = ProductKind.WIDENED
 
     def __init__(self, config: QuantizationConfig, layer: Any) -> None:
         self.config = config
@@ -135,6 +137,8 @@ class Fp8WeightOnlyMethod(LinearMethod):
 
 class Fp8LinearMethod(Fp8WeightOnlyMethod):
     """Multiplies FP8 by FP8 (W8A8): inputs are rounded, by a scale of their own for each token unless it is static."""
+
+    kind = ProductKind.ROUNDED
 
     def create_weights(self, layer: Any, *shape: int) -> None:
         super().create_weights(layer, *shape)

@@ -4,6 +4,7 @@ Each layer has a `quant_method`, as in vLLM, so that the layers themselves know 
 the layer, under the names that a checkpoint gives them.
 """
 
+from enum import Enum
 from typing import Any, cast
 
 import torch
@@ -17,13 +18,20 @@ MAX_SPLIT_K_TOKENS = 256  # a product of more tokens fills the GPU by itself
 FEW_OUTPUTS = 4096  # a product of fewer outputs has far too few tiles
 
 
+class ProductKind(Enum):
+    PLAIN = "by a weight in the dtype of the model, which other kernels may read too"
+    WIDENED = "by a copy in the dtype of the model, made for each product"
+    ROUNDED = "by a weight of fewer bits, with inputs rounded to them"
+
+
 class LinearMethod:
     """Holds a weight in the dtype of the model.
 
-    input_format: how the layer wants its inputs; None: in the dtype of the model. Whatever makes them may round them,
-    in the kernel that it runs anyway.
+    kind: how the layer multiplies. input_format: how it wants its inputs; None: in the dtype of the model. Whatever
+    makes them may round them, in the kernel that it runs anyway.
     """
 
+    kind = ProductKind.PLAIN
     input_format: RowFormat | None = None
 
     def create_weights(self, layer: Any, *shape: int) -> None:

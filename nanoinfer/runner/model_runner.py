@@ -7,7 +7,7 @@ the device; `wait` does, usually while the next step runs.
 
 import gc
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +27,9 @@ from nanoinfer.layers.attention.kv_rounding import select_kv_cache_dtype
 from nanoinfer.layers.attention.metadata import PrefillMetadata, SharedPrefixes
 from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.models import get_model_class
-from nanoinfer.models.decoder import DecoderForCausalLM
-from nanoinfer.models.sliced_prefill import capture_largest_prefill, sizes_to_measure
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.execution import capture_largest_prefill, sizes_to_measure
+from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, measure_graph_bytes, num_graphs, sharing_graph_sizes
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
@@ -185,13 +186,9 @@ class ModelRunner:
     def _launch_prefill(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> PendingStep:
         assert not header.num_decode, "a step is prefill or decode: both would write the logits from line 0"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
-        token_ids, positions, metadata = self.tables.prefill_inputs(header, on_device.chunks, chunks)
-        metadata = self.backends.plan(metadata, self.kv_cache)
-        forward = self.prefill_graphs.get(len(token_ids), self.model)
-        hidden = forward(token_ids, positions, self.kv_cache, metadata)
-        # Only the last chunk of a step may be cut short, so those that sample are the first ones.
-        last_tokens = metadata.cu_query_lens[1 : num_samples + 1].long() - 1
-        self._write_logits(hidden[last_tokens])
+        step = self._planned(self.tables.prefill_step(header, on_device.chunks, chunks))
+        hidden = self.prefill_graphs.get(len(step.token_ids), self.model)(step)
+        self._write_logits(step, hidden)
         return PendingStep(
             on_device.chunks[:num_samples, 0].long(),
             [row for row, _, _ in chunks[:num_samples]],
@@ -202,13 +199,17 @@ class ModelRunner:
         """Compute one token for each row (num_rows,) int32, from the tables to the logits: a CUDA graph captures it."""
         if shared_prefixes is not None:  # columns of a packet, unless in a graph; kernels take them contiguous
             shared_prefixes = SharedPrefixes(*(column.contiguous() for column in shared_prefixes))
-        token_ids, positions, metadata = self.tables.decode_inputs(rows, shared_prefixes)
-        metadata = self.backends.plan(metadata, self.kv_cache)
-        self._write_logits(self.model(token_ids, positions, self.kv_cache, metadata))
+        step = self._planned(self.tables.decode_step(rows, shared_prefixes))
+        self._write_logits(step, self.model(step))
 
-    def _write_logits(self, hidden: Tensor) -> None:
+    def _planned(self, step: ForwardStep) -> ForwardStep:
+        """Return the step with what the attention backends prepare once for all layers."""
+        return replace(step, attention=self.backends.plan(step.attention, step.memory))
+
+    def _write_logits(self, step: ForwardStep, hidden: Tensor) -> None:
         if self.tp.memory is not None:
             self.tp.memory.check_even()
+        hidden = hidden if step.outputs is None else hidden[step.outputs]
         self.model.compute_logits(hidden, out=self.logits[: len(hidden)])
 
     # -------- Setting up ----------------------------------------------------------------------------------------------
@@ -267,7 +268,7 @@ class ModelRunner:
         block_size = self.config.kvcache_block_size
         shape = memory.cache_shape(self.model_config, num_blocks, block_size, self.tp)
         self.kv_cache = memory.allocate_kv_cache(shape, self.kv_dtype, self.device)
-        self.tables = StepTables(self.config.max_num_seqs, max_model_len, block_size, self.device)
+        self.tables = StepTables(self.config.max_num_seqs, max_model_len, self.kv_cache)
         self.sampler = Sampler(self.tables.token_ids, self.tables.context_lens, self.model_config.vocab_size, self.tp)
 
     def _allocate_step_memory(self) -> None:
@@ -303,11 +304,12 @@ class ModelRunner:
         for num_tokens in sizes_to_measure(self.max_step_tokens, self.tp):
             lens = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
             metadata = PrefillMetadata.of_whole_prompts(lens, self.tables.block_tables)
-            metadata = self.backends.plan(metadata, self.kv_cache)
             token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
             positions = torch.arange(num_tokens, device=self.device) % longest
-            hidden = self.model(token_ids, positions, self.kv_cache, metadata)
-            self._write_logits(hidden[rows % num_tokens])
+            outputs = rows % num_tokens
+            step = self._planned(ForwardStep(token_ids, positions, self.kv_cache, metadata, outputs))
+            hidden = self.model(step)
+            self._write_logits(step, hidden)
             self.sample(PendingStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), []))
             del hidden
         # Not run, since their kernels would have to be compiled for users who never ask for them.

@@ -4,8 +4,6 @@ A running sequence owns one row of each table. New rows, tokens and blocks come 
 by the sampler on the device, before the host has seen them.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -13,22 +11,16 @@ from nanoinfer.engine.batch import Header, PacketSections
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.layers.attention.metadata import (
     DecodeMetadata,
+    KVCache,
     PrefillMetadata,
     SharedPrefixes,
     cumulative_lens,
     ragged_indices,
     slots_of,
 )
+from nanoinfer.models.forward_step import ForwardStep
 
 PADDING_ROW = -1  # indexes the last row, a spare line whose context stays empty
-
-
-class StepInputs(NamedTuple):
-    """What the model runs on."""
-
-    token_ids: Tensor  # (num_tokens,) int32
-    positions: Tensor  # (num_tokens,) int64
-    metadata: Any  # PrefillMetadata or DecodeMetadata
 
 
 class StepTables:
@@ -36,13 +28,12 @@ class StepTables:
 
     token_ids: (rows, max_model_len + 1) int32.
     context_lens: (rows,) int32, known tokens: those whose keys and values are computed, and the newest.
-    block_tables: (rows, max_blocks) int32.
+    block_tables: (rows, max_blocks) int32, which blocks of `memory` a row has.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
-        rows, max_blocks = max_num_seqs + 1, -(-max_model_len // block_size)
-        self.block_size = block_size
-        self.device = device
+    def __init__(self, max_num_seqs: int, max_model_len: int, memory: KVCache) -> None:
+        rows, max_blocks, device = max_num_seqs + 1, -(-max_model_len // memory.block_size), memory.k.device
+        self.memory = memory
         self.token_ids = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
         self.context_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
@@ -58,8 +49,8 @@ class StepTables:
             rows, columns, block_ids = sections.new_blocks.long().unbind(1)
             self.block_tables[rows, columns] = block_ids.int()
 
-    def prefill_inputs(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> StepInputs:
-        """Return the tokens of all chunks end to end.
+    def prefill_step(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> ForwardStep:
+        """Return the step that computes the tokens of all chunks, end to end.
 
         chunks: (num_chunks, 3) as in the packet (row, start, length); host_chunks: the same on the host.
         """
@@ -68,24 +59,27 @@ class StepTables:
         segments, offsets = ragged_indices(cu_query_lens, header.num_prefill_tokens)
         positions = offsets + starts[segments]
         token_rows = rows[segments]
-        metadata = PrefillMetadata(
+        attention = PrefillMetadata(
             query_lens=tuple(length for _, _, length in host_chunks),
             context_lens=tuple(start + length for _, start, length in host_chunks),
             cu_query_lens=cu_query_lens,
             cu_context_lens=cumulative_lens((starts + lens).int()),
-            slot_mapping=slots_of(self.block_tables, token_rows, positions, self.block_size),
+            slot_mapping=slots_of(self.block_tables, token_rows, positions, self.memory.block_size),
             block_tables=self.block_tables[rows],
         )
-        return StepInputs(self.token_ids[token_rows, positions], positions, metadata)
+        # Only the last chunk of a step may be cut short, so those that sample are the first ones.
+        last_tokens = cu_query_lens[1 : header.num_prefill_samples + 1].long() - 1
+        return ForwardStep(self.token_ids[token_rows, positions], positions, self.memory, attention, last_tokens)
 
-    def decode_inputs(self, rows: Tensor, shared_prefixes: SharedPrefixes | None = None) -> StepInputs:
-        """Return the newest token of each row.
+    def decode_step(self, rows: Tensor, shared_prefixes: SharedPrefixes | None = None) -> ForwardStep:
+        """Return the step that computes the newest token of each row.
 
         rows: (num_rows,) int32; may contain PADDING_ROW. shared_prefixes: which of them begin with the same blocks.
         """
         tables = self.token_ids, self.context_lens, self.block_tables
-        token_ids, positions, slots, context_lens, block_tables = read_rows(rows, *tables, self.block_size)
-        return StepInputs(token_ids, positions, DecodeMetadata(slots, context_lens, block_tables, shared_prefixes))
+        token_ids, positions, slots, context_lens, block_tables = read_rows(rows, *tables, self.memory.block_size)
+        attention = DecodeMetadata(slots, context_lens, block_tables, shared_prefixes)
+        return ForwardStep(token_ids, positions, self.memory, attention)
 
 
 @triton_on_cuda("nanoinfer.kernels.read_rows")

@@ -19,7 +19,7 @@ from nanoinfer.device import to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import SECTION_DTYPES, Header, PacketSections, read_sampling_records
 from nanoinfer.engine.row_options import SamplingRecord
-from nanoinfer.models.decoder import DecoderForCausalLM
+from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.sampling.gumbel_max import sample_and_append, sample_and_append_across_ranks
 from nanoinfer.sampling.logits_processors import LogitsProcessor, read_field, read_options, row_processors
 from nanoinfer.sampling.logprobs import LogprobsTensors, compute_logprobs

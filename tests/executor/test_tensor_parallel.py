@@ -25,7 +25,7 @@ from nanoinfer.executor import parallel_runner, workers
 from nanoinfer.executor.shm_ring import SLOT_SIZE
 from nanoinfer.executor.workers import PASSED, Workers
 from nanoinfer.layers.linear import PartialSum
-from nanoinfer.models import decoder, gemma3
+from nanoinfer.models import execution
 from nanoinfer.runner import model_runner
 from nanoinfer.runner.model_runner import ModelRunner, StepHandle
 from tests.models.test_architectures import checkpoint  # noqa: F401 (a fixture)
@@ -167,9 +167,10 @@ def test_a_step_of_many_tokens_in_slices_changes_nothing(
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     options: dict[str, Any] = {"max_model_len": 112, "max_num_seqs": 90, "max_num_batched_tokens": 90 * 100}
     lens: list[int] = []
-    for module in (decoder, gemma3):
-        sliced = module.sliced_prefill
-        monkeypatch.setattr(module, "sliced_prefill", lambda *args, do=sliced: lens.append(len(args[1])) or do(*args))
+    sliced = execution.sliced_prefill
+    monkeypatch.setattr(
+        execution, "sliced_prefill", lambda model, step: lens.append(len(step.token_ids)) or sliced(model, step)
+    )
     tokens = []
     for size in (1, 2):
         with LLM(folder, device="cpu", tensor_parallel_size=size, **options) as llm:

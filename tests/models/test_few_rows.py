@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanoinfer.layers import few_rows as layers
-from nanoinfer.models import few_rows as models
+from nanoinfer.models import execution, few_rows
 from tests.models.test_architectures import checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
 
@@ -22,8 +22,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         function = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, **kwargs: names.append(name) or function(*args, **kwargs))
 
-    note(models, "few_rows_product")
-    monkeypatch.setattr(models, "has_few_rows", lambda x: 0 < len(x) <= layers.MAX_FEW_ROWS)
+    note(few_rows, "few_rows_product")
+    monkeypatch.setattr(execution, "has_few_rows", lambda num_rows, _: 0 < num_rows <= layers.MAX_FEW_ROWS)
     return names
 
 
@@ -58,12 +58,13 @@ def test_few_rows_give_the_tokens_of_the_common_path(
     assert "few_rows_product" in calls
 
 
-def test_experts_and_weights_in_8_bits_take_the_common_path(
+def test_experts_gelu_and_weights_in_8_bits_take_the_common_path(
     calls: list[str],
     checkpoint: Callable[..., Path],  # noqa: F811
     random_checkpoint: Callable[..., Path],
 ) -> None:
-    generate(checkpoint("MixtralForCausalLM", 0), [[1, 2, 3]], max_model_len=64)
+    for architecture in ("MixtralForCausalLM", "Gemma3ForCausalLM"):
+        generate(checkpoint(architecture, 0), [[1, 2, 3]], max_model_len=64)
     generate(random_checkpoint(), [[1, 2, 3]], max_model_len=64, quantization="fp8")
     assert not calls
 
@@ -71,7 +72,7 @@ def test_experts_and_weights_in_8_bits_take_the_common_path(
 def test_a_cpu_has_no_such_path() -> None:
     assert layers.MAX_FEW_ROWS > 0
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert not layers.has_few_rows(torch.zeros(1, 8, dtype=dtype))
+        assert not layers.has_few_rows(1, torch.zeros(9, 8, dtype=dtype))
 
 
 def test_wide_models_have_fewer_of_these_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +80,8 @@ def test_wide_models_have_fewer_of_these_rows(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(layers, "import_error", lambda name: None)
 
     def numbers_of_rows(hidden_size: int, dtype: torch.dtype = torch.bfloat16) -> list[int]:
-        return [rows for rows in range(9) if layers.has_few_rows(torch.zeros(rows, hidden_size, dtype=dtype))]
+        embeddings = torch.zeros(9, hidden_size, dtype=dtype)
+        return [rows for rows in range(9) if layers.has_few_rows(rows, embeddings)]
 
     assert numbers_of_rows(2048) == [1, 2, 3, 4]
     assert numbers_of_rows(4096) == [1, 2]

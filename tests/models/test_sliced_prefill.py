@@ -2,22 +2,21 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
-from nanoinfer.layers.attention.metadata import PrefillMetadata
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import PartialSum
-from nanoinfer.models import REGISTRY, decoder, gemma3, sliced_prefill
-from nanoinfer.quantization.fp8_linear import Fp8LinearMethod, Fp8WeightOnlyMethod
-from nanoinfer.quantization.linear_method import LinearMethod
+from nanoinfer.models import REGISTRY, execution, sliced_prefill
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.quantization.linear_method import ProductKind
 from tests.models.test_architectures import checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
-
-PREFILL = PrefillMetadata.of_whole_prompts([1], torch.zeros(1, 1, dtype=torch.int32))
 
 
 @pytest.fixture
@@ -25,13 +24,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many slices each step had: those of six tokens and more, slices of at most five."""
     found: list[int] = []
 
-    def slice_steps_of(module: ModuleType) -> None:
-        def sliced(model: Any, token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-            found.append(-(-len(token_ids) // 5))
-            return sliced_prefill.sliced_prefill(model, token_ids, *rest)
-
-        monkeypatch.setattr(module, "suits_slices", lambda model, num_tokens, metadata: num_tokens > 5)
-        monkeypatch.setattr(module, "sliced_prefill", sliced)
+    def sliced(decoder: Decoder, step: ForwardStep) -> Tensor:
+        found.append(-(-len(step.token_ids) // 5))
+        return sliced_prefill.sliced_prefill(decoder, step)
 
     def add(part: sliced_prefill.Slice, terms: PartialSum, sum_norm: RMSNorm | None) -> None:
         add_one(part, PartialSum(terms.terms.sum(0, keepdim=True)), sum_norm)  # as experts of several ranks do
@@ -39,8 +34,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     add_one = sliced_prefill.Slice.add
     monkeypatch.setattr(sliced_prefill.Slice, "add", add)
     monkeypatch.setattr(sliced_prefill, "SLICE_TOKENS", 5)
-    slice_steps_of(decoder)
-    slice_steps_of(gemma3)
+    monkeypatch.setattr(execution, "suits_slices", lambda decoder, num_tokens: num_tokens > 5)
+    monkeypatch.setattr(execution, "sliced_prefill", sliced)
     return found
 
 
@@ -66,36 +61,46 @@ def test_slices_give_the_tokens_of_whole_steps(
         ({}, True),
         ({"num_tokens": SLICE_TOKENS}, False),
         ({"size": 1}, False),
-        ({"metadata": None}, False),  # a decode step
-        ({"method": object.__new__(Fp8WeightOnlyMethod)}, False),
-        ({"method": object.__new__(Fp8LinearMethod)}, True),
+        ({"is_prefill": False}, False),
+        ({"products": {ProductKind.PLAIN, ProductKind.WIDENED}}, False),
+        ({"products": {ProductKind.ROUNDED}}, True),
         ({"copy_engines": None}, False),
         ({"copy_engines": None, "device": "cpu"}, True),
         ({"memory": SimpleNamespace(max_tokens=2047)}, True),
         ({"memory": SimpleNamespace(max_tokens=2048)}, False),  # the second slice of 4,097 tokens has as many
     ],
 )
-def test_large_prefill_steps_of_several_ranks_have_slices(changes: dict[str, Any], expected: bool) -> None:
+def test_large_prefill_steps_of_several_ranks_have_slices(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: bool
+) -> None:
     found = SimpleNamespace(
         num_tokens=SLICE_TOKENS + 1,
+        is_prefill=True,
         size=2,
-        metadata=PREFILL,
-        method=LinearMethod(),
+        products={ProductKind.PLAIN},
         copy_engines="copy engines",
         memory=None,
         device="cuda",
     )
     vars(found).update(changes)
-    layers = [SimpleNamespace(self_attn=SimpleNamespace(o_proj=SimpleNamespace(tp=found)))]
-    embeddings = SimpleNamespace(weight=SimpleNamespace(device=torch.device(found.device)))
-    modules = [embeddings, SimpleNamespace(quant_method=found.method)]
-    model = SimpleNamespace(layers=layers, embed_tokens=embeddings, modules=lambda: modules)
-    assert sliced_prefill.suits_slices(model, found.num_tokens, found.metadata) == expected
+
+    class ADecoder(SimpleNamespace):
+        def __call__(self, _step: Any, _run_layer: Any = None) -> str:
+            return "in one piece"
+
+    decoder: Any = ADecoder(
+        tp=found,
+        layers=[SimpleNamespace(traits=found)],
+        embed_tokens=SimpleNamespace(weight=torch.zeros(1, 1, device="meta" if found.device == "cuda" else "cpu")),
+    )
+    step: Any = SimpleNamespace(token_ids=range(found.num_tokens), attention=found)
+    monkeypatch.setattr(execution, "sliced_prefill", lambda *_: "in slices")
+    assert execution.forward(decoder, step) == ("in slices" if expected else "in one piece")
 
 
 def test_steps_with_the_largest_slices_and_in_one_piece_are_measured_too() -> None:
     in_slices: Any = TensorParallel(0, 2, copy_engines=SimpleNamespace())  # type: ignore[arg-type]
-    assert sliced_prefill.sizes_to_measure(16384, TensorParallel(0, 2)) == [16384]
-    assert sliced_prefill.sizes_to_measure(16384, in_slices) == [4096, 16384]
-    assert sliced_prefill.sizes_to_measure(12300, in_slices) == [4096, 12288, 12300]
-    assert sliced_prefill.sizes_to_measure(100, in_slices) == [100]
+    assert execution.sizes_to_measure(16384, TensorParallel(0, 2)) == [16384]
+    assert execution.sizes_to_measure(16384, in_slices) == [4096, 16384]
+    assert execution.sizes_to_measure(12300, in_slices) == [4096, 12288, 12300]
+    assert execution.sizes_to_measure(100, in_slices) == [100]

@@ -5,15 +5,19 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.layers.attention.metadata import SharedPrefixes
+from nanoinfer.engine.batch import Header
+from nanoinfer.layers.attention.metadata import KVCache, SharedPrefixes
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
+
+# (num_layers, num_blocks, num_kv_heads, block_size, head_dim) of keys and of values: blocks of 4 tokens
+MEMORY = KVCache(*torch.zeros(2, 1, 10, 1, 4, 2))
 
 
 @pytest.fixture
 def tables() -> StepTables:
     """Three rows of up to 8 tokens in blocks of 4: two tokens in row 0, five in row 2."""
-    tables = StepTables(max_num_seqs=3, max_model_len=8, block_size=4, device=torch.device("cpu"))
+    tables = StepTables(max_num_seqs=3, max_model_len=8, memory=MEMORY)
     tables.token_ids[0, :2] = torch.tensor([10, 11])
     tables.token_ids[2, :5] = torch.tensor([20, 21, 22, 23, 24])
     tables.context_lens[:3] = torch.tensor([2, 0, 5])
@@ -32,36 +36,50 @@ def one_hot(*ids: int) -> Tensor:
 
 
 def test_a_decode_step_computes_the_newest_token_of_each_row(tables: StepTables) -> None:
-    token_ids, positions, metadata = tables.decode_inputs(torch.tensor([2, 0]))
-    assert token_ids.tolist() == [24, 11]
-    assert positions.tolist() == [4, 1]
-    assert metadata.slot_mapping.tolist() == [9 * 4, 7 * 4 + 1]
-    assert metadata.context_lens.tolist() == [5, 2]
+    step = tables.decode_step(torch.tensor([2, 0]))
+    assert step.token_ids.tolist() == [24, 11]
+    assert step.positions.tolist() == [4, 1]
+    assert step.attention.slot_mapping.tolist() == [9 * 4, 7 * 4 + 1]
+    assert step.attention.context_lens.tolist() == [5, 2]
+    assert (step.memory, step.outputs) == (MEMORY, None), "all rows have logits"
+
+
+def test_a_prefill_step_computes_chunks_and_has_logits_of_those_that_end_a_prompt(tables: StepTables) -> None:
+    """All of row 0; of row 2 tokens 1 to 3, after which others are to come."""
+    chunks = [[0, 0, 2], [2, 1, 3]]
+    header = Header(*[0] * len(Header._fields))._replace(num_prefill_tokens=5, num_prefill_samples=1)
+    step = tables.prefill_step(header, torch.tensor(chunks, dtype=torch.int32), chunks)
+    assert step.token_ids.tolist() == [10, 11, 21, 22, 23]
+    assert step.positions.tolist() == [0, 1, 1, 2, 3]
+    assert step.attention.slot_mapping.tolist() == [7 * 4, 7 * 4 + 1, 3 * 4 + 1, 3 * 4 + 2, 3 * 4 + 3]
+    assert (step.attention.query_lens, step.attention.context_lens) == ((2, 3), (2, 4))
+    assert step.outputs.tolist() == [1], "the last token of row 0"
 
 
 def test_a_decode_step_hands_on_which_rows_share_blocks(tables: StepTables) -> None:
     shared = SharedPrefixes(num_shared_blocks=torch.tensor([1, 1]), num_group_rows=torch.tensor([2, 0]))
-    assert tables.decode_inputs(torch.tensor([2, 0]), shared).metadata.shared_prefixes is shared
-    assert tables.decode_inputs(torch.tensor([2, 0])).metadata.shared_prefixes is None
+    assert tables.decode_step(torch.tensor([2, 0]), shared).attention.shared_prefixes is shared
+    assert tables.decode_step(torch.tensor([2, 0])).attention.shared_prefixes is None
 
 
 def test_a_row_has_room_for_the_longest_sequence_and_a_padding_row_comes_last() -> None:
-    tables = StepTables(max_num_seqs=3, max_model_len=9, block_size=4, device=torch.device("cpu"))
+    tables = StepTables(max_num_seqs=3, max_model_len=9, memory=MEMORY)
     assert tables.block_tables.shape == (4, 3), "whatever the batch: a captured graph keeps the width"
     assert tables.token_ids.shape == (4, 10)
 
 
 def test_padding_attends_to_nothing_and_writes_no_keys(tables: StepTables) -> None:
-    _, _, metadata = tables.decode_inputs(torch.tensor([PADDING_ROW, 0]))
-    assert metadata.slot_mapping.tolist() == [-1, 7 * 4 + 1]
-    assert metadata.context_lens.tolist() == [0, 2]
+    step = tables.decode_step(torch.tensor([PADDING_ROW, 0]))
+    assert step.attention.slot_mapping.tolist() == [-1, 7 * 4 + 1]
+    assert step.attention.context_lens.tolist() == [0, 2]
+    assert step.with_row_mask().row_mask.tolist() == [False, True]
 
 
 def test_the_next_step_finds_what_sampling_entered(tables: StepTables) -> None:
     assert sample(tables, one_hot(25, 12), [2, 0]) == [25, 12]
-    token_ids, positions, _ = tables.decode_inputs(torch.tensor([2, 0]))
-    assert token_ids.tolist() == [25, 12]
-    assert positions.tolist() == [5, 2]
+    step = tables.decode_step(torch.tensor([2, 0]))
+    assert step.token_ids.tolist() == [25, 12]
+    assert step.positions.tolist() == [5, 2]
 
 
 def test_sampling_leaves_all_rows_alone_but_those_of_the_step(tables: StepTables) -> None:

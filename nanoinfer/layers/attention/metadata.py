@@ -5,7 +5,7 @@ Both travel as arguments from the runner down to attention. Nothing is read from
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -72,6 +72,7 @@ class PrefillMetadata:
     it in the cache. Tuples on the host and tensors on the device say the same; a backend reads what suits it.
     """
 
+    is_prefill: ClassVar[bool] = True
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     cu_query_lens: Tensor  # (num_chunks + 1,) int32: where each chunk's tokens begin and end
@@ -121,6 +122,7 @@ class SharedPrefixes(NamedTuple):
 class DecodeMetadata:
     """Describes a decode step, which computes one token of each row. Padding rows have a context of 0 tokens."""
 
+    is_prefill: ClassVar[bool] = False
     slot_mapping: Tensor  # (num_rows,) int64: where this step's key and value go; -1 skips the write
     context_lens: Tensor  # (num_rows,) int32: tokens each query attends to, its own included
     block_tables: Tensor  # (num_rows, max_blocks) int32
@@ -129,7 +131,7 @@ class DecodeMetadata:
 
 
 Metadata = PrefillMetadata | DecodeMetadata
-MetadataT = TypeVar("MetadataT", PrefillMetadata, DecodeMetadata)
+MetadataT = TypeVar("MetadataT", bound=Metadata)
 
 
 def ragged_indices(cu_lens: Tensor, total: int) -> tuple[Tensor, Tensor]:

@@ -40,12 +40,11 @@ class TritonBackend(AttentionBackend):
         self.max_group_rows = max_group_rows(spec.group_size) if spec.window is None else 0
 
     def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
-        plan: Tensor | DecodePlan
         if isinstance(metadata, PrefillMetadata):
             device = metadata.cu_query_lens.device
-            plan = plan_prefill(metadata.query_lens, metadata.context_lens, self.spec.group_size, device)
-        else:
-            plan = self._plan_decode(metadata, cache.block_size, cache.k_scales is not None)
+            tiles = plan_prefill(metadata.query_lens, metadata.context_lens, self.spec.group_size, device)
+            return replace(metadata, plans={**metadata.plans, self.spec: tiles})
+        plan = self._plan_decode(metadata, cache.block_size, cache.k_scales is not None)
         return replace(metadata, plans={**metadata.plans, self.spec: plan})
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:

@@ -1,0 +1,70 @@
+"""A decoder and its head: the class that architectures are subclasses of."""
+
+from collections.abc import Mapping, Set
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.layers.attention.selection import AttentionBackends
+from nanoinfer.layers.embed_head import ParallelLMHead
+from nanoinfer.models import execution
+from nanoinfer.models.decoder import Decoder, DecoderSpec
+from nanoinfer.models.forward_step import ForwardStep
+
+
+class DecoderForCausalLM(nn.Module):
+    """A decoder and its head: the whole model, or one rank's share of it.
+
+    An architecture is a subclass that says what is special: in its layers by a `spec`, in its config.json and the names
+    of its weights by what `Architecture` in `checkpoint/model_config.py` lists.
+
+    max_positions: positions that the rotary tables cover. backends: how attention is computed, layer by layer.
+    """
+
+    spec: ClassVar[DecoderSpec] = DecoderSpec()
+    config_defaults: ClassVar[Mapping[str, Any]] = {}
+    special_fields: ClassVar[Set[str]] = frozenset()
+    # Name of a module in the checkpoint -> ours, where they differ.
+    renamed_modules: ClassVar[Mapping[str, str]] = {}
+    # Name in the checkpoint -> (our packed module, the shard of it that the weight fills).
+    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", "gate"),
+        "up_proj": ("gate_up_proj", "up"),
+    }
+
+    def __init__(
+        self, config: ModelConfig, max_positions: int, backends: AttentionBackends, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.model = Decoder(config, self.spec, max_positions, backends, tp)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
+        # A tied checkpoint may repeat the embedding under the head's name: there is nothing to load there.
+        self.ignored_weights = ("lm_head.weight",) if config.tie_word_embeddings else ()
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def locate(self, name: str) -> tuple[str, str | None]:
+        """Return which parameter a checkpoint's tensor belongs to, and which shard of it; None where it is whole.
+
+        All experts of a layer are packed in one parameter, so that "experts.7.gate_proj.weight" is the shard "7.gate".
+        """
+        if "." not in name:
+            return name, None
+        *path, part, kind = (self.renamed_modules.get(part, part) for part in name.split("."))
+        packed, shard = self.packed_modules_mapping.get(part, (part, None))
+        if path[-2:-1] == ["experts"]:
+            shard = f"{path.pop()}.{shard or part.removesuffix('_proj')}"
+        return ".".join((*path, packed, kind)), shard
+
+    def forward(self, step: ForwardStep) -> Tensor:
+        """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
+        return execution.forward(self.model, step)
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """(num_rows, hidden_size) -> logits (num_rows, lm_head.vocab.size) in the model's dtype, in `out` if given."""
+        return self.lm_head(hidden, out)

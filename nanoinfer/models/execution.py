@@ -1,0 +1,66 @@
+"""Chooses how a step goes through a decoder: the common way, with the kernels for few rows, or in slices.
+
+Nothing else chooses; the runner only replays the graphs that `capture_largest_prefill` makes. What is asked for are the
+traits that layers declare, never the classes of their parts.
+"""
+
+from torch import Tensor
+
+from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
+from nanoinfer.layers.few_rows import has_few_rows
+from nanoinfer.layers.linear import PartialSum
+from nanoinfer.models.decoder import Decoder, DecoderLayer
+from nanoinfer.models.few_rows import few_rows_layer
+from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.sliced_prefill import PrefillGraphs, sliced_prefill
+from nanoinfer.quantization.linear_method import ProductKind
+
+
+def forward(decoder: Decoder, step: ForwardStep) -> Tensor:
+    """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
+    num_tokens = len(step.token_ids)
+    if step.attention.is_prefill and suits_slices(decoder, num_tokens):
+        return sliced_prefill(decoder, step)
+    if decoder.tp.size == 1 and has_few_rows(num_tokens, decoder.embed_tokens.weight):
+        return decoder(step, _few_rows_where_possible)
+    return decoder(step)
+
+
+def _few_rows_where_possible(
+    layer: DecoderLayer, hidden: PartialSum | None, residual: Tensor, step: ForwardStep
+) -> tuple[PartialSum | None, Tensor]:
+    if hidden is None and layer.traits.is_common and layer.traits.products == {ProductKind.PLAIN}:
+        return None, few_rows_layer(layer, residual, step)
+    return layer(hidden, residual, step)
+
+
+def suits_slices(decoder: Decoder, num_tokens: int) -> bool:
+    """Return whether a prefill step is to have slices.
+
+    Not over NCCL, which slows the products down as much as it would save. Not with weights that are widened for each
+    product: each slice would widen them again.
+    """
+    tp, is_cpu = decoder.tp, decoder.embed_tokens.weight.device.type == "cpu"
+    if num_tokens <= SLICE_TOKENS or tp.size == 1 or not (tp.copy_engines or is_cpu):
+        return False
+    if tp.memory is not None and tp.memory.max_tokens >= SLICE_TOKENS // 2:
+        return False  # a slice might be so small that the kernel of its norm does the all-reduce
+    return not any(ProductKind.WIDENED in layer.traits.products for layer in decoder.layers)
+
+
+def sizes_to_measure(max_step_tokens: int, tp: TensorParallel) -> list[int]:
+    """Return how many tokens the prefill steps have that may need the most memory.
+
+    The largest step, that with the largest slices, and that in one piece.
+    """
+    if tp.copy_engines is None or max_step_tokens <= SLICE_TOKENS:
+        return [max_step_tokens]
+    largest_slices = max_step_tokens // SLICE_TOKENS * SLICE_TOKENS
+    return sorted({SLICE_TOKENS, largest_slices, max_step_tokens})
+
+
+def capture_largest_prefill(decoder: Decoder, max_step_tokens: int) -> dict[int, PrefillGraphs]:
+    """Return the graphs of steps by their number of tokens: of the largest, if it has slices."""
+    if not suits_slices(decoder, max_step_tokens):
+        return {}
+    return {max_step_tokens: PrefillGraphs(decoder, max_step_tokens)}

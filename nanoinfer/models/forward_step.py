@@ -1,0 +1,27 @@
+"""A forward pass as data: one record that the runner makes, and that goes through the model and all of its layers."""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from nanoinfer.layers.attention.metadata import KVCache, Metadata
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStep:
+    """Says what a forward pass computes, and where layers find what they remember of earlier tokens.
+
+    Where a CUDA graph is captured, the step is made inside the capture, from tables that stay where they are. What else
+    layers come to need of a step, such as the row of each token, gets a field here; what else they come to remember,
+    such as recurrent states, belongs to `memory`, of which each layer takes its own part.
+    """
+
+    token_ids: Tensor  # (num_tokens,) int32
+    positions: Tensor  # (num_tokens,) int64, each within its sequence
+    memory: KVCache
+    attention: Metadata  # of a prefill step or of a decode step: lengths, slots, block tables
+    outputs: Tensor | None = None  # (num_outputs,) int64: the tokens whose hidden states become logits; None for all
+    row_mask: Tensor | None = None  # (num_tokens,) bool, False where a row is padding; None where no layer asks
+
+    def with_row_mask(self) -> "ForwardStep":
+        return replace(self, row_mask=self.attention.slot_mapping >= 0)
