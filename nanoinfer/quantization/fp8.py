@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.device import import_error
+from nanoinfer.device import compute_capability, import_error
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import (
     FP8,
@@ -34,9 +34,7 @@ MAX_FITTED_ROWS = 1024  # at a time, to bound the memory that this takes
 
 def has_fp8_products(device: torch.device) -> bool:
     """Return whether the device multiplies FP8: NVIDIA GPUs from compute capability 8.9 (Ada, Hopper) on."""
-    if device.type != "cuda" or torch.version.cuda is None or import_error("triton"):
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return torch.version.cuda is not None and compute_capability(device) >= (8, 9) and not import_error("triton")
 
 
 @triton_on_cuda("nanoinfer.kernels.fp8_rows")
