@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nanoinfer import kernels
 from nanoinfer.engine.batch import Header, PacketSections
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.layers.attention.metadata import (
@@ -88,7 +89,7 @@ class StepTables:
         return StepInputs(token_ids, positions, DecodeMetadata(slots, context_lens, block_tables, shared_prefixes))
 
 
-@triton_on_cuda("nanoinfer.kernels.read_rows")
+@triton_on_cuda(lambda: kernels.read_rows.read_rows)
 def read_rows(
     rows: Tensor, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
