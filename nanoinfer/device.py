@@ -49,6 +49,11 @@ def select_devices(requested: str, count: int) -> list[torch.device]:
     return [torch.device("cuda", first.index + rank) for rank in range(count)]
 
 
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, such as (9, 0) for Hopper; (0, 0) for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def becomes_idle(device: torch.device, seconds: float) -> bool:
     """Wait at most so many seconds until a device has nothing left to do; return whether that is so."""
     if device.type == "cpu":

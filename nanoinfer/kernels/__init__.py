@@ -1,1 +1,32 @@
-"""Triton kernels, one file each. Their PyTorch twins are in `layers` and `sampling`, which work without Triton."""
+"""Triton kernels, one file each. Their PyTorch twins are in `layers` and `sampling`, which work without Triton.
+
+So nothing is imported with the package: the module of a kernel is imported when it is first asked for. Type checkers
+and the rules of imports read here which ones there are.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanoinfer.kernels import all_reduce_rms_norm as all_reduce_rms_norm
+    from nanoinfer.kernels import few_rows_product as few_rows_product
+    from nanoinfer.kernels import fp8_experts as fp8_experts
+    from nanoinfer.kernels import fp8_product as fp8_product
+    from nanoinfer.kernels import fp8_rows as fp8_rows
+    from nanoinfer.kernels import gated_activation as gated_activation
+    from nanoinfer.kernels import gumbel_max as gumbel_max
+    from nanoinfer.kernels import moe_experts as moe_experts
+    from nanoinfer.kernels import moe_routing as moe_routing
+    from nanoinfer.kernels import norm_rope_store as norm_rope_store
+    from nanoinfer.kernels import read_rows as read_rows
+    from nanoinfer.kernels import rms_norm as rms_norm
+    from nanoinfer.kernels import token_bitmask as token_bitmask
+    from nanoinfer.kernels import top_k_top_p as top_k_top_p
+else:
+
+    def __getattr__(name: str) -> ModuleType:
+        if find_spec(f"nanoinfer.kernels.{name}") is None:
+            raise AttributeError(f"module 'nanoinfer.kernels' has no attribute {name!r}")
+        return import_module(f"nanoinfer.kernels.{name}")

@@ -1,9 +1,8 @@
 """Connects a Triton kernel to its twin, a function in plain PyTorch that specifies the kernel and runs on a CPU."""
 
-import importlib
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -13,18 +12,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def triton_on_cuda(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a twin so that for CUDA tensors the function of the same name in `module` runs, if Triton is installed.
+def triton_on_cuda(kernel: Callable[[], Callable[P, R]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a twin so that for CUDA tensors the function that `kernel` returns runs, if Triton is installed.
 
     The first argument decides, so it must be a tensor. The twin itself stays available as `__wrapped__`.
+    kernel: called at the first use, since it imports the kernel: layers work without Triton.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @cache
-        def on_cuda() -> Callable[..., Any]:  # imports the kernel at its first use: layers work without Triton
-            if import_error("triton"):
-                return function
-            return getattr(importlib.import_module(module), function.__name__)
+        def on_cuda() -> Callable[P, R]:
+            return function if import_error("triton") else kernel()
 
         @wraps(function)
         def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.device_properties import next_power_of_2
+from nanoinfer.kernels.math import gated
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 DEPTH = 256  # values of a line that a warp reads at once: 16 bytes a thread
@@ -160,12 +161,10 @@ def _few_rows_product_kernel(
             up *= factor
     if bias_ptr is not None:
         out += bias.to(tl.float32)
-    if GATED:  # rounded where separate kernels would do it
-        if bias_ptr is not None:
+        if GATED:
             up += up_bias.to(tl.float32)
-        dtype: tl.constexpr = out_ptr.dtype.element_ty
-        gate, up = out.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-        out = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+    if GATED:
+        out = gated(out, up, out_ptr.dtype.element_ty)
     if residual_ptr is not None:
         out += residual.to(tl.float32)
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=is_out)

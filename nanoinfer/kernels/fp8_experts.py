@@ -15,7 +15,7 @@ from torch import Tensor
 from nanoinfer.kernels.device_properties import has_large_shared_memory, num_multiprocessors
 from nanoinfer.kernels.fp8_format import GROUP_SIZE, RowFormat
 from nanoinfer.kernels.fp8_product import scaled_tile_product
-from nanoinfer.kernels.fp8_rows import rounded, scale_of
+from nanoinfer.kernels.math import e4m3_scale, gated, to_e4m3
 from nanoinfer.kernels.moe_experts import tile_pairs, tile_rows
 from nanoinfer.kernels.moe_routing import plan_tiles
 from nanoinfer.kernels.programmatic_launch import overlap_options
@@ -89,15 +89,13 @@ def _gate_up_kernel(
         STAGES,
     )
     gate, up = tl.split(tl.permute(tl.reshape(acc, (2, GROUP, ROWS)), (1, 2, 0)))  # (GROUP, ROWS) each
-    gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)  # rounded as two products would leave them
-    silu = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
-    gated = (silu * up).to(DTYPE).to(tl.float32)
+    out = gated(gate, up, DTYPE).to(DTYPE).to(tl.float32)
     if static_scale_ptr is not None:
-        values = rounded(gated, tl.load(static_scale_ptr))
+        values = to_e4m3(out, tl.load(static_scale_ptr))
     else:
-        scales = scale_of(gated, 0)
+        scales = e4m3_scale(out, 0)
         tl.store(scales_ptr + pair.to(tl.int64) * tl.cdiv(inner_size, GROUP) + tl.program_id(0), scales, mask=is_pair)
-        values = rounded(gated, scales[None, :])
+        values = to_e4m3(out, scales[None, :])
     column = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     out_ptrs = values_ptr + pair.to(tl.int64)[None, :] * inner_size + column[:, None]
     tl.store(out_ptrs, values, mask=is_pair[None, :] & (column < inner_size)[:, None])

@@ -8,27 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.device_properties import next_power_of_2
-from nanoinfer.kernels.fp8_format import FP8_MAX, GROUP_SIZE, TINY, TO_SCALE, QuantizedRows, RowFormat
+from nanoinfer.kernels.fp8_format import GROUP_SIZE, QuantizedRows, RowFormat
+from nanoinfer.kernels.math import e4m3_scale, to_e4m3
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 MAX_TILE = 1024  # values for each program, where rows are cut
-LARGEST: tl.constexpr = tl.constexpr(FP8_MAX)
-LARGEST_TO_SCALE: tl.constexpr = tl.constexpr(TO_SCALE)
-SMALLEST_SCALE: tl.constexpr = tl.constexpr(TINY)
-
-
-@triton.jit
-def scale_of(x, axis: tl.constexpr):
-    """Return the scales of float32 values along an axis; NaN does not count."""
-    return tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=axis) * LARGEST_TO_SCALE
-
-
-@triton.jit
-def rounded(x, scale):
-    """Return float32 values / scale in e4m3; NaN stays NaN, and what has no scale to speak of becomes zero."""
-    x *= tl.where(scale < SMALLEST_SCALE, 0.0, tl.div_rn(1.0, scale))
-    x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -45,21 +29,21 @@ def store_rounded(
     column = first + tl.arange(0, SIZE)
     x = tl.where(column < end, x, 0.0)
     if static_scale_ptr is not None:
-        values = rounded(x, tl.load(static_scale_ptr))
+        values = to_e4m3(x, tl.load(static_scale_ptr))
     elif GROUP is None:
-        scale = scale_of(x, 0)
+        scale = e4m3_scale(x, 0)
         tl.store(scales_ptr, scale)
-        values = rounded(x, scale)
+        values = to_e4m3(x, scale)
     elif SIZE % GROUP != 0:  # one group, whose size is no power of two
-        scale = scale_of(x, 0)
+        scale = e4m3_scale(x, 0)
         tl.store(scales_ptr + first // GROUP, scale)
-        values = rounded(x, scale)
+        values = to_e4m3(x, scale)
     else:
         groups = tl.reshape(x, (SIZE // GROUP, GROUP))
-        scales = scale_of(groups, 1)
+        scales = e4m3_scale(groups, 1)
         group = first // GROUP + tl.arange(0, SIZE // GROUP)
         tl.store(scales_ptr + group, scales, mask=group * GROUP < end)
-        values = tl.reshape(rounded(groups, scales[:, None]), (SIZE,))
+        values = tl.reshape(to_e4m3(groups, scales[:, None]), (SIZE,))
     tl.store(values_ptr + column, values, mask=column < end)
 
 

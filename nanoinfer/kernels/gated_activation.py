@@ -7,6 +7,7 @@ from torch import Tensor
 from nanoinfer.kernels.device_properties import next_power_of_2
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.kernels.fp8_rows import MAX_TILE, store_rounded, tile_of_row
+from nanoinfer.kernels.math import gated
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 
@@ -35,12 +36,7 @@ def _gated_activation_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     gate = tl.load(gate_up_ptr + row * row_stride + column, mask=mask)
     up = tl.load(gate_up_ptr + row * row_stride + size + column, mask=mask)
-    wide = gate.to(tl.float32)
-    slope = wide
-    if GELU:  # (1 + tanh(z)) / 2 is the logistic function of 2 z; here 2 z = sqrt(8 / pi) * (x + 0.044715 x^3)
-        slope = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
-    activated = (wide / (1.0 + tl.exp(-slope))).to(gate.dtype)
-    out = (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    out = gated(gate, up, gate.dtype, GELU).to(gate.dtype)
     if scales_ptr is None:
         tl.store(out_ptr + row * size + column, out, mask=mask)
     else:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.device_properties import has_large_shared_memory, next_power_of_2, num_multiprocessors
+from nanoinfer.kernels.math import gated
 from nanoinfer.kernels.moe_routing import plan_tiles
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
@@ -106,13 +107,12 @@ def _gate_up_kernel(
         DEPTH,
         STAGES,
     )
-    dtype = out_ptr.dtype.element_ty
     gate, up = tl.split(tl.reshape(acc, (ROWS, COLUMNS // 2, 2)))
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)  # rounded as two products would leave them
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    out = gated(gate, up, dtype)
     column = tl.program_id(0) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
     out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * inner_size + column[None, :]
-    tl.store(out_ptrs, (silu * up).to(dtype), mask=is_pair[:, None] & (column < inner_size)[None, :])
+    tl.store(out_ptrs, out.to(dtype), mask=is_pair[:, None] & (column < inner_size)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

@@ -91,6 +91,92 @@ def _plan_kernel(
         tl.store(entry_ptr + 3, flags + (num_hidden << HIDDEN_SHIFT), mask=is_tile)
 
 
+@triton.jit
+def _share_of(num_tiles, share, num_shares):
+    """Return a program's first tile, and the one after its last."""
+    num_used = tl.maximum(tl.minimum(num_shares, num_tiles), 1)  # there may be no groups, and so no tiles
+    first = tl.minimum(share, num_used) * num_tiles // num_used
+    last = tl.minimum(share + 1, num_used) * num_tiles // num_used
+    return first, last
+
+
+@triton.jit
+def _load_tile(cache_ptr, first_line, visible, size: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Load keys or values, (TILE, SIZE), which lie one after the other in the cache; 0 where they are not visible.
+
+    What lies past the context may be NaN, and 0 x NaN is NaN.
+    """
+    token = tl.arange(0, TILE)
+    dim = tl.arange(0, SIZE)
+    offsets = token[:, None] * size + dim[None, :]
+    return tl.load(cache_ptr + first_line * size + offsets, mask=visible[:, None] & (dim < size)[None, :], other=0.0)
+
+
+@triton.jit
+def _score(q, k, k_scales, visible, scale_log2, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Return the scores of a tile's keys, (QUERIES, TILE), to base 2."""
+    wide_k = tl.trans(widened(k, dtype, ASM))
+    scores = tl.dot(q.to(dtype), wide_k, input_precision="ieee")
+    scores *= scale_log2 if k_scales is None else (k_scales * scale_log2)[None, :]
+    return tl.where(visible[None, :], scores, MASKED)
+
+
+@triton.jit
+def _attend(state, scores, v, v_scales, dtype: tl.constexpr, byte_dtype: tl.constexpr, ASM: tl.constexpr):
+    """Add a tile's values to each query's sums, weighted by the exponentials of its scores, (QUERIES, TILE).
+
+    If there are scales, v has 8-bit values as words of four dimensions, and each of the four has sums of its own.
+    """
+    maximum, total, sums = state
+    highest = tl.max(scores, axis=1)
+    if v_scales is not None:
+        highest -= LIFT
+    new_maximum = tl.maximum(maximum, highest)
+    decay = tl.exp2(maximum - new_maximum)
+    weights = tl.exp2(scores - new_maximum[:, None])
+    total = total * decay + tl.sum(weights, axis=1)
+    if v_scales is None:
+        values = (v,)
+    else:
+        weights = (weights * v_scales[None, :]).to(dtype)
+        values = widened_bytes(v, byte_dtype, dtype, ASM)
+    new_sums = ()
+    for index in tl.static_range(len(sums)):
+        acc = sums[index] * decay[:, None]
+        acc += tl.dot(weights.to(dtype), values[index], input_precision="ieee")
+        new_sums += (acc,)  # type: ignore[assignment]
+    return new_maximum, total, new_sums
+
+
+@triton.jit
+def _finish(state):
+    """Return the results of all queries, (QUERIES, HEAD_DIM), and their log-sum-exp, to base 2."""
+    maximum, total, sums = state
+    acc = sums[0] if len(sums) == 1 else interleaved(sums[0], sums[1], sums[2], sums[3])
+    return acc / total[:, None], maximum + tl.log2(total)
+
+
+@triton.jit
+def _add(result, lse, other, other_lse):
+    """Combine two results of the same queries by their log-sum-exp."""
+    higher = tl.maximum(lse, other_lse)
+    weight, other_weight = tl.exp2(lse - higher), tl.exp2(other_lse - higher)
+    both = weight + other_weight
+    result = result * (weight / both)[:, None] + other * (other_weight / both)[:, None]
+    return result, higher + tl.log2(both)
+
+
+@triton.jit
+def _reset(state, is_done):
+    """Begin anew after a row. Multiplying by 0 would carry over the NaN of a row whose values are NaN."""
+    maximum, total, sums = state
+    maximum, total = tl.where(is_done, float("-inf"), maximum), tl.where(is_done, 0.0, total)
+    new_sums = ()
+    for index in tl.static_range(len(sums)):
+        new_sums += (tl.where(is_done, 0.0, sums[index]),)  # type: ignore[assignment]
+    return maximum, total, new_sums
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_shares"])
 def _paged_decode_kernel(
     q_ptr,
@@ -133,9 +219,7 @@ def _paged_decode_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    num_used = tl.maximum(tl.minimum(num_shares, num_tiles), 1)  # there may be no groups, and so no tiles
-    first = tl.minimum(share, num_used) * num_tiles // num_used
-    last = tl.minimum(share + 1, num_used) * num_tiles // num_used
+    first, last = _share_of(num_tiles, share, num_shares)
 
     query = tl.arange(0, QUERIES)
     dim = tl.arange(0, HEAD_DIM)
@@ -147,18 +231,15 @@ def _paged_decode_kernel(
     line_offsets = line[:, None] * head_dim + dim[None, :]
     q_offsets = (query // group_size)[:, None] * q_row_stride + kv_head * group_size * head_dim
     q_offsets += (query % group_size)[:, None] * head_dim + dim[None, :]
-    tile_offsets = token[:, None] * head_dim + dim[None, :]
 
-    maximum = tl.full((QUERIES,), float("-inf"), tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
-    if v_scales_ptr is None:
-        acc = tl.zeros((QUERIES, HEAD_DIM), tl.float32)
-    else:  # values of 8 bits are read as words of four dimensions, which have a sum each
-        word = tl.arange(0, HEAD_DIM // 4)
-        word_offsets = token[:, None] * (head_dim // 4) + word[None, :]
-        is_word = (word < head_dim // 4)[None, :]
-        acc0 = tl.zeros((QUERIES, HEAD_DIM // 4), tl.float32)
-        acc1, acc2, acc3 = acc0, acc0, acc0
+    # Operands of products: 8-bit values are widened to float16, which holds them all, unless queries have float32.
+    q_dtype: tl.constexpr = q_ptr.dtype.element_ty
+    dtype: tl.constexpr = tl.float16 if k_scales_ptr is not None and q_dtype == tl.bfloat16 else q_dtype
+    in_word: tl.constexpr = 1 if k_scales_ptr is None else 4  # neighbouring dimensions of a value, read as one word
+    sums = ()
+    for _ in tl.static_range(in_word):
+        sums += (tl.zeros((QUERIES, HEAD_DIM // in_word), tl.float32),)  # type: ignore[assignment]
+    state = tl.full((QUERIES,), float("-inf"), tl.float32), tl.zeros((QUERIES,), tl.float32), sums
     for tile in tl.range(first, last, num_stages=STAGES):
         slot = tl.load(tiles_ptr + tile * 4)
         num_visible = tl.load(tiles_ptr + tile * 4 + 1)
@@ -171,46 +252,21 @@ def _paged_decode_kernel(
         q = tl.load(q_row_ptr + q_offsets, mask=is_query[:, None] & is_dim, other=0.0)
         block = (slot // block_size).to(tl.int64)
         start = (block * num_kv_heads + kv_head) * block_size + slot % block_size
-        # Masked loads, because what lies past the context may be NaN, and 0 x NaN is NaN. Shared blocks are full.
-        visible = token < num_visible if group_rows_ptr is None else tl.full((TILE,), True, tl.int1)
+        visible = token < num_visible if group_rows_ptr is None else tl.full((TILE,), True, tl.int1)  # shared: full
         if WINDOWED:
             visible &= token >= flags >> HIDDEN_SHIFT
-        k = tl.load(k_cache_ptr + start * head_dim + tile_offsets, mask=visible[:, None] & is_dim, other=0.0)
-        if k_scales_ptr is None:
-            v = tl.load(v_cache_ptr + start * head_dim + tile_offsets, mask=visible[:, None] & is_dim, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        else:
-            word_ptr = v_cache_ptr + start * (head_dim // 4)
-            words = tl.load(word_ptr + word_offsets, mask=visible[:, None] & is_word, other=0)
+        k = _load_tile(k_cache_ptr, start, visible, head_dim, HEAD_DIM, TILE)
+        v = _load_tile(v_cache_ptr, start, visible, head_dim // in_word, HEAD_DIM // in_word, TILE)
+        k_scales, v_scales = None, None
+        if k_scales_ptr is not None:
             k_scales = tl.load(k_scales_ptr + start + token, mask=visible, other=0.0)
             v_scales = tl.load(v_scales_ptr + start + token, mask=visible, other=0.0)
-            wide: tl.constexpr = tl.float16 if q.dtype == tl.bfloat16 else q.dtype
-            wide_k = tl.trans(widened(k, wide, ASM))
-            scores = tl.dot(q.to(wide), wide_k, input_precision="ieee") * (k_scales * scale_log2)[None, :]
-        scores = tl.where(visible[None, :], scores, MASKED)
-        highest = tl.max(scores, axis=1)
-        if k_scales_ptr is not None:
-            highest -= LIFT
-        new_maximum = tl.maximum(maximum, highest)
-        decay = tl.exp2(maximum - new_maximum)
-        weights = tl.exp2(scores - new_maximum[:, None])
-        total = total * decay + tl.sum(weights, axis=1)
-        if v_scales_ptr is None:
-            acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
-        else:
-            p = (weights * v_scales[None, :]).to(wide)
-            v0, v1, v2, v3 = widened_bytes(words, k.dtype, wide, ASM)
-            acc0 = acc0 * decay[:, None] + tl.dot(p, v0, input_precision="ieee")
-            acc1 = acc1 * decay[:, None] + tl.dot(p, v1, input_precision="ieee")
-            acc2 = acc2 * decay[:, None] + tl.dot(p, v2, input_precision="ieee")
-            acc3 = acc3 * decay[:, None] + tl.dot(p, v3, input_precision="ieee")
-        maximum = new_maximum
+        scores = _score(q, k, k_scales, visible, scale_log2, dtype, ASM)
+        state = _attend(state, scores, v, v_scales, dtype, k.dtype, ASM)
 
         if ends_row | (tile == last - 1):
             begins_here = tl.load(row_starts_ptr + row) >= first
-            sums = acc if v_scales_ptr is None else interleaved(acc0, acc1, acc2, acc3)
-            result = sums / total[:, None]
-            lse = maximum + tl.log2(total)
+            result, lse = _finish(state)
             first_line = row.to(tl.int64) * (num_kv_heads * group_size)
             if group_rows_ptr is not None:
                 is_query = query < tl.load(group_rows_ptr + row) * group_size
@@ -218,17 +274,13 @@ def _paged_decode_kernel(
             if prefix_out_ptr is not None:
                 has_prefix = query < (flags & BEGINS_LATER) // BEGINS_LATER * group_size
                 prefix_lse = tl.load(prefix_lse_ptr + first_line + line, mask=has_prefix, other=float("-inf"))
-                prefix_ptr = prefix_out_ptr + first_line * head_dim
-                prefix = tl.load(prefix_ptr + line_offsets, mask=has_prefix[:, None] & is_dim, other=0.0)
+                prefix_ptrs = prefix_out_ptr + first_line * head_dim + line_offsets
+                prefix = tl.load(prefix_ptrs, mask=has_prefix[:, None] & is_dim, other=0.0)
                 prefix_lse = tl.where(begins_here, prefix_lse, float("-inf"))  # it counts once, in the first share
-                higher = tl.maximum(lse, prefix_lse)
-                weight, prefix_weight = tl.exp2(lse - higher), tl.exp2(prefix_lse - higher)
-                both = weight + prefix_weight
-                result = result * (weight / both)[:, None] + prefix * (prefix_weight / both)[:, None]
-                lse = higher + tl.log2(both)
+                result, lse = _add(result, lse, prefix, prefix_lse)
             if ends_row & begins_here:
-                row_out_ptr = out_ptr + first_line * head_dim
-                tl.store(row_out_ptr + line_offsets, result.to(out_ptr.dtype.element_ty), mask=mask)
+                out_ptrs = out_ptr + first_line * head_dim + line_offsets
+                tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
                 if out_lse_ptr is not None:
                     tl.store(out_lse_ptr + first_line + line, lse, mask=is_query)
             else:
@@ -236,14 +288,7 @@ def _paged_decode_kernel(
                 partial_offsets = (partial + query[:, None]) * head_dim + dim[None, :]
                 tl.store(partials_ptr + partial_offsets, result, mask=mask)
                 tl.store(lse_ptr + partial + query, lse, mask=is_query)
-        # Reset for the next row. Multiplying by 0 would carry over the NaN of a row whose values are NaN.
-        maximum = tl.where(ends_row, float("-inf"), maximum)
-        total = tl.where(ends_row, 0.0, total)
-        if v_scales_ptr is None:
-            acc = tl.where(ends_row, 0.0, acc)
-        else:
-            acc0, acc1 = tl.where(ends_row, 0.0, acc0), tl.where(ends_row, 0.0, acc1)
-            acc2, acc3 = tl.where(ends_row, 0.0, acc2), tl.where(ends_row, 0.0, acc3)
+        state = _reset(state, ends_row)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_shares"])

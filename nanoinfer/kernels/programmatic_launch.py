@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from nanoinfer.device import compute_capability
+
 
 @cache
 def overlap_options(device: torch.device) -> dict[str, Any]:
     """Return the launch options, and the kernel's constant OVERLAP: on from compute capability 9.0 (Hopper) on."""
-    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
-    if is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0):
+    if torch.version.cuda is not None and compute_capability(device) >= (9, 0):
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}

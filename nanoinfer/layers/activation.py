@@ -3,12 +3,13 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer import kernels
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.quantization.fp8 import quantize_rows
 
 
-@triton_on_cuda("nanoinfer.kernels.gated_activation")
+@triton_on_cuda(lambda: kernels.gated_activation.silu_and_mul)
 def silu_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
     """Return silu(gate) * up, SwiGLU: (num_tokens, size). gate_up: (num_tokens, 2 * size), gate before up.
 
@@ -18,7 +19,7 @@ def silu_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activa
     return _in_format(F.silu(gate) * up, out_format)
 
 
-@triton_on_cuda("nanoinfer.kernels.gated_activation")
+@triton_on_cuda(lambda: kernels.gated_activation.gelu_tanh_and_mul)
 def gelu_tanh_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
     """Return gelu(gate) * up, GeGLU, by the tanh approximation of GELU. The rest is as for silu_and_mul."""
     gate, up = gate_up.chunk(2, dim=-1)

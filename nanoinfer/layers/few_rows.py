@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer import kernels
 from nanoinfer.device import import_error
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.programmatic_launch import overlap_options
@@ -32,7 +33,7 @@ def has_few_rows(num_rows: int, embeddings: Tensor) -> bool:
     return bool(overlap_options(embeddings.device)["OVERLAP"])
 
 
-@triton_on_cuda("nanoinfer.kernels.few_rows_product")
+@triton_on_cuda(lambda: kernels.few_rows_product.few_rows_product)
 def few_rows_product(
     x: Tensor,
     weight: Tensor,

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoinfer import kernels
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import QuantizedRows, RowFormat
 from nanoinfer.kernels.symmetric_buffers import SymmetricBuffers
@@ -13,7 +14,7 @@ from nanoinfer.layers.linear import PartialSum
 from nanoinfer.quantization.fp8 import quantize_rows
 
 
-@triton_on_cuda("nanoinfer.kernels.rms_norm")
+@triton_on_cuda(lambda: kernels.rms_norm.rms_norm)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / rms(x) * weight over the last dimension, computed in float32; shape and dtype of `x`.
 
@@ -24,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide.to(weight.dtype) * weight).to(x.dtype)
 
 
-@triton_on_cuda("nanoinfer.kernels.rms_norm")
+@triton_on_cuda(lambda: kernels.rms_norm.add_rms_norm)
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -50,7 +51,7 @@ def add_rms_norm(
     return normed if out is None else out.copy_(normed), total
 
 
-@triton_on_cuda("nanoinfer.kernels.all_reduce_rms_norm")
+@triton_on_cuda(lambda: kernels.all_reduce_rms_norm.all_reduce_add_rms_norm)
 def all_reduce_add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -70,7 +71,7 @@ def all_reduce_add_rms_norm(
     return add_rms_norm(torch.stack(parts), residual, weight, eps, sum_weight)
 
 
-@triton_on_cuda("nanoinfer.kernels.rms_norm")
+@triton_on_cuda(lambda: kernels.rms_norm.add_rms_norm_to_fp8)
 def add_rms_norm_to_fp8(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, sum_weight: Tensor | None, out_format: RowFormat
 ) -> tuple[QuantizedRows, Tensor]:

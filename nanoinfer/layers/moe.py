@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer import kernels
 from nanoinfer.checkpoint.model_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.dispatch import triton_on_cuda
@@ -32,7 +33,7 @@ class Routing(NamedTuple):
     weights: Tensor  # float32: what each expert's result is multiplied by
 
 
-@triton_on_cuda("nanoinfer.kernels.moe_routing")
+@triton_on_cuda(lambda: kernels.moe_routing.route)
 def route(
     terms: Tensor, num_experts_per_tok: int, norm_topk_prob: bool, row_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -56,7 +57,7 @@ def route(
     return expert_ids, weights
 
 
-@triton_on_cuda("nanoinfer.kernels.moe_experts")
+@triton_on_cuda(lambda: kernels.moe_experts.expert_mlp)
 def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
     """Return what each expert of a token adds to it, (num_experts_per_tok, num_tokens, hidden_size), weighted.
 

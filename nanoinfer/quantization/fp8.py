@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.device import import_error
+from nanoinfer import kernels
+from nanoinfer.device import compute_capability, import_error
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import (
     FP8,
@@ -34,12 +35,10 @@ MAX_FITTED_ROWS = 1024  # at a time, to bound the memory that this takes
 
 def has_fp8_products(device: torch.device) -> bool:
     """Return whether the device multiplies FP8: NVIDIA GPUs from compute capability 8.9 (Ada, Hopper) on."""
-    if device.type != "cuda" or torch.version.cuda is None or import_error("triton"):
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return torch.version.cuda is not None and compute_capability(device) >= (8, 9) and not import_error("triton")
 
 
-@triton_on_cuda("nanoinfer.kernels.fp8_rows")
+@triton_on_cuda(lambda: kernels.fp8_rows.quantize_rows)
 def quantize_rows(x: Tensor, row_format: RowFormat) -> QuantizedRows:
     """Round rows to 8 bits. x: (num_rows, size)."""
     group_size = row_format.group_size or max(1, x.shape[1])
@@ -112,7 +111,7 @@ def spread_blocks(scales: Tensor, num_rows: int, depth: int) -> Tensor:
     return scales[..., :num_rows, :depth]
 
 
-@triton_on_cuda("nanoinfer.kernels.fp8_product")
+@triton_on_cuda(lambda: kernels.fp8_product.fp8_product)
 def fp8_product(
     x: Tensor,
     x_scales: Tensor,
@@ -135,7 +134,7 @@ def fp8_product(
     return sums.to(dtype)
 
 
-@triton_on_cuda("nanoinfer.kernels.fp8_experts")
+@triton_on_cuda(lambda: kernels.fp8_experts.fp8_expert_mlp)
 def fp8_expert_mlp(
     x: Tensor,
     x_scales: Tensor,

@@ -7,6 +7,7 @@ by the sampler on the device, before the host has seen them.
 import torch
 from torch import Tensor
 
+from nanoinfer import kernels
 from nanoinfer.engine.batch import Header, PacketSections
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.layers.attention.metadata import (
@@ -82,7 +83,7 @@ class StepTables:
         return ForwardStep(token_ids, positions, self.memory, attention)
 
 
-@triton_on_cuda("nanoinfer.kernels.read_rows")
+@triton_on_cuda(lambda: kernels.read_rows.read_rows)
 def read_rows(
     rows: Tensor, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

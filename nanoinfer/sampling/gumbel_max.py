@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer import kernels
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.sampling.philox import exponential, philox
@@ -15,7 +16,7 @@ from nanoinfer.sampling.philox import exponential, philox
 GROUP_SIZE = 16  # neighbouring ids that compete as one before they compete with each other; as in the kernel
 
 
-@triton_on_cuda("nanoinfer.kernels.gumbel_max")
+@triton_on_cuda(lambda: kernels.gumbel_max.sample_and_append)
 def sample_and_append(
     logits: Tensor,
     thresholds: Tensor | None,
@@ -66,7 +67,7 @@ def sample_and_append_across_ranks(
     return ids
 
 
-@triton_on_cuda("nanoinfer.kernels.gumbel_max")
+@triton_on_cuda(lambda: kernels.gumbel_max.best_candidates)
 def best_candidates(
     logits: Tensor, first_id: int, rows: Tensor, temperatures: Tensor, seeds: Tensor, context_lens: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
+from nanoinfer import kernels
 from nanoinfer.kernels.dispatch import triton_on_cuda
 
 
-@triton_on_cuda("nanoinfer.kernels.token_bitmask")
+@triton_on_cuda(lambda: kernels.token_bitmask.forbid_tokens)
 def forbid_tokens(logits: Tensor, lines: Tensor, bits: Tensor, first_id: int = 0) -> None:
     """Set the logits of forbidden tokens to -inf, in place; all others keep their bits.
 

@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
+from nanoinfer import kernels
 from nanoinfer.kernels.dispatch import triton_on_cuda
 
 SORTED_ROWS = 32  # at once
 FILTERS = ("top_k", "top_p", "min_p")  # the options of a row, in the order of the limits
 
 
-@triton_on_cuda("nanoinfer.kernels.top_k_top_p")
+@triton_on_cuda(lambda: kernels.top_k_top_p.thresholds)
 def thresholds(logits: Tensor, limits: Tensor) -> Tensor:
     """Return the lowest logit that each row may draw, (num_rows,) float32; -inf where all are allowed.
 

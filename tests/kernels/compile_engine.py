@@ -8,7 +8,6 @@ kernel: its name, the shared memory of a program in bytes, and the seconds of it
 """
 
 import functools
-import importlib
 import json
 import os
 import sys
@@ -56,13 +55,13 @@ def compile_instead_of_launching() -> None:
     JITFunction.run = compile_only
 
 
-def with_twins(module: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def with_twins(kernel: Callable[[], Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Stand for `triton_on_cuda`: each call launches the kernel, and returns what the twin computes."""
 
     def decorate(twin: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(twin)
         def both(*args: Any, **kwargs: Any) -> Any:
-            getattr(importlib.import_module(module), twin.__name__)(*args, **kwargs)
+            kernel()(*args, **kwargs)
             return twin(*args, **kwargs)
 
         return both

@@ -1,6 +1,7 @@
 """The layers against transformers, against a naive attention, and cut over two ranks against the whole."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -86,19 +87,23 @@ class CudaTensor(Tensor):
 
 
 @pytest.mark.parametrize("has_triton", [True, False])
-def test_on_cuda_the_function_of_the_same_name_runs_where_triton_is_installed(
-    has_triton: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "kernel_of_this_test.py").write_text("def double(x): return 'kernel'")
-    monkeypatch.syspath_prepend(tmp_path)
+def test_on_cuda_the_kernel_runs_where_triton_is_installed(has_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "import_error", lambda name: None if has_triton else ImportError("not there"))
 
-    @triton_on_cuda("kernel_of_this_test")
+    def import_kernel() -> Callable[[Tensor], str]:
+        imports.append("kernel")
+        return lambda x: "kernel"
+
+    imports: list[str] = []
+
+    @triton_on_cuda(import_kernel)
     def double(x: Tensor) -> str:
         return "plain"
 
-    assert double(torch.ones(1)) == "plain"
-    assert double(torch.ones(1).as_subclass(CudaTensor)) == ("kernel" if has_triton else "plain")
+    assert (double(torch.ones(1)), imports) == ("plain", [])
+    for _ in "ab":
+        assert double(torch.ones(1).as_subclass(CudaTensor)) == ("kernel" if has_triton else "plain")
+    assert imports == ["kernel"] * has_triton, "it is imported once, and only where it runs"
     assert (double.__name__, double.__wrapped__(3)) == ("double", "plain")
     with pytest.raises(AssertionError, match="double takes a tensor first, not a int"):
         double(3)

@@ -11,6 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from nanoinfer.device import compute_capability
 from nanoinfer.errors import ConfigError
 from nanoinfer.kernels.fp8_format import FP8, TINY
 from nanoinfer.kernels.kv_cache_format import LARGEST
@@ -22,7 +23,7 @@ def select_kv_cache_dtype(requested: str, dtype: torch.dtype, device: torch.devi
         return dtype
     if requested == "int8":
         return torch.int8
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if device.type == "cuda" and compute_capability(device) < (8, 9):
         raise ConfigError(
             f"kv_cache_dtype={requested!r} needs a GPU of compute capability 8.9 or more, and "
             f"{torch.cuda.get_device_name(device)} has less; use kv_cache_dtype='int8'"

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from nanoinfer import kernels
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.layers.attention.backend import AttentionBackend
 from nanoinfer.layers.attention.kv_rounding import round_vectors
@@ -70,7 +71,7 @@ def store(
             cache[blocks, :, offsets], scales[blocks, :, offsets] = round_vectors(x[kept], cache.dtype)
 
 
-@triton_on_cuda("nanoinfer.kernels.norm_rope_store")
+@triton_on_cuda(lambda: kernels.norm_rope_store.norm_rope_store)
 def norm_rope_store(
     qkv: Tensor,
     norm_weights: tuple[Tensor, Tensor] | None,

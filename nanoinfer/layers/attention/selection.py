@@ -2,7 +2,7 @@
 
 import torch
 
-from nanoinfer.device import import_error
+from nanoinfer.device import compute_capability, import_error
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.metadata import KVCache, MetadataT
@@ -89,7 +89,7 @@ def select_backend(
     from nanoinfer.layers.attention.triton import TritonBackend
 
     # On Hopper our own prefill kernel is faster than flash-attn 2 (docs/performance.md); before, that is not known.
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (9, 0) and not obstacle("flash_attn"):
+    if torch.cuda.is_available() and compute_capability(device) < (9, 0) and not obstacle("flash_attn"):
         from nanoinfer.layers.attention.flash_attn import FlashAttentionBackend
 
         return TritonBackend(spec, for_prefill=FlashAttentionBackend(spec))
@@ -108,7 +108,7 @@ def _obstacle(
     for package, module in modules.items():
         if error := import_error(module):
             return f"needs the package {package}, which cannot be imported ({error}); install it"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+    if torch.cuda.is_available() and compute_capability(device) < (8, 0):
         return f"needs a GPU of compute capability 8.0 or more, and {torch.cuda.get_device_name(device)} has less"
     if dtype == torch.float32:
         return "computes in 16 bits, and dtype is 'float32'; use dtype='bfloat16'"

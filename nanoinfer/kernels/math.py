@@ -1,0 +1,37 @@
+"""Arithmetic that several kernels end in: gated activations, and rounding to e4m3. Rounds where the twins round."""
+
+import triton
+import triton.language as tl
+
+from nanoinfer.kernels.fp8_format import FP8_MAX, TINY, TO_SCALE
+
+LARGEST_E4M3: tl.constexpr = tl.constexpr(FP8_MAX)
+LARGEST_TO_SCALE: tl.constexpr = tl.constexpr(TO_SCALE)
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(TINY)
+
+
+@triton.jit
+def gated(gate, up, dtype: tl.constexpr, GELU: tl.constexpr = False):
+    """Return silu(gate) * up in float32, or gelu(gate) * up by the tanh approximation.
+
+    Gate, up and the activated gate are rounded to `dtype`, as separate kernels would leave them.
+    """
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    slope = gate
+    if GELU:  # (1 + tanh(z)) / 2 is the logistic function of 2 z; here 2 z = sqrt(8 / pi) * (x + 0.044715 x^3)
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return (gate / (1.0 + tl.exp(-slope))).to(dtype).to(tl.float32) * up
+
+
+@triton.jit
+def e4m3_scale(x, axis: tl.constexpr):
+    """Return the scales of float32 values along an axis; NaN does not count."""
+    return tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=axis) * LARGEST_TO_SCALE
+
+
+@triton.jit
+def to_e4m3(x, scale):
+    """Return float32 values / scale in e4m3; NaN stays NaN, and what has no scale to speak of becomes zero."""
+    x *= tl.where(scale < SMALLEST_SCALE, 0.0, tl.div_rn(1.0, scale))
+    x = tl.maximum(x, -LARGEST_E4M3, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, LARGEST_E4M3, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
