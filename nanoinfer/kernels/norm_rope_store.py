@@ -14,15 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.device_properties import next_power_of_2
-from nanoinfer.kernels.fp8_format import TINY
 from nanoinfer.kernels.kv_cache_format import LARGEST
+from nanoinfer.kernels.math import SMALLEST_SCALE
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 NUM_WARPS = 4
 # Four elements for each thread: 16 bytes in float32, 8 in a 16-bit dtype. With these, Triton gives all tiles the same
 # layout, and all loads can be in flight together. With more it would have to convert the layout of 16-bit tiles.
 TILE = NUM_WARPS * 32 * 4
-SMALLEST_SCALE: tl.constexpr = tl.constexpr(TINY)
 
 
 @triton.jit
@@ -34,7 +33,10 @@ def _magnitude(x):
 
 @triton.jit
 def _rounded(x, scale, largest: tl.constexpr, dtype: tl.constexpr):
-    """Return x / scale in 8 bits, or 0 where there is no such number."""
+    """Return x / scale in 8 bits, or 0 where there is no such number.
+
+    Unlike `to_e4m3` it stores no NaN. int8 has none, so in both formats the scale of the vector is NaN instead.
+    """
     x = tl.where(scale >= SMALLEST_SCALE, x.to(tl.float32) * tl.div_rn(1.0, scale), 0.0)
     x = tl.minimum(tl.maximum(x, -largest), largest)
     return x.to(dtype) if dtype.is_floating() else tl.floor(x + 0.5).to(dtype)
