@@ -7,6 +7,7 @@ texts, so that its tokens are known.
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from nanoinfer import LLM, CompletionOutput, RequestOutput, SamplingParams
+from nanoinfer import LLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanoinfer.batch.openai_format import response_body
 
 WORDS = ["▁the", "▁café", "▁was", "▁said", "▁but", "ing", "▁:", "▁;", "[I]", "[/I]", "▁▁", ",", ".", "!", "?", "the"]
@@ -225,6 +226,15 @@ def test_a_stop_string_anywhere_ends_the_text_there(llm: LLM, length: int, inclu
         before = whole.text.partition(stop)[0]
         assert output.text == text == before + stop * include_stop_str_in_output
         assert output.outputs[0].stop_reason == stop
+
+
+@pytest.mark.parametrize("regex", [" said", "said", " {2}was"])
+def test_the_text_of_a_form_is_what_the_form_allows(llm: LLM, regex: str) -> None:
+    form = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex), n=2, seed=1, logprobs=0)
+    [output] = llm.generate("the ;", form, use_tqdm=False)
+    for completion in output.outputs:
+        assert re.fullmatch(regex, completion.text)
+        assert "".join(map(str, texts_of_tokens(completion))).removesuffix("</s>") == completion.text
 
 
 def test_a_chat_has_one_bos_and_the_ids_of_its_template(llm: LLM) -> None:
