@@ -69,4 +69,5 @@ def end_texts(completion: Completion) -> None:
     if texts and completion.logprobs:
         token_id, entry = next(iter(completion.logprobs[-1].items()))
         text = texts.end(token_id, entry.decoded_token or "")
-        completion.logprobs[-1][token_id] = replace(entry, decoded_token=text)
+        # A stream may have handed the old dict out.
+        completion.logprobs[-1] = {**completion.logprobs[-1], token_id: replace(entry, decoded_token=text)}

@@ -52,6 +52,7 @@ class ParallelRunner:
         size = config.tensor_parallel_size
         model_config.check_tensor_parallel_size(size)
         devices = select_devices(config.device, size)
+        model_config.longest_sequence(config.max_model_len)  # raises before there are processes
         if devices[0].type == "cuda":
             os.environ.update(NCCL_ENVIRONMENT)  # the workers inherit it
         ring = Ring(num_readers=size - 1)

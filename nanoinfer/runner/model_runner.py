@@ -30,6 +30,7 @@ from nanoinfer.models import get_model_class
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.execution import capture_largest_prefill, sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.sliced_prefill import PrefillGraphs
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, measure_graph_bytes, num_graphs, sharing_graph_sizes
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
@@ -274,8 +275,10 @@ class ModelRunner:
     def _allocate_step_memory(self) -> None:
         """Make one buffer for the logits of all decode graphs and of what runs without, and the graphs of prefill."""
         self.logits = self.model.lm_head.weight.new_empty(self.config.max_num_seqs, self.model.lm_head.vocab.size)
-        graphs = capture_largest_prefill(self.model.model, self.max_step_tokens) if self._uses_graphs else {}
-        self.prefill_graphs = graphs
+        self.prefill_graphs: dict[int, PrefillGraphs] = {}
+        # Where rows or lengths limit a step, and not its budget, hardly any has just so many tokens.
+        if self._uses_graphs and self.max_step_tokens == self.config.max_num_batched_tokens:
+            self.prefill_graphs = capture_largest_prefill(self.model.model, self.max_step_tokens)
 
     def _capture_graphs(self) -> None:
         if self._uses_graphs:

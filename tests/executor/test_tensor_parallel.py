@@ -299,6 +299,14 @@ def test_an_error_of_all_ranks_is_that_of_one(random_checkpoint: Checkpoint) -> 
         LLM(random_checkpoint(), device="cpu", tensor_parallel_size=2, **options)
 
 
+def test_a_length_above_the_models_own_is_refused_before_there_are_processes(
+    random_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_runner, "Workers", lambda *_: pytest.fail("workers were started"))
+    with pytest.raises(ConfigError, match="max_model_len=4096 is above the model's own limit of 2048"):
+        LLM(random_checkpoint(), device="cpu", tensor_parallel_size=2, max_model_len=4096)
+
+
 # --- workers that end ---
 
 
