@@ -1,9 +1,15 @@
 """The facade: prompts in, completions out."""
 
-# ruff: noqa: E402  the clock starts before the imports
+# ruff: noqa: E402  this comes before the imports
+import os
+import sys
 import time
 
 import_started = time.perf_counter()
+if "torch" not in sys.modules and {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}.isdisjoint(os.environ):
+    # PyTorch's CPU threads wait for each other hundreds of times a step, by spinning. Where other programs have the
+    # cores, one that spins keeps the one that it waits for from running. OpenMP reads this once, when it is loaded.
+    os.environ["GOMP_SPINCOUNT"] = "20000"  # turns until it sleeps instead; 300,000 if nobody says
 
 import inspect
 import logging

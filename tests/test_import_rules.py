@@ -261,6 +261,24 @@ def test_the_first_engine_logs_the_seconds_of_the_imports_and_no_later_one_does(
     assert ready[1] < ready[0] - float(logged) / 2
 
 
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("", {"GOMP_SPINCOUNT": "20000"}),
+        ("os.environ['OMP_WAIT_POLICY'] = 'active'", {"OMP_WAIT_POLICY": "active"}),
+        ("import torch", {}),
+    ],
+)
+def test_cpu_threads_stop_spinning_early_unless_the_user_says_how_they_wait(
+    monkeypatch: pytest.MonkeyPatch, before: str, expected: dict[str, str]
+) -> None:
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    found = f"{{name: os.environ[name] for name in {names} if name in os.environ}}"
+    assert ast.literal_eval(run_python(f"import os\n{before}\nfrom nanoinfer import LLM\nprint({found})")) == expected
+
+
 def test_a_name_that_the_package_has_not_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'nanoinfer' has no attribute 'LLMs'"):
         nanoinfer.LLMs  # noqa: B018
