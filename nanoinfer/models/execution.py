@@ -4,13 +4,19 @@ Nothing else chooses; the runner only replays the graphs that `capture_largest_p
 traits that layers declare, never the classes of their parts.
 """
 
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
 from torch import Tensor
 
+from nanoinfer.device import computing
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
 from nanoinfer.layers.few_rows import has_few_rows
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import Decoder, DecoderLayer
-from nanoinfer.models.few_rows import few_rows_layer
+from nanoinfer.models.few_rows import few_rows_layer, few_rows_products
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.sliced_prefill import PrefillGraphs, sliced_prefill
 from nanoinfer.quantization.linear_method import ProductKind
@@ -21,17 +27,49 @@ def forward(decoder: Decoder, step: ForwardStep) -> Tensor:
     num_tokens = len(step.token_ids)
     if step.attention.is_prefill and suits_slices(decoder, num_tokens):
         return sliced_prefill(decoder, step)
-    if decoder.tp.size == 1 and has_few_rows(num_tokens, decoder.embed_tokens.weight):
+    if _suits_few_rows(decoder, num_tokens):
         return decoder(step, _few_rows_where_possible)
     return decoder(step)
+
+
+def _suits_few_rows(decoder: Decoder, num_rows: int) -> bool:
+    return decoder.tp.size == 1 and has_few_rows(num_rows, decoder.embed_tokens.weight)
 
 
 def _few_rows_where_possible(
     layer: DecoderLayer, hidden: PartialSum | None, residual: Tensor, step: ForwardStep
 ) -> tuple[PartialSum | None, Tensor]:
-    if hidden is None and layer.traits.is_common and layer.traits.products == {ProductKind.PLAIN}:
+    if hidden is None and _has_few_rows_way(layer):
         return None, few_rows_layer(layer, residual, step)
     return layer(hidden, residual, step)
+
+
+def _has_few_rows_way(layer: DecoderLayer) -> bool:
+    return layer.traits.is_common and layer.traits.products == {ProductKind.PLAIN}
+
+
+@contextmanager
+def compiling_few_rows(decoder: Decoder, sizes: list[int]) -> Iterator[None]:
+    """Compile the products of steps of few rows while the block runs, in threads: most of what a first start compiles.
+
+    sizes: how many rows the steps have. Triton compiles outside Python's lock for the most part.
+    """
+    layer, device = next(filter(_has_few_rows_way, decoder.layers), None), decoder.embed_tokens.weight.device
+    products = [
+        product
+        for num_rows in sizes
+        if layer is not None and _suits_few_rows(decoder, num_rows)
+        for product in few_rows_products(layer, num_rows)
+    ]
+
+    def run(product: Callable[[], Tensor]) -> None:
+        with computing(device, None):
+            product()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = pool.map(run, reversed(products))  # those of the most rows take the longest
+        yield
+        list(compiled)  # raises what they raised
 
 
 def suits_slices(decoder: Decoder, num_tokens: int) -> bool:

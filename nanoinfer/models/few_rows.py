@@ -3,6 +3,9 @@
 `layers/few_rows.py` says why, and `execution.py` when.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor
 
 from nanoinfer.layers.few_rows import few_rows_product
@@ -12,12 +15,45 @@ from nanoinfer.models.forward_step import ForwardStep
 
 def few_rows_layer(layer: DecoderLayer, residual: Tensor, step: ForwardStep) -> Tensor:
     """Return the residual stream after a layer. residual: the stream before it, (num_tokens, hidden_size)."""
-    attention, mlp = layer.self_attn, layer.mlp
-    assert isinstance(mlp, DecoderMLP), "a layer with experts goes the common way"
-    norm = layer.input_layernorm.weight, layer.input_layernorm.eps
-    qkv = few_rows_product(residual, attention.qkv_proj.weight, attention.qkv_proj.bias, norm)
-    heads = attention.attend(qkv, step)  # (num_tokens, num_heads * head_dim)
-    residual = few_rows_product(heads, attention.o_proj.weight, attention.o_proj.bias, residual=residual)
-    norm = layer.norms.before_mlp.weight, layer.norms.before_mlp.eps
-    gated = few_rows_product(residual, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias, norm, gated=True)
-    return few_rows_product(gated, mlp.down_proj.weight, mlp.down_proj.bias, residual=residual)
+    heads = layer.self_attn.attend(_qkv(layer, residual), step)  # (num_tokens, num_heads * head_dim)
+    residual = _o(layer, heads, residual)
+    return _down(layer, _gate_up(layer, residual), residual)
+
+
+def few_rows_products(layer: DecoderLayer, num_rows: int) -> list[Callable[[], Tensor]]:
+    """Return the layer's products as functions that each compute one of so many rows of zeros."""
+    new_zeros, mlp = layer.self_attn.o_proj.weight.new_zeros, _mlp(layer)
+    residual = new_zeros(num_rows, layer.self_attn.qkv_proj.weight.shape[1])
+    heads = new_zeros(num_rows, layer.self_attn.o_proj.weight.shape[1])
+    gated = new_zeros(num_rows, mlp.down_proj.weight.shape[1])
+    return [
+        partial(_qkv, layer, residual),
+        partial(_o, layer, heads, residual),
+        partial(_gate_up, layer, residual),
+        partial(_down, layer, gated, residual),
+    ]
+
+
+def _qkv(layer: DecoderLayer, residual: Tensor) -> Tensor:
+    proj, norm = layer.self_attn.qkv_proj, layer.input_layernorm
+    return few_rows_product(residual, proj.weight, proj.bias, (norm.weight, norm.eps))
+
+
+def _o(layer: DecoderLayer, heads: Tensor, residual: Tensor) -> Tensor:
+    proj = layer.self_attn.o_proj
+    return few_rows_product(heads, proj.weight, proj.bias, residual=residual)
+
+
+def _gate_up(layer: DecoderLayer, residual: Tensor) -> Tensor:
+    proj, norm = _mlp(layer).gate_up_proj, layer.norms.before_mlp
+    return few_rows_product(residual, proj.weight, proj.bias, (norm.weight, norm.eps), gated=True)
+
+
+def _down(layer: DecoderLayer, gated: Tensor, residual: Tensor) -> Tensor:
+    proj = _mlp(layer).down_proj
+    return few_rows_product(gated, proj.weight, proj.bias, residual=residual)
+
+
+def _mlp(layer: DecoderLayer) -> DecoderMLP:
+    assert isinstance(layer.mlp, DecoderMLP), "a layer with experts goes the common way"
+    return layer.mlp

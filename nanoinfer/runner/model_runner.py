@@ -28,7 +28,7 @@ from nanoinfer.layers.attention.metadata import PrefillMetadata, SharedPrefixes
 from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.models import get_model_class
 from nanoinfer.models.causal_lm import DecoderForCausalLM
-from nanoinfer.models.execution import capture_largest_prefill, sizes_to_measure
+from nanoinfer.models.execution import capture_largest_prefill, compiling_few_rows, sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.sliced_prefill import PrefillGraphs
 from nanoinfer.runner import memory
@@ -290,10 +290,11 @@ class ModelRunner:
 
         Runs such steps and captures two graphs; kernels are compiled on the way.
         """
-        step_bytes = memory.measure_peak_bytes(self._run_largest_prefills, self.device)
+        max_num_seqs = self.config.max_num_seqs
+        with compiling_few_rows(self.model.model, graph_sizes(max_num_seqs) if self._uses_graphs else []):
+            step_bytes = memory.measure_peak_bytes(self._run_largest_prefills, self.device)
         graph_bytes = 0
         if self._uses_graphs:
-            max_num_seqs = self.config.max_num_seqs
             share_prefixes = self.max_group_rows > 1 and self.config.enable_prefix_caching
             count = num_graphs(max_num_seqs, share_prefixes)
             graph_bytes = measure_graph_bytes(self._decode, graph_sizes(max_num_seqs), count, self.device)

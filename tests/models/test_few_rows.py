@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanoinfer import LLM
 from nanoinfer.layers import few_rows as layers
 from nanoinfer.models import execution, few_rows
 from tests.models.test_architectures import checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
@@ -67,6 +68,43 @@ def test_experts_gelu_and_weights_in_8_bits_take_the_common_path(
         generate(checkpoint(architecture, 0), [[1, 2, 3]], max_model_len=64)
     generate(random_checkpoint(), [[1, 2, 3]], max_model_len=64, quantization="fp8")
     assert not calls
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "num_products"),
+    [
+        ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}, 4),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [1]}, 4),  # the first layer has experts
+        ("MixtralForCausalLM", {}, 0),
+    ],
+)
+def test_the_products_of_each_size_are_compiled_ahead(
+    calls: list[str],
+    checkpoint: Callable[..., Path],  # noqa: F811
+    architecture: str,
+    overrides: dict[str, Any],
+    num_products: int,
+) -> None:
+    with LLM(checkpoint(architecture, 0, **overrides), device="cpu", max_model_len=64) as llm:
+        decoder = llm.engine.runner.model.model
+    with execution.compiling_few_rows(decoder, [1, 2, layers.MAX_FEW_ROWS + 1, 100]):
+        pass
+    assert calls == ["few_rows_product"] * 2 * num_products
+
+
+def test_a_kernel_that_does_not_compile_is_an_error(
+    calls: list[str],
+    checkpoint: Callable[..., Path],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    with LLM(checkpoint("LlamaForCausalLM", 0), device="cpu", max_model_len=64) as llm:
+        decoder = llm.engine.runner.model.model
+    monkeypatch.setattr(few_rows, "few_rows_product", fail)
+    with pytest.raises(RuntimeError, match="no compiler"), execution.compiling_few_rows(decoder, [1]):
+        pass
 
 
 def test_a_cpu_has_no_such_path() -> None:
