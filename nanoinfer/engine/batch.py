@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoinfer.engine.partial_hits import BlockCopy
 from nanoinfer.engine.row_options import SamplingRecord, TokenBias, biases_of, sampling_record, stop_ids_of
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.shared_prefixes import PrefixGroup
@@ -57,6 +58,7 @@ class ScheduledBatch:
 
     admitted: list[Sequence] = field(default_factory=list)  # sequences that got a row in this step
     new_blocks: list[NewBlock] = field(default_factory=list)  # those of admitted sequences included
+    block_copies: list[BlockCopy] = field(default_factory=list)  # made before anything is computed
     prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[Sequence] = field(default_factory=list)  # each computes its last known token and samples the next
     prefix_groups: list[PrefixGroup] = field(default_factory=list)  # they come first in `decode`, without gaps
@@ -83,6 +85,7 @@ class Header(NamedTuple):
     num_admitted: int
     num_known_tokens: int  # of all admitted sequences together
     num_new_blocks: int
+    num_block_copies: int
     num_chunks: int
     num_decode: int
     num_sampling_records: int
@@ -129,6 +132,7 @@ class PacketSections(NamedTuple):
     row_records: Any  # RowRecord
     known_tokens: Any  # one column: the ids of the admitted sequences, one sequence after another
     new_blocks: Any  # NewBlock
+    block_copies: Any  # BlockCopy
     chunks: Any  # Chunk; the first num_prefill_samples of them sample a token
     decode_rows: Any  # DecodeRow
     sampling_records: Any  # SamplingRecord
@@ -146,6 +150,7 @@ SECTION_DTYPES = PacketSections(
     row_records=record_dtype(RowRecord),
     known_tokens=np.dtype(np.int32),
     new_blocks=record_dtype(NewBlock),
+    block_copies=record_dtype(BlockCopy),
     chunks=record_dtype(Chunk),
     decode_rows=record_dtype(DecodeRow),
     sampling_records=record_dtype(SamplingRecord),
@@ -162,6 +167,7 @@ def pack(batch: ScheduledBatch, awaits_rules: bool = False) -> Packet:
         row_records=[_row_record(seq) for seq in batch.admitted],
         known_tokens=[*chain.from_iterable(seq.token_ids for seq in batch.admitted)],
         new_blocks=batch.new_blocks,
+        block_copies=batch.block_copies,
         chunks=[Chunk(_row(chunk.seq), chunk.start, chunk.length) for chunk in batch.prefill],
         decode_rows=_decode_rows(batch),
         sampling_records=[record for _, record in records],

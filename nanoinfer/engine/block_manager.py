@@ -4,7 +4,8 @@ The cache is a pool of blocks of `block_size` tokens (PagedAttention, Kwon et al
 values are computed gets an entry in the prefix cache, under the hash of its tokens chained to the hash of the block
 before it. So equal prefixes have equal hashes. A hash only finds a candidate: it is a hit if the tokens are equal too,
 and if the entry's parent is the entry just hit. Entries are told apart by serial numbers that are never used again, so
-a hash collision can never give a sequence the keys and values of another text.
+a hash collision can never give a sequence the keys and values of another text. Where a prompt parts from a cached text
+within a block, the tokens before that are copied (`partial_hits.py`).
 
 A freed block keeps its contents and its entry until it is handed out again, which evicts the entry. Blocks without an
 entry are handed out first, then the least recently used. Within a sequence the tail is evicted before the head, because
@@ -18,20 +19,11 @@ from dataclasses import dataclass
 
 import xxhash
 
+from nanoinfer.engine.partial_hits import BlockCopy, CacheEntry, PartialHits
 from nanoinfer.engine.sequence import Sequence
 
 ROOT_SERIAL = 0  # the parent of every first block
-
-
-@dataclass(frozen=True, slots=True)
-class CacheEntry:
-    """An entry of the prefix cache: which block it is, and what verifies a hit."""
-
-    block_id: int
-    hash: int
-    serial: int
-    parent_serial: int  # of the entry of the block before it
-    tokens: bytes  # block_size ids as int32
+MIN_COPIED_TOKENS = 8  # so prompts that have nothing but their first token in common copy nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +43,7 @@ class BlockManager:
     cached prefix, and `free` sets it to 0; in between, the scheduler advances it.
 
     num_blocks: blocks in the pool. block_size: tokens in a block. hash_function: bytes to an unsigned 64-bit integer.
+    min_copied_tokens: where a prompt has fewer in common with a cached block, they are computed again.
     """
 
     def __init__(
@@ -59,14 +52,17 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         hash_function: Callable[[bytes], int] = xxhash.xxh64_intdigest,
+        min_copied_tokens: int = MIN_COPIED_TOKENS,
     ) -> None:
         self.block_size = block_size
+        self.min_copied_tokens = min_copied_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.num_frees = 0  # changes whenever blocks come back: a prompt that did not fit may fit now
         self._hash = hash_function
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # in the order of reuse
         self._entries: dict[int, CacheEntry] = {}  # the prefix cache, by hash
+        self._partial_hits = PartialHits()
         self._next_serial = ROOT_SERIAL + 1
 
     @property
@@ -87,17 +83,17 @@ class BlockManager:
         """Blocks with an entry in the prefix cache, whether in use or free."""
         return len(self._entries)
 
-    def find_cached_prefix(self, seq: Sequence) -> list[int]:
-        """Return the ids of the blocks that hold the longest cached prefix of `seq`, which may be empty.
+    def start_step(self) -> None:
+        """Let the next step copy what the steps before it compute."""
+        self._partial_hits.start_step()
 
-        The last token is always left to compute, since its logits are needed. If log-probabilities of prompt tokens are
-        wanted, so is all from the token before the first of them.
-        """
+    def find_cached_prefix(self, seq: Sequence) -> list[int]:
+        """Return the ids of the full blocks that hold the longest cached prefix of `seq`, which may be empty."""
         if not self.enable_prefix_caching:
             return []
         found: list[int] = []
         parent_serial = ROOT_SERIAL
-        for index in range(((seq.prompt_logprobs_start or len(seq.token_ids)) - 1) // self.block_size):
+        for index in range(_max_cached_tokens(seq) // self.block_size):
             entry = self._find(seq, index, parent_serial)
             if entry is None:
                 break
@@ -110,20 +106,29 @@ class BlockManager:
         num_idle = sum(self._blocks[block_id].ref_count == 0 for block_id in cached_block_ids)
         return self._num_blocks_for(seq.num_tokens) - len(cached_block_ids) + num_idle
 
-    def allocate(self, seq: Sequence, cached_block_ids: list[int]) -> None:
-        """Give `seq` blocks for all its tokens. The first ones are those that `find_cached_prefix` has found."""
+    def allocate(self, seq: Sequence, cached_block_ids: list[int]) -> BlockCopy | None:
+        """Give `seq` blocks for all its tokens. The first ones are those that `find_cached_prefix` has found.
+
+        If another cached block begins like the next one, return the copy that the step has to begin with. Its source
+        is held until it is given to `release`.
+        """
         assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"
         for block_id in cached_block_ids:
             block = self._blocks[block_id]
-            if block.ref_count == 0:
-                del self._free[block_id]
-            block.ref_count += 1
+            self._hold(block)
             assert block.entry is not None, f"block {block_id} was found in the prefix cache and has no entry"
             seq.prefix_serials.append(block.entry.serial)
         seq.block_table.extend(cached_block_ids)
         seq.num_computed_tokens = len(cached_block_ids) * self.block_size
+        source, num_tokens = self._find_partial_hit(seq)
+        if source is not None:
+            self._hold(source)
         while len(seq.block_table) < self._num_blocks_for(seq.num_tokens):
             self.append_block(seq)
+        if source is None:
+            return None
+        seq.num_computed_tokens += num_tokens
+        return BlockCopy(source.block_id, seq.block_table[len(cached_block_ids)], num_tokens)
 
     def needs_block(self, seq: Sequence) -> bool:
         """Return whether the next token to compute lies past the blocks of `seq`."""
@@ -153,26 +158,58 @@ class BlockManager:
                 key, tokens = seq.prefix_hashes[index]
                 if key in self._entries:  # a collision, or an entry whose parent was evicted: the newest one stays
                     self.evict_blocks([self._entries[key].block_id])
-                block_id = seq.block_table[index]
-                entry = CacheEntry(block_id, key, self._next_serial, parent_serial, tokens)
-                self._blocks[block_id].entry = self._entries[key] = entry
-                self._next_serial += 1
+                entry = self._add_entry(seq.block_table[index], key, parent_serial, tokens)
+                self._entries[key] = entry
             seq.prefix_serials.append(entry.serial)
+
+    def cache_last_block(self, seq: Sequence) -> None:
+        """Make an entry for the last block of `seq` that is not full; all its known tokens but the newest are computed.
+
+        Prompts that go on from this text, or repeat it, find it to its end.
+        """
+        index, num_tokens = divmod(min(len(seq.token_ids), seq.num_computed_tokens), self.block_size)
+        if not self.enable_prefix_caching or num_tokens < self.min_copied_tokens or index != len(seq.prefix_serials):
+            return
+        tokens = _as_bytes(seq.token_ids[index * self.block_size :][:num_tokens])
+        parent_serial = seq.prefix_serials[-1] if seq.prefix_serials else ROOT_SERIAL
+        self._add_entry(seq.block_table[index], None, parent_serial, tokens)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Remove these blocks from the prefix cache, for example because the step that was to fill them failed."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.entry is not None:
-                del self._entries[block.entry.hash]
-                block.entry = None
+                self._remove_entry(block)
                 if block_id in self._free:
                     self._free.move_to_end(block_id, last=False)
 
     def free(self, seq: Sequence) -> None:
         """Take all blocks of `seq` back. Their entries can be hit until the blocks are handed out again."""
         # Free the tail first: a shared prefix is the part worth keeping.
-        for block_id in reversed(seq.block_table):
+        self._give_back(reversed(seq.block_table))
+        seq.block_table.clear()
+        seq.prefix_serials.clear()
+        seq.num_computed_tokens = 0
+
+    def release(self, copies: list[BlockCopy]) -> None:
+        """Give back the sources of copies that are made, or never will be."""
+        if copies:
+            self._give_back(copy.source for copy in copies)
+
+    def reset_prefix_cache(self) -> None:
+        """Evict every entry of the prefix cache. Running sequences keep their blocks."""
+        self.evict_blocks([block.block_id for block in self._blocks if block.entry is not None])
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _hold(self, block: Block) -> None:
+        if block.ref_count == 0:
+            del self._free[block.block_id]
+        block.ref_count += 1
+
+    def _give_back(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
             block = self._blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is freed more often than it was given out"
             block.ref_count -= 1
@@ -180,26 +217,59 @@ class BlockManager:
                 self._free[block_id] = None
                 if block.entry is None:
                     self._free.move_to_end(block_id, last=False)
-        seq.block_table.clear()
-        seq.prefix_serials.clear()
-        seq.num_computed_tokens = 0
         self.num_frees += 1
 
-    def reset_prefix_cache(self) -> None:
-        """Evict every entry of the prefix cache. Running sequences keep their blocks."""
-        self.evict_blocks([entry.block_id for entry in self._entries.values()])
+    def _add_entry(self, block_id: int, key: int | None, parent_serial: int, tokens: bytes) -> CacheEntry:
+        block = self._blocks[block_id]
+        if block.entry is not None:  # it had fewer tokens
+            self._remove_entry(block)
+        block.entry = CacheEntry(block_id, key, self._next_serial, parent_serial, tokens)
+        self._next_serial += 1
+        self._partial_hits.add(block.entry)
+        return block.entry
 
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def _remove_entry(self, block: Block) -> None:
+        assert block.entry is not None, f"block {block.block_id} has no entry to remove"
+        self._partial_hits.remove(block.entry)
+        if block.entry.hash is not None:
+            del self._entries[block.entry.hash]
+        block.entry = None
+
+    def _find_partial_hit(self, seq: Sequence) -> tuple[Block | None, int]:
+        """Return the block that begins like the first block of `seq` that is not cached, and how many tokens agree."""
+        if not self.enable_prefix_caching:
+            return None, 0
+        start, end = seq.num_computed_tokens, min(seq.num_computed_tokens + self.block_size, _max_cached_tokens(seq))
+        parent_serial = seq.prefix_serials[-1] if seq.prefix_serials else ROOT_SERIAL
+        entry, num_tokens = self._partial_hits.find(parent_serial, _as_bytes(seq.token_ids[start:end]))
+        if entry is None or num_tokens < self.min_copied_tokens:
+            return None, 0
+        block, num_needed = self._blocks[entry.block_id], self._num_blocks_for(seq.num_tokens) - len(seq.block_table)
+        if block.ref_count == 0 and self.num_free_blocks == num_needed:  # it has to be handed out itself
+            return None, 0
+        return block, num_tokens
 
     def _find(self, seq: Sequence, index: int, parent_serial: int) -> CacheEntry | None:
         """Return the entry that block `index` of `seq` hits, if the block before it has hit `parent_serial`."""
         hashes = seq.prefix_hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
-            tokens = array("i", seq.token_ids[start : start + self.block_size]).tobytes()
+            tokens = _as_bytes(seq.token_ids[start : start + self.block_size])
             parent = hashes[-1][0].to_bytes(8, "little") if hashes else b""
             hashes.append((self._hash(parent + tokens), tokens))
         key, tokens = hashes[index]
         entry = self._entries.get(key)
         return entry if entry and (entry.parent_serial, entry.tokens) == (parent_serial, tokens) else None
+
+
+def _max_cached_tokens(seq: Sequence) -> int:
+    """Return how many tokens may come from the cache.
+
+    The last token is always left to compute, since its logits are needed. If log-probabilities of prompt tokens are
+    wanted, so is all from the token before the first of them.
+    """
+    return (seq.prompt_logprobs_start or len(seq.token_ids)) - 1
+
+
+def _as_bytes(token_ids: list[int]) -> bytes:
+    return array("i", token_ids).tobytes()

@@ -89,6 +89,7 @@ class Scheduler:
         nothing to do, or nothing until that step is collected: blocks are taken from a sequence only when its tokens
         are known.
         """
+        self.block_manager.start_step()
         return self._schedule_prefill() or self._schedule_decode(in_flight)
 
     def update(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
@@ -99,6 +100,7 @@ class Scheduler:
         """
         finished = []
         block_size = self.block_manager.block_size
+        self.block_manager.release(batch.block_copies)
         for seq, token_id in zip(batch.sampled, token_ids, strict=True):
             if seq.status is SequenceStatus.FINISHED:
                 continue
@@ -119,6 +121,8 @@ class Scheduler:
         """Take everything from running sequences, each with the reason why it ends; they are returned."""
         for seq, reason in reasons:
             seq.finish_reason = reason
+            if reason in ("stop", "length"):
+                self.block_manager.cache_last_block(seq)
             self._release(seq, SequenceStatus.FINISHED)
         if reasons:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
@@ -129,8 +133,9 @@ class Scheduler:
         block_size = self.block_manager.block_size
         chunks = [chunk for batch in batches for chunk in batch.prefill]
         for chunk in chunks:
-            first, end = chunk.start // block_size, (chunk.start + chunk.length) // block_size
-            self.block_manager.evict_blocks(chunk.seq.block_table[first:end])
+            self.block_manager.evict_blocks(chunk.seq.block_table[chunk.start // block_size :])
+        for batch in batches:
+            self.block_manager.release(batch.block_copies)
         for seq in [chunk.seq for chunk in chunks] + [seq for batch in batches for seq in batch.decode]:
             if seq.status is SequenceStatus.RUNNING:
                 self._send_back(seq)
@@ -260,7 +265,8 @@ class Scheduler:
                 self._blocked = (seq.seq_id, manager.num_frees)
                 return False
         heapq.heappop(self._waiting)
-        manager.allocate(seq, cached_block_ids)
+        if copy := manager.allocate(seq, cached_block_ids):
+            batch.block_copies.append(copy)
         self.shared_prefixes.forget()  # if it ran before, it now has another block table
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
@@ -280,6 +286,8 @@ class Scheduler:
         seq.num_computed_tokens += length
         # At once, so that an equal prompt admitted later in this very step shares the blocks.
         self.block_manager.cache_blocks(seq, seq.num_computed_tokens)
+        if samples:
+            self.block_manager.cache_last_block(seq)
         seq.num_pending_tokens += samples
         return length
 

@@ -23,6 +23,7 @@ from nanoinfer.device import computing, default_dtype, is_out_of_memory, select_
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import DecodeRow, Header, Packet, PacketSections, read_header, split
 from nanoinfer.errors import ConfigError
+from nanoinfer.layers.attention.block_copies import copy_cached_tokens
 from nanoinfer.layers.attention.kv_rounding import select_kv_cache_dtype
 from nanoinfer.layers.attention.metadata import PrefillMetadata, SharedPrefixes
 from nanoinfer.layers.attention.selection import AttentionBackends
@@ -113,6 +114,8 @@ class ModelRunner:
             on_host, on_device = split(packet, header), split(to_device(torch.from_numpy(packet), self.device), header)
             self.tables.update(header, on_device)
             self.sampler.admit(header, on_host, on_device)
+            if header.num_block_copies:
+                copy_cached_tokens(self.kv_cache, on_device.block_copies)
             if header.num_chunks:
                 return self._launch_prefill(header, on_host, on_device)
             rows, num_shared_blocks, num_group_rows = on_device.decode_rows.unbind(1)

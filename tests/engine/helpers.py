@@ -1,12 +1,13 @@
 """What the tests of scheduler and block manager share: short makers, and a device that runs packets without a model."""
 
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from itertools import accumulate
 from random import Random
 
 from nanoinfer.engine.batch import ScheduledBatch, pack, read_header, split
-from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.block_manager import MIN_COPIED_TOKENS, BlockManager
+from nanoinfer.engine.partial_hits import BlockCopy
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.sampling_params import SamplingParams
@@ -77,6 +78,12 @@ def benchmark_requests(num_requests: int, max_prompt_token_id: int = 10_000) -> 
     return [make_sequence(i, prompt, randint(100, 1024), ignore_eos=True) for i, prompt in enumerate(prompts)]
 
 
+def num_found(length: int, block_size: int) -> int:
+    """How many tokens of a prompt are found if the same prompt ran before: all but the last, or few of a last block."""
+    tail = (length - 1) % block_size
+    return length - 1 - (tail if tail < MIN_COPIED_TOKENS else 0)
+
+
 def prefill(manager: BlockManager, seq: Sequence, use_cache: bool = True) -> list[int]:
     """Give `seq` its blocks and compute all its tokens; return the ids of the blocks found in the cache."""
     cached_block_ids = manager.find_cached_prefix(seq) if use_cache else []
@@ -112,6 +119,12 @@ class FakeDevice:
             self.block_tables[row] = {}
         for row, column, block_id in sections.new_blocks.tolist():
             self.block_tables[row][column] = block_id
+        copied = {
+            (target, offset): None if fails else self.slots.get((source, offset))
+            for source, target, num_tokens in sections.block_copies.tolist()
+            for offset in range(num_tokens)
+        }
+        self.slots.update(copied)
 
         decode_rows = sections.decode_rows[:, 0].tolist()
         chunks = sections.chunks.tolist() + [[row, len(self.token_ids[row]) - 1, 1] for row in decode_rows]
@@ -196,10 +209,13 @@ def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool) ->
         assert len(batch.decode) == len(scheduler.running) - len(left_out)
 
 
-def check_invariants(scheduler: Scheduler, seqs: list[Sequence], resumed: Set[int] = frozenset()) -> None:
+def check_invariants(
+    scheduler: Scheduler, seqs: list[Sequence], resumed: Set[int] = frozenset(), copies: Iterable[BlockCopy] = ()
+) -> None:
     """What holds between any two calls of the scheduler, to which `seqs` were added: nothing is lost or held twice.
 
     resumed: ids of those that were paused, so that later ones may have overtaken them.
+    copies: those of the steps in flight.
     """
     manager = scheduler.block_manager
     waiting = [seq for seq in seqs if seq.status is SequenceStatus.WAITING]
@@ -229,7 +245,7 @@ def check_invariants(scheduler: Scheduler, seqs: list[Sequence], resumed: Set[in
             users[block_id].append((column, seq.token_ids[: (column + 1) * manager.block_size]))
     for texts in users.values():
         assert all(text == texts[0] for text in texts), "a block is shared by different texts"
-    assert manager.num_used_blocks == len(users)
+    assert manager.num_used_blocks == len(users.keys() | {copy.source for copy in copies})
     assert manager.num_free_blocks + manager.num_used_blocks == manager.num_blocks
 
 

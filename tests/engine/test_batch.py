@@ -13,6 +13,7 @@ from nanoinfer.engine.batch import (
     read_sampling_records,
     split,
 )
+from nanoinfer.engine.partial_hits import BlockCopy
 from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.sampling_params import SamplingParams
@@ -26,11 +27,12 @@ def sequence_in_row(row: int, token_ids: list[int], temperature: float = 1.0, se
 
 
 def prefill_and_decode() -> ScheduledBatch:
-    """Rows 2 and 5 are admitted, 5 with two tokens cached and its chunk cut; rows 0 and 7 decode, 7 in a new block."""
+    """Rows 2 and 5 are admitted, 5 with two tokens copied and its chunk cut; rows 0 and 7 decode, 7 in a new block."""
     whole, cut = sequence_in_row(2, [10, 11, 12]), sequence_in_row(5, [20, 21, 22, 23, 24, 25])
     return ScheduledBatch(
         admitted=[whole, cut],
         new_blocks=[NewBlock(2, 0, 40), NewBlock(2, 1, 41), NewBlock(5, 0, 42), NewBlock(7, 3, 43)],
+        block_copies=[BlockCopy(30, 42, 2)],
         prefill=[PrefillChunk(whole, 0, 3, samples=True), PrefillChunk(cut, 2, 3, samples=False)],
         decode=[sequence_in_row(0, [1]), sequence_in_row(7, [2])],
     )
@@ -40,13 +42,14 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
     batch = prefill_and_decode()
     packet = pack(batch)
     assert packet.dtype == np.int32
-    # header + 2 row records of 5 + 9 known tokens + 4 new blocks of 3 + 2 chunks of 3 + 2 decode rows of 3
-    assert packet.shape == (11 + 2 * 5 + 9 + 4 * 3 + 2 * 3 + 2 * 3,)
+    # header + 2 row records of 5 + 9 known tokens + 4 new blocks, 1 copy, 2 chunks and 2 decode rows of 3
+    assert packet.shape == (12 + 2 * 5 + 9 + (4 + 1 + 2 + 2) * 3,)
     header = read_header(packet)
     assert header._asdict() == {
         "num_admitted": 2,
         "num_known_tokens": 9,
         "num_new_blocks": 4,
+        "num_block_copies": 1,
         "num_chunks": 2,
         "num_prefill_tokens": 6,
         "num_prefill_samples": 1,
@@ -58,7 +61,7 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
     }
     assert all(type(number) is int for number in header)
     assert [seq.row for seq in batch.sampled] == [2, 0, 7], "whole chunks, then decode rows"
-    assert pack(ScheduledBatch()).tolist() == [0] * 11
+    assert pack(ScheduledBatch()).tolist() == [0] * 12
     assert not ScheduledBatch()
 
 
@@ -68,6 +71,7 @@ def test_a_packet_is_read_back_as_it_was_written() -> None:
     assert sections.row_records[:, :2].tolist() == [[2, 3], [5, 6]]
     assert sections.known_tokens[:, 0].tolist() == [10, 11, 12, 20, 21, 22, 23, 24, 25]
     assert sections.new_blocks.tolist() == [[2, 0, 40], [2, 1, 41], [5, 0, 42], [7, 3, 43]]
+    assert sections.block_copies.tolist() == [[30, 42, 2]]
     assert sections.chunks.tolist() == [[2, 0, 3], [5, 2, 3]]
     assert sections.decode_rows.tolist() == [[0, 0, 0], [7, 0, 0]]
 
@@ -75,7 +79,7 @@ def test_a_packet_is_read_back_as_it_was_written() -> None:
 def test_sections_are_views_of_the_packet() -> None:
     packet = pack(prefill_and_decode())
     sections = [section for section in split(packet, read_header(packet)) if section.size]
-    assert len(sections) == 5
+    assert len(sections) == 6
     assert all(np.shares_memory(section, packet) for section in sections)
 
 
@@ -132,9 +136,9 @@ def test_a_row_that_asks_for_nothing_more_has_no_sampling_record(options: dict) 
 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
-    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 1, 0, 0]
+    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 1, 0, 0]
     sections = split(packet, read_header(packet))
-    shapes = [(0, 5), (0, 1), (0, 3), (0, 3), (2, 3), (0, 15), (0, 1), (0, 2)]
+    shapes = [(0, 5), (0, 1), (0, 3), (0, 3), (0, 3), (2, 3), (0, 15), (0, 1), (0, 2)]
     assert [section.shape for section in sections] == shapes
 
 
@@ -166,5 +170,5 @@ def test_a_packet_cut_short_is_noticed() -> None:
     packet = pack(prefill_and_decode())
     with pytest.raises((AssertionError, ValueError)):
         split(packet[:-1], read_header(packet))
-    with pytest.raises(AssertionError, match="a packet of 55 numbers has sections of 54"):
+    with pytest.raises(AssertionError, match="a packet of 59 numbers has sections of 58"):
         split(np.append(packet, np.int32(0)), read_header(packet))

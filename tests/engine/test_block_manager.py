@@ -4,6 +4,8 @@ import pytest
 import xxhash
 
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.partial_hits import BlockCopy
+from nanoinfer.engine.sequence import Sequence
 from tests.engine.helpers import always_seven, make_sequence, prefill
 
 
@@ -320,3 +322,116 @@ def test_blocks_are_neither_given_nor_freed_twice() -> None:
     seq.block_table = table
     with pytest.raises(AssertionError, match="freed more often than it was given out"):
         manager.free(seq)
+
+
+# Hits that end within a block.
+
+
+def run_step(manager: BlockManager, token_ids: list[int]) -> tuple[Sequence, BlockCopy | None]:
+    """Compute a prompt in a step of its own."""
+    manager.start_step()
+    seq = make_sequence(0, token_ids)
+    copy = manager.allocate(seq, manager.find_cached_prefix(seq))
+    num_found, seq.num_computed_tokens = seq.num_computed_tokens, seq.num_tokens
+    manager.cache_blocks(seq, seq.num_computed_tokens)
+    manager.cache_last_block(seq)
+    seq.num_cached_tokens = num_found
+    return seq, copy
+
+
+@pytest.mark.parametrize(
+    ("prompt", "copy"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 9, 9], BlockCopy(1, 2, 3)),  # parts within the second block, which is full
+        ([1, 2, 3, 4, 5, 6, 7, 8], BlockCopy(1, 2, 3)),  # the last token is left to compute
+        ([1, 2, 9], BlockCopy(0, 2, 2)),  # within the first one
+        ([1, 2, 3, 4, 5, 9], None),  # one token is too few
+        ([9, 2, 3, 4, 5, 6, 7], None),
+    ],
+)
+def test_tokens_before_the_place_where_texts_part_are_copied(prompt: list[int], copy: BlockCopy | None) -> None:
+    manager = BlockManager(num_blocks=6, block_size=4, min_copied_tokens=2)
+    run_step(manager, [1, 2, 3, 4, 5, 6, 7, 8])
+    seq, found = run_step(manager, prompt)
+    num_full = 4 * sum(block_id < 2 for block_id in seq.block_table)
+    assert found == copy
+    assert seq.num_cached_tokens == num_full + (copy.num_tokens if copy else 0)
+
+
+def test_the_longest_of_several_texts_is_copied_also_of_one_that_ends_within_the_block() -> None:
+    manager = BlockManager(num_blocks=20, block_size=8, min_copied_tokens=1)
+    for prompt in ([1, 2, 9, 9, 9, 9, 9, 9, 0], [1, 2, 3, 4, 5], [1, 2, 3, 0, 0, 0, 0, 0, 0], [7, 7]):
+        run_step(manager, prompt)
+    seq, copy = run_step(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert copy is not None
+    assert (copy.num_tokens, seq.num_cached_tokens) == (5, 5)
+
+
+def test_what_a_step_computes_is_copied_by_later_steps_only() -> None:
+    manager = BlockManager(num_blocks=6, block_size=4, min_copied_tokens=2)
+    run_step(manager, [1, 2, 3, 4, 5])
+    seq = make_sequence(1, [1, 2, 3, 9])
+    assert manager.allocate(seq, []) is None
+    manager.free(seq)
+    manager.start_step()
+    assert manager.allocate(seq, []) == BlockCopy(0, seq.block_table[0], 3)
+
+
+def test_a_source_is_not_handed_out_before_it_is_released() -> None:
+    manager = BlockManager(num_blocks=3, block_size=4, min_copied_tokens=2)
+    first, _ = run_step(manager, [1, 2, 3, 4])
+    manager.free(first)
+    second, copy = run_step(manager, [1, 2, 3, 9])
+    assert copy is not None
+    assert manager.num_free_blocks == 1
+    manager.free(second)
+    other = make_sequence(2, [5] * 8)
+    manager.allocate(other, [])
+    assert copy.source not in other.block_table
+    before = manager.num_frees
+    manager.release([copy])
+    assert manager.num_free_blocks == 1
+    assert manager.num_frees > before, "who waits for blocks notices"
+
+
+def test_a_source_that_must_be_handed_out_itself_is_not_copied() -> None:
+    manager = BlockManager(num_blocks=2, block_size=4, min_copied_tokens=2)
+    first, _ = run_step(manager, [1, 2, 3, 4])
+    manager.free(first)
+    second, copy = run_step(manager, [1, 2, 3, 9, 9])
+    assert (copy, second.num_cached_tokens, manager.num_free_blocks) == (None, 0, 0)
+
+
+def test_an_evicted_block_is_not_copied() -> None:
+    manager = BlockManager(num_blocks=6, block_size=4, min_copied_tokens=2)
+    full, partial = run_step(manager, [1, 2, 3, 4])[0], run_step(manager, [5, 6, 7])[0]
+    manager.evict_blocks(full.block_table)
+    manager.reset_prefix_cache()
+    for prompt in ([1, 2, 3, 9], [5, 6, 7, 9]):
+        assert run_step(manager, prompt)[1] is None
+    assert partial.block_table
+
+
+def test_a_block_that_fills_up_keeps_one_entry() -> None:
+    manager = BlockManager(num_blocks=4, block_size=4, min_copied_tokens=2)
+    seq, _ = run_step(manager, [1, 2, 3])
+    seq.token_ids.append(4)
+    seq.num_computed_tokens = 4
+    manager.cache_blocks(seq, 4)
+    assert manager.num_cached_blocks == 1
+    manager.start_step()
+    assert manager.find_cached_prefix(make_sequence(1, [1, 2, 3, 4, 5])) == [0]
+    manager.free(seq)
+    manager.reset_prefix_cache()
+    assert run_step(manager, [1, 2, 3, 4, 5])[1] is None
+
+
+def test_prompt_logprobs_leave_their_tokens_to_compute() -> None:
+    manager = BlockManager(num_blocks=6, block_size=8, min_copied_tokens=2)
+    run_step(manager, [1, 2, 3, 4, 5, 6, 7, 8])
+    manager.start_step()
+    seq = make_sequence(1, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    seq.prompt_logprobs_start = 5
+    copy = manager.allocate(seq, manager.find_cached_prefix(seq))
+    assert copy is not None
+    assert copy.num_tokens == 4

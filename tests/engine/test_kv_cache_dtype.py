@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams, tiny_model_path
 from nanoinfer.errors import ConfigError
+from tests.engine.helpers import num_found
 from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
 
 Checkpoint = Callable[..., Path]
@@ -76,7 +77,7 @@ def test_a_warm_prefix_cache_does_not_change_greedy_tokens(
     with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16, kv_cache_dtype=kv_cache_dtype) as llm:
         assert generate(llm, prompts) == expected(kv_cache_dtype)
         warm = llm.generate(prompts, GREEDY, use_tqdm=False)
-    assert [output.num_cached_tokens for output in warm] == [(length - 1) // 16 * 16 for length in LENGTHS]
+    assert [output.num_cached_tokens for output in warm] == [num_found(length, 16) for length in LENGTHS]
     assert [output.token_ids for output in warm] == expected(kv_cache_dtype)
 
 

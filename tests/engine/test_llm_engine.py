@@ -13,6 +13,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from nanoinfer import LLM, ConfigError, RequestError, SamplingParams
+from tests.engine.helpers import num_found
 
 VOCAB_SIZE = 512
 LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65)  # around the edges of blocks of 16 tokens, and of 64
@@ -140,8 +141,7 @@ def test_a_warm_prefix_cache_does_not_change_greedy_tokens(random_checkpoint: Ch
         cold_again = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [output.token_ids for output in warm] == [output.token_ids for output in cold]
     assert [output.num_cached_tokens for output in cold] == [0] * len(LENGTHS)
-    # All full blocks but the one that holds the last token.
-    assert [output.num_cached_tokens for output in warm] == [(length - 1) // 16 * 16 for length in LENGTHS]
+    assert [output.num_cached_tokens for output in warm] == [num_found(length, 16) for length in LENGTHS]
     assert [output.num_cached_tokens for output in cold_again] == [0] * len(LENGTHS)
 
 
@@ -151,6 +151,27 @@ def test_generated_blocks_are_found_by_the_next_turn(random_checkpoint: Checkpoi
         [first] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
         [second] = llm.generate([prompt + first.token_ids + [7]], GREEDY, use_tqdm=False)
     assert second.num_cached_tokens == 48  # of 49 computed tokens: the last one sampled never was
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_shared_prefix_is_found_to_the_token_where_prompts_part(
+    random_checkpoint: Checkpoint, size: int, kv_cache_dtype: str
+) -> None:
+    """Prompts part 13 tokens into their second block, and two of them later."""
+    shared, *rest = random_prompts((29, 10, 30, 2, 5, 60))
+    prompts = [*(shared + own for own in rest), shared + rest[1][:20] + rest[0]]
+    options = {"kv_cache_dtype": kv_cache_dtype, "tensor_parallel_size": size}
+    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16, **options) as llm:
+        [cold, *_] = llm.generate([prompt[:29] for prompt in prompts[:1]], GREEDY, use_tqdm=False)
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        again = llm.generate(prompts, GREEDY, use_tqdm=False)
+    expected = generate(random_checkpoint(), prompts, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in again] == expected
+    assert cold.num_cached_tokens == 0
+    # The last one shares 49 tokens with another of its step, of which it finds whole blocks.
+    assert [output.num_cached_tokens for output in outputs] == [29, 29, 29, 29, 29, 48]
+    assert [output.num_cached_tokens for output in again] == [num_found(len(prompt), 16) for prompt in prompts]
 
 
 def test_identical_prompts_of_one_step_share_their_blocks(random_checkpoint: Checkpoint) -> None:

@@ -16,6 +16,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.shared_prefixes import PrefixGroup
 from nanoinfer.layers.activation import gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
+from nanoinfer.layers.attention.block_copies import copy_tokens
 from nanoinfer.layers.attention.layer import norm_rope_store
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, SharedPrefixes
 from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
@@ -607,3 +608,15 @@ def test_rows_of_the_tables_are_read_as_their_twin_reads_them(max_blocks: int, n
     for actual, expected in zip(read_rows(*arguments), read_rows.__wrapped__(*arguments), strict=True):
         assert actual.dtype == expected.dtype
         assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), [((128,), torch.bfloat16), ((256,), torch.int8), ((), torch.float32)])
+def test_the_first_tokens_of_blocks_are_copied_as_by_the_twin(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    cache = torch.randn(28, 100, 8, 256, *sizes, device="cuda").mul(50).to(dtype)
+    copies = torch.tensor([[i, 50 + i, 7 * i] for i in range(36)], dtype=torch.int32, device="cuda")
+    actual, expected = cache.clone(), cache.clone()
+    copy_tokens(actual, copies)
+    copy_tokens.__wrapped__(expected, copies)
+    assert torch.equal(actual, expected)
+    assert not torch.equal(actual, cache)

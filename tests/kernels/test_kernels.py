@@ -17,6 +17,7 @@ from torch import Tensor
 from nanoinfer.distributed.cuda_ipc import RELEASED
 from nanoinfer.kernels.symmetric_buffers import BITS, SymmetricBuffers, empty_bits
 from nanoinfer.layers import activation, layernorm
+from nanoinfer.layers.attention import block_copies
 from nanoinfer.layers.attention import layer as attention_layer
 from nanoinfer.runner import step_tables
 from nanoinfer.sampling import gumbel_max, token_bitmask, top_k_top_p
@@ -25,6 +26,7 @@ from nanoinfer.sampling.gumbel_max import sample
 triton = pytest.importorskip("triton")
 
 from nanoinfer.kernels import all_reduce_rms_norm as all_reduce_kernels  # noqa: E402
+from nanoinfer.kernels import copy_tokens as copy_tokens_kernels  # noqa: E402
 from nanoinfer.kernels import gated_activation as gated_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
@@ -73,6 +75,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (top_k_top_p.thresholds, threshold_kernels),
         (token_bitmask.forbid_tokens, bitmask_kernels),
         (step_tables.read_rows, read_rows_kernels),
+        (block_copies.copy_tokens, copy_tokens_kernels),
     ],
 )
 def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(
@@ -738,3 +741,20 @@ def test_rows_are_read_as_their_twin_reads_them(max_blocks: int) -> None:
     ):
         assert actual.dtype == expected.dtype
         assert torch.equal(actual, expected)
+
+
+# --- copy_tokens ---
+
+
+@pytest.mark.parametrize("sizes", [(128,), (72,), ()])  # of a token: keys, and scales
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+def test_the_first_tokens_of_blocks_are_copied_as_by_the_twin(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    cache = (100 * randn(2, 7, 3, 48, *sizes)).to(dtype)
+    copies = torch.tensor([[5, 0, 47], [5, 1, 1], [2, 6, 33], [3, 4, 0]], dtype=torch.int32)
+    actual, expected = cache.clone(), cache.clone()
+    copy_tokens_kernels.copy_tokens(actual, copies)
+    block_copies.copy_tokens(expected, copies)
+    assert torch.equal(actual, expected)
+    assert not torch.equal(actual, cache)
+    assert torch.equal(actual[:, 0, :, :47], cache[:, 5, :, :47])
+    assert torch.equal(actual[:, 0, :, 47:], cache[:, 0, :, 47:])
