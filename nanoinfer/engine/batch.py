@@ -11,7 +11,6 @@ names the columns: on the host by viewing the packet, on the device by the byte 
 
 from collections.abc import Sequence as Iterated
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
@@ -165,7 +164,7 @@ def pack(batch: ScheduledBatch, awaits_rules: bool = False) -> Packet:
     records = [(seq, record) for seq in batch.admitted if (record := sampling_record(seq)) is not None]
     sections = PacketSections(
         row_records=[_row_record(seq) for seq in batch.admitted],
-        known_tokens=[*chain.from_iterable(seq.token_ids for seq in batch.admitted)],
+        known_tokens=_known_tokens(batch),
         new_blocks=batch.new_blocks,
         block_copies=batch.block_copies,
         chunks=[Chunk(_row(chunk.seq), chunk.start, chunk.length) for chunk in batch.prefill],
@@ -215,6 +214,10 @@ def _decode_rows(batch: ScheduledBatch) -> NDArray[Any]:
         records["num_shared_blocks"][first_row : first_row + num_rows] = num_blocks
         records["num_group_rows"][first_row] = num_rows
     return records
+
+
+def _known_tokens(batch: ScheduledBatch) -> NDArray[np.int32]:
+    return np.concatenate([np.zeros(0, np.int32), *(np.frombuffer(seq.token_ids, np.int32) for seq in batch.admitted)])
 
 
 def _row_record(seq: Sequence) -> RowRecord:

@@ -12,7 +12,6 @@ entry are handed out first, then the least recently used. Within a sequence the 
 a shared prefix is the part worth keeping.
 """
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -162,15 +161,16 @@ class BlockManager:
                 self._entries[key] = entry
             seq.prefix_serials.append(entry.serial)
 
-    def cache_last_block(self, seq: Sequence) -> None:
-        """Make an entry for the last block of `seq` that is not full; all its known tokens but the newest are computed.
+    def cache_last_block(self, seq: Sequence, num_computed_tokens: int) -> None:
+        """Make an entry for the block that ends the first `num_computed_tokens` of `seq`, if it is not full.
 
-        Prompts that go on from this text, or repeat it, find it to its end.
+        Prompts that repeat this text, or go on from it, find it to its end.
         """
-        index, num_tokens = divmod(min(len(seq.token_ids), seq.num_computed_tokens), self.block_size)
+        index, num_tokens = divmod(num_computed_tokens, self.block_size)
         if not self.enable_prefix_caching or num_tokens < self.min_copied_tokens or index != len(seq.prefix_serials):
             return
-        tokens = _as_bytes(seq.token_ids[index * self.block_size :][:num_tokens])
+        start = index * self.block_size
+        tokens = seq.token_ids[start : start + num_tokens].tobytes()
         parent_serial = seq.prefix_serials[-1] if seq.prefix_serials else ROOT_SERIAL
         self._add_entry(seq.block_table[index], None, parent_serial, tokens)
 
@@ -241,7 +241,7 @@ class BlockManager:
             return None, 0
         start, end = seq.num_computed_tokens, min(seq.num_computed_tokens + self.block_size, _max_cached_tokens(seq))
         parent_serial = seq.prefix_serials[-1] if seq.prefix_serials else ROOT_SERIAL
-        entry, num_tokens = self._partial_hits.find(parent_serial, _as_bytes(seq.token_ids[start:end]))
+        entry, num_tokens = self._partial_hits.find(parent_serial, seq.token_ids[start:end].tobytes())
         if entry is None or num_tokens < self.min_copied_tokens:
             return None, 0
         block, num_needed = self._blocks[entry.block_id], self._num_blocks_for(seq.num_tokens) - len(seq.block_table)
@@ -254,7 +254,7 @@ class BlockManager:
         hashes = seq.prefix_hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
-            tokens = _as_bytes(seq.token_ids[start : start + self.block_size])
+            tokens = seq.token_ids[start : start + self.block_size].tobytes()
             parent = hashes[-1][0].to_bytes(8, "little") if hashes else b""
             hashes.append((self._hash(parent + tokens), tokens))
         key, tokens = hashes[index]
@@ -269,7 +269,3 @@ def _max_cached_tokens(seq: Sequence) -> int:
     wanted, so is all from the token before the first of them.
     """
     return (seq.prompt_logprobs_start or len(seq.token_ids)) - 1
-
-
-def _as_bytes(token_ids: list[int]) -> bytes:
-    return array("i", token_ids).tobytes()

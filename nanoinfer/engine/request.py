@@ -103,7 +103,7 @@ class Completion:
         return self.text.stop_string is not None
 
     def _unread(self) -> list[int]:
-        return self.seq.token_ids[self.seq.num_prompt_tokens + self.num_read :]
+        return self.seq.token_ids[self.seq.num_prompt_tokens + self.num_read :].tolist()
 
     def _stream(self, token_ids: list[int], finish_reason: str | None) -> None:
         """Count these tokens as read, and hand what is new to the stream, if there is one."""

@@ -122,7 +122,8 @@ class Scheduler:
         for seq, reason in reasons:
             seq.finish_reason = reason
             if reason in ("stop", "length"):
-                self.block_manager.cache_last_block(seq)
+                # A step in flight may have computed the newest token, and may still fail.
+                self.block_manager.cache_last_block(seq, len(seq.token_ids) - 1)
             self._release(seq, SequenceStatus.FINISHED)
         if reasons:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
@@ -287,7 +288,7 @@ class Scheduler:
         # At once, so that an equal prompt admitted later in this very step shares the blocks.
         self.block_manager.cache_blocks(seq, seq.num_computed_tokens)
         if samples:
-            self.block_manager.cache_last_block(seq)
+            self.block_manager.cache_last_block(seq, seq.num_computed_tokens)
         seq.num_pending_tokens += samples
         return length
 

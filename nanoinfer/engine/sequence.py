@@ -1,5 +1,6 @@
 """The tokens of one sample of a request, and how far the engine has come with them."""
 
+from array import array
 from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -36,7 +37,7 @@ class Sequence:
     constraint: Constraint | None = None  # what limits its tokens beside sampling_params
     max_num_tokens: int = 0  # it ends with so many tokens; `request.set_limits` sets this and the stop tokens
     stop_token_ids: Set[int] = frozenset()
-    token_ids: list[int] = field(init=False)  # prompt and collected completion
+    token_ids: "array[int]" = field(init=False)  # prompt and collected completion, as int32
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
     error: str | None = None  # what the runner says of it where it cannot draw a token
@@ -50,7 +51,7 @@ class Sequence:
     prefix_serials: list[int] = field(default_factory=list)  # cache entry of each block computed so far
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_token_ids)
+        self.token_ids = array("i", self.prompt_token_ids)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -67,4 +68,4 @@ class Sequence:
 
     @property
     def completion_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+        return self.token_ids[self.num_prompt_tokens :].tolist()

@@ -1,10 +1,13 @@
 """What a user can get wrong about prompts and what goes with them, checked before anything is queued."""
 
 import sys
+from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, cast
+
+import numpy as np
 
 from nanoinfer.errors import RequestError, check_names
 from nanoinfer.outputs import shown
@@ -219,7 +222,7 @@ class PromptProcessor:
             if wrong := [item for item in token_ids if not is_whole_number(item)]:
                 raise RequestError(f"{which} has {wrong[0]!r} among its token ids; give ints, or one text alone")
             token_ids = [int(token_id) for token_id in token_ids]  # NumPy's, say
-        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+        if not self._are_all_in_vocabulary(token_ids):
             outside = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
             limit = self.vocab_size - 1
             raise RequestError(f"{which} has token id {outside}, outside the vocabulary; ids are 0 to {limit}")
@@ -229,6 +232,13 @@ class PromptProcessor:
                 f"shorten it to {self.max_model_len - 1}, or raise max_model_len if model and KV cache allow"
             )
         return list(token_ids)
+
+    def _are_all_in_vocabulary(self, token_ids: list[int]) -> bool:
+        try:
+            ids = np.frombuffer(array("i", token_ids), np.int32)
+        except OverflowError:
+            return False
+        return bool(ids.min() >= 0 and ids.max() < self.vocab_size)
 
 
 def as_list_of_prompts(prompts: Prompts) -> list[Prompt]:

@@ -87,7 +87,7 @@ def test_sections_are_views_of_the_packet() -> None:
 @pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1, 2**32, 2**63 - 1])
 def test_the_bits_of_temperature_and_seed_and_generated_tokens_travel(temperature: float, seed: int) -> None:
     seq = sequence_in_row(3, [10, 11], temperature, seed)
-    seq.token_ids += [12, 13]  # as after a preemption
+    seq.token_ids.extend((12, 13))  # as after a preemption
     packet = pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 4, samples=True)]))
     sections = split(packet, read_header(packet))
     row, num_tokens, bits, seed_low, seed_high = sections.row_records[0]

@@ -334,7 +334,7 @@ def run_step(manager: BlockManager, token_ids: list[int]) -> tuple[Sequence, Blo
     copy = manager.allocate(seq, manager.find_cached_prefix(seq))
     num_found, seq.num_computed_tokens = seq.num_computed_tokens, seq.num_tokens
     manager.cache_blocks(seq, seq.num_computed_tokens)
-    manager.cache_last_block(seq)
+    manager.cache_last_block(seq, seq.num_computed_tokens)
     seq.num_cached_tokens = num_found
     return seq, copy
 

@@ -203,7 +203,7 @@ def test_a_preempted_sequence_computes_prompt_and_generated_tokens_once_more() -
     step(scheduler, 13)
     assert scheduler.num_preemptions == 1
     assert (young.status, young.row, young.block_table) == (SequenceStatus.WAITING, None, [])
-    assert young.token_ids == [2, 2, 10, 11, 12]
+    assert young.token_ids.tolist() == [2, 2, 10, 11, 12]
     while old.status is SequenceStatus.RUNNING:
         step(scheduler, 14)
     assert chunks(step(scheduler, 15)) == [(1, 0, 5, True)]
@@ -280,7 +280,7 @@ def test_a_failed_decode_leaves_all_requests_queued_with_their_tokens() -> None:
     step(scheduler, 9)
     scheduler.discard([scheduler.schedule()])
     check_invariants(scheduler, [first, second])
-    assert [seq.token_ids for seq in (first, second)] == [[1, 2, 3, 9], [4, 5, 9]]
+    assert [seq.token_ids.tolist() for seq in (first, second)] == [[1, 2, 3, 9], [4, 5, 9]]
     assert scheduler.block_manager.num_cached_blocks == 2  # the prompts' own; not [3, 9], which was being computed
     assert chunks(scheduler.schedule()) == [(0, 2, 2, True), (1, 2, 1, True)]
 

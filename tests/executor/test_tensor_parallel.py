@@ -189,7 +189,7 @@ def test_chunks_preemption_cached_prefixes_and_other_block_sizes_change_nothing(
     assert generate(two_short_ranks, prompts, params) == expected
     assert two_short_ranks.get_metrics().num_preemptions > 0
     outputs = two_short_ranks.generate(prompts[-2:], GREEDY, use_tqdm=False)
-    assert [output.num_cached_tokens for output in outputs] == [96, 0]
+    assert [output.num_cached_tokens for output in outputs] == [96, 46]
     assert [output.token_ids for output in outputs] == [tokens[:16] for tokens in expected[-2:]]
 
 
