@@ -19,6 +19,7 @@ from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.interfaces import Listener, Runner
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.logprobs import collect_logprobs, end_texts
+from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -115,7 +116,7 @@ class LLMEngine:
             text = completion_text(self.tokenizer, params, prepared.token_ids)
             request.completions.append(Completion(seq, text, chunks, index))
         if params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None] * len(prepared.token_ids)
+            request.prompt_logprobs = PromptLogprobs(len(prepared.token_ids), params.prompt_logprobs)
             request.prompt_texts = prompt_texts(self.tokenizer, params, prepared.prompt, prepared.token_ids)
             if prepared.prompt_logprobs_start < len(prepared.token_ids):
                 request.completions[0].seq.prompt_logprobs_start = prepared.prompt_logprobs_start

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from numpy.typing import NDArray
+
 from nanoinfer.engine.batch import PositionLogprobs, ScheduledBatch
+from nanoinfer.engine.prompt_logprobs import token_logprobs
 from nanoinfer.engine.request import Completion, Request
-from nanoinfer.outputs import Logprob, TokenLogprobs
-from nanoinfer.text.detokenizer import TokenTexts
 
 
 def collect_logprobs(requests: Mapping[int, Request], batch: ScheduledBatch, handle: Any, wanted: list[bool]) -> None:
@@ -20,11 +21,13 @@ def collect_logprobs(requests: Mapping[int, Request], batch: ScheduledBatch, han
         for line, entry in zip(of_samples.lines, of_samples.logprobs.to_positions(), strict=True):
             if wanted[line]:
                 _add(requests[sampled[line].request_id], sampled[line].sample, entry)
-    for of_prompt in handle.prompt_logprobs:
-        request = requests.get(prefill[of_prompt.chunk].seq.request_id)
-        if request is not None:  # None: it was dropped
-            for position, entry in enumerate(of_prompt.logprobs.to_positions(), of_prompt.start):
-                _add_of_prompt(request, position, entry)
+    if handle.prompt_logprobs is not None:
+        arrays, offset = [part.numpy() for part in handle.prompt_logprobs.logprobs], 0
+        for chunk, start, length in handle.prompt_logprobs.spans:
+            request = requests.get(prefill[chunk].seq.request_id)
+            if request is not None:  # None: it was dropped
+                _add_of_prompt(request, start, [part[offset : offset + length] for part in arrays])
+            offset += length
 
 
 def _add(request: Request, sample: int, entry: PositionLogprobs) -> None:
@@ -32,35 +35,18 @@ def _add(request: Request, sample: int, entry: PositionLogprobs) -> None:
     completion = request.completions[sample]
     num_best = completion.seq.sampling_params.logprobs
     if num_best is not None and completion.seq.finish_reason != "error":
-        completion.logprobs.append(_token_logprobs(num_best, entry, completion.text.of_tokens))
+        ids, logprobs = entry.token_ids[: 1 + num_best], entry.logprobs[: 1 + num_best]
+        completion.logprobs.append(token_logprobs(entry.rank, ids, logprobs, completion.text.of_tokens))
 
 
-def _add_of_prompt(request: Request, position: int, entry: PositionLogprobs) -> None:
-    """Keep the log-probabilities of one prompt token."""
+def _add_of_prompt(request: Request, start: int, arrays: list[NDArray[Any]]) -> None:
+    """Keep the log-probabilities of neighbouring prompt tokens: their ranks, ids and log-probabilities."""
     seq, found = request.completions[0].seq, request.prompt_logprobs
-    num_best = seq.sampling_params.prompt_logprobs
-    if found is not None and num_best is not None:
-        if found[position] is None:  # else it came before the request was preempted
-            found[position] = _token_logprobs(num_best, entry, request.prompt_texts)
-        if position == seq.num_prompt_tokens - 1:
+    if found is not None:
+        ranks, token_ids, logprobs = arrays
+        found.fill(start, ranks, token_ids, logprobs)
+        if start + len(ranks) == seq.num_prompt_tokens:
             seq.prompt_logprobs_start = None  # all have come; if the prompt is computed again, then without
-
-
-def _token_logprobs(num_best: int, entry: PositionLogprobs, texts: TokenTexts | None) -> TokenLogprobs:
-    """Return what users get for one position: its token, then the `num_best` likeliest.
-
-    texts: stands where this token comes, and afterwards behind it; None makes no text.
-    """
-    text_of = texts.peek() if texts else lambda _: None
-    (token_id, logprob), *likeliest = zip(entry.token_ids, entry.logprobs, strict=True)
-    likeliest = sorted(likeliest, key=lambda pair: (-pair[1], pair[0]))[:num_best]
-    found = {token_id: Logprob(logprob, entry.rank, text_of(token_id))}
-    for its_rank, (its_id, its_logprob) in enumerate(likeliest, 1):
-        if its_id not in found:
-            found[its_id] = Logprob(its_logprob, its_rank, text_of(its_id))
-    if texts:
-        texts.append(token_id)
-    return found
 
 
 def end_texts(completion: Completion) -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from nanoinfer.engine.batch import NO_TOKEN
+from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.text.detokenizer import CompletionText, TokenTexts
@@ -123,8 +124,8 @@ class Request:
     prompt: str | None  # None if it was given as token ids
     completions: list[Completion]  # its samples
     inbox: list[RequestOutput]  # where its output is put
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as they come
-    prompt_texts: TokenTexts | None = None  # of the tokens after those in `prompt_logprobs`
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_texts: TokenTexts | None = None  # stands where the log-probabilities begin
     arrived: float = field(default_factory=time.perf_counter)
 
     def output(self) -> RequestOutput | None:
@@ -149,5 +150,5 @@ class Request:
                 time_to_first_token=None if first_token is None else first_token - self.arrived,
                 time_per_token=time_per_token,
             ),
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=self.prompt_logprobs.to_dicts(self.prompt_texts) if self.prompt_logprobs else None,
         )

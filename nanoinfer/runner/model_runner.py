@@ -57,7 +57,7 @@ class PendingStep(NamedTuple):
 
     rows: Tensor  # (num_sampled,) int64
     host_rows: list[int]  # the same on the host
-    prompt_logprobs: list[PromptLogprobs]
+    prompt_logprobs: PromptLogprobs | None
 
 
 class StepHandle(NamedTuple):
@@ -65,7 +65,7 @@ class StepHandle(NamedTuple):
 
     token_ids: Tensor  # (num_sampled,) int32
     logprobs: list[SampleLogprobs]
-    prompt_logprobs: list[PromptLogprobs]
+    prompt_logprobs: PromptLogprobs | None
     errors: dict[int, str]  # by line: why a user's function failed, which leaves that line without a token
     event: torch.cuda.Event | None  # None on a CPU, where a sampled step is done
 
@@ -123,7 +123,7 @@ class ModelRunner:
             shared_prefixes = SharedPrefixes(num_shared_blocks, num_group_rows) if shares else None
             forward = self.graphs.replay if self.graphs else self._decode
             forward(rows, shared_prefixes)
-            return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=[])
+            return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=None)
 
     def sample(self, pending: PendingStep, rules: StepRules | None = None) -> StepHandle:
         """Draw the tokens of a launched step, as the rules allow, and start their copy to the host.
@@ -317,7 +317,7 @@ class ModelRunner:
             step = self._planned(ForwardStep(token_ids, positions, self.kv_cache, metadata, outputs))
             hidden = self.model(step)
             self._write_logits(step, hidden)
-            self.sample(PendingStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), []))
+            self.sample(PendingStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), None))
             del hidden
         # Not run, since their kernels would have to be compiled for users who never ask for them.
         torch.empty(self.sampler.scratch_bytes, dtype=torch.uint8, device=self.device)

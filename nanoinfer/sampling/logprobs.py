@@ -5,14 +5,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanoinfer import kernels
+from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import PositionLogprobs
+from nanoinfer.kernels.dispatch import triton_on_cuda
+
+MAX_SCANNED = 20  # the kernel reads all logits once for each of the likeliest; to find more than so many, sorting wins
 
 
 class LogprobsTensors(NamedTuple):
     """Holds, for each of some positions, the log-probability of one chosen token and of the likeliest tokens."""
 
     ranks: Tensor  # (num_positions,): rank of the chosen token; 1 is the likeliest
-    token_ids: Tensor  # (num_positions, 1 + num_best) int64: the chosen token, then the likeliest, about in order
+    token_ids: Tensor  # (num_positions, 1 + num_best): the chosen token, then the likeliest, in order
     logprobs: Tensor  # (num_positions, 1 + num_best) float32
 
     def to_host(self) -> "LogprobsTensors":
@@ -24,15 +29,72 @@ class LogprobsTensors(NamedTuple):
         return list(map(PositionLogprobs, *(part.tolist() for part in self)))
 
 
-def compute_logprobs(logits: Tensor, token_ids: Tensor, num_best: int) -> LogprobsTensors:
+def compute_logprobs(
+    logits: Tensor, token_ids: Tensor, num_best: int, first_id: int = 0, tp: TensorParallel | None = None
+) -> LogprobsTensors:
     """Return the log-probabilities of these tokens and of the `num_best` likeliest, by softmax(logits) in float32.
 
-    logits: (num_positions, vocab_size). token_ids: (num_positions,) int, the chosen tokens.
+    Of equally likely tokens the lower id comes first, as in greedy decoding.
+
+    logits: (num_positions, vocab shard) of this rank, from id `first_id` on. token_ids: (num_positions,) int, the
+    chosen tokens, of any rank.
     """
-    scores, token_ids = logits.float(), token_ids.long().unsqueeze(1)
-    chosen = scores.gather(1, token_ids)
-    ids = torch.arange(scores.shape[1], device=logits.device)
-    # Of equally likely tokens the lower id comes first, as in greedy decoding.
-    ranks = 1 + ((scores > chosen) | ((scores == chosen) & (ids < token_ids))).sum(dim=1)
-    found = torch.cat((token_ids, scores.topk(num_best, dim=1).indices), dim=1)
-    return LogprobsTensors(ranks, found, scores.log_softmax(dim=1).gather(1, found))
+    tp = tp or TensorParallel()
+    columns = token_ids.long() - first_id
+    is_here = (columns >= 0) & (columns < logits.shape[1])
+    chosen = logits.gather(1, columns.clamp(0, logits.shape[1] - 1).unsqueeze(1))[:, 0].float()
+    chosen = tp.all_gather(chosen.masked_fill(~is_here, -torch.inf)).amax(dim=0)
+    statistics = logit_statistics if num_best <= MAX_SCANNED else logit_statistics.__wrapped__  # type: ignore[attr-defined]
+    of_shard = statistics(logits, chosen, token_ids.int(), first_id, min(num_best, logits.shape[1]))
+    largest, sums, num_better, best_ids, best_logits = (
+        tp.all_gather(part) if part.numel() else part.unsqueeze(0) for part in of_shard
+    )
+    total_largest = largest.amax(dim=0)
+    total = (sums * (largest - total_largest).exp()).sum(dim=0)
+    # All ranks' likeliest side by side; a stable sort keeps equal ones in the order of their ids.
+    best_ids, best_logits = (part.transpose(0, 1).flatten(1) for part in (best_ids, best_logits))
+    best_logits, order = best_logits.sort(dim=1, descending=True, stable=True)
+    found_logits = torch.cat((chosen.unsqueeze(1), best_logits[:, :num_best]), dim=1)
+    found_ids = torch.cat((token_ids.int().unsqueeze(1), best_ids.gather(1, order)[:, :num_best]), dim=1)
+    logprobs = found_logits - total_largest.unsqueeze(1) - total.log().unsqueeze(1)
+    return LogprobsTensors(1 + num_better.sum(dim=0), found_ids, logprobs)
+
+
+@triton_on_cuda(lambda: kernels.logit_statistics.logit_statistics)
+def logit_statistics(
+    logits: Tensor, chosen_logits: Tensor, chosen_ids: Tensor, first_id: int, num_best: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what the log-probabilities of rows follow from, where each has chosen a token.
+
+    logits: (num_rows, vocab shard) from id `first_id` on. chosen_logits: (num_rows,) float32. chosen_ids: (num_rows,)
+    int32, perhaps of another shard. num_best: at most the size of the shard.
+
+    The result: the largest logit and the sum of exp(logit - largest), (num_rows,) float32, NaN for a row with NaN or
+    without a finite logit; how many tokens come before the chosen one, (num_rows,) int32; the ids and logits of the
+    `num_best` likeliest, (num_rows, num_best) int32 and float32, in order. Of equal ones the lower id comes first. Of a
+    row with NaN the likeliest are any valid ids.
+    """
+    scores = logits.float()
+    ids = first_id + torch.arange(scores.shape[1], dtype=torch.int32, device=logits.device)
+    chosen, its_ids = chosen_logits.unsqueeze(1), chosen_ids.unsqueeze(1)
+    num_better = ((scores > chosen) | ((scores == chosen) & (ids < its_ids))).sum(dim=1, dtype=torch.int32)
+    largest = scores.amax(dim=1)
+    sums = (scores - largest.unsqueeze(1)).exp().sum(dim=1)
+    best_columns = _best_columns(scores.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf), num_best)
+    return largest, sums, num_better, ids[best_columns], scores.gather(1, best_columns)
+
+
+def _best_columns(scores: Tensor, num_best: int) -> Tensor:
+    """Return the columns of the `num_best` largest of each row in order, (num_rows, num_best); of equal ones the first.
+
+    What `topk` takes of equal ones is not said.
+    """
+    if num_best == 0:
+        return scores.new_zeros(len(scores), 0, dtype=torch.int64)
+    least = scores.topk(num_best, dim=1).values[:, -1:]
+    is_larger, is_equal = scores > least, scores == least
+    num_missing = num_best - is_larger.sum(dim=1, keepdim=True)
+    is_best = is_larger | (is_equal & (is_equal.cumsum(dim=1) <= num_missing))
+    columns = is_best.nonzero()[:, 1].view(-1, num_best)
+    order = scores.gather(1, columns).sort(dim=1, descending=True, stable=True).indices
+    return columns.gather(1, order)

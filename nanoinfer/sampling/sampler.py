@@ -10,6 +10,7 @@ influence each other.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,7 +23,7 @@ from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.sampling.gumbel_max import sample_and_append, sample_and_append_across_ranks
 from nanoinfer.sampling.logits_processors import LogitsProcessor, read_field, read_options, row_processors
-from nanoinfer.sampling.logprobs import LogprobsTensors, compute_logprobs
+from nanoinfer.sampling.logprobs import MAX_SCANNED, LogprobsTensors, compute_logprobs
 from nanoinfer.sampling.step_rules import MaskSender, TokenSets, UserFunctions, forbid_by_grammars
 from nanoinfer.sampling.top_k_top_p import FILTERS, thresholds
 
@@ -38,11 +39,18 @@ class SampleLogprobs(NamedTuple):
     logprobs: LogprobsTensors
 
 
-class PromptLogprobs(NamedTuple):
-    """Log-probabilities of a prompt's tokens from position `start` on; `chunk` says which of the step's chunks."""
+class PromptSpan(NamedTuple):
+    """Neighbouring positions of a prompt whose log-probabilities a step computes."""
 
-    chunk: int
-    start: int
+    chunk: int  # which of the step's chunks
+    start: int  # the first position
+    length: int
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of prompts' tokens, those of all spans end to end."""
+
+    spans: list[PromptSpan]
     logprobs: LogprobsTensors
 
 
@@ -67,6 +75,7 @@ class Sampler:
         self.context_lens = context_lens
         self.vocab_size = vocab_size
         self.tp = tp
+        self._smallest_shard = vocab_size - (tp.size - 1) * tp.vocab_shard_size(vocab_size)
         self.temperatures = torch.zeros(num_rows, device=self.device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         self.limits = torch.zeros(num_rows, 1 + len(FILTERS), device=self.device)  # what `thresholds` reads
@@ -151,25 +160,39 @@ class Sampler:
 
     def prompt_logprobs(
         self, model: DecoderForCausalLM, hidden: Tensor, chunks: list[list[int]]
-    ) -> list[PromptLogprobs]:
+    ) -> PromptLogprobs | None:
         """Return the log-probabilities of the prompt tokens that these chunks (row, start, length) predict.
 
-        hidden: (num_tokens, hidden_size), of all chunks end to end.
+        None if none are wanted. hidden: (num_tokens, hidden_size), of all chunks end to end.
         """
-        found, offset = [], 0
+        spans, places, offset, num_best = [], [], 0, 0
         for index, (row, start, length) in enumerate(chunks):
-            states, offset = hidden[offset : offset + length], offset + length
             record = self._records.get(row)
-            if record is None or record.prompt_logprobs_start < 0:
-                continue
-            first = max(record.prompt_logprobs_start, start + 1)
-            end = min(record.num_prompt_tokens, start + length + 1)
-            for begin in range(first, end, ROWS_AT_ONCE):
-                stop = min(begin + ROWS_AT_ONCE, end)
-                logits = self._gather(model.compute_logits(states[begin - 1 - start : stop - 1 - start]))
-                logprobs = compute_logprobs(logits, self.token_ids[row, begin:stop], record.prompt_logprobs)
-                found.append(PromptLogprobs(index, begin, logprobs.to_host()))
-        return found
+            if record is not None and record.prompt_logprobs_start >= 0:
+                first = max(record.prompt_logprobs_start, start + 1)
+                positions = np.arange(first, min(record.num_prompt_tokens, start + length + 1))
+                spans.append(PromptSpan(index, first, len(positions)))
+                # A token is predicted by the state before it.
+                places.append(np.stack((positions + (offset - start - 1), np.full_like(positions, row), positions)))
+                num_best = max(num_best, record.prompt_logprobs)
+            offset += length
+        if not sum(span.length for span in spans):
+            return None
+        states, rows, positions = to_device(torch.from_numpy(np.concatenate(places, axis=1)), self.device)
+        token_ids, vocab, dtype = self.token_ids[rows, positions], model.lm_head.vocab, model.lm_head.weight.dtype
+        # As many logits at once as float32 copies may take in sampling.
+        rows_at_once = ROWS_AT_ONCE * NUM_COPIES * torch.float32.itemsize // dtype.itemsize
+        sorts_all = num_best > min(MAX_SCANNED, self._smallest_shard)
+        if sorts_all:
+            rows_at_once = ROWS_AT_ONCE
+        parts = []
+        for some_states, ids in zip(states.split(rows_at_once), token_ids.split(rows_at_once), strict=True):
+            logits = model.compute_logits(hidden[some_states])
+            if sorts_all:
+                parts.append(compute_logprobs(self._gather(logits), ids, num_best))
+            else:
+                parts.append(compute_logprobs(logits, ids, num_best, vocab.start, self.tp))
+        return PromptLogprobs(spans, LogprobsTensors(*map(torch.cat, zip(*parts, strict=True))).to_host())
 
     @property
     def scratch_bytes(self) -> int:

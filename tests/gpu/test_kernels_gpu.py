@@ -23,6 +23,7 @@ from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.runner.step_tables import read_rows
 from nanoinfer.sampling.gumbel_max import best_candidates, sample, sample_and_append
+from nanoinfer.sampling.logprobs import logit_statistics
 from nanoinfer.sampling.step_rules import MaskSender
 from nanoinfer.sampling.token_bitmask import forbid_tokens
 from nanoinfer.sampling.top_k_top_p import thresholds
@@ -620,3 +621,19 @@ def test_the_first_tokens_of_blocks_are_copied_as_by_the_twin(sizes: tuple[int, 
     copy_tokens.__wrapped__(expected, copies)
     assert torch.equal(actual, expected)
     assert not torch.equal(actual, cache)
+
+
+@pytest.mark.parametrize("num_best", [0, 1, 5, 20])
+@pytest.mark.parametrize(("size", "dtype"), [(151936, torch.bfloat16), (49152, torch.float16), (32003, torch.float32)])
+def test_statistics_of_logits_are_those_of_the_twin(size: int, dtype: torch.dtype, num_best: int) -> None:
+    logits, first_id = 4 * randn(300, size, dtype=dtype), 1024
+    logits[1, 3:] = -torch.inf
+    logits[3, ::2] = 1.5
+    chosen_ids = torch.randint(0, size + 2048, (300,), device="cuda", dtype=torch.int32)
+    chosen_logits = logits.float().gather(1, (chosen_ids.long() - first_id).clamp(0, size - 1)[:, None])[:, 0]
+    arguments = logits, chosen_logits, chosen_ids, first_id, num_best
+    actual, expected = logit_statistics(*arguments), logit_statistics.__wrapped__(*arguments)
+    largest, sums, *exact = zip(actual, expected, strict=True)
+    assert torch.equal(*largest)
+    torch.testing.assert_close(*sums, rtol=1e-4, atol=0)
+    assert all(torch.equal(*pair) for pair in exact)

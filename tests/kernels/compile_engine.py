@@ -96,6 +96,7 @@ def pretend(capability: int) -> None:
 def run_steps(runner: Any, max_num_seqs: int) -> None:
     """Run what an engine on a GPU runs while it loads, and decode steps whose rows share a prefix."""
     from nanoinfer.runner.cuda_graphs import graph_sizes
+    from nanoinfer.sampling.logprobs import MAX_SCANNED, compute_logprobs
 
     torch.Tensor.is_cuda = True  # type: ignore[assignment, misc]  # for what asks a tensor
     try:
@@ -104,6 +105,8 @@ def run_steps(runner: Any, max_num_seqs: int) -> None:
             for size in reversed(graph_sizes(max_num_seqs)):
                 rows = torch.full((size,), -1, dtype=torch.int32)
                 runner._decode(rows, None)
+            for num_best in (0, 1, MAX_SCANNED):
+                compute_logprobs(runner.logits[:1], torch.zeros(1, dtype=torch.int32), num_best)
             if runner.max_group_rows > 1:
                 runner._decode(rows, SharedPrefixes(torch.zeros_like(rows), torch.zeros_like(rows)))
     finally:

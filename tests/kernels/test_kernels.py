@@ -20,7 +20,7 @@ from nanoinfer.layers import activation, layernorm
 from nanoinfer.layers.attention import block_copies
 from nanoinfer.layers.attention import layer as attention_layer
 from nanoinfer.runner import step_tables
-from nanoinfer.sampling import gumbel_max, token_bitmask, top_k_top_p
+from nanoinfer.sampling import gumbel_max, logprobs, token_bitmask, top_k_top_p
 from nanoinfer.sampling.gumbel_max import sample
 
 triton = pytest.importorskip("triton")
@@ -29,6 +29,7 @@ from nanoinfer.kernels import all_reduce_rms_norm as all_reduce_kernels  # noqa:
 from nanoinfer.kernels import copy_tokens as copy_tokens_kernels  # noqa: E402
 from nanoinfer.kernels import gated_activation as gated_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
+from nanoinfer.kernels import logit_statistics as logit_statistics_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
 from nanoinfer.kernels import read_rows as read_rows_kernels  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
@@ -76,6 +77,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (token_bitmask.forbid_tokens, bitmask_kernels),
         (step_tables.read_rows, read_rows_kernels),
         (block_copies.copy_tokens, copy_tokens_kernels),
+        (logprobs.logit_statistics, logit_statistics_kernels),
     ],
 )
 def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(
@@ -758,3 +760,38 @@ def test_the_first_tokens_of_blocks_are_copied_as_by_the_twin(sizes: tuple[int, 
     assert not torch.equal(actual, cache)
     assert torch.equal(actual[:, 0, :, :47], cache[:, 5, :, :47])
     assert torch.equal(actual[:, 0, :, 47:], cache[:, 0, :, 47:])
+
+
+# --- logit_statistics ---
+
+
+@pytest.mark.parametrize("num_best", [0, 1, 5])
+@pytest.mark.parametrize(("size", "dtype"), [(1000, torch.float32), (4096, torch.float16), (9001, torch.float16)])
+def test_statistics_of_logits_are_those_of_the_twin(size: int, dtype: torch.dtype, num_best: int) -> None:
+    """In float16 many logits are equal. The rows' chosen ids lie before, in and behind this shard."""
+    logits, first_id = randn(7, size, dtype=dtype), 500
+    logits[1, 3:] = -math.inf  # fewer finite logits than are asked for
+    logits[2] = -math.inf
+    logits[3, ::2] = 1.5
+    logits[4, [7, size - 1]] = 60.0
+    chosen_ids = torch.tensor([0, 502, 501, 500 + size // 2, 507, 10**6, 499 + size], dtype=torch.int32)
+    chosen_logits = logits.float().gather(1, (chosen_ids.long() - first_id).clamp(0, size - 1)[:, None])[:, 0]
+    arguments = logits, chosen_logits, chosen_ids, first_id, num_best
+    actual = logit_statistics_kernels.logit_statistics(*arguments)
+    expected = logprobs.logit_statistics.__wrapped__(*arguments)
+    for mine, its in zip(actual, expected, strict=True):
+        assert mine.dtype == its.dtype
+    largest, sums, *exact = zip(actual, expected, strict=True)
+    finite = torch.arange(7) != 2
+    assert torch.equal(*largest)
+    torch.testing.assert_close(sums[0][finite], sums[1][finite], rtol=1e-5, atol=0)
+    assert all(torch.equal(*pair) for pair in exact)
+
+
+def test_statistics_of_logits_with_nan_are_nan_and_name_tokens_that_there_are() -> None:
+    logits = randn(2, 5000)
+    logits[0, 4999] = logits[1] = math.nan
+    chosen_ids = torch.zeros(2, dtype=torch.int32)
+    _, sums, _, best_ids, _ = logit_statistics_kernels.logit_statistics(logits, logits[:, 0].clone(), chosen_ids, 0, 3)
+    assert sums.isnan().all()
+    assert ((best_ids >= 0) & (best_ids < 5000)).all()

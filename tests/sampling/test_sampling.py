@@ -10,6 +10,7 @@ import torch
 
 from nanoinfer import LLM, Logprob, RequestError, RequestOutput, SamplingParams, Score, tiny_model_path
 from nanoinfer.runner.model_runner import ModelRunner
+from nanoinfer.sampling import sampler
 
 Checkpoint = Callable[..., Path]
 QUESTION = "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
@@ -399,7 +400,11 @@ def test_of_several_samples_one_looks_at_the_prompt_and_all_at_themselves(tiny: 
             assert entry[token_id].decoded_token == tiny.decode([token_id], skip_special_tokens=False)
 
 
-def test_logits_are_computed_a_few_prompt_tokens_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_best", "most_at_once"), [(0, 128), (20, 128), (-1, 64)])
+def test_logits_are_computed_a_few_prompt_tokens_at_a_time(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, num_best: int, most_at_once: int
+) -> None:
+    monkeypatch.setattr(sampler, "NUM_COPIES", 2)
     model = llm.engine.runner.model  # type: ignore[union-attr]
     compute_logits, counts = model.compute_logits, []
 
@@ -408,8 +413,8 @@ def test_logits_are_computed_a_few_prompt_tokens_at_a_time(llm: LLM, monkeypatch
         return compute_logits(hidden, out)
 
     monkeypatch.setattr(model, "compute_logits", note)
-    [output] = llm.generate(prompts(300), replace(GREEDY, max_tokens=2, prompt_logprobs=0), use_tqdm=False)
-    assert max(counts) == 64
+    [output] = llm.generate(prompts(300), replace(GREEDY, max_tokens=2, prompt_logprobs=num_best), use_tqdm=False)
+    assert max(counts) == most_at_once
     assert all(entry is not None for entry in (output.prompt_logprobs or [])[1:])
 
 

@@ -1,0 +1,54 @@
+"""The log-probabilities of a request's prompt: arrays while steps bring them, what users get at the end."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.outputs import Logprob, TokenLogprobs
+from nanoinfer.text.detokenizer import TokenTexts
+
+
+class PromptLogprobs:
+    """Log-probabilities by position: of its token, and of the `num_best` likeliest in order.
+
+    ranks: (num_tokens,), the rank of the position's token; 0 where nothing is known of it. token_ids, logprobs:
+    (num_tokens, 1 + num_best), those of the position's token first.
+    """
+
+    def __init__(self, num_tokens: int, num_best: int) -> None:
+        self.ranks = np.zeros(num_tokens, np.int32)
+        self.token_ids = np.zeros((num_tokens, 1 + num_best), np.int32)
+        self.logprobs = np.full((num_tokens, 1 + num_best), np.nan, np.float32)
+
+    def fill(self, start: int, ranks: NDArray[Any], token_ids: NDArray[Any], logprobs: NDArray[Any]) -> None:
+        """Enter what is known of the positions from `start` on; there may be more of the likeliest than are wanted."""
+        end, width = start + len(ranks), self.token_ids.shape[1]
+        self.ranks[start:end] = ranks
+        self.token_ids[start:end] = token_ids[:, :width]
+        self.logprobs[start:end] = logprobs[:, :width]
+
+    def to_dicts(self, texts: TokenTexts | None) -> list[TokenLogprobs | None]:
+        """Return what users get; None where nothing is known. texts: those of the tokens after the first ones."""
+        rows = zip(self.ranks.tolist(), self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
+        return [token_logprobs(rank, ids, logprobs, texts) if rank else None for rank, ids, logprobs in rows]
+
+
+def token_logprobs(
+    rank: int, token_ids: Iterable[int], logprobs: Iterable[float], texts: TokenTexts | None
+) -> TokenLogprobs:
+    """Return what users get for one position: its token, which has this rank, then the likeliest.
+
+    token_ids, logprobs: those of its token come first. texts: stands where this token comes, and afterwards behind it;
+    None makes no text.
+    """
+    text_of = texts.peek() if texts else lambda _: None
+    (token_id, logprob), *likeliest = zip(token_ids, logprobs, strict=True)
+    found = {token_id: Logprob(logprob, rank, text_of(token_id))}
+    for its_rank, (its_id, its_logprob) in enumerate(likeliest, 1):
+        if its_id not in found:
+            found[its_id] = Logprob(its_logprob, its_rank, text_of(its_id))
+    if texts:
+        texts.append(token_id)
+    return found

@@ -1,0 +1,102 @@
+"""What log-probabilities follow from, in one pass over the logits of a row. Twin: `sampling/logprobs.py`.
+
+A program reads a row in chunks; each of its lanes keeps a maximum, a sum of exponentials relative to it (Milakov and
+Gimelshein 2018), a count and the best id of its own, and they are put together at the end. Each further one of the best
+ids is the best of all that come after the one before, and costs another pass, over a row that lies in the L2 cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 4096  # logits that a program reads at once
+NO_ID = tl.constexpr(2**31 - 1)
+INF = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def _best_after(logits_ptr, last, last_id, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the largest logit after `last` in order, and its column; of equal ones the first comes first."""
+    lane = tl.arange(0, CHUNK)
+    best, best_column = tl.full((CHUNK,), -INF, tl.float32), tl.full((CHUNK,), NO_ID, tl.int32)
+    for first in range(0, SIZE, CHUNK):
+        column = first + lane
+        x = tl.load(logits_ptr + column, mask=column < SIZE, other=-INF).to(tl.float32)
+        x = tl.where(x == x, x, -INF)
+        comes_after = (column < SIZE) & ((x < last) | ((x == last) & (column > last_id)))
+        is_better = comes_after & ((x > best) | (best_column == NO_ID))
+        best, best_column = tl.where(is_better, x, best), tl.where(is_better, column, best_column)
+    largest = tl.max(best, axis=0)
+    return largest, tl.min(tl.where((best == largest) & (best_column < NO_ID), best_column, NO_ID), axis=0)
+
+
+@triton.jit
+def _logit_statistics_kernel(
+    logits_ptr,
+    chosen_logits_ptr,
+    chosen_ids_ptr,
+    largest_ptr,
+    sums_ptr,
+    num_better_ptr,
+    best_ids_ptr,
+    best_logits_ptr,
+    logits_stride,
+    first_id,
+    SIZE: tl.constexpr,
+    NUM_BEST: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNK)
+    logits_ptr += row * logits_stride
+    chosen, chosen_column = tl.load(chosen_logits_ptr + row), tl.load(chosen_ids_ptr + row) - first_id
+    largest, total = tl.full((CHUNK,), -INF, tl.float32), tl.zeros((CHUNK,), tl.float32)
+    num_better = tl.zeros((CHUNK,), tl.int32)
+    for first in range(0, SIZE, CHUNK):
+        column = first + lane
+        x = tl.load(logits_ptr + column, mask=column < SIZE, other=-INF).to(tl.float32)
+        larger = tl.maximum(largest, x)
+        shift = tl.where(larger == -INF, 0.0, larger)  # -inf - -inf is NaN
+        total = total * tl.exp(largest - shift) + tl.exp(x - shift)
+        largest = larger
+        num_better += ((x > chosen) | ((x == chosen) & (column < chosen_column))).to(tl.int32)
+    row_largest = tl.max(largest, axis=0)
+    shift = tl.where(row_largest == -INF, 0.0, row_largest)
+    tl.store(largest_ptr + row, row_largest)
+    tl.store(sums_ptr + row, tl.sum(total * tl.exp(largest - shift), axis=0))
+    tl.store(num_better_ptr + row, tl.sum(num_better, axis=0))
+    last, last_id = INF, -1
+    for index in tl.static_range(NUM_BEST):
+        last, last_id = _best_after(logits_ptr, last, last_id, SIZE, CHUNK)
+        tl.store(best_logits_ptr + row * NUM_BEST + index, last)
+        tl.store(best_ids_ptr + row * NUM_BEST + index, tl.minimum(last_id, SIZE - 1) + first_id)
+
+
+def logit_statistics(
+    logits: Tensor, chosen_logits: Tensor, chosen_ids: Tensor, first_id: int, num_best: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Do as `logit_statistics` in `sampling/logprobs.py`. The logits of a row must be contiguous."""
+    assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
+    num_rows, size = logits.shape
+    largest, sums = (torch.empty(num_rows, device=logits.device) for _ in range(2))
+    num_better = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    best_ids = torch.empty(num_rows, num_best, dtype=torch.int32, device=logits.device)
+    best_logits = torch.empty(num_rows, num_best, device=logits.device)
+    if num_rows > 0:
+        _logit_statistics_kernel[(num_rows,)](
+            logits,
+            chosen_logits.contiguous(),
+            chosen_ids.contiguous(),
+            largest,
+            sums,
+            num_better,
+            best_ids,
+            best_logits,
+            logits.stride(0),
+            first_id,
+            SIZE=size,
+            NUM_BEST=num_best,
+            CHUNK=CHUNK,
+            num_warps=8,
+        )
+    return largest, sums, num_better, best_ids, best_logits
