@@ -23,7 +23,13 @@ loads, with how many requests and tokens (far fewer on a CPU):
   steady   4,096 requests of 100 to 1,024 in and out
   shared   default, with 2,048 tokens that all prompts begin with
   samples  32 requests of 8 samples, 1,100 in, and 512 out for each sample
-  long     8 requests of 32,768 in and 512 out"""
+  long     8 requests of 32,768 in and 512 out
+  read     512 requests of 1,500 to 2,500 in and 1 out
+  fewshot  2,048 requests of 50 to 150 in after 2,000 that all begin with, and 4 out
+  short    4,096 requests of 20 to 60 in and 8 out
+  logprobs 128 requests of 2,000 in with prompt_logprobs=1, and 1 out
+  score    4 answers of 10 tokens, scored after each of 1,024 prompts of 500
+  book     8 requests of 30,000 in and 16 out"""
 
 
 def add_parser(subparsers: Any) -> None:

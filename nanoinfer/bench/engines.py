@@ -45,7 +45,14 @@ def engine_options(model: Model, load: Load, args: argparse.Namespace) -> dict[s
 
 def make_params(kind: Any, workload: Workload, **options: Any) -> list[Any]:
     """Return one object of an engine's own class of sampling parameters for each request."""
+    options |= {"prompt_logprobs": workload.prompt_logprobs} if workload.prompt_logprobs is not None else {}
     return [kind(temperature=0.6, ignore_eos=True, max_tokens=count, **options) for count in workload.max_tokens]
+
+
+def prompts_and_answers(workload: Workload) -> tuple[list[list[int]], list[list[int]]]:
+    """Return each answer to be scored, and the prompt before it."""
+    pairs = [(prompt, answer) for prompt, its in zip(workload.prompts, workload.answers, strict=True) for answer in its]
+    return [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
 
 
 def load_nanoinfer(model: Model, options: dict[str, Any], args: argparse.Namespace) -> Engine:
@@ -54,6 +61,8 @@ def load_nanoinfer(model: Model, options: dict[str, Any], args: argparse.Namespa
     llm = LLM(model.folder, **model.options, attention_backend=args.attention_backend, **options)
 
     def generate(workload: Workload) -> list[int]:
+        if workload.answers:
+            return [len(score.logprobs) for score in llm.score(*prompts_and_answers(workload), use_tqdm=False)]
         params = make_params(SamplingParams, workload, n=workload.num_samples, top_k=args.top_k, top_p=args.top_p)
         outputs = llm.generate([*workload.prompts], params, use_tqdm=False)
         return [len(sample.token_ids) for output in outputs for sample in output.outputs]
@@ -89,6 +98,11 @@ def load_vllm(model: Model, options: dict[str, Any], args: argparse.Namespace) -
     llm = LLM(model=str(model.folder), skip_tokenizer_init=True, **model.options, **options)
 
     def generate(workload: Workload) -> list[int]:
+        if workload.answers:  # it has no call for that
+            pairs = [*zip(*prompts_and_answers(workload), strict=True)]
+            inputs = [{"prompt_token_ids": prompt + answer} for prompt, answer in pairs]
+            llm.generate(inputs, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False), use_tqdm=False)
+            return [len(answer) for _, answer in pairs]
         inputs = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
         options = {"n": workload.num_samples, "top_k": args.top_k, "top_p": args.top_p}
         params = make_params(SamplingParams, workload, detokenize=False, **options)

@@ -64,6 +64,9 @@ def compute_floor(
     only where it is the lm_head), or 2 FLOPs for each of these weights and running sequence. Reading key and value of
     every token that the running sequences attend to comes on top: it alternates with the products, layer by layer.
 
+    Where log-probabilities of prompt tokens are wanted, lm_head counts for each of them. Answers that are scored count
+    as tokens of their prompts, and their lm_head too; nothing is generated after them.
+
     What is shared counts once: a prompt is computed once for all its samples, and a prefix that all prompts begin with
     once for all prompts. A decode step reads their keys and values once for all sequences that run.
 
@@ -87,8 +90,16 @@ def compute_floor(
     layer_rate, layer_bytes = rates.matrix_rate, rates.bytes_per_value
     if config.quantization is not None:
         layer_rate, layer_bytes = rates.fp8_matrix_rate or rates.matrix_rate, 1
+    num_logits = len(workload.prompts)
+    if workload.prompt_logprobs is not None:
+        num_logits += workload.num_input_tokens - len(workload.prompts)
+    if workload.answers:
+        num_logits = sum(workload.output_lens)
+        for prompt, answers in zip(workload.prompts, workload.answers, strict=True):
+            num_prefill_tokens += sum(map(len, answers))
+            num_pairs += sum(comb(len(prompt) + len(answer) + 1, 2) - comb(len(prompt) + 1, 2) for answer in answers)
     products = 2 * weights.layers_of_a_token * num_prefill_tokens / layer_rate
-    head = 2 * weights.lm_head * len(workload.prompts)
+    head = 2 * weights.lm_head * num_logits
     attention = 4 * config.num_hidden_layers * query_width * num_pairs
 
     steps = decode_steps(workload, max_num_seqs)

@@ -63,11 +63,15 @@ def time_load(
         engine.generate(draw_workload(unused_seed, short, model.config.vocab_size))
     seeds = range(args.seed, args.seed + args.runs)
     runs = [time_run(engine, model, name, load, rates, seed, args.kv_cache_dtype) for seed in seeds]
-    median = statistics.median(run["output_tokens_per_second"] for run in runs)
+    median, median_of_prompts = (
+        statistics.median(run[f"{kind}_tokens_per_second"] for run in runs) for kind in ("output", "prompt")
+    )
     if args.runs > 1:
         requests = describe_requests(load.num_seqs, load.num_samples)
-        print(f"{name}, {requests}, median of {args.runs} runs: {median:,.0f} output tokens/s")
-    return {"median_output_tokens_per_second": median, "runs": runs}
+        speeds = f"{median_of_prompts:,.0f} prompt and {median:,.0f} output tokens/s"
+        print(f"{name}, {requests}, median of {args.runs} runs: {speeds}")
+    medians = {"median_output_tokens_per_second": median, "median_prompt_tokens_per_second": median_of_prompts}
+    return {**medians, "runs": runs}
 
 
 def time_run(
@@ -94,6 +98,7 @@ def time_run(
         "output_tokens": workload.num_output_tokens,
         "seconds": seconds,
         "output_tokens_per_second": workload.num_output_tokens / seconds,
+        "prompt_tokens_per_second": workload.num_input_tokens / seconds,
         "metrics": metrics,
         "floor": asdict(floor),
         "floor_seconds": floor.seconds,
@@ -106,7 +111,8 @@ def print_run(name: str, work: Workload, floor: Floor, seconds: float, metrics: 
     print(
         f"{name}, seed {work.seed}: {describe_requests(len(work.prompts), work.num_samples)}, "
         f"{work.num_input_tokens:,} tokens in, {work.num_output_tokens:,} out, "
-        f"{seconds:.2f} s, {work.num_output_tokens / seconds:,.0f} output tokens/s, "
+        f"{seconds:.2f} s, {work.num_input_tokens / seconds:,.0f} prompt and "
+        f"{work.num_output_tokens / seconds:,.0f} output tokens/s, "
         f"{floor.seconds / seconds:.1%} of what the floor allows"
     )
     for phase in ("prefill", "decode") if metrics else ():
@@ -115,7 +121,7 @@ def print_run(name: str, work: Workload, floor: Floor, seconds: float, metrics: 
             f"  {phase}: {spent:.2f} s, {tokens:,} tokens in {steps:,} steps, {tokens / max(spent, 1e-9):,.0f} "
             f"tokens/s, {1e3 * spent / max(steps, 1):.2f} ms a step"
         )
-    if (work.shared_prefix or work.num_samples > 1) and metrics:
+    if (work.shared_prefix or work.num_samples > 1 or work.answers) and metrics:
         cached, prompt_tokens = metrics["cached_tokens"], metrics["num_prompt_tokens"]  # those of all samples
         print(
             f"  prefix cache: {cached:,} of {prompt_tokens:,} prompt tokens found "

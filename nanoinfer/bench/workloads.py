@@ -3,7 +3,7 @@
 import json
 import random
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ class Load:
         it. A request has as many sequences as samples.
     shared_prefix: how many tokens all prompts of a run have in common, before those that `input_len` counts.
     num_samples: how many samples of each prompt are drawn; those of a prompt are equally long.
+    num_answers: how many answers to each prompt are scored, in place of completions; `output_len` is theirs.
+    prompt_logprobs: as in SamplingParams.
     """
 
     num_seqs: int
@@ -28,6 +30,8 @@ class Load:
     max_num_seqs: int = 512
     shared_prefix: int = 0
     num_samples: int = 1
+    num_answers: int = 0
+    prompt_logprobs: int | None = None
 
     @property
     def longest(self) -> int:
@@ -45,6 +49,12 @@ LOADS: dict[str, dict[str, list[Load]]] = {
         "shared": [Load(256, (100, 1024), (100, 1024), shared_prefix=2048)],
         "samples": [Load(32, (1100, 1100), (512, 512), num_samples=8)],
         "long": [Load(8, (32768, 32768), (512, 512))],
+        "read": [Load(512, (1500, 2500), (1, 1))],
+        "fewshot": [Load(2048, (50, 150), (4, 4), shared_prefix=2000)],
+        "short": [Load(4096, (20, 60), (8, 8))],
+        "logprobs": [Load(128, (2000, 2000), (1, 1), prompt_logprobs=1)],
+        "score": [Load(1024, (500, 500), (10, 10), num_answers=4)],
+        "book": [Load(8, (30000, 30000), (16, 16))],
     },
     "cpu": {
         "default": [Load(16, (64, 64), (64, 64))],
@@ -53,32 +63,43 @@ LOADS: dict[str, dict[str, list[Load]]] = {
         "shared": [Load(16, (64, 64), (32, 32), shared_prefix=256)],
         "samples": [Load(4, (275, 275), (32, 32), num_samples=4)],
         "long": [Load(2, (2048, 2048), (32, 32))],
+        "read": [Load(16, (150, 250), (1, 1))],
+        "fewshot": [Load(32, (5, 15), (4, 4), shared_prefix=200)],
+        "short": [Load(64, (2, 6), (8, 8))],
+        "logprobs": [Load(8, (200, 200), (1, 1), prompt_logprobs=1)],
+        "score": [Load(16, (50, 50), (10, 10), num_answers=4)],
+        "book": [Load(2, (1000, 1000), (16, 16))],
     },
 }
 
 
-def choose_loads(name: str, device: str, **sizes: int | None) -> list[Load]:
+def choose_loads(load_name: str, device: str, **sizes: int | None) -> list[Load]:
     """Return the loads of this name; `sizes` that are given replace the fields of Load that they are named after.
 
     input_len and output_len are then the most tokens, and the least are those of a GPU's load, or as many if fewer.
     """
-    loads, on_gpu = LOADS[device][name], LOADS["cuda"][name][0]
-    changes: dict[str, Any] = {field: size for field, size in sizes.items() if size is not None}
-    for field in ("input_len", "output_len"):
-        if most := changes.get(field):
-            changes[field] = (min(getattr(on_gpu, field)[0], most), most)
+    loads, on_gpu = LOADS[device][load_name], LOADS["cuda"][load_name][0]
+    changes: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    for lens in ("input_len", "output_len"):
+        if most := changes.get(lens):
+            changes[lens] = (min(getattr(on_gpu, lens)[0], most), most)
     return [replace(load, **changes) for load in (loads[:1] if "num_seqs" in changes else loads)]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Holds the requests of one run: the token ids of each prompt, and how many tokens each sample of it has."""
+    """Holds the requests of one run: the token ids of each prompt, and how many tokens each sample of it has.
+
+    answers: of each prompt those that are scored; a prompt that has any is not completed.
+    """
 
     seed: int
     prompts: list[list[int]]
     max_tokens: list[int]
     shared_prefix: int = 0  # how many tokens all prompts begin with
     num_samples: int = 1  # of each prompt
+    prompt_logprobs: int | None = None
+    answers: list[list[list[int]]] = field(default_factory=list)
 
     @property
     def num_input_tokens(self) -> int:
@@ -87,7 +108,12 @@ class Workload:
 
     @property
     def output_lens(self) -> list[int]:
-        """Return how many tokens come out for each sample of the first prompt, then of the next ones."""
+        """Return how many tokens come out for each sample of the first prompt, or answer to it, then of the next ones.
+
+        Of an answer that is scored none come out, and its own tokens count here.
+        """
+        if self.answers:
+            return [len(answer) for answers in self.answers for answer in answers]
         return [max_tokens for max_tokens in self.max_tokens for _ in range(self.num_samples)]
 
     @property
@@ -106,7 +132,10 @@ def draw_workload(seed: int, load: Load, vocab_size: int) -> Workload:
     max_tokens = [randint(*load.output_len) for _ in range(load.num_seqs)]
     prefix = [randint(0, max_id) for _ in range(load.shared_prefix)]
     prompts = [prefix + prompt for prompt in prompts]
-    return Workload(seed, prompts, max_tokens, load.shared_prefix, load.num_samples)
+    if not load.num_answers:
+        return Workload(seed, prompts, max_tokens, load.shared_prefix, load.num_samples, load.prompt_logprobs)
+    answers = [[[randint(0, max_id) for _ in range(n)] for _ in range(load.num_answers)] for n in max_tokens]
+    return Workload(seed, prompts, [1] * load.num_seqs, load.shared_prefix, answers=answers)
 
 
 def _qwen3(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, is_tied: bool) -> dict[str, Any]:

@@ -100,6 +100,14 @@ class BlockManager:
             found.append(entry.block_id)
         return found
 
+    def num_found_later(self, seq: Sequence, cached_block_ids: list[int]) -> int:
+        """Return how many more tokens a lookup will find once the step that is being scheduled is computed."""
+        if not self.enable_prefix_caching:
+            return 0
+        last = self._blocks[cached_block_ids[-1]].entry if cached_block_ids else None
+        parent_serial = last.serial if last else ROOT_SERIAL
+        return self._partial_hits.num_found_later(parent_serial, self._next_tokens(seq, len(cached_block_ids)))
+
     def num_blocks_to_allocate(self, seq: Sequence, cached_block_ids: list[int]) -> int:
         """Return how many free blocks `allocate` would take: new ones, and cached ones that no sequence uses now."""
         num_idle = sum(self._blocks[block_id].ref_count == 0 for block_id in cached_block_ids)
@@ -239,15 +247,19 @@ class BlockManager:
         """Return the block that begins like the first block of `seq` that is not cached, and how many tokens agree."""
         if not self.enable_prefix_caching:
             return None, 0
-        start, end = seq.num_computed_tokens, min(seq.num_computed_tokens + self.block_size, _max_cached_tokens(seq))
         parent_serial = seq.prefix_serials[-1] if seq.prefix_serials else ROOT_SERIAL
-        entry, num_tokens = self._partial_hits.find(parent_serial, seq.token_ids[start:end].tobytes())
+        entry, num_tokens = self._partial_hits.find(parent_serial, self._next_tokens(seq, len(seq.block_table)))
         if entry is None or num_tokens < self.min_copied_tokens:
             return None, 0
         block, num_needed = self._blocks[entry.block_id], self._num_blocks_for(seq.num_tokens) - len(seq.block_table)
         if block.ref_count == 0 and self.num_free_blocks == num_needed:  # it has to be handed out itself
             return None, 0
         return block, num_tokens
+
+    def _next_tokens(self, seq: Sequence, index: int) -> bytes:
+        """Return the tokens of block `index` that may come from the cache."""
+        start = index * self.block_size
+        return seq.token_ids[start : min(start + self.block_size, _max_cached_tokens(seq))].tobytes()
 
     def _find(self, seq: Sequence, index: int, parent_serial: int) -> CacheEntry | None:
         """Return the entry that block `index` of `seq` hits, if the block before it has hit `parent_serial`."""

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+MAX_COMPARED = 4  # new entries after one parent that a prompt is compared with: prompts that part there are many
+
 
 class BlockCopy(NamedTuple):
     """Says that a step begins with a copy of the first `num_tokens` tokens' keys and values from block to block."""
@@ -40,27 +42,30 @@ class PartialHits:
 
     def __init__(self) -> None:
         self._siblings: dict[int, list[CacheEntry]] = {}  # by the parent's serial, sorted by tokens
-        self._new: dict[int, CacheEntry] = {}  # by serial: those of the current step
+        self._new: dict[int, list[CacheEntry]] = {}  # likewise, unsorted: those of the current step
 
     def start_step(self) -> None:
-        for entry in self._new.values():
-            siblings = self._siblings.setdefault(entry.parent_serial, [])
-            siblings.insert(_position(siblings, entry.tokens), entry)
+        for parent_serial, entries in self._new.items():
+            siblings = self._siblings.setdefault(parent_serial, [])
+            for entry in entries:
+                siblings.insert(_position(siblings, entry.tokens), entry)
         self._new.clear()
 
     def add(self, entry: CacheEntry) -> None:
-        self._new[entry.serial] = entry
+        self._new.setdefault(entry.parent_serial, []).append(entry)
 
     def remove(self, entry: CacheEntry) -> None:
-        if self._new.pop(entry.serial, None) is not None:
+        new, parent_serial = self._new.get(entry.parent_serial, []), entry.parent_serial
+        if entry in new:
+            new.remove(entry)
             return
-        siblings = self._siblings[entry.parent_serial]
+        siblings = self._siblings[parent_serial]
         index = _position(siblings, entry.tokens)
         while siblings[index] is not entry:
             index += 1
         del siblings[index]
         if not siblings:
-            del self._siblings[entry.parent_serial]
+            del self._siblings[parent_serial]
 
     def find(self, parent_serial: int, tokens: bytes) -> tuple[CacheEntry | None, int]:
         """Return the entry after this parent that begins with the most of `tokens` (ids as int32), and how many."""
@@ -69,6 +74,12 @@ class PartialHits:
         neighbours = [(_num_common(entry.tokens, tokens), entry) for entry in siblings[max(0, index - 1) : index + 1]]
         count, entry = max(neighbours, key=lambda pair: pair[0], default=(0, None))
         return entry, count
+
+    def num_found_later(self, parent_serial: int, tokens: bytes) -> int:
+        """Return how many more of these tokens `find` will find from the next step on."""
+        entries = self._new.get(parent_serial, [])[:MAX_COMPARED]
+        new = max((_num_common(entry.tokens, tokens) for entry in entries), default=0)
+        return max(0, new - self.find(parent_serial, tokens)[1]) if new else 0
 
 
 def _position(siblings: list[CacheEntry], tokens: bytes) -> int:

@@ -29,6 +29,11 @@ ADMISSION_GROUP = 16
 # On nano-vllm's benchmark with 400 blocks of 256 tokens, 64 recomputes 5% of the prompt tokens, 128 none, and 256 none
 # either but takes 10% more decode steps.
 RESERVED_TOKENS = 128
+# A prompt waits for a step if it then finds so many more tokens in the cache. Where a step has room left, those that
+# wait must spare so many together: about what a step costs beyond its tokens.
+MIN_AWAITED_TOKENS = 32
+MIN_AWAITED_IN_ALL = 1024
+MAX_PASSED_OVER = 256  # in a step, since each is looked up
 
 
 class Scheduler:
@@ -60,6 +65,8 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.stop_token_ids = stop_token_ids
         self.reserved_tokens = reserved_tokens
+        self.min_awaited_tokens = MIN_AWAITED_TOKENS
+        self.min_awaited_in_all = MIN_AWAITED_IN_ALL
         self.shared_prefixes = PrefixGrouper(max_group_rows, block_manager.block_size)
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []  # those with a row still hold their blocks
@@ -209,14 +216,37 @@ class Scheduler:
                 budget -= self._add_chunk(batch, seq, budget)
         if not (batch.prefill or self._worth_admitting()):
             return batch
+        budget, awaited = self._admit(batch, budget, MAX_PASSED_OVER)
+        if budget > 0 and 0 < awaited < self.min_awaited_in_all:
+            self._admit(batch, budget, max_passed_over=0)
+        return batch
+
+    def _admit(self, batch: ScheduledBatch, budget: int, max_passed_over: int) -> tuple[int, int]:
+        """Schedule new prompts; return what is left of the budget, and how many tokens those passed over will spare.
+
+        A prompt is passed over, and stays where it is in the queue, if it begins like one that is computed in this very
+        step and parts from it within a block: in the next step it finds what they share.
+        """
+        passed_over: list[tuple[tuple[int, int], Sequence]] = []
+        awaited = 0
         growth = sum(self._growth(seq) for seq in self.running) if self._waiting else 0
         while budget > 0 and self._waiting and (self._free_rows or self.reclaim()):
             seq = self._waiting[0][1]
+            if self.running and self._blocked == (seq.seq_id, self.block_manager.num_frees):
+                break
+            cached_block_ids = self.block_manager.find_cached_prefix(seq)
+            num_later = self.block_manager.num_found_later(seq, cached_block_ids)
+            if num_later >= self.min_awaited_tokens and len(passed_over) < max_passed_over:
+                passed_over.append(heapq.heappop(self._waiting))
+                awaited += num_later
+                continue
             growth += self._growth(seq)
-            if not self._try_admit(batch, seq, growth):
+            if not self._try_admit(batch, seq, cached_block_ids, growth):
                 break
             budget -= self._add_chunk(batch, seq, budget)
-        return batch
+        for item in passed_over:
+            heapq.heappush(self._waiting, item)
+        return budget, awaited
 
     def _schedule_decode(self, in_flight: bool) -> ScheduledBatch:
         """Schedule one token for each running sequence; the lowest in rank are preempted while blocks are short."""
@@ -254,12 +284,9 @@ class Scheduler:
         """Return how many tokens of room to keep for a running sequence."""
         return min(self.reserved_tokens, seq.max_num_tokens - seq.num_tokens)
 
-    def _try_admit(self, batch: ScheduledBatch, seq: Sequence, growth: int) -> bool:
+    def _try_admit(self, batch: ScheduledBatch, seq: Sequence, cached_block_ids: list[int], growth: int) -> bool:
         """Move the head of the queue into the running set if its blocks, and those for `growth` tokens, are free."""
         manager = self.block_manager
-        if self.running and self._blocked == (seq.seq_id, manager.num_frees):
-            return False
-        cached_block_ids = manager.find_cached_prefix(seq)
         reserve = -(-growth // manager.block_size) if self.running else 0
         while manager.num_blocks_to_allocate(seq, cached_block_ids) + reserve > manager.num_free_blocks:
             if not self.reclaim():

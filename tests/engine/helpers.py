@@ -210,11 +210,11 @@ def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool) ->
 
 
 def check_invariants(
-    scheduler: Scheduler, seqs: list[Sequence], resumed: Set[int] = frozenset(), copies: Iterable[BlockCopy] = ()
+    scheduler: Scheduler, seqs: list[Sequence], overtaken: Set[int] = frozenset(), copies: Iterable[BlockCopy] = ()
 ) -> None:
     """What holds between any two calls of the scheduler, to which `seqs` were added: nothing is lost or held twice.
 
-    resumed: ids of those that were paused, so that later ones may have overtaken them.
+    overtaken: ids of those that later ones may have overtaken.
     copies: those of the steps in flight.
     """
     manager = scheduler.block_manager
@@ -227,7 +227,7 @@ def check_invariants(
     }
     for priority in {seq.priority for seq in waiting} & {seq.priority for seq in scheduler.running}:
         running_ids = [seq.seq_id for seq in scheduler.running if seq.priority == priority]
-        waiting_ids = [seq.seq_id for seq in waiting if seq.priority == priority and seq.seq_id not in resumed]
+        waiting_ids = [seq.seq_id for seq in waiting if seq.priority == priority and seq.seq_id not in overtaken]
         assert max(running_ids) < min(waiting_ids, default=max(running_ids) + 1), "not FIFO"
 
     assert {seq for seq in seqs if seq.status is SequenceStatus.PAUSED} == {*scheduler.paused}

@@ -44,6 +44,8 @@ class History:
             reserved_tokens=random.randint(0, 4),
             max_group_rows=random.choice([0, 2, 3, 64]),
         )
+        self.scheduler.min_awaited_tokens = random.choice([1, 3, 1000])
+        self.scheduler.min_awaited_in_all = random.choice([1, 8])
         self.scheduler.shared_prefixes.min_saved_tokens = random.choice([0, 2 * block_size])
         self.device = FakeDevice(block_size, VOCAB_SIZE)
         self.overlap = random.random() < 0.5  # a step is scheduled and run before the last one's tokens are collected
@@ -76,9 +78,14 @@ class History:
 
     def check(self) -> None:
         copies = [copy for batch, _ in self.in_flight for copy in batch.block_copies]
-        check_invariants(self.scheduler, self.seqs, self.resumed, copies)
+        check_invariants(self.scheduler, self.seqs, self.overtaken, copies)
         if all(token_ids is not None for _, token_ids in self.in_flight):
             check_cache_contents(self.manager, self.device, self.seqs[-8:])
+
+    @property
+    def overtaken(self) -> set[int]:
+        """The ids of those that later ones may have overtaken: they were paused, or may have waited for a prefix."""
+        return self.resumed if self.scheduler.min_awaited_tokens > 100 else {*range(len(self.seqs))}
 
     def add(self) -> None:
         random = self.random
@@ -118,7 +125,8 @@ class History:
         assert in_flight or bool(batch) != self.scheduler.is_finished()
         check_batch(self.scheduler, batch, in_flight)
         steps = [batch, *(batch for batch, _ in self.in_flight)]
-        check_invariants(self.scheduler, self.seqs, self.resumed, [copy for one in steps for copy in one.block_copies])
+        copies = [copy for one in steps for copy in one.block_copies]
+        check_invariants(self.scheduler, self.seqs, self.overtaken, copies)
         computing = [chunk.seq for chunk in batch.prefill] + batch.decode
         assert not {*computing} & {*self.scheduler.paused}, "what is paused computes nothing"
         self.first_admissions += [seq.seq_id for seq in batch.admitted if seq.seq_id not in self.first_admissions]
@@ -165,7 +173,7 @@ class History:
         assert {seq.seq_id for seq in self.seqs if seq.finish_reason == "abort"} == self.aborted
         for priority in {seq.priority for seq in self.seqs}:
             admitted = [seq_id for seq_id in self.first_admissions if self.seqs[seq_id].priority == priority]
-            admitted = [seq_id for seq_id in admitted if seq_id not in self.resumed]
+            admitted = [seq_id for seq_id in admitted if seq_id not in self.overtaken]
             assert admitted == sorted(admitted), "not first come, first served"
         assert self.manager.num_free_blocks == self.manager.num_blocks
 
