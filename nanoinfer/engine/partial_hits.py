@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-MAX_COMPARED = 4  # new entries after one parent that a prompt is compared with: prompts that part there are many
-
 
 class BlockCopy(NamedTuple):
     """Says that a step begins with a copy of the first `num_tokens` tokens' keys and values from block to block."""
@@ -42,44 +40,59 @@ class PartialHits:
 
     def __init__(self) -> None:
         self._siblings: dict[int, list[CacheEntry]] = {}  # by the parent's serial, sorted by tokens
-        self._new: dict[int, list[CacheEntry]] = {}  # likewise, unsorted: those of the current step
+        self._new: dict[int, list[CacheEntry]] = {}  # likewise: those of the current step
 
     def start_step(self) -> None:
-        for parent_serial, entries in self._new.items():
-            siblings = self._siblings.setdefault(parent_serial, [])
+        for entries in self._new.values():
             for entry in entries:
-                siblings.insert(_position(siblings, entry.tokens), entry)
+                _insert(self._siblings, entry)
         self._new.clear()
 
     def add(self, entry: CacheEntry) -> None:
-        self._new.setdefault(entry.parent_serial, []).append(entry)
+        _insert(self._new, entry)
 
     def remove(self, entry: CacheEntry) -> None:
-        new, parent_serial = self._new.get(entry.parent_serial, []), entry.parent_serial
-        if entry in new:
-            new.remove(entry)
-            return
-        siblings = self._siblings[parent_serial]
-        index = _position(siblings, entry.tokens)
-        while siblings[index] is not entry:
-            index += 1
-        del siblings[index]
-        if not siblings:
-            del self._siblings[parent_serial]
+        if not _remove(self._new, entry):
+            _remove(self._siblings, entry)
 
     def find(self, parent_serial: int, tokens: bytes) -> tuple[CacheEntry | None, int]:
         """Return the entry after this parent that begins with the most of `tokens` (ids as int32), and how many."""
-        siblings = self._siblings.get(parent_serial, [])
-        index = _position(siblings, tokens)  # the longest common prefix is that with a neighbour
-        neighbours = [(_num_common(entry.tokens, tokens), entry) for entry in siblings[max(0, index - 1) : index + 1]]
-        count, entry = max(neighbours, key=lambda pair: pair[0], default=(0, None))
-        return entry, count
+        return _longest(self._siblings.get(parent_serial, []), tokens)
 
     def num_found_later(self, parent_serial: int, tokens: bytes) -> int:
         """Return how many more of these tokens `find` will find from the next step on."""
-        entries = self._new.get(parent_serial, [])[:MAX_COMPARED]
-        new = max((_num_common(entry.tokens, tokens) for entry in entries), default=0)
-        return max(0, new - self.find(parent_serial, tokens)[1]) if new else 0
+        _, num_new = _longest(self._new.get(parent_serial, []), tokens)
+        return max(0, num_new - self.find(parent_serial, tokens)[1]) if num_new else 0
+
+
+def _insert(by_parent: dict[int, list[CacheEntry]], entry: CacheEntry) -> None:
+    siblings = by_parent.setdefault(entry.parent_serial, [])
+    siblings.insert(_position(siblings, entry.tokens), entry)
+
+
+def _remove(by_parent: dict[int, list[CacheEntry]], entry: CacheEntry) -> bool:
+    """Remove an entry if it is there; return whether it was."""
+    siblings = by_parent.get(entry.parent_serial, [])
+    index = _position(siblings, entry.tokens)
+    while index < len(siblings) and siblings[index].tokens == entry.tokens:
+        if siblings[index] is entry:
+            del siblings[index]
+            if not siblings:
+                del by_parent[entry.parent_serial]
+            return True
+        index += 1
+    return False
+
+
+def _longest(siblings: list[CacheEntry], tokens: bytes) -> tuple[CacheEntry | None, int]:
+    """Return the entry that begins with the most of `tokens`: in sorted order, a neighbour of where they belong."""
+    index = _position(siblings, tokens)
+    found: tuple[CacheEntry | None, int] = None, 0
+    for entry in siblings[max(0, index - 1) : index + 1]:
+        count = _num_common(entry.tokens, tokens)
+        if count > found[1]:
+            found = entry, count
+    return found
 
 
 def _position(siblings: list[CacheEntry], tokens: bytes) -> int:
