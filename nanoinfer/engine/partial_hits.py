@@ -5,7 +5,8 @@ cached block to one of its own (copy on write), and only the rest is computed. S
 a radix tree over tokens (RadixAttention, Zheng et al. 2024), and blocks can still be large.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +32,9 @@ class CacheEntry:
     tokens: bytes  # ids as int32, block_size of them if it is full
 
 
+Siblings = list[tuple[bytes, int, CacheEntry]]  # entries after their tokens and serials, sorted
+
+
 class PartialHits:
     """The entries of the prefix cache by their parent, in the order of their tokens.
 
@@ -39,64 +43,48 @@ class PartialHits:
     """
 
     def __init__(self) -> None:
-        self._siblings: dict[int, list[CacheEntry]] = {}  # by the parent's serial, sorted by tokens
-        self._new: dict[int, list[CacheEntry]] = {}  # likewise: those of the current step
+        self._siblings: defaultdict[int, Siblings] = defaultdict(list)  # by the parent's serial
+        self._new: defaultdict[int, Siblings] = defaultdict(list)  # likewise: those of the current step
 
     def start_step(self) -> None:
-        for entries in self._new.values():
-            for entry in entries:
-                _insert(self._siblings, entry)
+        for parent_serial, items in self._new.items():
+            for item in items:
+                insort(self._siblings[parent_serial], item)
         self._new.clear()
 
     def add(self, entry: CacheEntry) -> None:
-        _insert(self._new, entry)
+        insort(self._new[entry.parent_serial], (entry.tokens, entry.serial, entry))
 
     def remove(self, entry: CacheEntry) -> None:
-        if not _remove(self._new, entry):
-            _remove(self._siblings, entry)
+        item = entry.tokens, entry.serial, entry
+        for by_parent in (self._new, self._siblings):
+            siblings = by_parent.get(entry.parent_serial, [])
+            index = bisect_left(siblings, item)
+            if siblings[index : index + 1] == [item]:
+                del siblings[index]
+                if not siblings:
+                    del by_parent[entry.parent_serial]
 
     def find(self, parent_serial: int, tokens: bytes) -> tuple[CacheEntry | None, int]:
         """Return the entry after this parent that begins with the most of `tokens` (ids as int32), and how many."""
-        return _longest(self._siblings.get(parent_serial, []), tokens)
+        return _longest(self._siblings.get(parent_serial), tokens)
 
     def num_found_later(self, parent_serial: int, tokens: bytes) -> int:
         """Return how many more of these tokens `find` will find from the next step on."""
-        _, num_new = _longest(self._new.get(parent_serial, []), tokens)
+        _, num_new = _longest(self._new.get(parent_serial), tokens)
         return max(0, num_new - self.find(parent_serial, tokens)[1]) if num_new else 0
 
 
-def _insert(by_parent: dict[int, list[CacheEntry]], entry: CacheEntry) -> None:
-    siblings = by_parent.setdefault(entry.parent_serial, [])
-    siblings.insert(_position(siblings, entry.tokens), entry)
-
-
-def _remove(by_parent: dict[int, list[CacheEntry]], entry: CacheEntry) -> bool:
-    """Remove an entry if it is there; return whether it was."""
-    siblings = by_parent.get(entry.parent_serial, [])
-    index = _position(siblings, entry.tokens)
-    while index < len(siblings) and siblings[index].tokens == entry.tokens:
-        if siblings[index] is entry:
-            del siblings[index]
-            if not siblings:
-                del by_parent[entry.parent_serial]
-            return True
-        index += 1
-    return False
-
-
-def _longest(siblings: list[CacheEntry], tokens: bytes) -> tuple[CacheEntry | None, int]:
+def _longest(siblings: Siblings | None, tokens: bytes) -> tuple[CacheEntry | None, int]:
     """Return the entry that begins with the most of `tokens`: in sorted order, a neighbour of where they belong."""
-    index = _position(siblings, tokens)
     found: tuple[CacheEntry | None, int] = None, 0
-    for entry in siblings[max(0, index - 1) : index + 1]:
-        count = _num_common(entry.tokens, tokens)
-        if count > found[1]:
-            found = entry, count
+    if siblings:
+        index = bisect_left(siblings, (tokens,))
+        for its_tokens, _, entry in siblings[max(0, index - 1) : index + 1]:
+            count = _num_common(its_tokens, tokens)
+            if count > found[1]:
+                found = entry, count
     return found
-
-
-def _position(siblings: list[CacheEntry], tokens: bytes) -> int:
-    return bisect_left(siblings, tokens, key=lambda entry: entry.tokens)
 
 
 def _num_common(one: bytes, other: bytes) -> int:
