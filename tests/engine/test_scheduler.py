@@ -136,6 +136,37 @@ def test_equal_prompts_share_blocks_within_their_first_step() -> None:
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 4)
 
 
+@pytest.mark.parametrize(("spared_in_all", "waits"), [(40, True), (41, False)])
+def test_prompts_that_share_a_prefix_within_a_block_wait_for_the_one_that_computes_it(
+    spared_in_all: int, waits: bool
+) -> None:
+    """Where the step has room left, only if those that wait spare enough together: here 20 tokens each."""
+    scheduler = make_scheduler(num_blocks=20, block_size=32, max_num_batched_tokens=200)
+    scheduler.min_awaited_tokens, scheduler.min_awaited_in_all = 20, spared_in_all
+    shared = [7] * 20
+    add_prompts(scheduler, [*shared, 1], [*shared, 2, 2], [5] * 30, [*shared, 3, 3, 3])
+    first = scheduler.schedule()
+    scheduler.update(first, [9] * len(first.sampled))
+    if not waits:
+        assert ids(first.admitted) == [0, 2, 1, 3]
+        assert not first.block_copies
+        return
+    assert ids(first.admitted) == [0, 2]
+    second = scheduler.schedule()
+    assert chunks(second) == [(1, 20, 2, True), (3, 20, 3, True)]
+    assert [copy.num_tokens for copy in second.block_copies] == [20, 20]
+    assert scheduler.block_manager.num_used_blocks == 4, "the source is one of them"
+    scheduler.update(second, [9, 9])
+    check_invariants(scheduler, [chunk.seq for chunk in first.prefill + second.prefill])
+
+
+def test_no_prompt_waits_for_a_few_tokens() -> None:
+    scheduler = make_scheduler(num_blocks=20, block_size=32, max_num_batched_tokens=200)
+    scheduler.min_awaited_tokens = 20
+    add_prompts(scheduler, [7] * 19 + [1], [7] * 19 + [2], [7] * 19 + [3])
+    assert ids(scheduler.schedule().admitted) == [0, 1, 2]
+
+
 def test_a_blocked_queue_head_is_not_looked_up_again_until_blocks_come_back() -> None:
     scheduler = make_scheduler()
     scheduler.block_manager = manager = LookupCounter(num_blocks=6, block_size=2)
