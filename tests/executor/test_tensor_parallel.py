@@ -26,7 +26,7 @@ from nanoinfer.executor.shm_ring import SLOT_SIZE
 from nanoinfer.executor.workers import PASSED, Workers
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models import execution
-from nanoinfer.runner import model_runner
+from nanoinfer.runner import setup
 from nanoinfer.runner.model_runner import ModelRunner, StepHandle
 from tests.models.test_architectures import checkpoint  # noqa: F401 (a fixture)
 
@@ -323,7 +323,7 @@ def fails_while_loading(rank: int, link: Any, folder: Path, work: Callable[..., 
     def fail(*_: Any) -> None:
         raise MemoryError("the weights are too large")
 
-    model_runner.load_model = fail
+    setup.load_model = fail
     work(rank, link, folder, *args)
 
 

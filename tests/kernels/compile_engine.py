@@ -101,14 +101,14 @@ def run_steps(runner: Any, max_num_seqs: int) -> None:
     torch.Tensor.is_cuda = True  # type: ignore[assignment, misc]  # for what asks a tensor
     try:
         with computing(runner.device, None):
-            runner._run_largest_prefills()
+            runner.run_largest_prefills()
             for size in reversed(graph_sizes(max_num_seqs)):
                 rows = torch.full((size,), -1, dtype=torch.int32)
-                runner._decode(rows, None)
+                runner.decode(rows, None)
             for num_best in (0, 1, MAX_SCANNED):
-                compute_logprobs(runner.logits[:1], torch.zeros(1, dtype=torch.int32), num_best)
+                compute_logprobs(runner.state.buffers.logits[:1], torch.zeros(1, dtype=torch.int32), num_best)
             if runner.max_group_rows > 1:
-                runner._decode(rows, SharedPrefixes(torch.zeros_like(rows), torch.zeros_like(rows)))
+                runner.decode(rows, SharedPrefixes(torch.zeros_like(rows), torch.zeros_like(rows)))
     finally:
         del torch.Tensor.is_cuda
 

@@ -21,4 +21,4 @@ def test_the_largest_step_has_no_more_prompts_than_rows(
         assert isinstance(runner, ModelRunner)
         assert runner.max_step_tokens == min(2500, max_num_seqs * (max_model_len or 2048))
         with computing(runner.device, 1):
-            runner._run_largest_prefills()
+            runner.run_largest_prefills()

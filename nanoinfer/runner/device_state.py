@@ -1,0 +1,72 @@
+"""What a runner has on its device beside the weights: it sleeps without, and makes it anew when it wakes up."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.config import EngineConfig
+from nanoinfer.layers.attention.metadata import KVCache
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.execution import capture_largest_prefill
+from nanoinfer.models.sliced_prefill import PrefillGraphs
+from nanoinfer.runner import memory
+from nanoinfer.runner.cuda_graphs import DecodeGraphs
+from nanoinfer.runner.step_tables import StepTables
+from nanoinfer.sampling.sampler import Sampler
+
+
+@dataclass(slots=True)
+class StepBuffers:
+    """What steps need whatever the size of the cache.
+
+    logits: (max_num_seqs, this rank's ids), of all decode graphs and of what runs without. prefill_graphs: by number of
+    tokens.
+    """
+
+    logits: Tensor
+    prefill_graphs: dict[int, PrefillGraphs]
+
+    @classmethod
+    def allocate(
+        cls, config: EngineConfig, model: DecoderForCausalLM, max_step_tokens: int, uses_graphs: bool
+    ) -> "StepBuffers":
+        graphs: dict[int, PrefillGraphs] = {}
+        # Where rows or lengths limit a step, and not its budget, hardly any has just so many tokens.
+        if uses_graphs and max_step_tokens == config.max_num_batched_tokens:
+            graphs = capture_largest_prefill(model.model, max_step_tokens)
+        return cls(model.lm_head.weight.new_empty(config.max_num_seqs, model.lm_head.vocab.size), graphs)
+
+
+@dataclass(slots=True)
+class DeviceState:
+    """The buffers of steps, the cache, and what is remembered of its rows.
+
+    graphs: of decode steps; None without CUDA graphs, and until they are captured.
+    """
+
+    buffers: StepBuffers
+    kv_cache: KVCache
+    tables: StepTables
+    sampler: Sampler
+    graphs: DecodeGraphs | None = field(default=None)
+
+    @classmethod
+    def allocate(
+        cls,
+        buffers: StepBuffers,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        model: DecoderForCausalLM,
+        kv_dtype: torch.dtype,
+        num_blocks: int,
+        max_model_len: int,
+    ) -> "DeviceState":
+        tp, device = model.model.tp, model.lm_head.weight.device
+        shape = memory.cache_shape(model_config, num_blocks, config.kvcache_block_size, tp)
+        kv_cache = memory.allocate_kv_cache(shape, kv_dtype, device)
+        tables = StepTables(config.max_num_seqs, max_model_len, kv_cache)
+        return cls(
+            buffers, kv_cache, tables, Sampler(tables.token_ids, tables.context_lens, model_config.vocab_size, tp)
+        )
