@@ -24,7 +24,7 @@ EVERYBODY = {
     "sampling_params",
     "checkpoint",
 }
-STEP_DATA = {"engine.batch", "engine.row_options", "constraints.rules"}  # what the host says of a step
+STEP_DATA = {"engine.batch", "engine.row_options", "engine.token_masks"}  # what the host says of a step
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "vllm_names": {"errors"},
@@ -36,8 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling_params": {"errors", "vllm_names", "structured_outputs"},
     "checkpoint": {"errors", "config", "device"},
     "text": EVERYBODY,
-    "constraints": EVERYBODY | {"text", "progress"},
-    "engine": EVERYBODY | {"text", "constraints"},
+    "constraints": EVERYBODY | {"text", "progress", "engine.token_masks", "engine.stopping"},
+    "engine": EVERYBODY | {"text"},
     "kernels": EVERYBODY,
     "distributed": EVERYBODY | {"kernels"},
     "quantization": EVERYBODY | {"kernels", "distributed"},

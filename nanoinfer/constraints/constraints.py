@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from nanoinfer.constraints import token_sets
 from nanoinfer.constraints.grammars import Grammar, GrammarCache, GrammarLibrary, explain
-from nanoinfer.constraints.rules import Constraint, ConstraintPlan, RowMasks, StepRules, UserFunction
 from nanoinfer.constraints.token_sets import Bits, TokenSet
+from nanoinfer.engine.stopping import StopTokens
+from nanoinfer.engine.token_masks import Constraint, ConstraintPlan, RowMasks, TokenMasks, UserFunction
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
@@ -73,7 +74,7 @@ class Constraints:
         for index, plan in plans.items():
             requests[index].constraint = plan
 
-    def rules(self, constraints: Sequence[Constraint | None]) -> StepRules:
+    def masks(self, constraints: Sequence[Constraint | None]) -> TokenMasks:
         """Return what each token of a step may be; its constraint, if it has one, knows the tokens before it.
 
         A constraint that leaves no token has an `error` from then on. The arrays are new ones in each step: they may
@@ -94,7 +95,7 @@ class Constraints:
         _place_stop_tokens(
             in_grammar, grammars, {row: set_rows[line] for row, line in enumerate(grammar_lines) if line in set_rows}
         )
-        return StepRules(
+        return TokenMasks(
             RowMasks(grammar_lines, grammars) if in_grammar else None,
             RowMasks(set_lines, sets) if in_set else None,
             {
@@ -129,22 +130,21 @@ class Constraints:
                     f"{grammar.name} begins with no token that allowed_token_ids, bad_words and stop_token_ids leave; "
                     "allow more"
                 )
-        stop_ids = self._stop_token_ids | own
+        stop_tokens = StopTokens.of(own, params.ignore_eos, self._stop_token_ids)
         own_only = own - self._stop_token_ids  # no mask of a grammar knows of these
-        ignored = self._stop_token_ids - own if params.ignore_eos else frozenset()
         return Plan(
             grammar=grammar,
             token_set=token_set,
             functions=tuple(params.logits_processors or ()),
-            stop_ids=stop_ids,
+            stop_ids=stop_tokens.ids,
             min_tokens=params.min_tokens,
-            within=StopTokens(added=frozenset(), removed=own_only),
-            at_early_end=StopTokens(added=frozenset(), removed=stop_ids),
-            at_end=StopTokens(added=own_only, removed=ignored),
+            within=MaskChanges(added=frozenset(), removed=own_only),
+            at_early_end=MaskChanges(added=frozenset(), removed=stop_tokens.ids),
+            at_end=MaskChanges(added=own_only, removed=stop_tokens.ignored),
         )
 
 
-class StopTokens(NamedTuple):
+class MaskChanges(NamedTuple):
     """Says which stop tokens are added to what a grammar allows, and which are removed from that."""
 
     added: frozenset[int]
@@ -167,9 +167,9 @@ class Plan:
     functions: tuple[UserFunction, ...]
     stop_ids: frozenset[int]
     min_tokens: int
-    within: StopTokens
-    at_early_end: StopTokens
-    at_end: StopTokens
+    within: MaskChanges
+    at_early_end: MaskChanges
+    at_end: MaskChanges
 
     def start(self) -> "SampleConstraint":
         return SampleConstraint(self)
@@ -227,7 +227,7 @@ class SampleConstraint:
             self._fail(explain(self.matcher.get_error()), "make the grammar simpler")
         return self.error is not None
 
-    def stop_tokens(self) -> StopTokens:
+    def stop_tokens(self) -> MaskChanges:
         """Return what is to change in what the grammar allows."""
         plan = self.plan
         if not self.matcher.is_accepting():
@@ -254,7 +254,7 @@ def _place_stop_tokens(constraints: list[SampleConstraint], masks: Bits, sets: d
 
     masks: (num_constraints, num_words). sets: by row of these, what the token set leaves, if there is one.
     """
-    changes: dict[StopTokens, list[int]] = {}  # the rows of each; usually there are one or two
+    changes: dict[MaskChanges, list[int]] = {}  # the rows of each; usually there are one or two
     for row, constraint in enumerate(constraints):
         if constraint.find_error():
             masks[row] = 0

@@ -95,7 +95,7 @@ class RunControl:
 
         trace = RunTrace(repr(self))
         self.on_step(trace)
-        return trace.written_at_the_end_of(self.engine, self._events(), path)
+        return trace.write_on_close(self.engine, self._events(), path)
 
     def _wait_while_all_are_paused(self, seconds: float) -> None:
         """Wait so long if only paused requests are left; say so, once, if that goes on."""

@@ -84,7 +84,7 @@ class RunTrace:
         page = PAGE.read_text(encoding="utf-8").replace("__DATA__", data)
         Path(path).write_text(page, encoding="utf-8")
 
-    def written_at_the_end_of(
+    def write_on_close(
         self, engine: object, events: StepEvents, path: str
     ) -> "weakref.finalize[[StepEvents, str], Any]":
         """Have the page written when the engine is forgotten or the script ends; return what writes it before that.

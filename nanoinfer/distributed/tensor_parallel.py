@@ -191,7 +191,7 @@ def connect(rank: int, size: int, device: torch.device, store_file: Path) -> Ten
             tp.minimum(0, device)  # NCCL meets at its first use, which must not be in a CUDA graph
         return tp
     options = dist.ProcessGroupGloo._Options()
-    # All others wait for rank 0, which comes when all have started: its wait is short, or somebody has gone.
+    # All others wait for rank 0, which comes when all have started. If it has to wait long, one of them has ended.
     options._timeout = CONNECT_TIMEOUT if rank == 0 else TIMEOUT
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # the host's name may not resolve
     group = dist.ProcessGroupGloo(store, rank, size, options)

@@ -21,8 +21,6 @@ from nanoinfer.engine.row_options import SamplingRecord, TokenBias, biases_of, s
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.shared_prefixes import PrefixGroup
 
-NO_TOKEN = -1  # stands for a sampled id where the logits were NaN or infinite
-
 Packet = NDArray[np.int32]
 
 
@@ -80,7 +78,7 @@ class Header(NamedTuple):
 
     num_prefill_tokens: int
     num_prefill_samples: int  # chunks that sample a token: all, or all but the last
-    awaits_rules: int  # 1: what the step may draw is said when it is sampled, so no rank is to sample before
+    awaits_masks: int  # 1: what the step may draw is said when it is sampled, so no rank is to sample before
     num_admitted: int
     num_known_tokens: int  # of all admitted sequences together
     num_new_blocks: int
@@ -158,7 +156,7 @@ SECTION_DTYPES = PacketSections(
 )
 
 
-def pack(batch: ScheduledBatch, awaits_rules: bool = False) -> Packet:
+def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
     """Write `batch` as a packet: the header and its sections."""
     assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk of a step may be cut short"
     records = [(seq, record) for seq in batch.admitted if (record := sampling_record(seq)) is not None]
@@ -174,7 +172,7 @@ def pack(batch: ScheduledBatch, awaits_rules: bool = False) -> Packet:
         biases=[bias for seq, _ in records for bias in biases_of(seq)],
     )
     num_samples = sum(chunk.samples for chunk in batch.prefill)
-    header = Header(batch.num_prefill_tokens, num_samples, int(awaits_rules), *map(len, sections))
+    header = Header(batch.num_prefill_tokens, num_samples, int(awaits_masks), *map(len, sections))
     parts = [np.array(lines, dtype) for lines, dtype in zip(sections, SECTION_DTYPES, strict=True) if len(lines)]
     return np.concatenate([np.array(header, np.int32), *(part.view(np.int32) for part in parts)])
 

@@ -2,9 +2,9 @@
 
 from typing import Any, Protocol
 
-from nanoinfer.constraints.rules import StepRules
 from nanoinfer.engine.batch import Packet, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.token_masks import TokenMasks
 
 
 class Weights(Protocol):
@@ -40,8 +40,8 @@ class Runner(Protocol):
     def launch(self, packet: Packet) -> Any:
         """Start the forward pass of a step, up to its logits."""
 
-    def sample(self, pending: Any, rules: StepRules | None = None) -> Any:
-        """Draw the tokens of the step that was just launched, as the rules that it awaits allow."""
+    def sample(self, pending: Any, masks: TokenMasks | None = None) -> Any:
+        """Draw the tokens of the step that was just launched, as the masks that it awaits allow."""
 
     def wait(self, handle: Any) -> list[int]:
         """Return the token ids of a sampled step, once they are there."""

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import xxhash
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.constraints.rules import StepRules
 from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.interfaces import Listener, Runner
@@ -23,6 +21,7 @@ from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.engine.token_masks import Constraints, TokenMasks
 from nanoinfer.errors import EngineClosedError, EngineStateError
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, refused
 from nanoinfer.sampling_params import SamplingParams
@@ -205,22 +204,22 @@ class LLMEngine:
             self._note_admissions(batch, started)
             is_constrained = any(seq.constraint for seq in batch.sampled)
             self.listener.launching(batch, started)
-            pending = runner.launch(pack(batch, awaits_rules=is_constrained))
-            rules = self._rules(batch) if is_constrained else None
-            self._in_flight.append(Step(batch, runner.sample(pending, rules), started))
+            pending = runner.launch(pack(batch, awaits_masks=is_constrained))
+            masks = self._masks(batch) if is_constrained else None
+            self._in_flight.append(Step(batch, runner.sample(pending, masks), started))
             self.listener.launched(batch)
         except BaseException:
             self._discard(batch)
             raise
         return True
 
-    def _rules(self, batch: ScheduledBatch) -> StepRules | None:
+    def _masks(self, batch: ScheduledBatch) -> TokenMasks | None:
         """Return what a launched step may draw; wait for the tokens in flight first, if that depends on them."""
         sampled = batch.sampled
         if any(seq.constraint and seq.constraint.follows_tokens and seq.num_pending_tokens > 1 for seq in sampled):
             self._collect_until(max_in_flight=0)
         running = [seq.constraint if seq.status is SequenceStatus.RUNNING else None for seq in sampled]
-        return self.constraints.rules(running) if self.constraints else None
+        return self.constraints.masks(running) if self.constraints else None
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and keep the sequences that it finished."""

@@ -1,11 +1,11 @@
 """A request as its user sees it: its samples, their text, stream and log-probabilities, and how it ends.
 
-A sample of a request ends for one of these reasons, and all rules of that are in this file:
+A sample of a request ends for one of these reasons:
 
-    "stop"    its newest token is a stop token, or completes what its grammar asks for (`reason_to_end`), or a stop
-              string is complete (`Completion.advance`)
-    "length"  it has max_tokens, or the sequence has max_model_len tokens (`set_limits`, `reason_to_end`)
-    "error"   its logits were NaN or infinite, or no token was allowed (`reason_to_end`)
+    "stop"    its newest token is a stop token, or completes what its grammar asks for (`stopping.py`), or a stop string
+              is complete (`Completion.advance`)
+    "length"  it has max_tokens, or the sequence has max_model_len tokens (`stopping.py`)
+    "error"   its logits were NaN or infinite, or no token was allowed (`stopping.py`)
     "abort"   the user aborted the request (`LLM.abort`)
 """
 
@@ -13,34 +13,10 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from nanoinfer.engine.batch import NO_TOKEN
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.text.detokenizer import CompletionText, TokenTexts
-
-
-def set_limits(seq: Sequence, model_stop_ids: frozenset[int], max_model_len: int) -> None:
-    """Work out with how many tokens a sequence ends, and which tokens end it or would, were they not ignored."""
-    params = seq.sampling_params
-    seq.max_num_tokens = max_model_len
-    if params.max_tokens is not None:
-        seq.max_num_tokens = min(seq.num_prompt_tokens + params.max_tokens, max_model_len)
-    seq.stop_token_ids = model_stop_ids.union(params.stop_token_ids) if params.stop_token_ids else model_stop_ids
-
-
-def reason_to_end(seq: Sequence, token_id: int) -> str | None:
-    """Return why a sequence ends with `token_id`, its newest token; None where it goes on."""
-    if token_id == NO_TOKEN:
-        return "error"
-    params = seq.sampling_params
-    if token_id in seq.stop_token_ids and (not params.ignore_eos or token_id in (params.stop_token_ids or ())):
-        return "stop"
-    if seq.constraint is not None and seq.constraint.append(token_id):
-        return "stop"
-    if len(seq.token_ids) >= seq.max_num_tokens:
-        return "length"
-    return None
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +53,7 @@ class Completion:
         stop_reason: str | int | None = None
         assert reason is not None, f"sequence {seq.seq_id} is returned before it finished"
         rest = unread = self._unread()
-        if reason == "stop" and text.stop_string is None and seq.token_ids[-1] in seq.stop_token_ids:
+        if reason == "stop" and text.stop_string is None and seq.token_ids[-1] in seq.stopping.tokens.ids:
             stop_reason = seq.token_ids[-1] if seq.token_ids[-1] != eos_token_id or params.ignore_eos else None
             rest = rest if params.include_stop_str_in_output else rest[:-1]
         if self._read(rest, final=True):  # the token that completes a stop string may also be the last one allowed
@@ -97,7 +73,7 @@ class Completion:
 
     def _read(self, token_ids: list[int], final: bool = False) -> bool:
         """Extend the text; return whether a stop string is complete, which the first min_tokens tokens cannot do."""
-        early = max(0, self.seq.sampling_params.min_tokens - self.num_read)
+        early = self.seq.stopping.num_early(self.num_read)
         if early:
             self.text.extend(token_ids[:early], may_stop=False)
         self.text.extend(token_ids[early:], final)

@@ -66,8 +66,7 @@ def asked_options(params: SamplingParams) -> dict[str, Any]:
 
 
 def stop_ids_of(seq: Sequence) -> list[int]:
-    """Return the tokens that min_tokens forbids at first."""
-    return sorted(seq.stop_token_ids) if seq.sampling_params.min_tokens > 0 else []
+    return seq.stopping.forbidden_early
 
 
 def biases_of(seq: Sequence) -> list[TokenBias]:

@@ -17,12 +17,12 @@ priority: it arrived before all that still wait.
 
 import heapq
 
-from nanoinfer.engine.batch import NO_TOKEN, NewBlock, PrefillChunk, ScheduledBatch
+from nanoinfer.engine.batch import NewBlock, PrefillChunk, ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.interfaces import SILENT, Listener
-from nanoinfer.engine.request import reason_to_end, set_limits
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.shared_prefixes import PrefixGrouper
+from nanoinfer.engine.stopping import NO_TOKEN, Stopping
 
 # Under a long queue, rows are refilled in groups: one prefill step for each finished sequence would stall all others.
 ADMISSION_GROUP = 16
@@ -86,7 +86,8 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, by its priority and arrival."""
-        set_limits(seq, self.stop_token_ids, self.max_model_len)
+        params = seq.sampling_params
+        seq.stopping = Stopping.of(params, seq.num_prompt_tokens, self.stop_token_ids, self.max_model_len)
         heapq.heappush(self._waiting, (seq.rank, seq))
 
     def schedule(self, in_flight: bool = False) -> ScheduledBatch:
@@ -120,7 +121,7 @@ class Scheduler:
                 num_computed = len(seq.token_ids) - 1  # by this step and those before it
                 if num_computed % block_size == 0:
                     self.block_manager.cache_blocks(seq, num_computed)
-            if reason := reason_to_end(seq, token_id):
+            if reason := seq.stopping.reason(token_id, len(seq.token_ids), seq.constraint):
                 finished.append((seq, reason))
         return self.finish(finished)
 
@@ -251,7 +252,7 @@ class Scheduler:
     def _schedule_decode(self, in_flight: bool) -> ScheduledBatch:
         """Schedule one token for each running sequence; the lowest in rank are preempted while blocks are short."""
         # One whose last token is in flight has nothing more to run.
-        decode = [seq for seq in self.running if seq.num_tokens < seq.max_num_tokens]
+        decode = [seq for seq in self.running if seq.num_tokens < seq.stopping.max_num_tokens]
         needy = [seq for seq in decode if self.block_manager.needs_block(seq)]
         while len(needy) > self.block_manager.num_free_blocks and self.reclaim():
             pass
@@ -282,7 +283,7 @@ class Scheduler:
 
     def _growth(self, seq: Sequence) -> int:
         """Return how many tokens of room to keep for a running sequence."""
-        return min(self.reserved_tokens, seq.max_num_tokens - seq.num_tokens)
+        return min(self.reserved_tokens, seq.stopping.max_num_tokens - seq.num_tokens)
 
     def _try_admit(self, batch: ScheduledBatch, seq: Sequence, cached_block_ids: list[int], growth: int) -> bool:
         """Move the head of the queue into the running set if its blocks, and those for `growth` tokens, are free."""

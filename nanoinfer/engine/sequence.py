@@ -1,12 +1,14 @@
 """The tokens of one sample of a request, and how far the engine has come with them."""
 
 from array import array
-from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from nanoinfer.constraints.rules import Constraint
+from nanoinfer.engine.stopping import Stopping, StopTokens
+from nanoinfer.engine.token_masks import Constraint
 from nanoinfer.sampling_params import SamplingParams
+
+NEVER = Stopping(StopTokens(frozenset(), frozenset()), max_num_tokens=0, min_tokens=0)
 
 
 class SequenceStatus(Enum):
@@ -35,8 +37,7 @@ class Sequence:
     sample: int = 0  # which of the request's completions it is
     prompt_logprobs_start: int | None = None  # first prompt token whose log-probability is wanted; None: no more are
     constraint: Constraint | None = None  # what limits its tokens beside sampling_params
-    max_num_tokens: int = 0  # it ends with so many tokens; `request.set_limits` sets this and the stop tokens
-    stop_token_ids: Set[int] = frozenset()
+    stopping: Stopping = NEVER  # what ends it; the scheduler sets it when it is queued
     token_ids: "array[int]" = field(init=False)  # prompt and collected completion, as int32
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None

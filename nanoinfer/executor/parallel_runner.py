@@ -1,8 +1,8 @@
 """Runs the model on several GPUs by tensor parallelism: one process for each rank, behind the interface of one runner.
 
 Rank 0 is this process; the others are spawned (`workers.py`). Rank 0 sends each packet through a ring in shared memory
-(`shm_ring.py`), and all ranks run it, each on its shard of the weights and of the KV cache. A step that awaits rules is
-two messages: the packet, and what the workers must know of the rules (`rules_message.py`). All sample the same tokens,
+(`shm_ring.py`), and all ranks run it, each on its shard of the weights and of the KV cache. A step that awaits masks is
+two messages: the packet, and what the workers must know of the masks (`messages.py`). All sample the same tokens,
 so the workers send nothing back.
 """
 
@@ -21,14 +21,22 @@ import torch
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
-from nanoinfer.constraints.rules import StepRules
 from nanoinfer.device import becomes_idle, select_devices, select_dtype
 from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, TensorParallel, connect
 from nanoinfer.engine.batch import Packet, read_header
 from nanoinfer.engine.interrupts import postponed_interrupt
+from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import WorkerError
-from nanoinfer.executor.orders import AllRanksWeights, Order, all_have_done_so, is_order, obey, pack_order
-from nanoinfer.executor.rules_message import pack_rules, read_rules
+from nanoinfer.executor.messages import (
+    AllRanksWeights,
+    Command,
+    barrier,
+    is_command,
+    pack_command,
+    pack_masks,
+    read_masks,
+    run_command,
+)
 from nanoinfer.executor.shm_ring import Ring, RingReader, RingWriter
 from nanoinfer.executor.workers import PASSED, Workers
 from nanoinfer.runner.memory import max_step_tokens
@@ -62,7 +70,7 @@ class ParallelRunner:
         self._workers = Workers(size, run_worker, (ring, config, model_config, folder, devices))
         self._writer = RingWriter(ring, self._workers.links, self._workers.check)
         self._awaits_sample = False  # whether a step was launched and not sampled
-        self._awaits_rules = False  # whether the workers sample that one when they have its rules
+        self._awaits_masks = False  # whether the workers sample that one when they have its masks
         self._resources = ExitStack()  # what rank 0 frees, last to first
         try:
             self._workers.wait_for_stage(1)  # all have started
@@ -81,23 +89,23 @@ class ParallelRunner:
         self.info = self._runner.info
 
     def launch(self, packet: Packet) -> PendingStep:
-        """Start the forward pass of a step on all ranks; the workers sample it at once, unless it awaits rules."""
+        """Start the forward pass of a step on all ranks; the workers sample it at once, unless it awaits masks."""
         with self._all_ranks():
             if self._awaits_sample:
                 raise RuntimeError("a step was launched and not sampled, which the workers cannot know")
             self._writer.send(packet)
-            self._awaits_sample, self._awaits_rules = True, bool(read_header(packet).awaits_rules)
+            self._awaits_sample, self._awaits_masks = True, bool(read_header(packet).awaits_masks)
             return self._runner.launch(packet)
 
-    def sample(self, pending: PendingStep, rules: StepRules | None = None) -> StepHandle:
-        """Draw the tokens of the step that was just launched, as the rules allow."""
+    def sample(self, pending: PendingStep, masks: TokenMasks | None = None) -> StepHandle:
+        """Draw the tokens of the step that was just launched, as the masks allow."""
         with self._all_ranks():
             self._awaits_sample = False
-            if self._awaits_rules:
-                self._writer.send(pack_rules(rules or StepRules()))
-            elif rules is not None:
-                raise RuntimeError("a step has rules and was not launched to await them: the workers have sampled it")
-            return self._runner.sample(pending, rules)
+            if self._awaits_masks:
+                self._writer.send(pack_masks(masks or TokenMasks()))
+            elif masks is not None:
+                raise RuntimeError("a step has masks and was not launched to await them: the workers have sampled it")
+            return self._runner.sample(pending, masks)
 
     def wait(self, handle: StepHandle) -> list[int]:
         """Return the token ids of a sampled step, once they are there."""
@@ -119,16 +127,16 @@ class ParallelRunner:
     def sleep(self, level: int) -> None:
         """Give the devices' memory back; return when all ranks have."""
         with self._all_ranks():
-            self._writer.send(pack_order(Order.SLEEP, level))
+            self._writer.send(pack_command(Command.SLEEP, level))
             self._runner.sleep(level)
-            all_have_done_so(self._runner)
+            barrier(self._runner)
 
     def wake_up(self) -> None:
         """Take the memory again. If it is short on one rank, the runner is closed."""
         with self._all_ranks():
-            self._writer.send(pack_order(Order.WAKE_UP))
+            self._writer.send(pack_command(Command.WAKE_UP))
             self._runner.wake_up()
-            all_have_done_so(self._runner)
+            barrier(self._runner)
 
     @property
     def weights(self) -> AllRanksWeights:
@@ -204,11 +212,11 @@ def run_worker(
     with suppress(EOFError):  # rank 0 has closed the runner, or is gone
         while True:
             packet = reader.receive()
-            if is_order(packet):
-                obey(packet, runner, reader)
+            if is_command(packet):
+                run_command(packet, runner, reader)
                 continue
             pending = runner.launch(packet)
-            runner.sample(pending, read_rules(reader.receive()) if read_header(packet).awaits_rules else None)
+            runner.sample(pending, read_masks(reader.receive()) if read_header(packet).awaits_masks else None)
     if becomes_idle(devices[rank], ABORT_SECONDS):
         runner.close()
         tp.abort()  # the memory that it shares is freed when this process ends

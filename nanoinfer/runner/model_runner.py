@@ -17,10 +17,10 @@ from torch import Tensor
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.weights import ModelWeights
 from nanoinfer.config import EngineConfig
-from nanoinfer.constraints.rules import StepRules
 from nanoinfer.device import computing, is_out_of_memory, select_device, select_dtype, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import DecodeRow, Header, Packet, PacketSections, read_header, split
+from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.block_copies import copy_cached_tokens
 from nanoinfer.layers.attention.kv_rounding import select_kv_cache_dtype
@@ -121,14 +121,14 @@ class ModelRunner:
             forward(rows, shared_prefixes)
             return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=None)
 
-    def sample(self, pending: PendingStep, rules: StepRules | None = None) -> StepHandle:
-        """Draw the tokens of a launched step, as the rules allow, and start their copy to the host.
+    def sample(self, pending: PendingStep, masks: TokenMasks | None = None) -> StepHandle:
+        """Draw the tokens of a launched step, as the masks allow, and start their copy to the host.
 
         They come in the packet's order: chunks that sample, or decode rows.
         """
         with computing(self.device, self._num_threads):
             logits, first_id = self.state.buffers.logits[: len(pending.host_rows)], self.model.lm_head.vocab.start
-            sampled = self.state.sampler.sample(logits, first_id, pending.rows, pending.host_rows, rules)
+            sampled = self.state.sampler.sample(logits, first_id, pending.rows, pending.host_rows, masks)
             to_host = sampled.token_ids.to("cpu", non_blocking=True)  # into pinned memory
             event = None
             if self.device.type == "cuda":

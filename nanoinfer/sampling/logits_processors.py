@@ -2,7 +2,7 @@
 
 A processor remembers what each row asks for. It learns of that when a sequence is admitted, and works on the rows of
 one step at a time. To add one, write a class with the methods of `RowProcessor` and list it in `row_processors`. What
-holds for one step only is in `step_rules.py`.
+holds for one step only is in `token_masks.py`.
 """
 
 from collections.abc import Sequence

@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.constraints.rules import StepRules
 from nanoinfer.device import to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import SECTION_DTYPES, Header, PacketSections, read_sampling_records
 from nanoinfer.engine.row_options import SamplingRecord
+from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.sampling.gumbel_max import sample_and_append, sample_and_append_across_ranks
 from nanoinfer.sampling.logits_processors import LogitsProcessor, read_field, read_options, row_processors
 from nanoinfer.sampling.logprobs import MAX_SCANNED, LogprobsTensors, compute_logprobs
-from nanoinfer.sampling.step_rules import MaskSender, TokenSets, UserFunctions, forbid_by_grammars
+from nanoinfer.sampling.token_masks import MaskSender, TokenSets, UserFunctions, forbid_by_grammars
 from nanoinfer.sampling.top_k_top_p import FILTERS, thresholds
 
 ROWS_AT_ONCE = 64  # rows whose logits are copied at the same time
@@ -115,30 +115,30 @@ class Sampler:
         self._may_need_copy |= {record.row for record in records if self._needs_copy(record.row)}
 
     def sample(
-        self, logits: Tensor, first_id: int, rows: Tensor, host_rows: list[int], rules: StepRules | None = None
+        self, logits: Tensor, first_id: int, rows: Tensor, host_rows: list[int], masks: TokenMasks | None = None
     ) -> Sampled:
         """Draw the next token of each row, and enter it in the tables.
 
-        logits: (num_rows, vocab shard) of this rank, from id `first_id` on; rules change them. rows: (num_rows,) int64;
+        logits: (num_rows, vocab shard) of this rank, from id `first_id` on; masks change them. rows: (num_rows,) int64;
         host_rows: the same on the host. A row whose logits are NaN or infinite yields -1.
         """
         processors: Sequence[LogitsProcessor] = self.processors
-        ruled: set[int] = set()  # rows that need a copy because of rules
+        masked: set[int] = set()  # rows that need a copy because of masks
         errors: dict[int, str] = {}
-        if rules is not None:
-            if rules.grammars is not None:
-                forbid_by_grammars(logits, first_id, rules.grammars, self._mask_sender)
-            functions = UserFunctions(rules, host_rows, self.tp)
-            token_sets = TokenSets(rules, host_rows, self._mask_sender)
+        if masks is not None:
+            if masks.grammars is not None:
+                forbid_by_grammars(logits, first_id, masks.grammars, self._mask_sender)
+            functions = UserFunctions(masks, host_rows, self.tp)
+            token_sets = TokenSets(masks, host_rows, self._mask_sender)
             biases, *rest = self.processors
             processors = [biases, functions, *rest, token_sets]
-            ruled, errors = functions.lines.keys() | token_sets.masks.keys(), functions.errors
+            masked, errors = functions.lines.keys() | token_sets.masks.keys(), functions.errors
         copied = []
-        if self._may_need_copy or ruled:
+        if self._may_need_copy or masked:
             copied = [
                 line
                 for line, row in enumerate(host_rows)
-                if row in ruled or (row in self._may_need_copy and self._needs_copy(row))
+                if row in masked or (row in self._may_need_copy and self._needs_copy(row))
             ]
         if not copied:
             return Sampled(self._draw(logits, first_id, rows, host_rows), [], errors)

@@ -1,4 +1,4 @@
-"""What stands in for the engine: a sampler that draws any token that the rules allow."""
+"""What stands in for the engine: a sampler that draws any token that the masks allow."""
 
 import random
 from functools import cache
@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from nanoinfer import SamplingParams, tiny_model_path
 from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.constraints.rules import StepRules
 from nanoinfer.constraints.token_sets import all_tokens
+from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.structured_outputs import StructuredOutputsParams
 from nanoinfer.text.tokenizer import Tokenizer
 
@@ -46,21 +46,21 @@ def ids_of(bits: NDArray[np.int32]) -> set[int]:
     return {*np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()}
 
 
-def allowed_bits(rules: StepRules, line: int, vocab_size: int) -> NDArray[np.int32]:
+def allowed_bits(masks: TokenMasks, line: int, vocab_size: int) -> NDArray[np.int32]:
     bits = all_tokens(vocab_size)
-    for masks in (rules.grammars, rules.token_sets):
-        if masks is not None and line in masks.lines:
-            bits &= masks.bits[masks.lines.index(line)]
+    for part in (masks.grammars, masks.token_sets):
+        if part is not None and line in part.lines:
+            bits &= part.bits[part.lines.index(line)]
     return bits
 
 
-def allowed(rules: StepRules, line: int = 0) -> set[int]:
+def allowed(masks: TokenMasks, line: int = 0) -> set[int]:
     """The tokens that one line may get."""
-    return ids_of(allowed_bits(rules, line, VOCAB_SIZE))
+    return ids_of(allowed_bits(masks, line, VOCAB_SIZE))
 
 
 def next_ids(constraints: Constraints, constraint: Any) -> set[int]:
-    return allowed(constraints.rules([constraint]))
+    return allowed(constraints.masks([constraint]))
 
 
 def follow(constraint: Any, text: str) -> bool:
@@ -99,9 +99,9 @@ def draw(
     reasons = ["length"] * len(samples)
     live = [*range(len(samples))]
     for _ in range(max_tokens):
-        rules, going_on = constraints.rules([samples[index] for index in live]), []
+        masks, going_on = constraints.masks([samples[index] for index in live]), []
         for line, index in enumerate(live):
-            bits = np.unpackbits(allowed_bits(rules, line, vocab_size).view(np.uint8), bitorder="little")
+            bits = np.unpackbits(allowed_bits(masks, line, vocab_size).view(np.uint8), bitorder="little")
             ids = np.flatnonzero(bits)
             if not len(ids) or (any(bits[stop_id] for stop_id in stop_ids) and rng.random() < 0.3):
                 reasons[index] = "stop" if len(ids) else "error"

@@ -1,4 +1,4 @@
-"""What grammars allow, where a text may end, and what a step's rules say."""
+"""What grammars allow, where a text may end, and what a step's masks say."""
 
 import re
 import sys
@@ -63,27 +63,27 @@ def test_a_step_has_one_mask_for_each_line_with_a_grammar(constraints: Constrain
     yes, listed = start(constraints, choice=["yes"]), start(constraints, allowed_token_ids=[1, 2])
     both = start(constraints, regex="[0-9]+", allowed_token_ids=encode("7"), logits_processors=[function])
     both.append(encode("7")[0])
-    rules = constraints.rules([None, yes, listed, None, both])
-    assert rules.grammars is not None
-    assert rules.token_sets is not None
-    assert rules.grammars.lines == [1, 4]
-    assert rules.token_sets.lines == [2, 4]
-    assert rules.grammars.bits.shape == (2, VOCAB_SIZE // 32)
-    assert rules.grammars.bits.dtype == np.int32
-    assert rules.functions == {4: ((function,), encode("7"))}
-    assert allowed(rules, 4) == {*encode("7")}
+    masks = constraints.masks([None, yes, listed, None, both])
+    assert masks.grammars is not None
+    assert masks.token_sets is not None
+    assert masks.grammars.lines == [1, 4]
+    assert masks.token_sets.lines == [2, 4]
+    assert masks.grammars.bits.shape == (2, VOCAB_SIZE // 32)
+    assert masks.grammars.bits.dtype == np.int32
+    assert masks.functions == {4: ((function,), encode("7"))}
+    assert allowed(masks, 4) == {*encode("7")}
     assert (yes.follows_tokens, listed.follows_tokens, both.follows_tokens) == (True, False, True)
-    empty = constraints.rules([None])
+    empty = constraints.masks([None])
     assert (empty.grammars, empty.token_sets, empty.functions) == (None, None, {})
 
 
 def test_the_masks_of_a_step_are_not_those_of_the_step_before(constraints: Constraints) -> None:
     constraint = start(constraints, regex="[0-9]*")
-    first = constraints.rules([constraint]).grammars
+    first = constraints.masks([constraint]).grammars
     assert first is not None
     before = first.bits.copy()
     constraint.append(encode("1")[0])
-    constraints.rules([constraint])
+    constraints.masks([constraint])
     assert (first.bits == before).all()
 
 
@@ -229,9 +229,9 @@ def test_rules_that_leave_no_token_end_one_request_with_an_error_and_no_other(co
     going = start(constraints, regex="12")
     for constraint in (stuck, going):
         constraint.append(one)
-    rules = constraints.rules([stuck, going])
-    assert allowed(rules, 0) == set()
-    assert allowed(rules, 1) == {*encode("2")}
+    masks = constraints.masks([stuck, going])
+    assert allowed(masks, 0) == set()
+    assert allowed(masks, 1) == {*encode("2")}
     assert stuck.error == (
         "no token may come by structured_outputs regex='12' after 1 tokens: it and allowed_token_ids, bad_words or "
         "stop_token_ids leave none; allow more of them"
@@ -257,10 +257,10 @@ def test_a_grammar_that_grows_too_large_while_it_runs_ends_its_request(constrain
     constraint.token_ids.append(encode("1")[0])
     other = start(constraints, regex="[0-9]*")
     other.append(encode("1")[0])
-    rules = constraints.rules([constraint, other])
-    assert allowed(rules, 0) == set()
+    masks = constraints.masks([constraint, other])
+    assert allowed(masks, 0) == set()
     assert constraint.error is not None
-    assert len(allowed(rules, 1)) > 10
+    assert len(allowed(masks, 1)) > 10
 
 
 def test_samples_of_one_request_go_their_own_ways(constraints: Constraints) -> None:
@@ -465,7 +465,7 @@ def test_ids_without_a_token_are_never_allowed() -> None:
     for text in ("", "a", "bc"):
         for token_id in encode(text):
             constraint.append(token_id)
-        masks = constraints.rules([constraint]).grammars
+        masks = constraints.masks([constraint]).grammars
         assert masks is not None
         assert masks.bits.shape == (1, (VOCAB_SIZE + 40 + 31) // 32)
         ids = ids_of(masks.bits[0])
@@ -489,8 +489,8 @@ def test_a_model_without_stop_tokens_ends_where_its_grammar_is_complete() -> Non
 def test_users_functions_get_the_tokens_so_far_and_cannot_change_them(constraints: Constraints) -> None:
     constraint = start(constraints, logits_processors=[lambda token_ids, logits: logits])
     constraint.append(7)
-    [(_, token_ids)] = constraints.rules([constraint]).functions.values()
+    [(_, token_ids)] = constraints.masks([constraint]).functions.values()
     assert token_ids == [7]
     token_ids.clear()
     constraint.append(8)
-    assert constraints.rules([constraint]).functions[0][1] == [7, 8]
+    assert constraints.masks([constraint]).functions[0][1] == [7, 8]

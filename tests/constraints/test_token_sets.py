@@ -40,10 +40,10 @@ def test_allowed_token_ids_are_all_that_may_come_and_follow_no_token() -> None:
     assert next_ids(constraints, constraint) == {5, 1000, EOS}
     assert not constraint.follows_tokens
     assert not constraint.append(5)
-    rules = constraints.rules([None, constraint])
-    assert rules.grammars is None
-    assert rules.token_sets is not None
-    assert rules.token_sets.lines == [1]
+    masks = constraints.masks([None, constraint])
+    assert masks.grammars is None
+    assert masks.token_sets is not None
+    assert masks.token_sets.lines == [1]
 
 
 def test_a_word_of_one_token_is_forbidden_everywhere_and_follows_no_token() -> None:
@@ -111,11 +111,11 @@ def test_a_sample_that_words_leave_no_token_ends_with_an_error_and_others_go_on(
     stuck, other = start(constraints, allowed_token_ids=[one], bad_words=["~~"]), start(constraints, bad_words=["~~"])
     stuck.append(one)
     other.append(one)
-    rules = constraints.rules([stuck, other])
-    assert allowed(rules, 0) == set()
+    masks = constraints.masks([stuck, other])
+    assert allowed(masks, 0) == set()
     assert stuck.error == (
         "no token may come after 1 tokens: allowed_token_ids and bad_words leave none; allow more of them"
     )
-    assert allowed(rules, 1) == {*range(VOCAB_SIZE)} - {one}
+    assert allowed(masks, 1) == {*range(VOCAB_SIZE)} - {one}
     assert other.error is None
     assert next_ids(constraints, stuck) == set(), "it stays so"

@@ -198,9 +198,9 @@ def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool) ->
     assert all(chunk.length > 0 for chunk in batch.prefill)
     assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk may be cut"
     if batch.decode:
-        assert all(seq.num_tokens <= seq.max_num_tokens for seq in batch.decode), "longer than it may be"
+        assert all(seq.num_tokens <= seq.stopping.max_num_tokens for seq in batch.decode), "longer than it may be"
         left_out = [seq for seq in scheduler.running if seq not in batch.decode]
-        assert all(in_flight and seq.num_tokens == seq.max_num_tokens for seq in left_out), (
+        assert all(in_flight and seq.num_tokens == seq.stopping.max_num_tokens for seq in left_out), (
             "its last token is in flight"
         )
         in_groups = batch.decode[: sum(group.num_rows for group in batch.prefix_groups)]

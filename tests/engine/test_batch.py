@@ -16,6 +16,7 @@ from nanoinfer.engine.batch import (
 from nanoinfer.engine.partial_hits import BlockCopy
 from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.stopping import Stopping
 from nanoinfer.sampling_params import SamplingParams
 from tests.engine.helpers import make_sequence
 
@@ -53,7 +54,7 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
         "num_chunks": 2,
         "num_prefill_tokens": 6,
         "num_prefill_samples": 1,
-        "awaits_rules": 0,
+        "awaits_masks": 0,
         "num_decode": 2,
         "num_sampling_records": 0,
         "num_stop_ids": 0,
@@ -102,7 +103,8 @@ def test_only_a_row_that_asks_for_more_has_a_sampling_record() -> None:
         temperature=0.5, top_p=0.75, min_tokens=3, logprobs=2, frequency_penalty=-0.5, logit_bias={9: 0.5, 4: -100.0}
     )
     asking, plain = Sequence(1, [10, 11], params), sequence_in_row(4, [20])
-    asking.row, asking.stop_token_ids, asking.prompt_logprobs_start = 3, {7, 5}, 1
+    asking.row, asking.prompt_logprobs_start = 3, 1
+    asking.stopping = Stopping.of(params, 2, frozenset({7, 5}), max_model_len=100)
     asking.token_ids.append(12)
     chunks = [PrefillChunk(seq, 0, len(seq.token_ids), samples=True) for seq in (plain, asking)]
     packet = pack(ScheduledBatch(admitted=[plain, asking], prefill=chunks))
@@ -144,7 +146,7 @@ def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
 
 def test_a_step_that_awaits_rules_says_so_and_is_otherwise_the_same() -> None:
     plain, awaiting = (pack(prefill_and_decode(), awaits) for awaits in (False, True))
-    assert [read_header(packet).awaits_rules for packet in (plain, awaiting)] == [0, 1]
+    assert [read_header(packet).awaits_masks for packet in (plain, awaiting)] == [0, 1]
     for one, two in zip(split(plain, read_header(plain)), split(awaiting, read_header(awaiting)), strict=True):
         assert np.array_equal(one, two)
 

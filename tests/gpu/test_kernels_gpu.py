@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.constraints.rules import RowMasks
 from nanoinfer.device import host_array
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.shared_prefixes import PrefixGroup
+from nanoinfer.engine.token_masks import RowMasks
 from nanoinfer.layers.activation import gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.block_copies import copy_tokens
@@ -24,8 +24,8 @@ from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.runner.step_tables import read_rows
 from nanoinfer.sampling.gumbel_max import best_candidates, sample, sample_and_append
 from nanoinfer.sampling.logprobs import logit_statistics
-from nanoinfer.sampling.step_rules import MaskSender
 from nanoinfer.sampling.token_bitmask import forbid_tokens
+from nanoinfer.sampling.token_masks import MaskSender
 from nanoinfer.sampling.top_k_top_p import thresholds
 from tests.attention_cases import (
     DECODE_CASES,

@@ -1,4 +1,4 @@
-"""Steps with rules on two ranks, on a CPU: the tokens of one rank, and no worker that waits for ever."""
+"""Steps with masks on two ranks, on a CPU: the tokens of one rank, and no worker that waits for ever."""
 
 import sys
 import time
@@ -13,17 +13,17 @@ import pytest
 from torch import Tensor
 
 from nanoinfer import LLM, EngineClosedError, SamplingParams
-from nanoinfer.constraints.rules import RowMasks, StepRules
 from nanoinfer.engine.batch import Header, Packet
+from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.executor import workers
+from nanoinfer.executor.messages import pack_masks, read_masks
 from nanoinfer.executor.parallel_runner import ParallelRunner
-from nanoinfer.executor.rules_message import pack_rules, read_rules
 from nanoinfer.runner.model_runner import ModelRunner, PendingStep, StepHandle
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="several ranks need Linux")
 
 Checkpoint = Callable[..., Path]
-MakeRules = Callable[[list[int]], StepRules | None]
+MakeMasks = Callable[[list[int]], TokenMasks | None]
 VOCAB_SIZE = 512
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 KINDS = [
@@ -52,12 +52,12 @@ def fail_on_row_7(ids: list[int], logits: Tensor) -> Tensor:
     raise ValueError("not this one")
 
 
-def every_kind(host_rows: list[int]) -> StepRules:
-    """Rules of all kinds, alone and together; rows 0, 1, 2 and 8 have none."""
+def every_kind(host_rows: list[int]) -> TokenMasks:
+    """Masks of all kinds, alone and together; rows 0, 1, 2 and 8 have none."""
     grammar, token_set, function = (
         [line for line, row in enumerate(host_rows) if row > 2 and (row & bit or row > 9)] for bit in (1, 2, 4)
     )
-    return StepRules(
+    return TokenMasks(
         masks_of(grammar, [host_rows[line] for line in grammar], 0.3) if grammar else None,
         masks_of(token_set, [100 + host_rows[line] for line in token_set], 0.5),
         {line: ((divide, fail_on_row_7) if host_rows[line] == 7 else (divide,), [1] * line) for line in function},
@@ -65,26 +65,26 @@ def every_kind(host_rows: list[int]) -> StepRules:
 
 
 @dataclass
-class UnderRules:
-    """Gives each step of a runner rules that depend on its rows."""
+class UnderMasks:
+    """Gives each step of a runner masks that depend on its rows."""
 
     runner: ModelRunner | ParallelRunner
-    make_rules: MakeRules
+    make_masks: MakeMasks
     handles: list[StepHandle] = field(default_factory=list)
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         launch, sample = self.runner.launch, self.runner.sample
 
         def launch_awaiting(packet: Packet) -> PendingStep:
-            packet[Header._fields.index("awaits_rules")] = 1
+            packet[Header._fields.index("awaits_masks")] = 1
             return launch(packet)
 
-        def sample_under_rules(pending: PendingStep, rules: StepRules | None = None) -> StepHandle:
-            self.handles.append(sample(pending, self.make_rules(pending.host_rows)))
+        def sample_under_masks(pending: PendingStep, masks: TokenMasks | None = None) -> StepHandle:
+            self.handles.append(sample(pending, self.make_masks(pending.host_rows)))
             return self.handles[-1]
 
         patch.setattr(self.runner, "launch", launch_awaiting)
-        patch.setattr(self.runner, "sample", sample_under_rules)
+        patch.setattr(self.runner, "sample", sample_under_masks)
 
 
 class Said(NamedTuple):
@@ -95,12 +95,12 @@ class Said(NamedTuple):
     errors: list[dict[int, str]]  # of each step, by line
 
 
-def generate(llm: LLM, make_rules: MakeRules) -> Said:
+def generate(llm: LLM, make_masks: MakeMasks) -> Said:
     assert isinstance(llm.engine.runner, (ModelRunner, ParallelRunner))
-    under_rules = UnderRules(llm.engine.runner, make_rules)
+    under_masks = UnderMasks(llm.engine.runner, make_masks)
     llm.reset_prefix_cache()
     with pytest.MonkeyPatch.context() as patch:
-        under_rules.install(patch)
+        under_masks.install(patch)
         outputs = llm.generate(PROMPTS, KINDS * 2, use_tqdm=False)
     completions = [output.outputs[0] for output in outputs]
     return Said(
@@ -111,7 +111,7 @@ def generate(llm: LLM, make_rules: MakeRules) -> Said:
             for place in completion.logprobs or []
             for token_id, entry in place.items()
         ],
-        [handle.errors for handle in under_rules.handles],
+        [handle.errors for handle in under_masks.handles],
     )
 
 
@@ -160,9 +160,9 @@ def test_two_gpus_under_rules_of_all_kinds_do_as_one(random_checkpoint: Checkpoi
 
 def test_a_step_that_awaits_rules_and_gets_none_is_a_plain_one(one_rank: LLM, two_ranks: LLM) -> None:
     expected = [output.token_ids for output in one_rank.generate(PROMPTS, KINDS * 2, use_tqdm=False)]
-    for rules in (None, StepRules(), StepRules(RowMasks([], np.zeros((0, 16), np.int32)))):
+    for masks in (None, TokenMasks(), TokenMasks(RowMasks([], np.zeros((0, 16), np.int32)))):
         for llm in (one_rank, two_ranks):
-            said = generate(llm, lambda host_rows, rules=rules: rules)  # type: ignore[misc]
+            said = generate(llm, lambda host_rows, masks=masks: masks)  # type: ignore[misc]
             assert [token_ids for token_ids, _ in said.completions] == expected
 
 
@@ -170,59 +170,59 @@ def test_masks_larger_than_the_ring_reach_all_ranks(random_checkpoint: Checkpoin
     """300 rows of 60,000 tokens are 2.2 MB of bits; the ring holds 2 MB."""
     folder, num_rows, vocab_size = random_checkpoint(vocab_size=60_000, hidden_size=32), 300, 60_000
 
-    def one_token_each(host_rows: list[int]) -> StepRules:
+    def one_token_each(host_rows: list[int]) -> TokenMasks:
         bits = np.zeros((len(host_rows), vocab_size // 32), np.int32)
         bits[range(len(host_rows)), host_rows] = 1  # row i may get token 32 i
-        return StepRules(RowMasks([*range(len(host_rows))], bits))
+        return TokenMasks(RowMasks([*range(len(host_rows))], bits))
 
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     options: dict[str, Any] = {"max_num_seqs": num_rows, "num_kvcache_blocks": 2 * num_rows, "max_model_len": 16}
     with LLM(folder, device="cpu", tensor_parallel_size=2, kvcache_block_size=16, **options) as llm:
         assert isinstance(llm.engine.runner, ParallelRunner)
         with pytest.MonkeyPatch.context() as patch:
-            UnderRules(llm.engine.runner, one_token_each).install(patch)
+            UnderMasks(llm.engine.runner, one_token_each).install(patch)
             outputs = llm.generate([[row] for row in range(num_rows)], params, use_tqdm=False)
     assert [output.token_ids for output in outputs] == [[32 * row] * 2 for row in range(num_rows)]
 
 
 def test_the_message_of_rules_says_which_lines_have_any() -> None:
-    rules = every_kind([3, 5, 9, 2, 4, 6, 11, 1])
-    read = read_rules(pack_rules(rules))
-    assert rules.grammars is not None
-    assert rules.token_sets is not None
+    masks = every_kind([3, 5, 9, 2, 4, 6, 11, 1])
+    read = read_masks(pack_masks(masks))
+    assert masks.grammars is not None
+    assert masks.token_sets is not None
     assert read.grammars is not None
     assert read.token_sets is not None
-    assert read.grammars.lines == rules.grammars.lines == [0, 1, 2, 6]
-    assert read.token_sets.lines == rules.token_sets.lines == [0, 5, 6]
+    assert read.grammars.lines == masks.grammars.lines == [0, 1, 2, 6]
+    assert read.token_sets.lines == masks.token_sets.lines == [0, 5, 6]
     assert read.functions == {1: ((), []), 4: ((), []), 5: ((), []), 6: ((), [])}
-    assert pack_rules(StepRules()).tolist() == [0, 0, 0]
+    assert pack_masks(TokenMasks()).tolist() == [0, 0, 0]
 
 
 # --- errors ---
 
 
-def fails(*_: Any) -> StepRules:
+def fails(*_: Any) -> TokenMasks:
     raise ZeroDivisionError("between launch and sample")
 
 
-def too_narrow(host_rows: list[int]) -> StepRules:
-    return StepRules(RowMasks([0], np.zeros((1, 3), np.int32)))
+def too_narrow(host_rows: list[int]) -> TokenMasks:
+    return TokenMasks(RowMasks([0], np.zeros((1, 3), np.int32)))
 
 
 @pytest.mark.parametrize(
-    ("make_rules", "error"),
+    ("make_masks", "error"),
     [(fails, ZeroDivisionError), (too_narrow, AssertionError)],
-    ids=["before the workers get rules", "when they have them"],
+    ids=["before the workers get masks", "when they have them"],
 )
 def test_an_error_while_the_workers_wait_for_rules_or_masks_closes_the_engine(
-    random_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, make_rules: MakeRules, error: type[Exception]
+    random_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, make_masks: MakeMasks, error: type[Exception]
 ) -> None:
     monkeypatch.setattr(workers, "EXPLANATION_SECONDS", 0.1)
     others = active_children()
     with LLM(random_checkpoint(), device="cpu", tensor_parallel_size=2) as llm:
         started = time.monotonic()
         with pytest.raises(error):
-            generate(llm, make_rules)
+            generate(llm, make_masks)
         with pytest.raises((RuntimeError, EngineClosedError)):
             llm.generate([[1]], GREEDY, use_tqdm=False)
         with pytest.raises(EngineClosedError):
@@ -236,6 +236,6 @@ def test_rules_for_a_step_that_the_workers_have_sampled_are_refused(random_check
         assert isinstance(llm.engine.runner, ParallelRunner)
         sample = llm.engine.runner.sample
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm.engine.runner, "sample", lambda pending, _: sample(pending, StepRules()))
+            patch.setattr(llm.engine.runner, "sample", lambda pending, _: sample(pending, TokenMasks()))
             with pytest.raises(RuntimeError, match="was not launched to await them"):
                 llm.generate([[1]], GREEDY, use_tqdm=False)

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.constraints.rules import RowMasks, StepRules
 from nanoinfer.device import to_device, why_not_plain
 from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.sampling.token_bitmask import forbid_tokens
 
 
@@ -54,10 +54,10 @@ class UserFunctions:
     errors: by line, why a function failed. Its row becomes NaN, so that no token is drawn. Other rows do not notice.
     """
 
-    def __init__(self, rules: StepRules, host_rows: list[int], tp: TensorParallel) -> None:
+    def __init__(self, masks: TokenMasks, host_rows: list[int], tp: TensorParallel) -> None:
         self.errors: dict[int, str] = {}
-        self.lines = {host_rows[line]: line for line in rules.functions}  # by row
-        self._functions = rules.functions
+        self.lines = {host_rows[line]: line for line in masks.functions}  # by row
+        self._functions = masks.functions
         self._tp = tp
 
     def wants(self, row: int) -> bool:
@@ -92,11 +92,11 @@ class UserFunctions:
 class TokenSets:
     """Forbids what allowed_token_ids and bad_words leave out."""
 
-    def __init__(self, rules: StepRules, host_rows: list[int], sender: MaskSender) -> None:
+    def __init__(self, masks: TokenMasks, host_rows: list[int], sender: MaskSender) -> None:
         self.masks: dict[int, int] = {}  # by row: which line of the bits
-        if rules.token_sets is not None and rules.token_sets.lines:
-            self.masks = {host_rows[line]: index for index, line in enumerate(rules.token_sets.lines)}
-            self._bits = sender.send(rules.token_sets)
+        if masks.token_sets is not None and masks.token_sets.lines:
+            self.masks = {host_rows[line]: index for index, line in enumerate(masks.token_sets.lines)}
+            self._bits = sender.send(masks.token_sets)
 
     def wants(self, row: int) -> bool:
         return row in self.masks

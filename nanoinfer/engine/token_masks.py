@@ -3,7 +3,7 @@
 These types are all that the engine, the runner and the sampler know of constraints.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ class RowMasks(NamedTuple):
     bits: NDArray[np.int32]  # (num_lines, ceil(vocab_size / 32)): token i is bit i % 32 of word i // 32, 1 if allowed
 
 
-class StepRules(NamedTuple):
+class TokenMasks(NamedTuple):
     """Says which tokens a step may draw, where that is not left to the model alone.
 
     grammars: by grammars; a row's log-probabilities are those under its mask. token_sets: by allowed_token_ids and
@@ -34,11 +34,18 @@ class StepRules(NamedTuple):
 class Constraint(Protocol):
     """Follows one sample, and says what it may get next. It stays with its sequence when that is preempted."""
 
-    follows_tokens: bool  # whether the next rules depend on the newest token
+    follows_tokens: bool  # whether the next masks depend on the newest token
     error: str | None  # why it can say nothing more; it gets no token then, which ends it
 
     def append(self, token_id: int) -> bool:
         """Take the sample's newest token; return whether the text is complete with it."""
+
+
+class Constraints(Protocol):
+    """Makes the masks of steps."""
+
+    def masks(self, constraints: Sequence[Constraint | None]) -> TokenMasks:
+        """Return what the lines of a step may draw, each with its constraint or None."""
 
 
 class ConstraintPlan(Protocol):

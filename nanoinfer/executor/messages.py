@@ -1,7 +1,12 @@
-"""What rank 0 tells the workers to do between two steps: replace a weight, sleep, wake up.
+"""What rank 0 tells the workers beside packets: commands between two steps, and a step's token masks.
 
-An order is a message of the ring, as a packet is. A packet begins with a count, an order with a negative number. A
-weight follows its order: through the ring's shared memory on a CPU, and by NCCL from GPU to GPU.
+A command says to replace a weight, to sleep or to wake up. It is a message of the ring, as a packet is. A packet begins
+with a count, a command with a negative number. A weight follows its command: through the ring's shared memory on a CPU,
+and by NCCL from GPU to GPU.
+
+Of masks the workers are told for which lines there are any. That is all they need to do the same as rank 0, which has
+the bits and the users' functions. It sends them the bits, and the logits that functions have changed, from device to
+device: masks can be larger than the whole ring.
 """
 
 from collections.abc import Callable
@@ -16,6 +21,7 @@ from torch import Tensor
 
 from nanoinfer.device import computing
 from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.executor.shm_ring import RingReader, RingWriter
 from nanoinfer.runner.model_runner import ModelRunner
 
@@ -24,43 +30,62 @@ Message = NDArray[np.int32]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
-class Order(IntEnum):
-    """The first number of an order, and what follows it."""
+class Command(IntEnum):
+    """The first number of a command, and what follows it."""
 
     UPDATE = -1  # index of the dtype, number of dimensions, shape, bytes of the name
     SLEEP = -2  # level
     WAKE_UP = -3
 
 
-def pack_order(order: Order, *numbers: int) -> Message:
-    return np.array([order, *numbers], np.int32)
+def pack_command(command: Command, *numbers: int) -> Message:
+    return np.array([command, *numbers], np.int32)
 
 
-def is_order(message: Message) -> bool:
+def is_command(message: Message) -> bool:
     return bool(message[0] < 0)
 
 
-def obey(message: Message, runner: ModelRunner, reader: RingReader) -> None:
-    """Carry an order out, in a worker."""
-    order, *numbers = message.tolist()
-    if order == Order.UPDATE:
+def run_command(message: Message, runner: ModelRunner, reader: RingReader) -> None:
+    """Run a command, in a worker."""
+    command, *numbers = message.tolist()
+    if command == Command.UPDATE:
         dtype, num_dims = DTYPES[numbers[0]], numbers[1]
         shape, name = numbers[2 : 2 + num_dims], bytes(numbers[2 + num_dims :]).decode()
         with computing(runner.device, None):
             tensor = torch.empty(shape, dtype=dtype, device=runner.device)
             runner.weights.copy(name, _receive(reader, runner.tp, tensor))  # rank 0 has checked it
         return
-    if order == Order.SLEEP:
+    if command == Command.SLEEP:
         runner.sleep(numbers[0])
     else:
         runner.wake_up()
-    all_have_done_so(runner)
+    barrier(runner)
 
 
-def all_have_done_so(runner: ModelRunner) -> None:
+def barrier(runner: ModelRunner) -> None:
     """Wait until all ranks have come here."""
     with computing(runner.device, None):
         runner.tp.minimum(0, runner.device)
+
+
+def pack_masks(masks: TokenMasks) -> Message:
+    """Return how many lines grammars, token sets and functions are for, then these lines."""
+    of_grammars, of_token_sets = (part.lines if part else [] for part in (masks.grammars, masks.token_sets))
+    lists = of_grammars, of_token_sets, list(masks.functions)
+    return np.array([*map(len, lists), *of_grammars, *of_token_sets, *masks.functions], np.int32)
+
+
+def read_masks(message: Message) -> TokenMasks:
+    """Return the masks without their bits and without functions."""
+    numbers = message.tolist()
+    num_grammars, num_token_sets = numbers[:2]
+    lines, no_bits = numbers[3:], np.empty((0, 0), np.int32)
+    of_grammars, lines = lines[:num_grammars], lines[num_grammars:]
+    of_token_sets, of_functions = lines[:num_token_sets], lines[num_token_sets:]
+    return TokenMasks(
+        RowMasks(of_grammars, no_bits), RowMasks(of_token_sets, no_bits), {line: ((), []) for line in of_functions}
+    )
 
 
 class AllRanksWeights:
@@ -93,7 +118,7 @@ class AllRanksWeights:
     def _send(self, name: str, tensor: Tensor) -> None:
         """Send a tensor on rank 0's device to the workers."""
         dtype = DTYPES.index(tensor.dtype)
-        self._writer.send(pack_order(Order.UPDATE, dtype, tensor.dim(), *tensor.shape, *name.encode()))
+        self._writer.send(pack_command(Command.UPDATE, dtype, tensor.dim(), *tensor.shape, *name.encode()))
         values = tensor.view(-1).view(torch.uint8)
         if tensor.is_cuda:
             self._runner.tp.broadcast(values)

@@ -1,4 +1,4 @@
-"""The rules of a step in the sampler: grammars, token sets and users' functions, and the rows that have none."""
+"""The masks of a step in the sampler: grammars, token sets and users' functions, and the rows that have none."""
 
 import math
 from collections.abc import Callable, Collection
@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from nanoinfer import SamplingParams
-from nanoinfer.constraints.rules import RowMasks, StepRules
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import ScheduledBatch, pack, read_header, split
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.sampling.sampler import NUM_COPIES, NUM_MASKS, ROWS_AT_ONCE, Sampled, Sampler
 from nanoinfer.sampling.token_bitmask import forbid_tokens
 
@@ -37,7 +37,7 @@ def bits(*allowed: Collection[int], vocab_size: int = VOCAB_SIZE, beyond: bool =
     return np.packbits(flags, axis=1, bitorder="little").view(np.int32)
 
 
-def masks(allowed: dict[int, Collection[int]]) -> RowMasks:
+def row_masks(allowed: dict[int, Collection[int]]) -> RowMasks:
     """Masks by line."""
     return RowMasks([*allowed], bits(*allowed.values()))
 
@@ -57,11 +57,11 @@ def make_sampler(*params: SamplingParams, device: torch.device = CPU) -> Sampler
     return sampler
 
 
-def draw(params: list[SamplingParams], logits: Tensor, rules: StepRules | None = None, first: int = 0) -> Sampled:
+def draw(params: list[SamplingParams], logits: Tensor, masks: TokenMasks | None = None, first: int = 0) -> Sampled:
     """Sample for all rows, in the order first, first + 1, ..., 0, 1, ...: lines and rows differ."""
     host_rows = [(first + line) % len(params) for line in range(len(params))]
     sampler = make_sampler(*params, device=logits.device)
-    sampled = sampler.sample(logits, 0, torch.tensor(host_rows, device=logits.device), host_rows, rules)
+    sampled = sampler.sample(logits, 0, torch.tensor(host_rows, device=logits.device), host_rows, masks)
     assert torch.equal(sampler.token_ids[host_rows, 2], sampled.token_ids.clamp(min=0))
     return sampled
 
@@ -108,8 +108,8 @@ def test_draws_under_a_mask_follow_the_softmax_of_what_it_allows(params: Samplin
         scores[scores < scores.topk(params.top_k).values[-1]] = -math.inf
         ordered = scores.softmax(dim=0).sort(descending=True)
         scores[ordered.indices[ordered.values.cumsum(dim=0) - ordered.values >= params.top_p]] = -math.inf
-    rules = StepRules(grammars=RowMasks([*range(num_draws)], np.repeat(bits(allowed), num_draws, axis=0)))
-    sampled = draw([params] * num_draws, logits.repeat(num_draws, 1), rules)
+    masks = TokenMasks(grammars=RowMasks([*range(num_draws)], np.repeat(bits(allowed), num_draws, axis=0)))
+    sampled = draw([params] * num_draws, logits.repeat(num_draws, 1), masks)
     observed = sampled.token_ids.bincount(minlength=VOCAB_SIZE)[allowed].double()
     assert observed.sum() == num_draws, "nothing else is ever drawn"
     probabilities = scores.softmax(dim=0)
@@ -123,13 +123,13 @@ def test_rows_with_rules_change_nothing_for_the_others() -> None:
     params = [SamplingParams(), SamplingParams(top_p=0.8), SamplingParams(presence_penalty=1.0, logprobs=2), GREEDY] * 3
     logits = randn(12, VOCAB_SIZE).bfloat16()
     plain = draw(params, logits.clone(), first=5)
-    rules = StepRules(
-        grammars=masks({0: {5, 6}, 7: {9}, 11: {1, 2, 3}}),
-        token_sets=masks({1: range(50), 7: {9, 10}}),
+    masks = TokenMasks(
+        grammars=row_masks({0: {5, 6}, 7: {9}, 11: {1, 2, 3}}),
+        token_sets=row_masks({1: range(50), 7: {9, 10}}),
         functions={2: ((lambda _, scores: -scores,), [])},
     )
     masked = logits.clone()
-    sampled = draw(params, masked, rules, first=5)
+    sampled = draw(params, masked, masks, first=5)
     others = [line for line in range(12) if line not in (0, 1, 2, 7, 11)]
     assert torch.equal(masked[others], logits[others])
     assert torch.equal(sampled.token_ids[others], plain.token_ids[others])
@@ -145,8 +145,8 @@ def test_rows_with_rules_change_nothing_for_the_others() -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(top_k=3, top_p=0.5), SamplingParams(n=1)])
 def test_a_mask_that_allows_nothing_yields_no_token(params: SamplingParams) -> None:
-    for rules in (StepRules(grammars=masks({1: ()})), StepRules(token_sets=masks({1: ()}))):
-        sampled = draw([params] * 3, randn(3, VOCAB_SIZE), rules)
+    for masks in (TokenMasks(grammars=row_masks({1: ()})), TokenMasks(token_sets=row_masks({1: ()}))):
+        sampled = draw([params] * 3, randn(3, VOCAB_SIZE), masks)
         assert (sampled.token_ids >= 0).tolist() == [True, False, True]
 
 
@@ -157,10 +157,12 @@ def test_logprobs_are_those_after_a_grammar_and_before_all_else() -> None:
     params = SamplingParams(temperature=0, logprobs=3, presence_penalty=2.0, logit_bias={40: 50.0})
     logits = randn(2, VOCAB_SIZE)
     grammar, token_set = [*range(30, 50)], [*range(35, 45)]
-    rules = StepRules(
-        masks({0: grammar}), masks({0: token_set}), {0: ((lambda _, scores: scores.index_fill(0, FORTY, -9.0),), [])}
+    masks = TokenMasks(
+        row_masks({0: grammar}),
+        row_masks({0: token_set}),
+        {0: ((lambda _, scores: scores.index_fill(0, FORTY, -9.0),), [])},
     )
-    sampled = draw([params, params], logits.clone(), rules)
+    sampled = draw([params, params], logits.clone(), masks)
     expected = logits[0].double()
     expected[[i for i in range(VOCAB_SIZE) if i not in grammar]] = -math.inf
     expected = expected.log_softmax(dim=0)
@@ -183,9 +185,9 @@ def test_of_a_set_and_a_grammar_both_are_obeyed_in_any_line_of_a_large_step() ->
     sets = {line: {line % VOCAB_SIZE, (line + 1) % VOCAB_SIZE, 7} for line in range(num_rows) if line % 5}
     grammars = {line: [i for i in range(VOCAB_SIZE) if i != line % VOCAB_SIZE] for line in range(0, num_rows, 3)}
     # The host may name lines in any order.
-    rules = StepRules(masks(grammars), masks(dict(sorted(sets.items(), key=lambda item: -item[0] % 17))))
+    masks = TokenMasks(row_masks(grammars), row_masks(dict(sorted(sets.items(), key=lambda item: -item[0] % 17))))
     for first in (0, 50):
-        sampled = draw([GREEDY] * num_rows, logits.clone(), rules, first)
+        sampled = draw([GREEDY] * num_rows, logits.clone(), masks, first)
         for line, token_id in enumerate(sampled.token_ids.tolist()):
             allowed = set(range(VOCAB_SIZE)) & set(sets.get(line, range(VOCAB_SIZE)))
             allowed &= set(grammars.get(line, range(VOCAB_SIZE)))
@@ -202,8 +204,8 @@ def test_a_row_with_rules_alone_has_none_of_the_penalties_of_the_sequence_before
     packet = pack(ScheduledBatch(admitted=[newcomer]))
     header = read_header(packet)
     sampler.admit(header, split(packet, header), split(torch.from_numpy(packet), header))
-    rules = StepRules(token_sets=masks({0: range(VOCAB_SIZE)}))
-    assert sampler.sample(logits, 0, torch.tensor([0, 1]), [0, 1], rules).token_ids.tolist() == [1, 50]
+    masks = TokenMasks(token_sets=row_masks({0: range(VOCAB_SIZE)}))
+    assert sampler.sample(logits, 0, torch.tensor([0, 1]), [0, 1], masks).token_ids.tolist() == [1, 50]
 
 
 # --- users' functions ---
@@ -223,7 +225,7 @@ def test_functions_see_the_completion_and_logits_after_the_bias_and_before_penal
 
     params = SamplingParams(temperature=0, logit_bias={1: 3.0}, repetition_penalty=2.0)
     logits, completion = randn(2, VOCAB_SIZE).bfloat16(), [7, 8, 9]
-    sampled = draw([params] * 2, logits, StepRules(functions={1: ((note, prefer_11, note), completion)}))
+    sampled = draw([params] * 2, logits, TokenMasks(functions={1: ((note, prefer_11, note), completion)}))
     assert sampled.token_ids[1] == 11
     expected = logits[1].float()
     expected[1] += 3.0
@@ -293,7 +295,7 @@ def test_a_function_that_fails_ends_its_own_row(function: Callable[..., Any], me
     logits, params = randn(5, VOCAB_SIZE), [SamplingParams()] * 5
     expected = draw(params, logits.clone()).token_ids
     same: tuple[Any, ...] = (lambda ids, logits: logits,)
-    sampled = draw(params, logits, StepRules(functions={3: ((*same, function), [4]), 1: (same, [])}))
+    sampled = draw(params, logits, TokenMasks(functions={3: ((*same, function), [4]), 1: (same, [])}))
     assert sampled.token_ids.tolist() == [*expected[:3].tolist(), -1, expected[4].item()]
     if message is None:
         assert sampled.errors == {}
@@ -306,8 +308,8 @@ def test_a_function_may_return_another_float_type_and_cannot_allow_what_a_gramma
     def allow_all(ids: list[int], logits: Tensor) -> Tensor:
         return torch.full((VOCAB_SIZE,), 5.0, dtype=torch.float64).index_fill(0, FORTY, 6.0)
 
-    rules = StepRules(grammars=masks({0: {3, 80}}), functions={line: ((allow_all,), []) for line in range(2)})
-    assert draw([GREEDY] * 2, randn(2, VOCAB_SIZE), rules).token_ids.tolist() == [3, 40]
+    masks = TokenMasks(grammars=row_masks({0: {3, 80}}), functions={line: ((allow_all,), []) for line in range(2)})
+    assert draw([GREEDY] * 2, randn(2, VOCAB_SIZE), masks).token_ids.tolist() == [3, 40]
 
 
 @pytest.mark.parametrize(
@@ -322,7 +324,7 @@ def test_a_function_may_return_another_float_type_and_cannot_allow_what_a_gramma
 )
 def test_a_function_may_return_its_logits_in_any_form_that_has_their_values(same: Callable[..., Any]) -> None:
     logits = randn(2, VOCAB_SIZE)
-    sampled = draw([SamplingParams()] * 2, logits, StepRules(functions={1: ((same,), [])}))
+    sampled = draw([SamplingParams()] * 2, logits, TokenMasks(functions={1: ((same,), [])}))
     assert sampled.errors == {}
     assert torch.equal(sampled.token_ids, draw([SamplingParams()] * 2, logits).token_ids)
 
@@ -337,12 +339,12 @@ def test_a_gpu_draws_what_a_cpu_draws_under_rules_of_all_kinds(dtype: torch.dtyp
     kinds = [GREEDY, SamplingParams(top_k=20, top_p=0.9), SamplingParams(logit_bias={5: 3.0}, logprobs=2)]
     params = (kinds * num_rows)[:num_rows]
     logits = (3 * randn(num_rows, VOCAB_SIZE)).to(dtype)
-    rules = StepRules(
-        masks({line: range(line % 50, 90) for line in range(0, num_rows, 2)}),
-        masks({line: range(40, 100) for line in range(0, num_rows, 3)}),
+    masks = TokenMasks(
+        row_masks({line: range(line % 50, 90) for line in range(0, num_rows, 2)}),
+        row_masks({line: range(40, 100) for line in range(0, num_rows, 3)}),
         {line: ((lambda ids, scores: scores * 0.5,), []) for line in range(0, num_rows, 5)} | {1: ((raises,), [])},
     )
-    expected, on_gpu = draw(params, logits.clone(), rules, first=7), draw(params, logits.cuda(), rules, first=7)
+    expected, on_gpu = draw(params, logits.clone(), masks, first=7), draw(params, logits.cuda(), masks, first=7)
     assert on_gpu.token_ids.cpu()[1] == expected.token_ids[1] == -1
     assert on_gpu.errors == expected.errors
     assert (on_gpu.token_ids.cpu() == expected.token_ids).float().mean() > 0.97  # near ties may flip

@@ -1,0 +1,69 @@
+"""What ends a sample by its tokens, and what may not end it yet: nothing else decides that.
+
+The scheduler asks after each token. The sampler forbids, and a grammar's masks leave out, the stop tokens that come too
+early. Text that ends a sample is the request's (`Completion.advance`); it may not either before `min_tokens`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nanoinfer.engine.token_masks import Constraint
+from nanoinfer.sampling_params import SamplingParams
+
+NO_TOKEN = -1  # stands for a sampled id where the logits were NaN or infinite
+
+
+class StopTokens(NamedTuple):
+    """The stop tokens of a request.
+
+    ids: the model's, and those that it names. ignored: of the model's under ignore_eos, those that it does not name.
+    """
+
+    ids: frozenset[int]
+    ignored: frozenset[int]
+
+    @classmethod
+    def of(cls, own_ids: Iterable[int], ignore_eos: bool, model_ids: frozenset[int]) -> "StopTokens":
+        own = frozenset(own_ids)
+        return cls(model_ids | own if own else model_ids, model_ids - own if ignore_eos else frozenset())
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """What ends one sample.
+
+    max_num_tokens: of prompt and completion together. min_tokens: of the completion; no stop token or stop string ends
+    it before.
+    """
+
+    tokens: StopTokens
+    max_num_tokens: int
+    min_tokens: int
+
+    @classmethod
+    def of(
+        cls, params: SamplingParams, num_prompt_tokens: int, model_ids: frozenset[int], max_model_len: int
+    ) -> "Stopping":
+        longest = max_model_len if params.max_tokens is None else num_prompt_tokens + params.max_tokens
+        tokens = StopTokens.of(params.stop_token_ids or (), params.ignore_eos, model_ids)
+        return cls(tokens, min(longest, max_model_len), params.min_tokens)
+
+    def reason(self, token_id: int, num_tokens: int, constraint: Constraint | None) -> str | None:
+        """Return why a sample ends with `token_id`, its newest of so many tokens; None where it goes on."""
+        if token_id == NO_TOKEN:
+            return "error"
+        if token_id in self.tokens.ids and token_id not in self.tokens.ignored:
+            return "stop"
+        if constraint is not None and constraint.append(token_id):
+            return "stop"
+        return "length" if num_tokens >= self.max_num_tokens else None
+
+    def num_early(self, num_generated: int) -> int:
+        """Return how many tokens must still come before a stop token or a stop string may."""
+        return max(0, self.min_tokens - num_generated)
+
+    @property
+    def forbidden_early(self) -> list[int]:
+        """The tokens that may not come before the sample has its `min_tokens`, sorted."""
+        return sorted(self.tokens.ids) if self.min_tokens else []
