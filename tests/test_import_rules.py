@@ -160,6 +160,11 @@ def test_the_planning_half_of_the_engine_does_without_torch(name: str) -> None:
     assert [imported for imported in names if lies_in(imported, "torch")] == []
 
 
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "llm"])
+def test_nothing_reads_private_members_of_an_llm(name: str) -> None:
+    assert re.findall(r"\bllm\._[a-z]\w*", MODULES[name].read_text(encoding="utf-8")) == []
+
+
 def test_nothing_imports_the_benchmark_but_the_command_line() -> None:
     importers = [name for name, allowed in MAY_IMPORT.items() if "bench" in allowed]
     assert importers == ["__main__"]
