@@ -13,40 +13,40 @@ if "torch" not in sys.modules and {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}.isdisjoi
 
 import inspect
 import logging
-import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoinfer.aio import AsyncCalls
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig, describe_options
 from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.control.run_control import RunControl
+from nanoinfer.control.run_trace import start_trace
+from nanoinfer.control.step_events import StepCallback, StepCallbacks
 from nanoinfer.control.weight_control import WeightControl
 from nanoinfer.device import host_array
-from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.parallel_runner import ParallelRunner
-from nanoinfer.integrations.async_calls import AsyncCalls
 from nanoinfer.models import REGISTRY
-from nanoinfer.outputs import RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
+from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
 from nanoinfer.progress import Progress
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scoring import score, scoring_request
-from nanoinfer.text.chat import Conversation, render_chats
+from nanoinfer.text.chat import Conversation
 from nanoinfer.text.prompts import (
     GivenPrompt,
+    OnFinish,
+    Params,
     PreparedRequest,
-    Prompt,
     PromptProcessor,
     Prompts,
     as_list_of_prompts,
@@ -54,7 +54,7 @@ from nanoinfer.text.prompts import (
     check_on_finish,
     check_streamable,
 )
-from nanoinfer.text.refusals import Errors, OnError, check_on_error, report
+from nanoinfer.text.refusals import OnError
 from nanoinfer.text.tokenizer import find_tokenizer, load_tokenizer, read_stop_token_ids
 from nanoinfer.vllm_names import with_vllm_names
 
@@ -65,20 +65,15 @@ logger = logging.getLogger("nanoinfer")
 
 import_seconds = {"imports": time.perf_counter() - import_started}  # the first engine logs it, and empties this
 
-Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
-OnFinish = Callable[[RequestOutput], object]
-TURN_SECONDS = 0.01  # so long a thread waits for its turn; another's step serves its requests too
 
-
-class LLM(RunControl, WeightControl, AsyncCalls):
+class LLM:
     """A language model, loaded and ready.
 
         with LLM("Qwen/Qwen3-0.6B") as llm:
             outputs = llm.generate(["Hello", [1, 2, 3]], SamplingParams(temperature=0.6, max_tokens=256))
 
     model: a local folder, the id of a model on the Hugging Face hub, or "tiny" for the one that is included. options:
-    each by name, see below. RunControl has what programs do to a run that is under way: abort, pause, resume, on_step,
-    get_metrics. WeightControl has update_weights, sleep and wake_up; AsyncCalls has agenerate and astream.
+    each by name, see below.
 
     Calls from several threads are served together; their steps take turns.
     Raises TypeError for an unknown option, ConfigError for a value out of range, ModelError for a model that cannot
@@ -106,17 +101,22 @@ class LLM(RunControl, WeightControl, AsyncCalls):
                 tokenizer = loading.result()
             stop_token_ids = read_stop_token_ids(folder, tokenizer)
             new_bits = partial(host_array, device=runner.info.device)
-            self._constraints = Constraints(tokenizer, model_config.vocab_size, stop_token_ids, new_bits)
-            self.engine = LLMEngine(self.config, runner, tokenizer, stop_token_ids, self._constraints)
+            constraints = Constraints(tokenizer, model_config.vocab_size, stop_token_ids, new_bits)
+            self.engine = LLMEngine(self.config, runner, tokenizer, stop_token_ids, constraints)
             if isinstance(runner, ParallelRunner):
                 weakref.finalize(self.engine, runner.close)  # when the engine is forgotten, and when the script ends
             on_failure.pop_all()
         self.max_model_len = runner.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = runner.info
-        self._prompts = PromptProcessor(tokenizer, model, model_config.vocab_size, self.max_model_len, stop_token_ids)
-        self._unclaimed: list[RequestOutput] = []  # of requests of `add_request`, until `step` returns them
-        self._lock = threading.RLock()  # held while a call prepares, queues or drops requests, and for each step
-        self._write_trace = self._start_trace(self.config.trace)
+        prompts = PromptProcessor(tokenizer, model, model_config.vocab_size, self.max_model_len, stop_token_ids)
+        self.queue = RequestQueue(self.engine, prompts, constraints)
+        self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
+        self._weights = WeightControl(self.engine, self.queue.lock)
+        self._step_callbacks = StepCallbacks(self.engine, runner.info.device)
+        self._async_calls = AsyncCalls(self.queue)
+        self._write_trace: Callable[[], object] = lambda: None
+        if self.config.trace is not None:
+            self._write_trace = start_trace(self.config.trace, repr(self), self.engine, self._step_callbacks)
         imports = import_seconds.copy()
         import_seconds.clear()
         self._log_start(imports | runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded}, started)
@@ -164,8 +164,8 @@ class LLM(RunControl, WeightControl, AsyncCalls):
         """
         check_on_finish(on_finish)
         prompts = as_list_of_prompts(prompts)
-        requests = self._prepare(prompts, sampling_params, priority, True, tokenization_kwargs, use_tqdm, on_error)
-        return self._complete(requests, use_tqdm, on_finish)
+        options = priority, True, tokenization_kwargs, use_tqdm, on_error
+        return self._complete(self.queue.prepare(prompts, sampling_params, *options), use_tqdm, on_finish)
 
     @with_vllm_names
     def chat(
@@ -193,20 +193,22 @@ class LLM(RunControl, WeightControl, AsyncCalls):
         {"enable_thinking": False}. The rest is as in `generate`, and so are the errors; RequestError also for a message
         without role or content, and where there is no tokenizer or no template.
         """
-        errors: Errors = {}
-        texts = render_chats(
-            self._prompts.require_tokenizer(),
+        template_options = {
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template": chat_template,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        requests = self.queue.prepare_chats(
             messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs,
-            errors=errors,
+            sampling_params,
+            template_options,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+            use_tqdm=use_tqdm,
+            on_error=on_error,
         )
-        # The template has already written the special tokens.
-        options = priority, False, tokenization_kwargs, use_tqdm, on_error, errors
-        requests = self._prepare([*texts], sampling_params, *options)
         return self._complete(requests, use_tqdm, on_finish)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamChunk]:
@@ -218,9 +220,22 @@ class LLM(RunControl, WeightControl, AsyncCalls):
         side, and `sample` says which one a chunk belongs to. Raises RequestError for prompt_logprobs too: chunks have
         no place for them.
         """
-        requests = self._prepare(as_list_of_prompts(prompts), sampling_params)
+        requests = self.queue.prepare(as_list_of_prompts(prompts), sampling_params)
         check_streamable([request.sampling_params for request in requests])
         return self._stream(requests)
+
+    async def agenerate(
+        self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = False, **options: Any
+    ) -> list[RequestOutput]:
+        """Do as `generate`, with its arguments and errors, while other tasks of the event loop run.
+
+        Calls of all tasks and threads share batches. If the task is cancelled, its requests are aborted.
+        """
+        return await self._async_calls.generate(prompts, sampling_params, use_tqdm, **options)
+
+    def astream(self, prompts: Prompts, sampling_params: Params = None) -> AsyncGenerator[StreamChunk, None]:
+        """Do as `stream`, for `async for`; the errors are raised when the first chunk is asked for."""
+        return self._async_calls.stream(prompts, sampling_params)
 
     def score(self, prompts: Prompts, completions: Prompts, use_tqdm: bool = True) -> list[Score]:
         """Return how likely the model finds each completion after its prompt, and whether greedy decoding would say it.
@@ -231,9 +246,9 @@ class LLM(RunControl, WeightControl, AsyncCalls):
         it, and where either is given as token ids, both are tokenized by themselves. Prompts that begin alike share
         the computation of what is alike. Raises RequestError for a pair that cannot be served, or is empty.
         """
-        self.engine.check_open()
-        with self._lock:
-            pairs = self._prompts.encode_pairs(as_list_of_prompts(prompts), as_list_of_prompts(completions))
+        self.queue.check_open()
+        with self.queue.lock:
+            pairs = self.queue.prompts.encode_pairs(as_list_of_prompts(prompts), as_list_of_prompts(completions))
         outputs = self._complete([*map(scoring_request, pairs)], use_tqdm, on_finish=None)
         return [*map(score, outputs, pairs)]
 
@@ -241,9 +256,8 @@ class LLM(RunControl, WeightControl, AsyncCalls):
         self, prompt: GivenPrompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> int:
         """Queue a request for `step` to run and return its id. Raises RequestError for one that cannot be served."""
-        [request] = self._prepare([as_prompt(prompt)], sampling_params, [priority])
-        with self._lock:
-            return self.engine.add_request(request, self._unclaimed)
+        requests = self.queue.prepare([as_prompt(prompt)], sampling_params, [priority])
+        return self.queue.add_requests(requests, self._inbox)[0]
 
     def add_chat_request(
         self,
@@ -255,30 +269,82 @@ class LLM(RunControl, WeightControl, AsyncCalls):
         priority: int = 0,
     ) -> int:
         """Queue a conversation, as `chat` reads it, for `step` to answer, and return its id."""
-        tokenizer = self._prompts.require_tokenizer()
-        texts = render_chats(tokenizer, [messages], tools=tools, chat_template_kwargs=chat_template_kwargs)
-        [request] = self._prepare([*texts], sampling_params, [priority], add_special_tokens=False)
-        with self._lock:
-            return self.engine.add_request(request, self._unclaimed)
+        template_options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        requests = self.queue.prepare_chats([messages], sampling_params, template_options, priority=[priority])
+        return self.queue.add_requests(requests, self._inbox)[0]
 
     def step(self) -> list[RequestOutput]:
         """Return the requests of `add_request` that have finished; where there are none yet, run one step first."""
-        self.engine.guard.check()
-        if not self._unclaimed:
-            self._step()
-        with self._lock:
-            finished = self._unclaimed.copy()
-            self._unclaimed.clear()
-        return finished
+        if not self._inbox.outputs:
+            self.queue.step()
+        return self.queue.collect(self._inbox)
 
     def is_finished(self) -> bool:
         """Return whether no request is left, those of other calls included, and `step` has nothing more to return."""
-        return self.engine.is_finished() and not self._unclaimed
+        return not self.queue.has_unfinished_requests() and not self._inbox.outputs
+
+    def abort(self, request_ids: int | Collection[int]) -> None:
+        """Have the next step finish these requests as they are, with finish_reason "abort".
+
+        Ids that are not known, or finished, are passed over. Raises RequestError for what is no id.
+        """
+        self.queue.abort_requests(request_ids)
+
+    def pause(self, request_ids: int | Collection[int]) -> None:
+        """Have these requests compute nothing from the next step on, until they are resumed. Ids as in `abort`.
+
+        A paused request keeps its blocks of the KV cache while nobody needs them, and gives them up before any other
+        does; then they are computed again. Its tokens are those that it would have got. A token that is being computed
+        still comes. While all that is left is paused, `generate` and its like wait, and `step` waits 10 ms at most.
+        """
+        self.queue.pause_requests(request_ids)
+
+    def resume(self, request_ids: int | Collection[int]) -> None:
+        """Have paused requests go on with the next step. Ids as in `abort`; those that are not paused stay as they are.
+
+        One that has given its blocks up waits for its turn, which is that of its priority and arrival.
+        """
+        self.queue.resume_requests(request_ids)
+
+    def get_metrics(self) -> EngineMetrics:
+        """Return the work done since this LLM was made, and what it holds now."""
+        return self.queue.get_metrics()
+
+    def on_step(self, callback: StepCallback) -> Callable[[], None]:
+        """Call `callback` with a StepEvent after each step, from now on; return a function that ends this.
+
+        It is called once the step's outputs are made, in the thread that runs the step, and delays the next one. What
+        it raises ends the call that ran the step. Raises RequestError for what cannot be called.
+        """
+        return self._step_callbacks.add(callback)
+
+    def update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """Copy new weights into the model in place, on all ranks, and forget every cached prefix.
+
+        named_tensors: a dict or an iterable of the checkpoint's names and whole tensors, on any device; all or some.
+        Raises ModelError, with close names, for one that does not fit, and for what is no pair: nothing of a dict is
+        copied then; what came before it in an iterable stays. Raises EngineStateError while requests are unfinished, or
+        the engine sleeps.
+        """
+        self._weights.update_weights(named_tensors)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the device's memory back until `wake_up`; calls that need the model raise EngineStateError meanwhile.
+
+        level: 1 keeps the weights in host memory; 2 drops them, to be given to `update_weights` after `wake_up`. Raises
+        EngineStateError while requests are unfinished.
+        """
+        self._weights.sleep(level)
+
+    def wake_up(self) -> None:
+        """Take the memory again. Raises ConfigError where it is not free; the engine sleeps on then, if on one GPU."""
+        self._weights.wake_up()
 
     @property
     def tokenizer(self) -> Any:
         """The tokenizer, from transformers; None where the model's folder has none."""
-        return self._prompts.tokenizer.hf if self._prompts.tokenizer else None
+        tokenizer = self.queue.prompts.tokenizer
+        return tokenizer.hf if tokenizer else None
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -294,23 +360,21 @@ class LLM(RunControl, WeightControl, AsyncCalls):
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, as `generate` makes them. Raises RequestError where there is no tokenizer."""
-        with self._lock:
-            return self._prompts.encode_text(text)
+        with self.queue.lock:
+            return self.queue.prompts.encode_text(text)
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of one token id or several. Raises RequestError for a wrong id, or without a tokenizer."""
-        return self._prompts.decode(token_ids, skip_special_tokens)
+        return self.queue.prompts.decode(token_ids, skip_special_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        with self._lock:
-            self.engine.check_open()
-            self.engine.block_manager.reset_prefix_cache()
+        self.queue.reset_prefix_cache()
 
     def close(self) -> None:
         """Free the model and the cache; closing twice is fine."""
-        with self._lock:
-            self.engine.close()
+        with self.queue.lock:
+            self.queue.close()
             self._write_trace()
 
     exit = close  # nano-vllm's name
@@ -321,84 +385,39 @@ class LLM(RunControl, WeightControl, AsyncCalls):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _prepare(
-        self,
-        prompts: list[Prompt],
-        sampling_params: Params,
-        priority: Sequence[int] | None = None,
-        add_special_tokens: bool = True,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        use_tqdm: bool = False,
-        on_error: OnError = "raise",
-        errors: Errors | None = None,
-    ) -> list[PreparedRequest]:
-        """Check everything that a user can get wrong, before anything is queued; `errors` has what is known of it."""
-        check_on_error(on_error)
-        errors = {} if errors is None else errors
-        options = sampling_params, priority, errors, add_special_tokens, tokenization_kwargs
-        self.engine.check_open()
-        with self._lock:  # tokenizers do not serve two threads at once
-            requests = self._prompts.prepare(prompts, *options)
-        if on_error == "raise":
-            report(errors, len(prompts))
-        self._constraints.add_plans(requests, errors, use_tqdm)
-        report(errors, len(prompts), on_error)
-        for index, error in errors.items():
-            requests[index].error = error
-        return requests
-
     def _complete(
         self, requests: list[PreparedRequest], use_tqdm: bool, on_finish: OnFinish | None
     ) -> list[RequestOutput]:
         """Run these requests to their end; if that fails, leave nothing of them behind."""
-        request_ids: list[int] = []
-        inbox: list[RequestOutput] = []
+        inbox = Inbox()
         num_reported = 0
         try:
-            with self._lock, postponed_interrupt():
-                for request in requests:
-                    request_ids.append(self.engine.add_request(request, inbox))
+            self.queue.add_requests(requests, inbox)
             with Progress(self.get_metrics, len(requests), use_tqdm) as progress:
                 while num_reported < len(requests):
-                    if num_reported == len(inbox):
-                        self._step()
-                    progress.show(len(inbox))
-                    for output in inbox[num_reported:]:
+                    if num_reported == len(inbox.outputs):
+                        self.queue.step()
+                    progress.show(len(inbox.outputs))
+                    for output in inbox.outputs[num_reported:]:
                         num_reported += 1
                         if on_finish is not None:
                             on_finish(output)
         finally:
-            if len(inbox) < len(request_ids):
-                with self._lock, postponed_interrupt():
-                    self.engine.abort({*request_ids} - {output.request_id for output in inbox})
-        return RequestOutputs(sorted(inbox, key=lambda output: output.request_id))
+            self.queue.drop(inbox)
+        return RequestOutputs(sorted(inbox.outputs, key=lambda output: output.request_id))
 
     def _stream(self, requests: list[PreparedRequest]) -> Iterator[StreamChunk]:
         """Run these requests and yield their chunks; those that are left early are aborted by a later step."""
-        request_ids: list[int] = []
-        inbox: list[RequestOutput] = []
-        chunks: deque[StreamChunk] = deque()
+        inbox = Inbox(is_stream=True)
         try:
-            with self._lock, postponed_interrupt():
-                for index, request in enumerate(requests):
-                    request_ids.append(self.engine.add_request(request, inbox, chunks, index))
-            while chunks or len(inbox) < len(requests):
-                if chunks:
-                    yield chunks.popleft()
+            self.queue.add_requests(requests, inbox)
+            while inbox.chunks or not inbox.is_complete:
+                if inbox.chunks:
+                    yield inbox.chunks.popleft()
                 else:
-                    self._step()
+                    self.queue.step()
         finally:
-            self.abort({*request_ids} - {output.request_id for output in inbox})
-
-    def _step(self) -> None:
-        """Run one step, or let another thread run its own."""
-        self._wait_while_all_are_paused(TURN_SECONDS)
-        if self._lock.acquire(timeout=TURN_SECONDS):
-            try:
-                with postponed_interrupt():
-                    self.engine.step()
-            finally:
-                self._lock.release()
+            self.queue.abandon(inbox)
 
 
 LLM.__signature__ = inspect.signature(EngineConfig)  # type: ignore[attr-defined]  # for help() and for notebooks

@@ -49,11 +49,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"text"},
     "control": EVERYBODY | {"text", "engine"},
+    "aio": EVERYBODY | {"engine", "text", "progress"},
     "llm": EVERYBODY
     | {"constraints", "control", "engine", "executor", "runner", "models", "text", "progress", "scoring"}
-    | {"engine_options", "integrations.async_calls"},
+    | {"engine_options", "aio"},
     "__init__": EVERYBODY | {"llm"},
-    "batch": EVERYBODY | {"llm", "engine.interrupts", "text", "progress"},
+    "batch": EVERYBODY | {"llm", "engine", "text", "progress"},
     "bench": EVERYBODY
     | {
         *nanoinfer.__all__,
@@ -145,8 +146,7 @@ def test_parts_do_not_import_each_other_in_a_circle() -> None:
     for name in MODULES:
         if not lies_in(name, "assets"):
             imports.setdefault(name.partition(".")[0], set()).update(imported_parts(name))
-    # LLM has the calls of asyncio, which drive an LLM; the package itself has LLM.
-    assert circles(imports) == {frozenset({"__init__", "llm", "integrations", "batch"})}
+    assert circles(imports) == set()
 
 
 def test_a_circle_is_found_however_long_it_is() -> None:
@@ -158,6 +158,11 @@ def test_a_circle_is_found_however_long_it_is() -> None:
 def test_the_planning_half_of_the_engine_does_without_torch(name: str) -> None:
     names = imported_names(MODULES[name].read_text(encoding="utf-8"))
     assert [imported for imported in names if lies_in(imported, "torch")] == []
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "llm"])
+def test_nothing_reads_private_members_of_an_llm(name: str) -> None:
+    assert re.findall(r"\bllm\._[a-z]\w*", MODULES[name].read_text(encoding="utf-8")) == []
 
 
 def test_nothing_imports_the_benchmark_but_the_command_line() -> None:

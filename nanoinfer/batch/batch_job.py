@@ -26,10 +26,12 @@ from nanoinfer.batch.openai_format import (
     response_body,
 )
 from nanoinfer.engine.interrupts import postponed_interrupt
+from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.errors import JobError, RequestError
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.prompts import PreparedRequest
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM  # which imports PyTorch; a wrong input is noticed without
@@ -164,9 +166,9 @@ class Job:
     ) -> None:
         self._llm, self._output, self._base, self._max_errors = llm, output, base, max_errors
         self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._queue, self._inbox = llm.queue, Inbox()
         self.asked: dict[int, Asked] = {}  # by request id
-        # A full running set, and as many that wait: rows are refilled from them in one step.
-        self._window = 2 * llm.config.max_num_seqs
+        self._window = self._queue.capacity
         self._ahead: list[Question] = []
         self._background = ThreadPoolExecutor(1, thread_name_prefix="nanoinfer-grammars")
         self._compiled: Future[Any] = Future()  # of all that have no grammar
@@ -181,7 +183,9 @@ class Job:
                 while is_left and self._output.num_errors <= self._max_errors:
                     with postponed_interrupt():  # what has finished is written first
                         is_left = self._feed(pending)
-                        for output in self._llm.step() if self.asked else []:
+                        if self.asked:
+                            self._queue.step()
+                        for output in self._queue.collect(self._inbox):
                             self._answer(output, summary)
                     if not self.asked:
                         wait([question.compiling for question in self._ahead], return_when=FIRST_COMPLETED)
@@ -219,8 +223,7 @@ class Job:
                 raise RequestError(f"{what} make more than {MAX_CHOICES} choices; give fewer in a line")
             compiling = self._compiled
             if params.structured_outputs is not None:
-                assert self._llm.engine.constraints is not None, "an LLM gives its engine some"
-                compiling = self._background.submit(self._llm.engine.constraints.compile, [params])
+                compiling = self._background.submit(self._queue.compile_grammars, [params])
             return Question(line, custom_id, body, params, compiling)
         except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
             self._fail(line, custom_id, "invalid_request", str(error))
@@ -228,22 +231,24 @@ class Job:
 
     def ask(self, question: Question) -> None:
         """Queue the requests of a line, or write what is wrong with it."""
-        body = question.body
         try:
-            question.compiling.result()  # it is kept, so that the request finds it
-            if "messages" in body:
-                options = {name: body[name] for name in CHAT_OPTIONS if name in body}
-                params = self._params(question)
-                request_id = self._llm.add_chat_request(self._with_system(body["messages"]), params, **options)
-                self.asked[request_id] = Asked(question, num_requests=1)
-                return
-            if len(body["prompt"]) > 1:
-                self._llm._prompts.encode(body["prompt"])  # raises for a bad one, before the first is queued
-            asked = Asked(question, len(body["prompt"]))
-            for index, prompt in enumerate(body["prompt"]):
-                self.asked[self._llm.add_request(prompt, self._params(question, index))] = asked
+            question.compiling.result()  # it is kept, so that `prepare` finds it
+            requests = self._prepare(question)
         except (RequestError, RecursionError) as error:
             self._fail(question.line, question.custom_id, "invalid_request", str(error))
+            return
+        asked = Asked(question, len(requests))
+        self.asked |= dict.fromkeys(self._queue.add_requests(requests, self._inbox), asked)
+
+    def _prepare(self, question: Question) -> list[PreparedRequest]:
+        """Return the requests of a line. Raises RequestError for what cannot be served."""
+        body = question.body
+        if "messages" in body:
+            options = {name: body[name] for name in CHAT_OPTIONS if name in body}
+            return self._queue.prepare_chats([self._with_system(body["messages"])], self._params(question), options)
+        self._queue.prompts.check_params(question.params)  # what is wrong with them is said once, not for each prompt
+        params = [self._params(question, index) for index in range(len(body["prompt"]))]
+        return self._queue.prepare(body["prompt"], params)
 
     def _params(self, question: Question, index: int = 0) -> SamplingParams:
         """Return the sampling parameters of one prompt of a line."""

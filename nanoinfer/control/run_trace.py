@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.control.step_events import StepEvents
+from nanoinfer.control.step_events import StepCallbacks, StepEvents
+from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.outputs import RequestChange, StepEvent
 
 logger = logging.getLogger("nanoinfer")
@@ -36,6 +37,15 @@ STEP_COUNTS = (
     "num_free_blocks",
 )
 KINDS = ("arrived", "admitted", "chunk", "preempted", "paused", "resumed", "finished")
+
+
+def start_trace(
+    path: str, title: str, engine: LLMEngine, callbacks: StepCallbacks
+) -> "weakref.finalize[[StepEvents, str], LLMEngine]":
+    """Record the run of an engine from now on; return the function that writes the file, once."""
+    trace = RunTrace(title)
+    callbacks.add(trace)
+    return trace.write_on_close(engine, callbacks.events(), path)
 
 
 class RunTrace:

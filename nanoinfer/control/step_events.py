@@ -1,4 +1,4 @@
-"""Makes the StepEvents of `LLM.on_step` out of what the engine tells its `Listener` while it works.
+"""Calls the functions of `LLM.on_step` with StepEvents, made of what the engine tells its `Listener` while it works.
 
 Counts are read from the scheduler when a step is launched.
 
@@ -6,6 +6,7 @@ A thread may begin to listen in the middle of another thread's step. Such a step
 step is passed over, unless its launch was told.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,12 +16,50 @@ from typing import Any
 import torch
 
 from nanoinfer.engine.batch import ScheduledBatch
-from nanoinfer.engine.interfaces import Listener
+from nanoinfer.engine.interfaces import SILENT, Listener
+from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.errors import RequestError
 from nanoinfer.outputs import RequestChange, StepEvent
 
 StepCallback = Callable[[StepEvent], object]
+
+
+class StepCallbacks:
+    """Has functions called after each step of an engine. While there are none, nobody listens to the engine."""
+
+    def __init__(self, engine: LLMEngine, device: torch.device) -> None:
+        self._engine, self._device = engine, device
+        self._registration = threading.RLock()  # held while a callback comes or goes; a finalizer may end one meanwhile
+
+    def add(self, callback: StepCallback) -> Callable[[], None]:
+        """Call a function with the StepEvent of each step, from now on; return a function that ends this."""
+        if not callable(callback):
+            raise RequestError(f"callback={callback!r} cannot be called; give a function of a StepEvent")
+
+        def call(event: StepEvent) -> None:  # an object of its own, so that `end` ends this registration and no other
+            callback(event)
+
+        with self._registration:
+            events = self.events()
+            events.callbacks.append(call)
+            self._engine.listener = events  # perhaps in the middle of another thread's step
+
+        def end() -> None:
+            with self._registration:
+                if call in events.callbacks:
+                    events.callbacks.remove(call)
+                if not events.callbacks and self._engine.listener is events:
+                    self._engine.listener = SILENT
+
+        return end
+
+    def events(self) -> "StepEvents":
+        """Return what makes the events: new, where nobody listens."""
+        if isinstance(self._engine.listener, StepEvents):
+            return self._engine.listener
+        return StepEvents(self._engine.scheduler, GpuTimer(self._device) if self._device.type == "cuda" else None)
 
 
 class GpuTimer:

@@ -16,19 +16,15 @@ PAIRS = "a dict of names to tensors, or an iterable of pairs of a name and a ten
 
 
 class WeightControl:
-    """The part of `LLM` that replaces the weights, sleeps and wakes up. Any thread may call it."""
+    """Does the work of `LLM.update_weights`, `sleep` and `wake_up`. Any thread may call it.
 
-    engine: LLMEngine
-    _lock: RLock
+    lock: that of the engine's queue, so that no step runs meanwhile.
+    """
+
+    def __init__(self, engine: LLMEngine, lock: RLock) -> None:
+        self._engine, self._lock = engine, lock
 
     def update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        """Copy new weights into the model in place, on all ranks, and forget every cached prefix.
-
-        named_tensors: a dict or an iterable of the checkpoint's names and whole tensors, on any device; all or some.
-        Raises ModelError, with close names, for one that does not fit, and for what is no pair: nothing of a dict is
-        copied then; what came before it in an iterable stays. Raises EngineStateError while requests are unfinished, or
-        the engine sleeps.
-        """
         if not isinstance(named_tensors, Iterable) or isinstance(named_tensors, (str, bytes, Tensor)):
             raise ModelError(f"named_tensors is a {type(named_tensors).__name__}; give {PAIRS}")
         with self._lock:
@@ -49,25 +45,19 @@ class WeightControl:
             except ModelError as error:
                 raise ModelError(f"{error}; the {num_copied} before it were copied, and stay") from None
             finally:
-                self.engine.block_manager.reset_prefix_cache()  # its keys and values are those of the weights before
+                self._engine.block_manager.reset_prefix_cache()  # its keys and values are those of the weights before
 
-    def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back until `wake_up`; calls that need the model raise EngineStateError meanwhile.
-
-        level: 1 keeps the weights in host memory; 2 drops them, to be given to `update_weights` after `wake_up`. Raises
-        EngineStateError while requests are unfinished.
-        """
+    def sleep(self, level: int) -> None:
         if level not in (1, 2):
             raise ConfigError(f"level={level!r} is not known; use 1 to keep the weights in host memory, 2 to drop them")
         with self._lock:
             runner = self._idle_runner("sleep")
             if runner.sleep_level is None:
-                self.engine.block_manager.reset_prefix_cache()
+                self._engine.block_manager.reset_prefix_cache()
                 with postponed_interrupt():
                     runner.sleep(level)
 
     def wake_up(self) -> None:
-        """Take the memory again. Raises ConfigError where it is not free; the engine sleeps on then, if on one GPU."""
         with self._lock:
             runner = self._idle_runner("wake_up")
             if runner.sleep_level is None:
@@ -84,7 +74,7 @@ class WeightControl:
 
     def _idle_runner(self, call: str) -> Runner:
         """Return the runner of an engine without requests. Raises EngineStateError where some are unfinished."""
-        engine = self.engine
+        engine = self._engine
         runner = engine.check_open(is_for_steps=False)
         if not engine.is_finished():
             engine.step(launch=False)  # hands over what was aborted

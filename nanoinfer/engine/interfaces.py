@@ -1,10 +1,14 @@
 """What the engine needs of others, as protocols: whatever runs its steps, and whoever is told of its work."""
 
+import collections.abc as abc
 from typing import Any, Protocol
 
 from nanoinfer.engine.batch import Packet, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.token_masks import TokenMasks
+from nanoinfer.engine.token_masks import Constraint, TokenMasks
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.refusals import Errors
 
 
 class Weights(Protocol):
@@ -15,6 +19,19 @@ class Weights(Protocol):
 
     def update(self, name: str, tensor: Any) -> None:
         """Check a tensor and copy it there."""
+
+
+class Constraints(Protocol):
+    """Compiles what limits the tokens of requests, and makes the masks of steps."""
+
+    def compile(self, params: abc.Sequence[SamplingParams]) -> object:
+        """Compile what these ask for, and keep it. Raises RequestError where that cannot be done."""
+
+    def add_plans(self, requests: abc.Sequence[PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
+        """Give requests their plans; what is wrong with those of some is added to `errors`, by index."""
+
+    def masks(self, constraints: abc.Sequence[Constraint | None]) -> TokenMasks:
+        """Return what the lines of a step may draw, each with its constraint or None."""
 
 
 class Runner(Protocol):

@@ -14,14 +14,14 @@ import xxhash
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.interfaces import Listener, Runner
+from nanoinfer.engine.interfaces import Constraints, Listener, Runner
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.logprobs import collect_logprobs, end_texts
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.token_masks import Constraints, TokenMasks
+from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import EngineClosedError, EngineStateError
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, refused
 from nanoinfer.sampling_params import SamplingParams

@@ -3,7 +3,7 @@
 These types are all that the engine, the runner and the sampler know of constraints.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -39,13 +39,6 @@ class Constraint(Protocol):
 
     def append(self, token_id: int) -> bool:
         """Take the sample's newest token; return whether the text is complete with it."""
-
-
-class Constraints(Protocol):
-    """Makes the masks of steps."""
-
-    def masks(self, constraints: Sequence[Constraint | None]) -> TokenMasks:
-        """Return what the lines of a step may draw, each with its constraint or None."""
 
 
 class ConstraintPlan(Protocol):

@@ -189,8 +189,7 @@ class EngineActor:
         self.llm = LLM(model, **{"seed": secrets.randbits(63), **options})
         self._base, self._chat_template_kwargs = sampling_params, chat_template_kwargs
         self._should_continue_on_error = should_continue_on_error
-        # A full running set, and as many that wait: rows are refilled from them in one step.
-        self._room = asyncio.Semaphore(2 * self.llm.config.max_num_seqs)
+        self._room = asyncio.Semaphore(self.llm.queue.capacity)
         self._failure: Exception | None = None  # of the engine, which may have closed it
 
     async def __call__(self, batch: Any) -> dict[str, list[bytes]]:
@@ -229,7 +228,7 @@ class EngineActor:
         params = merge_params(self._base, row.get("sampling_params"))
         if name != "messages":  # in a dict, a list is one prompt, whatever is in it
             return {"prompts": {"prompt": as_prompt(row[name])}, "sampling_params": params}
-        tokenizer, tools = self.llm._prompts.require_tokenizer(), plain(row.get("tools"))
+        tokenizer, tools = self.llm.queue.prompts.require_tokenizer(), plain(row.get("tools"))
         kwargs = self._chat_template_kwargs
         [text] = render_chats(tokenizer, [plain(row[name])], tools=tools, chat_template_kwargs=kwargs)
         # The template has already written the special tokens.

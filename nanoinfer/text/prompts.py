@@ -2,7 +2,7 @@
 
 import sys
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, cast
@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from nanoinfer.errors import RequestError, check_names
-from nanoinfer.outputs import shown
+from nanoinfer.outputs import RequestOutput, shown
 from nanoinfer.sampling_params import LOGPROBS, SamplingParams, check_against_model, is_whole_number
 from nanoinfer.text.columns import Array, Series, as_list, is_column
 from nanoinfer.text.refusals import Errors, for_each_params, report
@@ -27,6 +27,8 @@ GivenPrompt = Prompt | Mapping[str, Any] | Array | Series  # {"prompt": ...}, as
 # One prompt or several. One Sequence stands for both a list of prompts and a prompt's token ids, because mypy infers
 # the type of ["text", [1, 2]] from one alone.
 Prompts = str | Mapping[str, Any] | Array | Series | Sequence[GivenPrompt | int]
+Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
+OnFinish = Callable[[RequestOutput], object]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +76,7 @@ class PromptProcessor:
     def prepare(
         self,
         prompts: list[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: Params,
         priority: Sequence[int] | None,
         errors: Errors,
         add_special_tokens: bool = True,
@@ -289,7 +291,7 @@ def as_request_ids(request_ids: int | Collection[int]) -> list[int]:
     return [int(item) for item in ids]
 
 
-def one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def one_for_each(params: Params, count: int) -> list[SamplingParams]:
     """Return sampling options for each of `count` prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count

@@ -39,6 +39,7 @@ from nanoinfer.batch.job_files import BatchOutput
 from nanoinfer.batch.openai_format import parse_body, response_body
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.grammars import GrammarLibrary
+from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.errors import JobError, RequestError
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -124,8 +125,8 @@ def test_what_a_line_leaves_out_is_as_the_job_says_and_else_as_the_model_recomme
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[SamplingParams] = []
-    original = llm.add_request
-    monkeypatch.setattr(llm, "add_request", lambda prompt, params: asked.append(params) or original(prompt, params))
+    original = llm.queue.prepare
+    monkeypatch.setattr(llm.queue, "prepare", lambda prompts, params: asked.extend(params) or original(prompts, params))
     path = write(tmp_path / "in.jsonl", {"prompt": [1]}, {"prompt": [1], "temperature": 0.5, "stop": "x"})
     job(llm, path, overrides={"max_tokens": 2})
     assert [(params.temperature, params.max_tokens, params.stop) for params in asked] == [
@@ -222,8 +223,8 @@ def test_a_system_message_is_for_chats_that_have_none(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[dict[str, str]]] = []
-    original = llm.add_chat_request
-    monkeypatch.setattr(llm, "add_chat_request", lambda said, *args: asked.append(said) or original(said, *args))
+    original = llm.queue.prepare_chats
+    monkeypatch.setattr(llm.queue, "prepare_chats", lambda said, *args: asked.extend(said) or original(said, *args))
     own = [QUESTION[0], {"role": "system", "content": "mine"}]
     lines = [{"messages": messages, **GREEDY} for messages in (QUESTION, own, [], ["x"])]
     path = write(tmp_path / "in.jsonl", *lines, {"prompt": "a", **GREEDY})
@@ -382,19 +383,14 @@ def test_only_as_many_lines_are_in_the_engine_as_keep_it_busy(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "in.jsonl", *[{"prompt": [index], **GREEDY} for index in range(50)])
-    add, step = llm.add_request, llm.step
-    asked: list[int] = []
-    answered: list[RequestOutput] = []
+    collect = llm.queue.collect
     held: list[int] = []
-    monkeypatch.setattr(llm, "add_request", lambda *given: asked.append(add(*given)) or asked[-1])
 
-    def counting_step() -> list[RequestOutput]:
-        held.append(len(asked) - len(answered))
-        outputs = step()
-        answered.extend(outputs)
-        return outputs
+    def counting_collect(inbox: Inbox) -> list[RequestOutput]:
+        held.append(len(inbox.request_ids))
+        return collect(inbox)
 
-    monkeypatch.setattr(llm, "step", counting_step)
+    monkeypatch.setattr(llm.queue, "collect", counting_collect)
     assert job(llm, path).num_done == 50
     assert max(held) == 8, "twice the rows"
 
@@ -406,7 +402,7 @@ def choosing(*choices: str, **options: Any) -> dict[str, Any]:
 def test_steps_go_on_while_a_grammar_is_compiled(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second line's grammar takes until the others are answered, or for a minute."""
     pytest.importorskip("llguidance")
-    compile_now, step = GrammarLibrary.compile, llm.step
+    compile_now, collect = GrammarLibrary.compile, llm.queue.collect
     others_answered, waited = threading.Event(), []
     finished: list[str] = []
 
@@ -416,15 +412,15 @@ def test_steps_go_on_while_a_grammar_is_compiled(llm: LLM, tmp_path: Path, monke
             assert threading.current_thread() is not threading.main_thread()
         return compile_now(library, wanted)
 
-    def counting_step() -> list[RequestOutput]:
-        outputs = step()
+    def counting_collect(inbox: Inbox) -> list[RequestOutput]:
+        outputs = collect(inbox)
         finished.extend(output.text for output in outputs)
         if len(finished) == 29:
             others_answered.set()
         return outputs
 
     monkeypatch.setattr(GrammarLibrary, "compile", compile_slowly)
-    monkeypatch.setattr(llm, "step", counting_step)
+    monkeypatch.setattr(llm.queue, "collect", counting_collect)
     plain = [{"prompt": [index], **GREEDY} for index in range(28)]
     path = write(tmp_path / "in.jsonl", choosing("first"), choosing("slow"), *plain)
     assert job(llm, path).num_errors == 0
@@ -635,17 +631,17 @@ def test_ctrl_c_writes_what_is_finished_and_the_job_goes_on(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "in.jsonl", *[{"prompt": [index], **GREEDY} for index in range(20)])
-    original, returned = llm.step, []
+    original, returned = llm.queue.collect, []
 
-    def step() -> list:
+    def collect(inbox: Inbox) -> list:
         if len(returned) == 12:
             os.kill(os.getpid(), signal.SIGINT)
-        returned.append(original())
+        returned.append(original(inbox))
         return returned[-1]
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job has not
     with monkeypatch.context() as patch:
-        patch.setattr(llm, "step", step)
+        patch.setattr(llm.queue, "collect", collect)
         summary = job(llm, path)
     signal.signal(signal.SIGINT, handler)
     num_finished = sum(map(len, returned))

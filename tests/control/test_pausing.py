@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from nanoinfer import LLM, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams, tiny_model_path
-from nanoinfer.control.run_control import RunControl
 from nanoinfer.engine.sequence import SequenceStatus
 from tests.engine.helpers import add_prompts, make_scheduler, make_sequence, run_to_the_end, step
 
@@ -208,7 +207,7 @@ def test_a_stream_says_nothing_of_a_paused_request_until_it_is_resumed(llm: LLM)
 def test_generate_waits_for_a_paused_request_without_work_and_says_so(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("nanoinfer.control.run_control.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("nanoinfer.engine.request_queue.PATIENCE_SECONDS", 0.1)
     ids: list[int] = []
     end = llm.on_step(lambda event: ids.extend(change.request_id for change in event.changes))
     end_pausing = llm.on_step(lambda event: llm.pause(ids))
@@ -253,4 +252,3 @@ def test_pausing_passes_over_ids_that_are_unknown_and_refuses_what_is_none(llm: 
     for control in (llm.pause, llm.resume, llm.abort):
         with pytest.raises(RequestError, match="give an id that add_request returned"):
             control("first")  # type: ignore[arg-type]
-    assert isinstance(llm, RunControl)

@@ -227,13 +227,13 @@ async def answer(actor: EngineActor, rows: list[dict[str, Any]]) -> list[dict[st
 def test_an_engine_never_drains_between_batches(actor: EngineActor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two batches at a time, as Ray calls an actor with max_concurrency 2: whenever one ends, the other is running."""
     num_running: list[int] = []
-    step = actor.llm._step
+    step = actor.llm.queue.step
 
     def watched() -> None:
         num_running.append(len(actor.llm.engine.scheduler.running))
         step()
 
-    monkeypatch.setattr(actor.llm, "_step", watched)
+    monkeypatch.setattr(actor.llm.queue, "step", watched)
 
     async def run() -> None:
         two = asyncio.Semaphore(2)

@@ -73,8 +73,8 @@ def test_a_column_of_texts_or_of_ids_is_a_list_of_them(kind: str, prompts: list[
 def test_a_column_of_conversations_is_a_list_of_them(kind: str, llm: LLM) -> None:
     if kind == "datasets of arrays":
         pytest.skip("NumPy has no array of dicts that `datasets` would make")
-    assert render_chats(llm._prompts.require_tokenizer(), KINDS[kind](CHATS)) == render_chats(
-        llm._prompts.require_tokenizer(), CHATS
+    assert render_chats(llm.queue.prompts.require_tokenizer(), KINDS[kind](CHATS)) == render_chats(
+        llm.queue.prompts.require_tokenizer(), CHATS
     )
 
 

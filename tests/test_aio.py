@@ -19,7 +19,6 @@ from nanoinfer import (
     StructuredOutputsParams,
     tiny_model_path,
 )
-from nanoinfer.integrations import aio
 from nanoinfer.outputs import RequestOutput, RequestOutputs, StreamChunk
 
 Checkpoint = Callable[..., Path]
@@ -262,7 +261,7 @@ def test_a_call_that_is_cancelled_while_it_is_queued_keeps_no_trainer_waiting(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     is_there, may_go_on = threading.Event(), threading.Event()
-    owner, name = (llm, "_prepare") if place == "prepare" else (llm.engine, "add_request")
+    owner, name = (llm.queue, "prepare") if place == "prepare" else (llm.engine, "add_request")
     original = getattr(owner, name)
 
     def slowly(*args: Any) -> Any:
@@ -283,7 +282,7 @@ def test_a_call_that_is_cancelled_while_it_is_queued_keeps_no_trainer_waiting(
             await asyncio.sleep(0.01)
 
     monkeypatch.setattr(owner, name, slowly)
-    monkeypatch.setattr(aio, "_abort", lambda *_: None)  # the driver's own, which may come before or after
+    monkeypatch.setattr(llm.queue, "drop", lambda *_: None)  # the driver's own, which may come before or after
     run_all(train())
     monkeypatch.undo()
 

@@ -1,0 +1,214 @@
+"""The way to the engine: `LLM`, asyncio and batch jobs add requests, run steps and collect outputs.
+
+inbox = Inbox()
+queue.add_requests(queue.prepare(["Hello"]), inbox)
+while not inbox.is_complete:
+    queue.step()
+outputs = queue.collect(inbox)
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from nanoinfer.engine.interfaces import Constraints
+from nanoinfer.engine.interrupts import postponed_interrupt
+from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.chat import Conversation, render_chats
+from nanoinfer.text.prompts import Params, PreparedRequest, Prompt, PromptProcessor, as_request_ids
+from nanoinfer.text.refusals import Errors, OnError, check_on_error, report
+
+logger = logging.getLogger("nanoinfer")
+
+TURN_SECONDS = 0.01  # so long a thread waits for its turn; another's step serves its requests too
+PATIENCE_SECONDS = 1.0  # after so long without anything to run, the log says why
+
+
+class Inbox:
+    """Holds what has come of one caller's requests: outputs in the order in which they finished, and a stream's chunks.
+
+    is_stream: whether chunks are wanted.
+    """
+
+    def __init__(self, is_stream: bool = False) -> None:
+        self.request_ids: set[int] = set()  # added, and not collected
+        self.outputs: list[RequestOutput] = []
+        self.chunks: deque[StreamChunk] = deque()
+        self.is_stream = is_stream
+        self.is_abandoned = False  # whether nobody waits for the rest
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every request has finished."""
+        return len(self.outputs) == len(self.request_ids)
+
+    def unfinished_ids(self) -> set[int]:
+        return self.request_ids - {output.request_id for output in self.outputs}
+
+
+class RequestQueue:
+    """Takes requests and runs them in steps. A step serves the requests of all callers, whichever thread runs it.
+
+    Any thread may call any method. prompts: checks and tokenizes prompts. constraints: plans what limits their tokens.
+    lock: held for each step, and while requests are prepared, added or dropped; whoever holds it keeps steps waiting.
+    """
+
+    def __init__(self, engine: LLMEngine, prompts: PromptProcessor, constraints: Constraints) -> None:
+        self._engine, self._constraints = engine, constraints
+        self.prompts = prompts
+        self.lock = threading.RLock()
+        # A full running set, and as many that wait: rows are refilled from them in one step.
+        self.capacity = 2 * engine.config.max_num_seqs  # requests that are worth having here at a time
+        self._idle_since: float | None = None  # perf_counter; 0.0 once the log says so
+
+    def prepare(
+        self,
+        prompts: list[Prompt],
+        sampling_params: Params = None,
+        priority: Sequence[int] | None = None,
+        add_special_tokens: bool = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = False,
+        on_error: OnError = "raise",
+        errors: Errors | None = None,
+    ) -> list[PreparedRequest]:
+        """Check everything that a user can get wrong, before anything is queued; `errors` has what is known of it.
+
+        The other arguments are those of `LLM.generate`, and so are the errors.
+        """
+        check_on_error(on_error)
+        errors = {} if errors is None else errors
+        options = sampling_params, priority, errors, add_special_tokens, tokenization_kwargs
+        self._engine.check_open()
+        with self.lock:  # tokenizers do not serve two threads at once
+            requests = self.prompts.prepare(prompts, *options)
+        if on_error == "raise":
+            report(errors, len(prompts))
+        self._constraints.add_plans(requests, errors, use_tqdm)
+        report(errors, len(prompts), on_error)
+        for index, error in errors.items():
+            requests[index].error = error
+        return requests
+
+    def prepare_chats(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: Params,
+        template_options: Mapping[str, Any],
+        **options: Any,
+    ) -> list[PreparedRequest]:
+        """Do as `prepare` with conversations. template_options: of `render_chats`. options: of `prepare`."""
+        errors: Errors = {}
+        texts = render_chats(self.prompts.require_tokenizer(), messages, **template_options, errors=errors)
+        # The template has already written the special tokens.
+        return self.prepare([*texts], sampling_params, add_special_tokens=False, errors=errors, **options)
+
+    def compile_grammars(self, params: Sequence[SamplingParams]) -> None:
+        """Compile what these ask for, so that `prepare` finds it. Raises RequestError where that cannot be done."""
+        self._constraints.compile(params)
+
+    def add_requests(self, requests: list[PreparedRequest], inbox: Inbox) -> list[int]:
+        """Queue requests, whose outputs steps put into the inbox, and return their ids.
+
+        Chunks of a stream have the request's place in the list as `index`. An interrupted call may have queued them all
+        the same: `drop` them. Those added to an abandoned inbox are aborted.
+        """
+        request_ids = []
+        with self.lock, postponed_interrupt():
+            for index, request in enumerate(requests):
+                chunks = inbox.chunks if inbox.is_stream else None
+                request_ids.append(self._engine.add_request(request, inbox.outputs, chunks, index))
+                inbox.request_ids.add(request_ids[-1])
+            if inbox.is_abandoned:
+                self.abandon(inbox)
+        return request_ids
+
+    def step(self) -> None:
+        """Run one step, or let another thread run its own. What finishes is in the inboxes then."""
+        self._wait_while_all_are_paused()
+        if self.lock.acquire(timeout=TURN_SECONDS):
+            try:
+                with postponed_interrupt():
+                    self._engine.step()
+            finally:
+                self.lock.release()
+
+    def collect(self, inbox: Inbox) -> list[RequestOutput]:
+        """Take the outputs out of an inbox that is to have others."""
+        self.check_outside_step()
+        with self.lock:
+            outputs = inbox.outputs.copy()
+            inbox.outputs.clear()
+            inbox.request_ids.difference_update(output.request_id for output in outputs)
+        return outputs
+
+    def drop(self, *inboxes: Inbox) -> None:
+        """Forget at once what is unfinished, and free what it holds; nothing more comes of it."""
+        if any(not inbox.is_complete for inbox in inboxes):
+            with self.lock, postponed_interrupt():
+                self._engine.abort({request_id for inbox in inboxes for request_id in inbox.unfinished_ids()})
+
+    def abandon(self, inbox: Inbox) -> None:
+        """Have the next step abort what is unfinished, and what is still being added.
+
+        This is safe at any moment, such as where the garbage collector closes a stream. What is aborted counts as
+        unfinished no longer: a call that needs an idle engine hands it over itself.
+        """
+        inbox.is_abandoned = True  # first: `add_requests` looks at it after it has queued
+        self._engine.act_later(Scheduler.abort, inbox.unfinished_ids())
+
+    def abort_requests(self, request_ids: int | Collection[int]) -> None:
+        """Have the next step finish these requests as they are; see `LLM.abort`, and for the next two its like."""
+        self._engine.act_later(Scheduler.abort, as_request_ids(request_ids))
+
+    def pause_requests(self, request_ids: int | Collection[int]) -> None:
+        self._engine.act_later(Scheduler.pause, as_request_ids(request_ids))
+
+    def resume_requests(self, request_ids: int | Collection[int]) -> None:
+        self._engine.act_later(Scheduler.resume, as_request_ids(request_ids))
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether any caller has some."""
+        return not self._engine.is_finished()
+
+    def get_metrics(self) -> EngineMetrics:
+        return self._engine.metrics()
+
+    def reset_prefix_cache(self) -> None:
+        with self.lock:
+            self._engine.check_open()
+            self._engine.block_manager.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Free the model and the cache; closing twice is fine."""
+        with self.lock:
+            self._engine.close()
+
+    def check_open(self) -> None:
+        """Raise EngineClosedError where the engine was closed, EngineStateError if it sleeps."""
+        self._engine.check_open()
+
+    def check_outside_step(self) -> None:
+        """Raise EngineStateError in the thread that is within a step, such as for a logits processor."""
+        self._engine.guard.check()
+
+    def _wait_while_all_are_paused(self) -> None:
+        """Wait for a turn's time if only paused requests are left; say so, once, if that goes on."""
+        scheduler = self._engine.scheduler
+        if not scheduler.paused or not scheduler.is_finished():
+            self._idle_since = None
+            return
+        time.sleep(TURN_SECONDS)
+        now = time.perf_counter()
+        if self._idle_since is None:
+            self._idle_since = now
+        elif self._idle_since and now - self._idle_since > PATIENCE_SECONDS:
+            self._idle_since = 0.0
+            num_paused = len({seq.request_id for seq in scheduler.paused})
+            logger.warning("only paused requests are left (%d); resume or abort them", num_paused)

@@ -1,0 +1,104 @@
+"""The queue that LLM, asyncio and batch jobs share: what callers add, they get; what they leave, is freed."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from nanoinfer import LLM, EngineClosedError, SamplingParams, tiny_model_path
+from nanoinfer.engine.request_queue import Inbox, RequestQueue
+
+SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(tiny_model_path(), device="cpu", max_num_seqs=3) as llm:
+        yield llm
+
+
+@pytest.fixture
+def queue(llm: LLM) -> Iterator[RequestQueue]:
+    """A queue that every test leaves empty."""
+    yield llm.queue
+    assert not llm.queue.has_unfinished_requests()
+    assert llm.get_metrics().num_used_blocks == 0
+
+
+def add(queue: RequestQueue, *prompts: str, params: SamplingParams = SHORT, is_stream: bool = False) -> Inbox:
+    inbox = Inbox(is_stream)
+    queue.add_requests(queue.prepare([*prompts], params), inbox)
+    return inbox
+
+
+def run(queue: RequestQueue, inbox: Inbox) -> None:
+    while not inbox.is_complete:
+        queue.step()
+
+
+def test_what_is_added_is_in_its_own_inbox_whoever_runs_the_steps(llm: LLM, queue: RequestQueue) -> None:
+    first, second = add(queue, "1", "2"), add(queue, "3")
+    run(queue, first)
+    assert second.is_complete
+    expected = llm.generate(["1", "2", "3"], SHORT, use_tqdm=False)
+    assert [output.text for output in first.outputs + second.outputs] == [output.text for output in expected]
+
+
+def test_an_inbox_may_be_collected_from_and_added_to_again_and_again(queue: RequestQueue) -> None:
+    inbox = Inbox()
+    for _ in range(3):
+        [request_id] = queue.add_requests(queue.prepare(["1"], SHORT), inbox)
+        run(queue, inbox)
+        assert [output.request_id for output in queue.collect(inbox)] == [request_id]
+        assert (inbox.outputs, inbox.request_ids) == ([], set())
+
+
+def test_chunks_come_to_the_inbox_of_a_stream_alone(queue: RequestQueue) -> None:
+    plain, stream = add(queue, "1"), add(queue, "1", is_stream=True)
+    run(queue, stream)
+    run(queue, plain)
+    assert "".join(chunk.text for chunk in stream.chunks) == plain.outputs[0].text
+    assert not plain.chunks
+
+
+def test_what_is_dropped_is_freed_at_once_and_the_others_go_on(llm: LLM, queue: RequestQueue) -> None:
+    kept, left = add(queue, "1"), add(queue, "2", "3", params=LONG)
+    queue.step()
+    num_used = llm.get_metrics().num_used_blocks
+    queue.drop(left)
+    assert llm.get_metrics().num_used_blocks == num_used - 2
+    run(queue, kept)
+    assert left.outputs == []
+
+
+def test_what_is_abandoned_ends_with_the_next_step_and_so_does_what_is_added_then(queue: RequestQueue) -> None:
+    inbox = add(queue, "1", params=LONG)
+    queue.step()
+    queue.abandon(inbox)
+    queue.add_requests(queue.prepare(["2"], LONG), inbox)
+    queue.step()
+    assert [output.finish_reason for output in inbox.outputs] == ["abort", "abort"]
+
+
+def test_threads_that_run_steps_at_the_same_time_serve_each_other(llm: LLM, queue: RequestQueue) -> None:
+    prompts = [f"{number}+1=" for number in range(6)]
+    expected = [output.text for output in llm.generate(prompts, SHORT, use_tqdm=False)]
+    inboxes = [add(queue, prompt) for prompt in prompts]
+    threads = [threading.Thread(target=run, args=(queue, inbox)) for inbox in inboxes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert [inbox.outputs[0].text for inbox in inboxes] == expected
+
+
+def test_it_is_worth_adding_twice_as_many_requests_as_run_at_a_time(queue: RequestQueue) -> None:
+    assert queue.capacity == 6
+
+
+def test_a_closed_queue_prepares_nothing() -> None:
+    with LLM(tiny_model_path(), device="cpu") as llm:
+        queue = llm.queue
+    with pytest.raises(EngineClosedError, match="this engine was closed; make a new LLM"):
+        queue.prepare(["1"])
