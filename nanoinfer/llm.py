@@ -193,6 +193,7 @@ class LLM:
         {"enable_thinking": False}. The rest is as in `generate`, and so are the errors; RequestError also for a message
         without role or content, and where there is no tokenizer or no template.
         """
+        check_on_finish(on_finish)
         template_options = {
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,

@@ -273,6 +273,11 @@ def test_on_finish_is_called_for_each_request_as_it_finishes(llm: LLM) -> None:
     assert sorted(seen, key=lambda output: output.request_id) == outputs
 
 
+def test_chat_refuses_an_on_finish_that_cannot_be_called_before_it_runs(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="on_finish=3 cannot be called; give a function"):
+        llm.chat([{"role": "user", "content": "hi"}], on_finish=3)  # type: ignore[arg-type]
+
+
 def test_an_error_in_on_finish_ends_the_call_and_leaves_nothing_behind(llm: LLM) -> None:
     def fail(output: RequestOutput) -> None:
         raise KeyError("the callback's own")
