@@ -42,15 +42,17 @@ class AbsentGpu:
 
 def compile_instead_of_launching() -> None:
     """Have every launch compile its kernel, and print what came out."""
-    run = JITFunction.run
+    run, known = JITFunction.run, set[int]()
 
     @functools.wraps(run)
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        known, started = len(self.device_caches[0][0]), time.perf_counter()
+        started = time.perf_counter()
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        if len(self.device_caches[0][0]) > known:
+        if id(kernel) not in known:
+            known.add(id(kernel))
             figures = {"shared": kernel.metadata.shared, "seconds": time.perf_counter() - started}
-            print(json.dumps({"kernel": self.fn.__name__, **figures}), flush=True)
+            sys.stdout.write(json.dumps({"kernel": self.fn.__name__, **figures}) + "\n")  # threads may write, too
+            sys.stdout.flush()
 
     JITFunction.run = compile_only
 
@@ -95,16 +97,20 @@ def pretend(capability: int) -> None:
 
 def run_steps(runner: Any, max_num_seqs: int) -> None:
     """Run what an engine on a GPU runs while it loads, and decode steps whose rows share a prefix."""
+    from nanoinfer.layers.attention.block_copies import copy_cached_tokens
+    from nanoinfer.models.execution import compiling_few_rows
     from nanoinfer.runner.cuda_graphs import graph_sizes
     from nanoinfer.sampling.logprobs import MAX_SCANNED, compute_logprobs
 
     torch.Tensor.is_cuda = True  # type: ignore[assignment, misc]  # for what asks a tensor
     try:
         with computing(runner.device, None):
-            runner.run_largest_prefills()
+            with compiling_few_rows(runner.model.model, graph_sizes(max_num_seqs)):
+                runner.run_largest_prefills()
             for size in reversed(graph_sizes(max_num_seqs)):
                 rows = torch.full((size,), -1, dtype=torch.int32)
                 runner.decode(rows, None)
+            copy_cached_tokens(runner.state.kv_cache, torch.zeros(1, 3, dtype=torch.int32))
             for num_best in (0, 1, MAX_SCANNED):
                 compute_logprobs(runner.state.buffers.logits[:1], torch.zeros(1, dtype=torch.int32), num_best)
             if runner.max_group_rows > 1:
