@@ -14,7 +14,7 @@ from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.kernels.symmetric_buffers import SymmetricBuffers
-from nanoinfer.quantization.linear_method import FEW_OUTPUTS, LinearMethod
+from nanoinfer.quantization.linear_method import FEW_OUTPUTS, PER_OUTPUT, WEIGHT, LinearMethod, ParamSpec, stored
 
 
 class ShardedLinear(nn.Module):
@@ -30,7 +30,7 @@ class ShardedLinear(nn.Module):
         super().__init__()
         self.quant_method = LinearMethod()
         self.quant_method.create_weights(self, num_outputs, num_inputs)
-        self.bias = nn.Parameter(torch.empty(num_outputs), requires_grad=False) if bias else None
+        self.bias = stored(torch.empty(num_outputs), PER_OUTPUT) if bias else None
 
     @property
     def input_format(self) -> RowFormat | None:
@@ -58,7 +58,7 @@ class ColumnParallelLinear(ShardedLinear):
             name: splits[name].shard_size(size, f"{name} output size") for name, size in output_sizes.items()
         }
         super().__init__(sum(local_sizes.values()), input_size, bias)
-        self.full_sizes, self.local_sizes, self.splits = output_sizes, local_sizes, splits
+        self.input_size, self.full_sizes, self.local_sizes, self.splits = input_size, output_sizes, local_sizes, splits
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -71,23 +71,24 @@ class ColumnParallelLinear(ShardedLinear):
         """Cut a tensor that the checkpoint also packs into full shards."""
         if full.numel() == 1:  # a scale for all of them
             return dict.fromkeys(self.full_sizes, full)
-        sizes = [entries(size, param) for size in self.full_sizes.values()]
-        check_shape(full, (sum(sizes), *full.shape[1:]))
-        return dict(zip(self.full_sizes, full.split(sizes), strict=True))
+        spec = WEIGHT if param is None else ParamSpec.of(param)
+        sizes, dim = [spec.num_entries(size) for size in self.full_sizes.values()], spec.output_dim or 0
+        check_shape(full, (*full.shape[:dim], sum(sizes), *full.shape[dim + 1 :]))
+        return dict(zip(self.full_sizes, full.split(sizes, dim), strict=True))
 
     def check_weight(self, param: Tensor, full: Tensor, shard: str) -> None:
-        shape = entries(self.full_sizes[shard], param), *param.shape[1:]
+        shape = ParamSpec.of(param).shape(self.full_sizes[shard], self.input_size)
         self.quant_method.check(self, param, full, shape)
 
     def weight_loader(self, param: Tensor, full: Tensor, shard: str) -> None:
         self.check_weight(param, full, shard)
+        before = [*self.local_sizes.values()][: self.shards.index(shard)]
         for place, part in self.quant_method.prepare(self, param, full, shard):
-            offset = 0
-            for name, size in self.local_sizes.items():
-                if name == shard:
-                    share = self.splits[shard].shard(part, dim=0)
-                    place.narrow(0, offset, entries(size, place)).copy_(share)
-                offset += entries(size, place)
+            spec = ParamSpec.of(place)
+            assert spec.output_dim is not None, "what has no outputs is not packed"
+            share = self.splits[shard].shard(part, spec.output_dim)
+            offset = sum(map(spec.num_entries, before))
+            place.narrow(spec.output_dim, offset, share.shape[spec.output_dim]).copy_(share)
 
     def forward(self, x: Activations) -> Tensor:
         return self.quant_method.apply(self, x, self.bias)
@@ -166,13 +167,13 @@ class RowParallelLinear(ShardedLinear):
         return self.full_shape[0]
 
     def check_weight(self, param: Tensor, full: Tensor) -> None:
-        shape = tuple(entries(size, param) for size in self.full_shape[: param.dim()])
-        self.quant_method.check(self, param, full, shape)
+        self.quant_method.check(self, param, full, ParamSpec.of(param).shape(*self.full_shape))
 
     def weight_loader(self, param: Tensor, full: Tensor) -> None:
         self.check_weight(param, full)
         for place, part in self.quant_method.prepare(self, param, full, None):
-            place.copy_(self.tp.shard(part, dim=1) if place.dim() == 2 else part)
+            input_dim = ParamSpec.of(place).input_dim
+            place.copy_(part if input_dim is None else self.tp.shard(part, input_dim))
 
     def forward(self, x: Activations) -> PartialSum:
         """(num_tokens, input_size) -> (num_tokens, output_size), to be added up by the next norm."""
@@ -192,8 +193,3 @@ def sum_buffers(tp: TensorParallel, num_tokens: int) -> SymmetricBuffers | None:
     if tp.memory is None or num_tokens > tp.memory.max_tokens:
         return None
     return tp.memory.next_buffers(num_tokens)
-
-
-def entries(size: int, param: Tensor | None) -> int:
-    """Return how many entries of a parameter stand for so many rows: fewer in one that holds the scales of blocks."""
-    return -(-size // getattr(param, "block_size", 1))

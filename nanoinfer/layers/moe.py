@@ -16,9 +16,9 @@ from nanoinfer.checkpoint.model_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
-from nanoinfer.layers.linear import PartialSum, entries, sum_buffers
+from nanoinfer.layers.linear import PartialSum, sum_buffers
 from nanoinfer.quantization.fp8_linear import Fp8LinearMethod
-from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod
+from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod, ParamSpec
 
 # Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a
 # vector of its own until they are added up, half a gigabyte in all for a hidden size of 2048.
@@ -116,7 +116,6 @@ class PackedExperts(nn.Module):
         self.tp = tp
         self.parts = parts
         self.full_shape = full_shape
-        self.split_dim = split_dim
         self.is_row_parallel = split_dim == 1
         shape = list(full_shape)
         shape[split_dim] = tp.shard_size(full_shape[split_dim], "inner size of an expert")
@@ -135,17 +134,18 @@ class PackedExperts(nn.Module):
         return self.full_shape[0]
 
     def check_weight(self, param: Tensor, full: Tensor, _shard: str) -> None:
-        shape = tuple(entries(size, param) for size in self.full_shape[: param.dim() - 1])
-        self.quant_method.check(self, param, full, shape)
+        self.quant_method.check(self, param, full, ParamSpec.of(param).shape(*self.full_shape))
 
     def weight_loader(self, param: Tensor, full: Tensor, shard: str) -> None:
         self.check_weight(param, full, shard)
         expert, _, part = shard.partition(".")
         for place, tensor in self.quant_method.prepare(self, param, full, shard):
-            if self.split_dim < tensor.dim():
-                tensor = self.tp.shard(tensor, self.split_dim)
-            size = place.shape[1] // len(self.parts)
-            place[int(expert)].narrow(0, self.parts.index(part) * size, size).copy_(tensor)
+            spec = ParamSpec.of(place)
+            assert spec.output_dim is not None, "what has no outputs is not packed"
+            dim = spec.input_dim if self.is_row_parallel else spec.output_dim
+            share = tensor if dim is None else self.tp.shard(tensor, dim)
+            size = share.shape[spec.output_dim]
+            place[int(expert)].narrow(spec.output_dim, self.parts.index(part) * size, size).copy_(share)
 
 
 class Experts(nn.Module):

@@ -19,7 +19,15 @@ from nanoinfer.quantization.fp8 import (
     quantize_rows,
     quantize_weight,
 )
-from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod, ProductKind
+from nanoinfer.quantization.linear_method import (
+    MAX_SPLIT_K_TOKENS,
+    PER_OUTPUT,
+    WEIGHT,
+    LinearMethod,
+    ParamSpec,
+    ProductKind,
+    stored,
+)
 
 logger = logging.getLogger("nanoinfer")
 
@@ -66,23 +74,18 @@ class Fp8WeightOnlyMethod(LinearMethod):
 
     def create_weights(self, layer: Any, *shape: int) -> None:
         with layer.weight.device:
-            layer.weight = nn.Parameter(torch.empty(shape, dtype=FP8), requires_grad=False)
+            layer.weight = stored(torch.empty(shape, dtype=FP8), WEIGHT)
             *experts, num_outputs, num_inputs = shape
-            if self.config.weights == "block":
-                shape = (*experts, -(-num_outputs // BLOCK_SIZE), -(-num_inputs // BLOCK_SIZE))
-            else:
-                shape = (*experts, num_outputs)
-            scales = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
-            if self.config.weights == "block":
-                scales.block_size = BLOCK_SIZE  # type: ignore[attr-defined]
+            spec = ParamSpec(0, 1, BLOCK_SIZE, BLOCK_SIZE) if self.config.weights == "block" else PER_OUTPUT
+            scales = torch.empty(*experts, *spec.shape(num_outputs, num_inputs), dtype=torch.float32)
             if self.config.in_checkpoint:
-                setattr(layer, self.config.scale_name, scales)
+                setattr(layer, self.config.scale_name, stored(scales, spec))
             else:  # no tensor of the checkpoint fills them
-                layer.register_buffer(self.config.scale_name, scales.data)
+                scales.spec = spec  # type: ignore[attr-defined]
+                layer.register_buffer(self.config.scale_name, scales)
             if self.config.static_inputs:
                 num_shards = len(getattr(layer, "shards", (None,)))
-                zeros = torch.zeros(num_shards, dtype=torch.float32)
-                layer.input_scale = nn.Parameter(zeros, requires_grad=False)
+                layer.input_scale = stored(torch.zeros(num_shards, dtype=torch.float32), ParamSpec())
                 layer.register_buffer("largest_input_scale", torch.zeros((), dtype=torch.float32))
 
     def scales(self, layer: Any) -> Tensor:

@@ -4,6 +4,7 @@ Each layer has a `quant_method`, as in vLLM, so that the layers themselves know 
 the layer, under the names that a checkpoint gives them.
 """
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, cast
 
@@ -16,6 +17,49 @@ from nanoinfer.kernels.fp8_format import Activations, RowFormat
 
 MAX_SPLIT_K_TOKENS = 256  # a product of more tokens fills the GPU by itself
 FEW_OUTPUTS = 4096  # a product of fewer outputs has far too few tiles
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """How a tensor of a linear layer is stored: what the loader, the checks and the ranks' cuts read.
+
+    output_dim, input_dim: which dimension runs over the layer's outputs, and which over its inputs, that of experts
+    left out; None: none does. outputs_per_entry, inputs_per_entry: how many of these an entry along that dimension
+    stands for, such as those that share a scale, or values that are packed in one integer.
+    """
+
+    output_dim: int | None = None
+    input_dim: int | None = None
+    outputs_per_entry: int = 1
+    inputs_per_entry: int = 1
+
+    @staticmethod
+    def of(tensor: Tensor) -> "ParamSpec":
+        """Return how a layer's tensor is stored."""
+        spec = getattr(tensor, "spec", None)
+        assert isinstance(spec, ParamSpec), "a linear layer's tensors say how they are stored; see `stored`"
+        return spec
+
+    def num_entries(self, num_outputs: int) -> int:
+        """Return how many entries stand for so many outputs."""
+        return -(-num_outputs // self.outputs_per_entry)
+
+    def shape(self, num_outputs: int, num_inputs: int) -> tuple[int, ...]:
+        """Return the shape of a tensor for so many outputs and inputs."""
+        entries = {self.output_dim: self.num_entries(num_outputs)}
+        entries |= {self.input_dim: -(-num_inputs // self.inputs_per_entry)}
+        return tuple(entries[dim] for dim in sorted(dim for dim in entries if dim is not None))
+
+
+WEIGHT = ParamSpec(output_dim=0, input_dim=1)
+PER_OUTPUT = ParamSpec(output_dim=0)  # a bias, or a scale for each output
+
+
+def stored(tensor: Tensor, spec: ParamSpec) -> nn.Parameter:
+    """Return a parameter that says how it is stored."""
+    param = nn.Parameter(tensor, requires_grad=False)
+    param.spec = spec  # type: ignore[attr-defined]
+    return param
 
 
 class ProductKind(Enum):
@@ -36,7 +80,7 @@ class LinearMethod:
 
     def create_weights(self, layer: Any, *shape: int) -> None:
         """Give the layer its parameters. shape: of this rank's weight, (..., num_outputs, num_inputs)."""
-        layer.weight = nn.Parameter(torch.empty(*shape), requires_grad=False)
+        layer.weight = stored(torch.empty(*shape), WEIGHT)
 
     def check(self, layer: Any, param: Tensor, full: Tensor, shape: tuple[int, ...]) -> None:
         """Raise ModelError unless `full` is what a checkpoint has for `param`. shape: that of the whole parameter."""
