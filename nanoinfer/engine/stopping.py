@@ -1,7 +1,8 @@
-"""What ends a sample by its tokens, and what may not end it yet: nothing else decides that.
+"""What ends a sample by its tokens, and which tokens may not end it yet.
 
-The scheduler asks after each token. The sampler forbids, and a grammar's masks leave out, the stop tokens that come too
-early. Text that ends a sample is the request's (`Completion.advance`); it may not either before `min_tokens`.
+The scheduler asks after each token, and a constraint when its text may end. The sampler forbids the stop tokens that
+come too early, unless a grammar's masks leave them out. Text that ends a sample is the request's
+(`Completion.advance`); it may not either before `min_tokens`.
 """
 
 from collections.abc import Iterable

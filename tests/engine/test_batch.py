@@ -144,7 +144,7 @@ def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     assert [section.shape for section in sections] == shapes
 
 
-def test_a_step_that_awaits_rules_says_so_and_is_otherwise_the_same() -> None:
+def test_a_step_that_awaits_masks_says_so_and_is_otherwise_the_same() -> None:
     plain, awaiting = (pack(prefill_and_decode(), awaits) for awaits in (False, True))
     assert [read_header(packet).awaits_masks for packet in (plain, awaiting)] == [0, 1]
     for one, two in zip(split(plain, read_header(plain)), split(awaiting, read_header(awaiting)), strict=True):

@@ -158,7 +158,7 @@ def test_two_gpus_under_rules_of_all_kinds_do_as_one(random_checkpoint: Checkpoi
     assert all(grammar[token_id // 32] >> (token_id % 32) & 1 for token_id in two.completions[11][0])
 
 
-def test_a_step_that_awaits_rules_and_gets_none_is_a_plain_one(one_rank: LLM, two_ranks: LLM) -> None:
+def test_a_step_that_awaits_masks_and_gets_none_is_a_plain_one(one_rank: LLM, two_ranks: LLM) -> None:
     expected = [output.token_ids for output in one_rank.generate(PROMPTS, KINDS * 2, use_tqdm=False)]
     for masks in (None, TokenMasks(), TokenMasks(RowMasks([], np.zeros((0, 16), np.int32)))):
         for llm in (one_rank, two_ranks):
