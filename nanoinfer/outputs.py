@@ -272,7 +272,7 @@ class RequestOutput:
     num_cached_tokens: int
     outputs: list[CompletionOutput]
     metrics: RequestMetrics = field(default=RequestMetrics(), repr=False)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
 
     def __post_init__(self) -> None:
         first = self.outputs[0]

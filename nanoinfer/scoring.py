@@ -2,7 +2,8 @@
 
 import math
 
-from nanoinfer.outputs import Logprob, RequestOutput, Score
+from nanoinfer.engine.prompt_logprobs import PromptLogprobs
+from nanoinfer.outputs import RequestOutput, Score
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 
@@ -20,10 +21,8 @@ def scoring_request(pair: Pair) -> PreparedRequest:
 
 def score(output: RequestOutput, pair: Pair) -> Score:
     """Score the completion of a pair, given the output of its `scoring_request`."""
-    token_ids = pair[1]
-    found = (output.prompt_logprobs or [])[len(pair[0]) :]
-    unknown = Logprob(math.nan, rank=0)  # of what was aborted
-    entries = [(entry or {}).get(token_id, unknown) for token_id, entry in zip(token_ids, found, strict=True)]
-    logprobs = [entry.logprob for entry in entries]
-    total = sum(logprobs)
-    return Score(token_ids, logprobs, total, all(entry.rank == 1 for entry in entries) and not math.isnan(total))
+    token_ids, found = pair[1], output.prompt_logprobs
+    assert isinstance(found, PromptLogprobs), "the prompt's log-probabilities come in arrays, as they are without texts"
+    ranks, logprobs = found.ranks[len(pair[0]) :].tolist(), found.logprobs[len(pair[0]) :, 0].tolist()
+    total = sum(logprobs)  # NaN for what was aborted
+    return Score(token_ids, logprobs, total, all(rank == 1 for rank in ranks) and not math.isnan(total))

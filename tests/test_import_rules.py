@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runner": EVERYBODY | STEP_DATA | {"sampling", "models", "layers", "kernels", "distributed"},
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
-    "scoring": EVERYBODY | {"text"},
+    "scoring": EVERYBODY | {"text", "engine.prompt_logprobs"},
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress"},
     "llm": EVERYBODY

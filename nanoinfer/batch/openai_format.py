@@ -144,7 +144,7 @@ def response_body(
         "usage": {"prompt_tokens": num_in, "completion_tokens": num_out, "total_tokens": num_in + num_out},
     }
     if params.prompt_logprobs is not None:
-        found = [output.prompt_logprobs for output in outputs]
+        found = [list(output.prompt_logprobs or ()) for output in outputs]
         body["prompt_logprobs"] = found if len(found) > 1 else found[0]
     return body
 

@@ -1,6 +1,6 @@
-"""The log-probabilities of a request's prompt: arrays while steps bring them, what users get at the end."""
+"""The log-probabilities of a request's prompt: arrays, of which dicts are made when somebody looks at them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,11 @@ from nanoinfer.outputs import Logprob, TokenLogprobs
 from nanoinfer.text.detokenizer import TokenTexts
 
 
-class PromptLogprobs:
+class PromptLogprobs(Sequence[TokenLogprobs | None]):
     """Log-probabilities by position: of its token, and of the `num_best` likeliest in order.
+
+    To users it is a list of dicts, None where nothing is known, as of the first position; it is pickled as one. The
+    dicts are made at the first look at any: making those of 100,000 positions takes as long as computing them.
 
     ranks: (num_tokens,), the rank of the position's token; 0 where nothing is known of it. token_ids, logprobs:
     (num_tokens, 1 + num_best), those of the position's token first.
@@ -21,6 +24,7 @@ class PromptLogprobs:
         self.ranks = np.zeros(num_tokens, np.int32)
         self.token_ids = np.zeros((num_tokens, 1 + num_best), np.int32)
         self.logprobs = np.full((num_tokens, 1 + num_best), np.nan, np.float32)
+        self._dicts: list[TokenLogprobs | None] | None = None
 
     def fill(self, start: int, ranks: NDArray[Any], token_ids: NDArray[Any], logprobs: NDArray[Any]) -> None:
         """Enter what is known of the positions from `start` on; there may be more of the likeliest than are wanted."""
@@ -29,10 +33,30 @@ class PromptLogprobs:
         self.token_ids[start:end] = token_ids[:, :width]
         self.logprobs[start:end] = logprobs[:, :width]
 
-    def to_dicts(self, texts: TokenTexts | None) -> list[TokenLogprobs | None]:
-        """Return what users get; None where nothing is known. texts: those of the tokens after the first ones."""
+    def to_dicts(self, texts: TokenTexts | None = None) -> list[TokenLogprobs | None]:
+        """Return a dict for each position, with texts if `texts` stands where the first known position begins."""
         rows = zip(self.ranks.tolist(), self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
         return [token_logprobs(rank, ids, logprobs, texts) if rank else None for rank, ids, logprobs in rows]
+
+    def _list(self) -> list[TokenLogprobs | None]:
+        if self._dicts is None:
+            self._dicts = self.to_dicts()
+        return self._dicts
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._list()[index]
+
+    def __eq__(self, other: object) -> bool:
+        return self._list() == (other._list() if isinstance(other, PromptLogprobs) else other)
+
+    def __repr__(self) -> str:
+        return repr(self._list())
+
+    def __reduce__(self) -> tuple[type, tuple[list[TokenLogprobs | None]]]:
+        return list, (self._list(),)
 
 
 def token_logprobs(

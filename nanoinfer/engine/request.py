@@ -11,6 +11,7 @@ A sample of a request ends for one of these reasons:
 
 import time
 from collections import deque
+from collections.abc import Sequence as Iterated
 from dataclasses import dataclass, field
 
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs
@@ -126,5 +127,11 @@ class Request:
                 time_to_first_token=None if first_token is None else first_token - self.arrived,
                 time_per_token=time_per_token,
             ),
-            prompt_logprobs=self.prompt_logprobs.to_dicts(self.prompt_texts) if self.prompt_logprobs else None,
+            prompt_logprobs=self._prompt_logprobs(),
         )
+
+    def _prompt_logprobs(self) -> Iterated[TokenLogprobs | None] | None:
+        """Return those of the prompt; texts, which a tokenizer makes, are made in this thread."""
+        if self.prompt_logprobs is None or self.prompt_texts is None:
+            return self.prompt_logprobs
+        return self.prompt_logprobs.to_dicts(self.prompt_texts)

@@ -289,6 +289,6 @@ class ModelRunner:
             hidden = self.model(step)
             self._write_logits(step, hidden)
             self.sample(PendingStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), None))
+            # What needs it is not run, since its kernels would have to be compiled for users who never ask for it.
+            torch.empty(sampler.scratch_bytes, dtype=torch.uint8, device=self.device)
             del hidden
-        # Not run, since their kernels would have to be compiled for users who never ask for them.
-        torch.empty(sampler.scratch_bytes, dtype=torch.uint8, device=self.device)

@@ -69,17 +69,18 @@ def logit_statistics(
     logits: (num_rows, vocab shard) from id `first_id` on. chosen_logits: (num_rows,) float32. chosen_ids: (num_rows,)
     int32, perhaps of another shard. num_best: at most the size of the shard.
 
-    The result: the largest logit and the sum of exp(logit - largest), (num_rows,) float32, NaN for a row with NaN or
-    without a finite logit; how many tokens come before the chosen one, (num_rows,) int32; the ids and logits of the
-    `num_best` likeliest, (num_rows, num_best) int32 and float32, in order. Of equal ones the lower id comes first. Of a
-    row with NaN the likeliest are any valid ids.
+    The result: the largest logit and the sum of exp(logit - largest), (num_rows,) float32; how many tokens come before
+    the chosen one, (num_rows,) int32; the ids and logits of the `num_best` likeliest, (num_rows, num_best) int32 and
+    float32, in order. Of equal ones the lower id comes first. Of a row with NaN the sum is NaN, and the likeliest are
+    any valid ids; of one of -inf alone the sum is 0.
     """
     scores = logits.float()
     ids = first_id + torch.arange(scores.shape[1], dtype=torch.int32, device=logits.device)
     chosen, its_ids = chosen_logits.unsqueeze(1), chosen_ids.unsqueeze(1)
     num_better = ((scores > chosen) | ((scores == chosen) & (ids < its_ids))).sum(dim=1, dtype=torch.int32)
     largest = scores.amax(dim=1)
-    sums = (scores - largest.unsqueeze(1)).exp().sum(dim=1)
+    shift = largest.masked_fill(largest == -torch.inf, 0.0).unsqueeze(1)  # -inf - -inf is NaN
+    sums = (scores - shift).exp().sum(dim=1)
     best_columns = _best_columns(scores.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf), num_best)
     return largest, sums, num_better, ids[best_columns], scores.gather(1, best_columns)
 

@@ -192,6 +192,7 @@ class Sampler:
                 parts.append(compute_logprobs(self._gather(logits), ids, num_best))
             else:
                 parts.append(compute_logprobs(logits, ids, num_best, vocab.start, self.tp))
+            del logits  # before the next ones are made
         return PromptLogprobs(spans, LogprobsTensors(*map(torch.cat, zip(*parts, strict=True))).to_host())
 
     @property

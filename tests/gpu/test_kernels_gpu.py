@@ -637,3 +637,7 @@ def test_statistics_of_logits_are_those_of_the_twin(size: int, dtype: torch.dtyp
     assert torch.equal(*largest)
     torch.testing.assert_close(*sums, rtol=1e-4, atol=0)
     assert all(torch.equal(*pair) for pair in exact)
+    logits[5, size - 1] = torch.nan
+    _, sums_with_nan, _, best_ids, _ = logit_statistics(*arguments)
+    assert sums_with_nan.isnan().nonzero().flatten().tolist() == [5]
+    assert ((best_ids >= first_id) & (best_ids < first_id + size)).all()
