@@ -59,7 +59,11 @@ def add_parser(subparsers: Any) -> None:
     )
     kernels = add("kernels", run_kernels, "time attention and products on a GPU, or all-reduces over several")
     start = add("start", run_start, "time the first start, which compiles all kernels, and later ones")
-    host = add("host", run_host, "time what a decode step costs the host; needs no GPU, no model and no PyTorch")
+    host = add(
+        "host",
+        run_host,
+        "time what decode steps and few-shot prompts cost the host, without GPU, model and PyTorch",
+    )
     report = add("report", run_report, "print one Markdown table of the figures that --json wrote")
 
     report.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of throughput, loads, text, start or host")
@@ -203,7 +207,8 @@ def run_start(args: argparse.Namespace) -> dict[str, Any]:
 def run_host(_args: argparse.Namespace) -> dict[str, Any]:
     from nanoinfer.bench import host
 
-    return {"host": host.measure(), **describe_machine("cpu")}
+    [fewshot] = LOADS["cuda"]["fewshot"]
+    return {"host": host.measure(), "fewshot": host.measure_job(fewshot), **describe_machine("cpu")}
 
 
 def run_report(args: argparse.Namespace) -> dict[str, Any]:

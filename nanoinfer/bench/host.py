@@ -1,4 +1,4 @@
-"""`nanoinfer bench host`: what a decode step costs the host, which must be less than the GPU takes for it.
+"""`nanoinfer bench host`: what decode steps, and the few-shot load, cost the host. The GPU must take longer for them.
 
 It schedules, packs and updates steps with made-up token ids in place of a model, and imports no PyTorch.
 """
@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from nanoinfer import SamplingParams
+from nanoinfer.bench.workloads import Load, draw_workload
 from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.scheduler import Scheduler
@@ -41,6 +42,42 @@ def measure(cases: tuple[tuple[int, int], ...] = CASES, num_steps: int = NUM_STE
         case = {"num_running": num_running, "num_waiting": num_waiting, "num_steps": num_steps}
         figures.append(case | {"median": median, "percentile_90": high})
     return figures
+
+
+def measure_job(load: Load) -> dict[str, float]:
+    """Run a whole load through the scheduler, print what its parts take together, and return these seconds."""
+    workload = draw_workload(0, load, vocab_size=150_000)
+    longest, num_rows = load.longest, load.max_num_seqs
+    scheduler = Scheduler(
+        BlockManager((num_rows + 8) * -(-longest // BLOCK_SIZE), BLOCK_SIZE),
+        max_num_seqs=num_rows,
+        max_num_batched_tokens=16_384,
+        max_model_len=longest,
+    )
+    started = perf_counter()
+    for seq_id, (prompt, max_tokens) in enumerate(zip(workload.prompts, workload.max_tokens, strict=True)):
+        scheduler.add(Sequence(seq_id, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True)))
+    seconds = {"queue": perf_counter() - started, "schedule": 0.0, "pack": 0.0, "update": 0.0}
+    in_flight, token_ids = ScheduledBatch(), list[int]()
+    num_computed = 0
+    while in_flight or not scheduler.is_finished():
+        marks = [perf_counter()]
+        batch = scheduler.schedule(in_flight=bool(in_flight))
+        marks.append(perf_counter())
+        pack(batch)
+        marks.append(perf_counter())
+        scheduler.update(in_flight, token_ids)
+        marks.append(perf_counter())
+        for part, begin, end in zip(("schedule", "pack", "update"), marks, marks[1:], strict=False):
+            seconds[part] += end - begin
+        num_computed += batch.num_prefill_tokens
+        in_flight, token_ids = batch, [0] * len(batch.sampled)
+    parts = ", ".join(f"{part} {its:.3f}" for part, its in seconds.items())
+    print(
+        f"{load.num_seqs:,} requests of {workload.num_input_tokens:,} tokens, {num_computed:,} of them computed: "
+        f"{sum(seconds.values()):.3f} s of the host ({parts})"
+    )
+    return seconds
 
 
 def fill_scheduler(num_running: int, num_waiting: int, num_steps: int) -> Scheduler:

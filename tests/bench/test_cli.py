@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +141,14 @@ def test_host_times_each_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert (queued["num_running"], queued["num_waiting"], queued["num_steps"]) == (2, 1000, 4)
     assert all(0 < small["median"][part] <= small["median"]["total"] for part in ("schedule", "pack", "update"))
     assert "2 running, 1,000 waiting" in capsys.readouterr().out
+
+
+def test_the_host_times_a_job_that_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = host.measure_job(Load(40, (5, 15), (4, 4), shared_prefix=300))
+    assert seconds.keys() == {"queue", "schedule", "pack", "update"}
+    assert all(its > 0 for its in seconds.values())
+    computed = int(re.findall(r"([\d,]+) of them computed", capsys.readouterr().out)[0].replace(",", ""))
+    assert 300 + 40 * 5 <= computed <= 300 + 40 * 15, "the prefix is computed once"
 
 
 def test_the_host_is_timed_without_pytorch() -> None:
