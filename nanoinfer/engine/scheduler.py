@@ -237,10 +237,13 @@ class Scheduler:
                 break
             cached_block_ids = self.block_manager.find_cached_prefix(seq)
             num_later = self.block_manager.num_found_later(seq, cached_block_ids)
-            if num_later >= self.min_awaited_tokens and len(passed_over) < max_passed_over:
-                passed_over.append(heapq.heappop(self._waiting))
-                awaited += num_later
-                continue
+            if num_later >= self.min_awaited_tokens:
+                if len(passed_over) < max_passed_over:
+                    passed_over.append(heapq.heappop(self._waiting))
+                    awaited += num_later
+                    continue
+                if awaited >= budget:
+                    break  # waiting spares more than the step has room for, so no more of them are looked up
             growth += self._growth(seq)
             if not self._try_admit(batch, seq, cached_block_ids, growth):
                 break

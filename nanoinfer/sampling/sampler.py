@@ -93,7 +93,7 @@ class Sampler:
         rows = records[:, 0].long()
         self.temperatures[rows] = read_field(records, SECTION_DTYPES.row_records, "temperature")
         self.seeds[rows] = read_field(records, SECTION_DTYPES.row_records, "seed")
-        self.limits[rows] = 0.0  # no filter, whatever the sequence before asked for
+        self.limits.index_fill_(0, rows, 0.0)  # no filter, whatever was before; `[rows] = 0.0` would wait for the GPU
         if self._records:
             for row in on_host.row_records[:, 0].tolist():
                 self._filtered.discard(row)

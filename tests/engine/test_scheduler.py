@@ -167,6 +167,20 @@ def test_no_prompt_waits_for_a_few_tokens() -> None:
     assert ids(scheduler.schedule().admitted) == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("num_tokens", "admitted"), [(61, [0]), (62, [0, 3])])
+def test_of_many_prompts_that_wait_only_some_are_looked_up(
+    num_tokens: int, admitted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those beyond are admitted if the step has room for more tokens than waiting spares: here twice 20."""
+    monkeypatch.setattr("nanoinfer.engine.scheduler.MAX_PASSED_OVER", 2)
+    scheduler = make_scheduler(num_blocks=20, block_size=32, max_num_batched_tokens=num_tokens)
+    scheduler.min_awaited_tokens, scheduler.min_awaited_in_all = 20, 40
+    scheduler.block_manager = manager = LookupCounter(num_blocks=20, block_size=32)
+    add_prompts(scheduler, *([7] * 20 + [end] for end in (1, 2, 3, 4, 5)))
+    assert ids(scheduler.schedule().admitted) == admitted
+    assert manager.num_lookups <= 4 + 2 * (len(admitted) - 1)
+
+
 def test_a_blocked_queue_head_is_not_looked_up_again_until_blocks_come_back() -> None:
     scheduler = make_scheduler()
     scheduler.block_manager = manager = LookupCounter(num_blocks=6, block_size=2)

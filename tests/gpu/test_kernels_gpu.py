@@ -234,6 +234,7 @@ def test_norm_rope_store_reaches_slots_past_two_to_the_31_elements() -> None:
 
 # --- attention ---
 
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 SIXTEEN_BITS = [torch.bfloat16, torch.float16]
 ATTENTION_CASES = {
     f"{kind}, {name}": case
@@ -287,6 +288,44 @@ def test_decode_and_prefill_of_any_sizes_equal_their_twin(
 def test_a_long_prefill_equals_its_twin(group_size: int, window: int | None) -> None:
     layer = replace(on_gpu(group_size), window=window)
     assert_attention_equals_its_twin(random_step(layer, [3000, 5000, 4096], [3000, 700, 1]))
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group_size", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("block_size", [128, 256])
+def test_hoppers_own_prefill_equals_its_twin(
+    group_size: int, head_dim: int, block_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also tiles of which one half is empty, and NaN past the contexts; twice, since the kernel resets its counters."""
+    from nanoinfer.layers.attention import triton
+
+    monkeypatch.setattr(triton, "LONG_CONTEXT", 0)
+    layer = replace(on_gpu(group_size, head_dim, 2, block_size), dtype=dtype)
+    backend = triton.TritonBackend(layer.spec, has_hopper_kernel=True)
+    for context_lens, query_lens in [
+        ([1], [1]),
+        ([1, 127, 128, 129, 255, 256, 257], [1, 127, 1, 129, 2, 256, 3]),
+        ([3000, 5000, 4096, 640], [3000, 700, 1, 65]),
+        ([40] * 300, [40] * 300),
+    ]:
+        step = random_step(layer, context_lens, query_lens)
+        assert torch.equal(step.assert_equals_twin(backend), step.run(backend)), "equal steps give equal bits"
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+def test_a_prompt_of_nan_spoils_no_other_on_hopper() -> None:
+    from nanoinfer.layers.attention import triton
+
+    step = random_step(on_gpu(4), [2000] * 4, [2000] * 4)
+    backend = triton.TritonBackend(step.spec, has_hopper_kernel=True)
+    expected = step.run(backend)
+    step.q[2000:4000] = float("nan")
+    actual = step.run(backend)
+    assert actual[2000:4000].isnan().all()
+    assert torch.equal(actual[:2000], expected[:2000])
+    assert torch.equal(actual[4000:], expected[4000:])
 
 
 @pytest.mark.parametrize("group_size", [2, 5])

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,9 @@ def pretend(capability: int) -> None:
     device_properties.has_large_shared_memory = lambda _device: on_hopper
 
     from nanoinfer.layers.attention import selection
-    from nanoinfer.layers.attention.triton import TritonBackend
     from nanoinfer.quantization import fp8_linear
 
-    selection.select_backend = lambda *options: TritonBackend(options[3])
+    selection.select_backend = partial(select_backend, capability)
     fp8_linear.has_fp8_products = lambda _device: capability >= 89
     # What PyTorch has on GPUs only.
     bmm = torch.bmm
@@ -95,8 +95,19 @@ def pretend(capability: int) -> None:
     torch._scaled_mm = lambda x, weight, *_, **__: x.new_zeros(len(x), weight.shape[1], dtype=torch.bfloat16)
 
 
+def select_backend(
+    capability: int, _requested: str, _device: torch.device, dtype: torch.dtype, spec: Any, block_size: int, _: bool
+) -> Any:
+    from nanoinfer.kernels.hopper_prefill_attention import serves
+    from nanoinfer.layers.attention.triton import TritonBackend
+
+    serves_layer = spec.window is None and serves(spec.head_dim, spec.group_size, block_size, dtype)
+    return TritonBackend(spec, has_hopper_kernel=capability == 90 and serves_layer)
+
+
 def run_steps(runner: Any, max_num_seqs: int) -> None:
     """Run what an engine on a GPU runs while it loads, and decode steps whose rows share a prefix."""
+    from nanoinfer.layers.attention import triton
     from nanoinfer.layers.attention.block_copies import copy_cached_tokens
     from nanoinfer.models.execution import compiling_few_rows
     from nanoinfer.runner.cuda_graphs import graph_sizes
@@ -107,6 +118,8 @@ def run_steps(runner: Any, max_num_seqs: int) -> None:
         with computing(runner.device, None):
             with compiling_few_rows(runner.model.model, graph_sizes(max_num_seqs)):
                 runner.run_largest_prefills()
+            triton.LONG_CONTEXT = 0
+            runner.run_largest_prefills()
             for size in reversed(graph_sizes(max_num_seqs)):
                 rows = torch.full((size,), -1, dtype=torch.int32)
                 runner.decode(rows, None)

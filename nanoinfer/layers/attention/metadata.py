@@ -5,7 +5,7 @@ Both travel as arguments from the runner down to attention. Nothing is read from
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class PrefillMetadata:
     cu_context_lens: Tensor  # (num_chunks + 1,) int32
     slot_mapping: Tensor  # (num_tokens,) int64: block_id * block_size + offset of each token; -1 skips the write
     block_tables: Tensor  # (num_chunks, max_blocks) int32
-    plans: Mapping[Hashable, Tensor] = field(default_factory=dict)  # by AttentionSpec; a backend makes it
+    plans: Mapping[Hashable, Any] = field(default_factory=dict)  # by AttentionSpec; a backend makes it for itself
 
     @classmethod
     def of_whole_prompts(cls, lens: Sequence[int], block_tables: Tensor) -> "PrefillMetadata":

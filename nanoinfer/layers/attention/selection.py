@@ -93,7 +93,18 @@ def select_backend(
         from nanoinfer.layers.attention.flash_attn import FlashAttentionBackend
 
         return TritonBackend(spec, for_prefill=FlashAttentionBackend(spec))
-    return TritonBackend(spec)
+    return TritonBackend(spec, has_hopper_kernel=_has_hopper_kernel(device, dtype, spec, block_size))
+
+
+def _has_hopper_kernel(device: torch.device, dtype: torch.dtype, spec: AttentionSpec, block_size: int) -> bool:
+    """Whether Hopper's own prefill kernel can run: there, for these heads, and with a Triton that has Gluon."""
+    if not torch.cuda.is_available() or compute_capability(device) != (9, 0) or spec.window is not None:
+        return False
+    if import_error("nanoinfer.kernels.hopper_prefill_attention"):
+        return False
+    from nanoinfer.kernels.hopper_prefill_attention import serves
+
+    return serves(spec.head_dim, spec.group_size, block_size, dtype)
 
 
 def _obstacle(

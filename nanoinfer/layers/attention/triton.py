@@ -1,6 +1,7 @@
 """The default backend on CUDA: Triton kernels that read the paged cache, for prefill and decode."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,43 +25,51 @@ from nanoinfer.layers.attention.metadata import (
     TileList,
 )
 
+LONG_CONTEXT = 512  # tokens that a tile of queries attends to, on average, from which on Hopper's own kernel is faster
+
+
+class PrefillPlan(NamedTuple):
+    """Lists the tiles of queries: see `plan_prefill`. counters: for Hopper's own kernel; None if it is not to run."""
+
+    tiles: Tensor
+    counters: Tensor | None
+
 
 class TritonBackend(AttentionBackend):
     """Reads keys and values through block tables, in 16 or 8 bits. Full attention reads a shared prefix once.
 
-    for_prefill: computes prefill steps, where it is faster.
+    for_prefill: computes prefill steps, where it is faster. has_hopper_kernel: whether Hopper's own prefill kernel
+    serves this GPU and this spec.
     """
 
     needs_host = False
 
-    def __init__(self, spec: AttentionSpec, for_prefill: AttentionBackend | None = None) -> None:
+    def __init__(
+        self, spec: AttentionSpec, for_prefill: AttentionBackend | None = None, has_hopper_kernel: bool = False
+    ) -> None:
         self.spec = spec
         self.for_prefill = for_prefill
+        self.has_hopper_kernel = has_hopper_kernel
         self.name = f"triton, {for_prefill.name} in prefill" if for_prefill else "triton"
         self.max_group_rows = max_group_rows(spec.group_size) if spec.window is None else 0
 
     def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
         if isinstance(metadata, PrefillMetadata):
-            device = metadata.cu_query_lens.device
-            tiles = plan_prefill(metadata.query_lens, metadata.context_lens, self.spec.group_size, device)
-            return replace(metadata, plans={**metadata.plans, self.spec: tiles})
+            return replace(metadata, plans={**metadata.plans, self.spec: self._plan_prefill(metadata, cache)})
         plan = self._plan_decode(metadata, cache.block_size, cache.k_scales is not None)
         return replace(metadata, plans={**metadata.plans, self.spec: plan})
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
         if self.for_prefill is not None and not cache.is_rounded:
             return self.for_prefill.prefill(q, k, v, cache, metadata)
-        return paged_prefill_attention(
-            q,
-            cache.k,
-            cache.v,
-            cache.k_scales,
-            cache.v_scales,
-            metadata.plans[self.spec],
-            metadata.block_tables,
-            self.spec.scale,
-            self.spec.window,
-        )
+        plan, tables, scale = metadata.plans[self.spec], metadata.block_tables, self.spec.scale
+        if plan.counters is not None:
+            from nanoinfer.kernels.hopper_prefill_attention import hopper_prefill_attention
+
+            lens = metadata.cu_context_lens
+            return hopper_prefill_attention(q, cache.k, cache.v, plan.tiles, plan.counters, tables, lens, scale)
+        tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
+        return paged_prefill_attention(*tensors, plan.tiles, tables, scale, self.spec.window)
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> Tensor:
         plan, shared = metadata.plans[self.spec], metadata.shared_prefixes
@@ -70,6 +79,16 @@ class TritonBackend(AttentionBackend):
             prefix = shared_prefix_attention(*tensors, *plan.groups, shared.num_group_rows, self.spec.scale)
         windowed = self.spec.window is not None
         return paged_decode_attention(*tensors, *plan.rows, self.spec.scale, windowed, prefix)
+
+    def _plan_prefill(self, metadata: PrefillMetadata, cache: KVCache) -> PrefillPlan:
+        device, lens, contexts = metadata.cu_query_lens.device, metadata.query_lens, metadata.context_lens
+        tiles = plan_prefill(lens, contexts, self.spec.group_size, device)
+        counters = None
+        if self.has_hopper_kernel and cache.k_scales is None:
+            seen = sum(num * (context - num / 2) for num, context in zip(lens, contexts, strict=True))
+            if seen >= LONG_CONTEXT * sum(lens):
+                counters = torch.zeros(2, dtype=torch.int32, device=device)
+        return PrefillPlan(tiles, counters)
 
     def _plan_decode(self, metadata: DecodeMetadata, block_size: int, in_8_bits: bool) -> DecodePlan:
         lens, tables, head_dim = metadata.context_lens, metadata.block_tables, self.spec.head_dim
