@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from nanoinfer.device import import_error
+
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
@@ -12,6 +14,15 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Return whether kernels for Hopper GPUs run: the device is one, and this Triton has the Gluon that we write."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    modules = "nanoinfer.kernels.hopper_prefill_attention", "nanoinfer.kernels.hopper_experts"
+    return not any(import_error(module) for module in modules)
 
 
 @cache

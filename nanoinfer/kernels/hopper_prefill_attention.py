@@ -39,7 +39,7 @@ ATTENDING_REGISTERS, LOADING_REGISTERS = 240, 24  # as they are shared out then
 
 # What Triton 3.6 calls otherwise than 3.9.
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 SWIZZLED = gl.NVMMASharedLayout(128, 16, rank=2)
 SWIZZLED_HEADS = gl.NVMMASharedLayout(128, 16, rank=3)
@@ -91,7 +91,7 @@ def _fetch(
         for half in gl.static_range(2):
             place = q.index(half).reshape(q_desc.block_type.shape)
             token = first_token + half * half_tokens
-            _load_tile(q_desc, [token, kv_head * group_size, 0], q_full, place)
+            load_tile(q_desc, [token, kv_head * group_size, 0], q_full, place)
         table_ptr = block_tables_ptr + chunk.to(gl.int64) * block_table_stride
         for start in range(0, first_position + num_tokens, KEYS):
             block = gl.load(table_ptr + start // block_size)
@@ -100,10 +100,10 @@ def _fetch(
             phase = (count // STAGES) & 1 ^ 1
             mbarrier.wait(k_empty.index(stage), phase)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            _load_tile(k_desc, [line, 0], k_full.index(stage), k.index(stage))
+            load_tile(k_desc, [line, 0], k_full.index(stage), k.index(stage))
             mbarrier.wait(v_empty.index(stage), phase)
             mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            _load_tile(v_desc, [line, 0], v_full.index(stage), v.index(stage))
+            load_tile(v_desc, [line, 0], v_full.index(stage), v.index(stage))
             count += 1
         item = gl.num_programs(0) + gl.atomic_add(counters_ptr, 1)
     mbarrier.wait(q_empty, q_phase)

@@ -5,7 +5,8 @@ kernel over tiles and columns. Rows are gathered where they are read, and nothin
 
 - Decode is bound by reading the weights of the chosen experts. Most experts then have few tokens: one tile of 16 rows,
   so that each weight is read once. The columns are cut so narrow that one token keeps all multiprocessors busy.
-- Prefill is bound by the tensor cores, and has tiles of 128 rows.
+- Prefill is bound by the tensor cores, and has tiles of 128 rows. On Hopper it has a kernel of its own
+  (`hopper_experts.py`).
 - SwiGLU is computed where gate and up are: each program has a column of the gate next to the same column of up, so that
   one thread holds both.
 """
@@ -17,7 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import has_large_shared_memory, next_power_of_2, num_multiprocessors
+from nanoinfer.kernels.device_properties import (
+    has_hopper_kernels,
+    has_large_shared_memory,
+    next_power_of_2,
+    num_multiprocessors,
+)
 from nanoinfer.kernels.math import gated
 from nanoinfer.kernels.moe_routing import plan_tiles
 from nanoinfer.kernels.programmatic_launch import overlap_options
@@ -199,6 +205,13 @@ def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor
         return out
     rows = tile_rows(num_pairs, num_experts, hidden.dtype)
     plan = plan_tiles(expert_ids, num_experts, rows)
+    if rows == 128 and has_hopper_kernels(hidden.device):
+        from nanoinfer.kernels import hopper_experts
+
+        if hopper_experts.serves(hidden_size, inner_size, hidden.stride(0), hidden.dtype):
+            hopper_experts.grouped_product(hidden, gate_up, plan, weights, gated, num_choices, is_gated=True)
+            hopper_experts.grouped_product(gated, down, plan, weights, out, num_choices, is_gated=False)
+            return out
     num_slots = len(plan.tile_experts)
     options = overlap_options(hidden.device)
     tiling = choose_tiling(rows, num_slots, 2 * inner_size, hidden.dtype, hidden.device)

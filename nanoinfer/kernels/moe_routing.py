@@ -7,7 +7,7 @@ tiles is launched for the most that there can be, and the programs that have non
 Twin of `route`: `layers/moe.py`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from nanoinfer.kernels.device_properties import next_power_of_2
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 MIN_CHUNK, MAX_CHUNK = 128, 2048  # pairs that a program sorts at a time
+SEGMENT = 8192  # pairs that a program looks through; more are counted in segments first
 MIN_BINS = 32  # of a histogram: one for each thread of a warp
 
 
@@ -69,46 +70,88 @@ def _route_kernel(
     tl.store(weights_ptr + row * num_choices + choice, weights, mask=choice < num_choices)
 
 
+@triton.jit
+def _count(expert_ids_ptr, start, end, num_experts: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
+    """Return how many of the pairs [start, end) each expert has, (BINS,)."""
+    counts = tl.zeros((BINS,), tl.int32)
+    for first in range(start, end, CHUNK):
+        pair = first + tl.arange(0, CHUNK)
+        ids = tl.load(expert_ids_ptr + pair, mask=pair < end, other=num_experts)
+        counts += tl.histogram(ids, BINS, mask=ids < num_experts)
+    return counts
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _count_kernel(
+    expert_ids_ptr,
+    counts_ptr,
+    num_pairs,
+    num_experts: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Count the pairs of each expert in one segment per program."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    start = tl.program_id(0) * SEGMENT
+    counts = _count(expert_ids_ptr, start, tl.minimum(start + SEGMENT, num_pairs), num_experts, BINS, CHUNK)
+    tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _plan_kernel(
     expert_ids_ptr,
+    counts_ptr,  # (num_segments, BINS); None where there is one segment
     pairs_ptr,
     tile_experts_ptr,
     num_tiles_ptr,
     num_pairs,
     num_experts: tl.constexpr,
     TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,  # pairs that a program looks through
+    SEGMENTS: tl.constexpr,  # how many there are, padded
     BINS: tl.constexpr,  # num_experts, padded
     CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """List the pairs of one expert per program, after those of the experts before it. The last has pairs of none."""
-    expert = tl.program_id(0)
+    """List the pairs of one expert in one segment per program, after those before. The last expert is none."""
+    expert, segment = tl.program_id(0), tl.program_id(1)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    counts = tl.zeros((BINS,), tl.int32)
-    for first in range(0, num_pairs, CHUNK):
-        pair = first + tl.arange(0, CHUNK)
-        ids = tl.load(expert_ids_ptr + pair, mask=pair < num_pairs, other=num_experts)
-        counts += tl.histogram(ids, BINS, mask=ids < num_experts)
     bins = tl.arange(0, BINS)
+    start = segment * SEGMENT
+    if counts_ptr is None:
+        counts = _count(expert_ids_ptr, 0, num_pairs, num_experts, BINS, CHUNK)
+        counts_before = tl.zeros_like(counts)
+    else:
+        line = tl.arange(0, SEGMENTS)[:, None]
+        is_segment = line < tl.num_programs(1)
+        all_counts = tl.load(counts_ptr + line * BINS + bins[None, :], mask=is_segment, other=0)
+        counts = tl.sum(all_counts, axis=0)
+        counts_before = tl.sum(tl.where(line < segment, all_counts, 0), axis=0)
     first_tile = tl.sum(tl.where(bins < expert, tl.cdiv(counts, TILE), 0), axis=0)
     count = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
+    num_before = tl.sum(tl.where(bins == expert, counts_before, 0), axis=0)
     if expert == num_experts:
         count = num_pairs - tl.sum(counts, axis=0)
+        num_before = tl.minimum(start, num_pairs) - tl.sum(counts_before, axis=0)
     num_tiles = tl.cdiv(count, TILE)
-    if expert == num_experts:
-        tl.store(num_tiles_ptr, first_tile + num_tiles)
-    for first in range(0, num_tiles, CHUNK):
-        tile = first + tl.arange(0, CHUNK)
-        tl.store(tile_experts_ptr + first_tile + tile, tl.zeros_like(tile) + expert, mask=tile < num_tiles)
-    padding = count + tl.arange(0, TILE)
-    end = num_tiles * TILE
-    tl.store(pairs_ptr + first_tile * TILE + padding, tl.zeros_like(padding) + num_pairs, mask=padding < end)
-    position = first_tile * TILE
+    if segment == 0:
+        if expert == num_experts:
+            tl.store(num_tiles_ptr, first_tile + num_tiles)
+        for first in range(0, num_tiles, CHUNK):
+            tile = first + tl.arange(0, CHUNK)
+            tl.store(tile_experts_ptr + first_tile + tile, tl.zeros_like(tile) + expert, mask=tile < num_tiles)
+        padding = count + tl.arange(0, TILE)
+        end = num_tiles * TILE
+        tl.store(pairs_ptr + first_tile * TILE + padding, tl.zeros_like(padding) + num_pairs, mask=padding < end)
+    position = first_tile * TILE + num_before
     if count > 0:
-        for first in range(0, num_pairs, CHUNK):
+        for first in range(start, tl.minimum(start + SEGMENT, num_pairs), CHUNK):
             pair = first + tl.arange(0, CHUNK)
             ids = tl.load(expert_ids_ptr + pair, mask=pair < num_pairs, other=-1)
             is_mine = (ids == expert).to(tl.int32)
@@ -173,15 +216,26 @@ def plan_tiles(expert_ids: Tensor, num_experts: int, tile_size: int) -> TilePlan
         return TilePlan(None, expert_ids.view(-1), None)
     num_slots = max_tiles(num_pairs, num_experts, tile_size)
     plan = TilePlan(*(expert_ids.new_empty(size) for size in (num_slots * tile_size, num_slots, 1)))
-    _plan_kernel[(num_experts + 1,)](
+    num_segments = -(-num_pairs // SEGMENT)
+    bins = max(MIN_BINS, next_power_of_2(num_experts))
+    counts = expert_ids.new_empty(num_segments, bins) if num_segments > 1 else None
+    common: dict[str, Any] = {
+        "num_experts": num_experts,
+        "SEGMENT": SEGMENT,
+        "BINS": bins,
+        "CHUNK": min(MAX_CHUNK, max(MIN_CHUNK, next_power_of_2(num_pairs))),
+        "num_warps": 4,
+        **overlap_options(expert_ids.device),
+    }
+    if counts is not None:
+        _count_kernel[(num_segments,)](expert_ids, counts, num_pairs, **common)
+    _plan_kernel[(num_experts + 1, num_segments)](
         expert_ids,
+        counts,
         *plan,
         num_pairs,
-        num_experts=num_experts,
         TILE=tile_size,
-        BINS=max(MIN_BINS, next_power_of_2(num_experts)),
-        CHUNK=min(MAX_CHUNK, max(MIN_CHUNK, next_power_of_2(num_pairs))),
-        num_warps=4,
-        **overlap_options(expert_ids.device),
+        SEGMENTS=next_power_of_2(num_segments),
+        **common,
     )
     return plan

@@ -83,6 +83,7 @@ def pretend(capability: int) -> None:
     )
     device_properties.num_multiprocessors = lambda _device: MULTIPROCESSORS[capability]
     device_properties.has_large_shared_memory = lambda _device: on_hopper
+    device_properties.has_hopper_kernels = lambda _device: on_hopper
 
     from nanoinfer.layers.attention import selection
     from nanoinfer.quantization import fp8_linear

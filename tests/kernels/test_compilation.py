@@ -73,5 +73,6 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
     assert {"_paged_prefill_kernel", "_paged_decode_kernel", "_norm_rope_store_kernel", "_best_group_kernel"} <= names
     serves_hopper = capability == 90 and model != "Gemma 3" and "kv_cache_dtype" not in options  # 16 bits
     assert ("_hopper_prefill_kernel" in names) == serves_hopper
+    assert ("_hopper_experts_kernel" in names) == (capability == 90 and model == "Qwen3-MoE" and not options)
     assert ("_few_rows_product_kernel" in names) == (capability == 90 and model == "Qwen3" and not options)
     assert not [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY[capability]]

@@ -14,6 +14,7 @@ triton = pytest.importorskip("triton")
 
 from nanoinfer.kernels import moe_experts as expert_kernels  # noqa: E402
 from nanoinfer.kernels import moe_routing as routing_kernels  # noqa: E402
+from nanoinfer.kernels import moe_routing  # noqa: E402
 from nanoinfer.kernels.moe_routing import max_tiles, plan_tiles  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
 
@@ -97,14 +98,24 @@ def random_ids(num_tokens: int, num_experts: int, num_choices: int, share_of_pad
 
 
 @loops_are_interpreted
+@pytest.mark.parametrize("segment", [moe_routing.SEGMENT, 256])
 @pytest.mark.parametrize("share_of_padding", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "num_choices", "tile_size"),
     [(2, 8, 2, 16), (2, 1, 1, 16), (19, 40, 8, 16), (50, 3, 2, 32), (400, 20, 6, 128)],
 )
 def test_a_plan_has_every_pair_once_in_a_tile_of_its_expert(
-    num_tokens: int, num_experts: int, num_choices: int, tile_size: int, share_of_padding: float
+    num_tokens: int,
+    num_experts: int,
+    num_choices: int,
+    tile_size: int,
+    share_of_padding: float,
+    segment: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also where the pairs are looked through in segments."""
+    monkeypatch.setattr(moe_routing, "SEGMENT", segment)
+    monkeypatch.setattr(moe_routing, "MAX_CHUNK", min(segment, moe_routing.MAX_CHUNK))
     ids = random_ids(num_tokens, num_experts, num_choices, share_of_padding)
     plan = plan_tiles(ids, num_experts, tile_size)
     num_tiles = int(plan.num_tiles)

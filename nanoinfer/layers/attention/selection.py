@@ -97,10 +97,10 @@ def select_backend(
 
 
 def _has_hopper_kernel(device: torch.device, dtype: torch.dtype, spec: AttentionSpec, block_size: int) -> bool:
-    """Whether Hopper's own prefill kernel can run: there, for these heads, and with a Triton that has Gluon."""
-    if not torch.cuda.is_available() or compute_capability(device) != (9, 0) or spec.window is not None:
-        return False
-    if import_error("nanoinfer.kernels.hopper_prefill_attention"):
+    """Whether Hopper's own prefill kernel serves layers like this one."""
+    from nanoinfer.kernels.device_properties import has_hopper_kernels
+
+    if spec.window is not None or not has_hopper_kernels(device):
         return False
     from nanoinfer.kernels.hopper_prefill_attention import serves
 

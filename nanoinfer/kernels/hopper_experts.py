@@ -1,0 +1,254 @@
+"""One grouped product of the experts' MLPs for Hopper GPUs, in Gluon: long steps, 16 bits. Twin: `layers/moe.py`.
+
+It computes what the two kernels of `moe_experts.py` do, from the same tiles of 128 pairs. The warps of a program have
+parts of their own: four fetch rows (gathered, with one copy for each 16 bytes) and weights (in bulk, TMA) into a ring
+of buffers, and two groups of four multiply, each half of the tile's rows. As many programs run as there are
+multiprocessors. Neighbouring items are columns of a tile, and tiles of an expert, so what they read is in the L2 cache.
+
+Triton's interpreter does not run Gluon: the twin is compared on a GPU alone, and a CPU only compiles the kernel.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nanoinfer.kernels.device_properties import num_multiprocessors
+from nanoinfer.kernels.hopper_prefill_attention import MAX_REGISTERS, SWIZZLED, load_tile
+from nanoinfer.kernels.moe_routing import TilePlan
+
+ROWS = 128  # pairs of a tile
+PART = 128  # columns of half a tile
+DEPTH = 64  # of the inner dimension, at a time
+STAGES = 4  # buffers
+MULTIPLYING_REGISTERS, LOADING_REGISTERS = 232, 40
+
+_gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9, 3.6
+
+
+@gluon.jit
+def _fetch(
+    x_ptr,
+    weight_desc,
+    plan,
+    x_row_stride,
+    num_pairs,
+    buffers,
+    full,
+    empty,
+    num_choices: gl.constexpr,
+    num_experts: gl.constexpr,
+    num_columns: gl.constexpr,
+    depth: gl.constexpr,
+    GATED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Take one item after the other, and fetch its rows and weights."""
+    pairs_ptr, tile_experts_ptr, num_tiles_ptr = plan
+    x, weight = buffers
+    half_rows: gl.constexpr = x.shape[1]
+    width: gl.constexpr = x.shape[2]
+    part: gl.constexpr = weight.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, half_rows, gl.SliceLayout(1, layout))
+    k = gl.arange(0, width, gl.SliceLayout(0, layout))
+    num_blocks: gl.constexpr = num_columns // (2 * part)
+    num_items = gl.load(num_tiles_ptr) * num_blocks
+    count = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        tile = item // num_blocks
+        expert = gl.load(tile_experts_ptr + tile)
+        if expert < num_experts:
+            first_pair = gl.load(pairs_ptr + tile * (2 * half_rows) + row)
+            second_pair = gl.load(pairs_ptr + tile * (2 * half_rows) + half_rows + row)
+            first_row, second_row = first_pair, second_pair
+            if GATED:
+                first_row, second_row = first_pair // num_choices, second_pair // num_choices
+            first_ptrs = x_ptr + first_row.to(gl.int64)[:, None] * x_row_stride + k[None, :]
+            second_ptrs = x_ptr + second_row.to(gl.int64)[:, None] * x_row_stride + k[None, :]
+            # Of gate and up, which lie one behind the other, the same columns; else neighbours.
+            line = expert * num_columns + item % num_blocks * (part if GATED else 2 * part)
+            distance: gl.constexpr = num_columns // 2 if GATED else part
+            for start in range(0, depth, width):
+                stage = count % STAGES
+                mbarrier.wait(empty.index(stage), (count // STAGES) & 1 ^ 1)
+                mbarrier.expect(full.index(stage), 2 * weight_desc.block_type.nbytes)
+                load_tile(weight_desc, [line, start], full.index(stage), weight.index(2 * stage))
+                load_tile(weight_desc, [line + distance, start], full.index(stage), weight.index(2 * stage + 1))
+                _gather(x.index(2 * stage), first_ptrs + start, mask=(first_pair < num_pairs)[:, None])
+                _gather(x.index(2 * stage + 1), second_ptrs + start, mask=(second_pair < num_pairs)[:, None])
+                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                count += 1
+
+
+@gluon.jit
+def _multiply(
+    half: gl.constexpr,
+    plan,
+    pair_weights_ptr,
+    out_ptr,
+    num_pairs,
+    buffers,
+    full,
+    empty,
+    num_choices: gl.constexpr,
+    num_experts: gl.constexpr,
+    num_columns: gl.constexpr,
+    depth: gl.constexpr,
+    GATED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Multiply half of the rows of each item, and write them."""
+    pairs_ptr, tile_experts_ptr, num_tiles_ptr = plan
+    x, weight = buffers
+    half_rows: gl.constexpr = x.shape[1]
+    width: gl.constexpr = x.shape[2]
+    part: gl.constexpr = weight.shape[1]
+    dtype: gl.constexpr = x.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 16])
+    zeros = gl.zeros([half_rows, part], gl.float32, layout)
+    row = half * half_rows + gl.arange(0, half_rows, gl.SliceLayout(1, layout))
+    part_column = gl.arange(0, part, gl.SliceLayout(0, layout))
+    num_blocks: gl.constexpr = num_columns // (2 * part)
+    num_items = gl.load(num_tiles_ptr) * num_blocks
+    count = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        tile, block = item // num_blocks, item % num_blocks
+        expert = gl.load(tile_experts_ptr + tile)
+        pair = gl.load(pairs_ptr + tile * (2 * half_rows) + row)
+        is_pair = pair < num_pairs
+        first, second = zeros, zeros
+        if expert < num_experts:
+            for start in range(0, depth, width):
+                stage = count % STAGES
+                mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+                fence_async_shared()  # the rows were not copied in bulk
+                rows = x.index(2 * stage + half)
+                first = warpgroup_mma(rows, weight.index(2 * stage).permute((1, 0)), first, is_async=True)
+                second = warpgroup_mma(rows, weight.index(2 * stage + 1).permute((1, 0)), second, is_async=True)
+                first, second = warpgroup_mma_wait(2, deps=[first, second])
+                if start > 0:  # the products before these are done
+                    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+                count += 1
+            first, second = warpgroup_mma_wait(0, deps=[first, second])
+            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+        if GATED:
+            if expert < num_experts:
+                gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)  # as `gated` rounds them
+                out = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up
+                out_ptrs = (
+                    out_ptr + pair.to(gl.int64)[:, None] * (num_columns // 2) + (block * part + part_column)[None, :]
+                )
+                gl.store(out_ptrs, out.to(dtype), mask=is_pair[:, None])
+        else:
+            pair_weight = gl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)
+            out_row = (pair % num_choices).to(gl.int64) * (num_pairs // num_choices) + pair // num_choices
+            out_ptrs = out_ptr + out_row[:, None] * num_columns + (block * (2 * part) + part_column)[None, :]
+            gl.store(out_ptrs, (first * pair_weight[:, None]).to(dtype), mask=is_pair[:, None])
+            gl.store(out_ptrs + part, (second * pair_weight[:, None]).to(dtype), mask=is_pair[:, None])
+
+
+@gluon.jit(do_not_specialize=["num_pairs"])
+def _hopper_experts_kernel(
+    x_ptr,
+    weight_desc,
+    pairs_ptr,
+    tile_experts_ptr,
+    num_tiles_ptr,
+    pair_weights_ptr,
+    out_ptr,
+    x_row_stride,
+    num_pairs,
+    num_choices: gl.constexpr,
+    num_experts: gl.constexpr,
+    num_columns: gl.constexpr,  # rows of an expert's weight
+    depth: gl.constexpr,
+    GATED: gl.constexpr,  # rows are those of tokens, and columns those of gate and up; else rows are those of pairs
+    ROWS: gl.constexpr,
+    PART: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    MULTIPLYING_REGISTERS: gl.constexpr,
+    LOADING_REGISTERS: gl.constexpr,
+):
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    swizzled: gl.constexpr = weight_desc.layout
+    x = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, ROWS // 2, DEPTH], swizzled)
+    weight = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, PART, DEPTH], swizzled)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=129)  # 128 threads that copy rows, and one that announces the weights
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    plan = (pairs_ptr, tile_experts_ptr, num_tiles_ptr)
+    buffers = (x, weight)
+    # The constants are named in the call itself: a variable would make numbers of a step of them.
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                gl.constexpr(0), plan, pair_weights_ptr, out_ptr, num_pairs, buffers, full, empty,
+                num_choices, num_experts, num_columns, depth, GATED, STAGES,
+            )),
+            (_multiply, (
+                gl.constexpr(1), plan, pair_weights_ptr, out_ptr, num_pairs, buffers, full, empty,
+                num_choices, num_experts, num_columns, depth, GATED, STAGES,
+            )),
+            (_fetch, (
+                x_ptr, weight_desc, plan, x_row_stride, num_pairs, buffers, full, empty,
+                num_choices, num_experts, num_columns, depth, GATED, STAGES,
+            )),
+        ],
+        [4, 4],
+        [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
+    )  # fmt: skip
+
+
+def grouped_product(
+    x: Tensor, weight: Tensor, plan: TilePlan, pair_weights: Tensor, out: Tensor, num_choices: int, is_gated: bool
+) -> None:
+    """Multiply the rows of each expert's pairs, as `plan` lists them, with its (num_columns, depth) of the weight.
+
+    is_gated: x is (num_tokens, depth), and out becomes silu(gate) * up of each pair, (num_pairs, num_columns / 2); else
+    x is (num_pairs, depth), and out becomes the products times `pair_weights`, (num_choices, num_tokens, num_columns).
+    """
+    num_experts, num_columns, depth = weight.shape
+    lines: list[Any] = [[num_experts * num_columns, depth], [depth, 1], [PART, DEPTH], SWIZZLED]
+    _hopper_experts_kernel[(num_multiprocessors(x.device),)](
+        x,
+        TensorDescriptor(weight, *lines),
+        *plan,
+        pair_weights,
+        out,
+        x.stride(0),
+        pair_weights.numel(),
+        num_choices=num_choices,
+        num_experts=num_experts,
+        num_columns=num_columns,
+        depth=depth,
+        GATED=is_gated,
+        ROWS=ROWS,
+        PART=PART,
+        DEPTH=DEPTH,
+        STAGES=STAGES,
+        MULTIPLYING_REGISTERS=MULTIPLYING_REGISTERS,
+        LOADING_REGISTERS=LOADING_REGISTERS,
+        num_warps=4,
+        maxnreg=MAX_REGISTERS,
+    )
+
+
+def serves(hidden_size: int, inner_size: int, row_stride: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel takes experts of these sizes, and rows so far apart."""
+    fits = inner_size % PART == 0 and hidden_size % (2 * PART) == 0 and row_stride % 8 == 0
+    return fits and dtype in (torch.bfloat16, torch.float16)
