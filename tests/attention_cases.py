@@ -179,7 +179,9 @@ def _prefill_metadata(
         cumulative_lens(torch.tensor(lens, dtype=torch.int32, device=slots.device))
         for lens in (query_lens, context_lens)
     )
-    return PrefillMetadata(tuple(query_lens), tuple(context_lens), cu_query_lens, cu_context_lens, slots, block_tables)
+    lens = tuple(query_lens), tuple(context_lens)
+    num_blocks = len(block_tables.unique())
+    return PrefillMetadata(*lens, cu_query_lens, cu_context_lens, slots, block_tables, num_blocks)
 
 
 def _decode_metadata(

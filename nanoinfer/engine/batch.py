@@ -78,6 +78,7 @@ class Header(NamedTuple):
 
     num_prefill_tokens: int
     num_prefill_samples: int  # chunks that sample a token: all, or all but the last
+    num_prefill_blocks: int  # different blocks of the chunks' sequences
     awaits_masks: int  # 1: what the step may draw is said when it is sampled, so no rank is to sample before
     num_admitted: int
     num_known_tokens: int  # of all admitted sequences together
@@ -172,7 +173,8 @@ def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
         biases=[bias for seq, _ in records for bias in biases_of(seq)],
     )
     num_samples = sum(chunk.samples for chunk in batch.prefill)
-    header = Header(batch.num_prefill_tokens, num_samples, int(awaits_masks), *map(len, sections))
+    num_blocks = len(set().union(*(chunk.seq.block_table for chunk in batch.prefill)))
+    header = Header(batch.num_prefill_tokens, num_samples, num_blocks, int(awaits_masks), *map(len, sections))
     parts = [np.array(lines, dtype) for lines, dtype in zip(sections, SECTION_DTYPES, strict=True) if len(lines)]
     return np.concatenate([np.array(header, np.int32), *(part.view(np.int32) for part in parts)])
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nanoinfer.kernels import rms_norm as rms_norm
     from nanoinfer.kernels import token_bitmask as token_bitmask
     from nanoinfer.kernels import top_k_top_p as top_k_top_p
+    from nanoinfer.kernels import widened_blocks as widened_blocks
 else:
 
     def __getattr__(name: str) -> ModuleType:

@@ -67,6 +67,7 @@ class StepTables:
             cu_context_lens=cumulative_lens((starts + lens).int()),
             slot_mapping=slots_of(self.block_tables, token_rows, positions, self.memory.block_size),
             block_tables=self.block_tables[rows],
+            num_blocks=header.num_prefill_blocks,
         )
         # Only the last chunk of a step may be cut short, so those that sample are the first ones.
         last_tokens = cu_query_lens[1 : header.num_prefill_samples + 1].long() - 1

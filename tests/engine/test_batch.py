@@ -30,6 +30,7 @@ def sequence_in_row(row: int, token_ids: list[int], temperature: float = 1.0, se
 def prefill_and_decode() -> ScheduledBatch:
     """Rows 2 and 5 are admitted, 5 with two tokens copied and its chunk cut; rows 0 and 7 decode, 7 in a new block."""
     whole, cut = sequence_in_row(2, [10, 11, 12]), sequence_in_row(5, [20, 21, 22, 23, 24, 25])
+    whole.block_table, cut.block_table = [40, 41], [40, 42]
     return ScheduledBatch(
         admitted=[whole, cut],
         new_blocks=[NewBlock(2, 0, 40), NewBlock(2, 1, 41), NewBlock(5, 0, 42), NewBlock(7, 3, 43)],
@@ -44,9 +45,10 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
     packet = pack(batch)
     assert packet.dtype == np.int32
     # header + 2 row records of 5 + 9 known tokens + 4 new blocks, 1 copy, 2 chunks and 2 decode rows of 3
-    assert packet.shape == (12 + 2 * 5 + 9 + (4 + 1 + 2 + 2) * 3,)
+    assert packet.shape == (13 + 2 * 5 + 9 + (4 + 1 + 2 + 2) * 3,)
     header = read_header(packet)
     assert header._asdict() == {
+        "num_prefill_blocks": 3,  # 40 is both's
         "num_admitted": 2,
         "num_known_tokens": 9,
         "num_new_blocks": 4,
@@ -138,7 +140,7 @@ def test_a_row_that_asks_for_nothing_more_has_no_sampling_record(options: dict) 
 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
-    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 1, 0, 0]
+    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 1, 0, 0]
     sections = split(packet, read_header(packet))
     shapes = [(0, 5), (0, 1), (0, 3), (0, 3), (0, 3), (2, 3), (0, 15), (0, 1), (0, 2)]
     assert [section.shape for section in sections] == shapes
@@ -172,5 +174,5 @@ def test_a_packet_cut_short_is_noticed() -> None:
     packet = pack(prefill_and_decode())
     with pytest.raises((AssertionError, ValueError)):
         split(packet[:-1], read_header(packet))
-    with pytest.raises(AssertionError, match="a packet of 59 numbers has sections of 58"):
+    with pytest.raises(AssertionError, match="a packet of 60 numbers has sections of 59"):
         split(np.append(packet, np.int32(0)), read_header(packet))

@@ -23,6 +23,7 @@ from tests.gpu.test_engine_gpu import assert_answers_right, assert_part_at_near_
 
 pytestmark = pytest.mark.gpu
 
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="needs a GPU of compute capability 8.9")
 CACHE_DTYPES = pytest.mark.parametrize("cache_dtype", [INT8, pytest.param(FP8, marks=needs_fp8)], ids=["int8", "fp8"])
@@ -163,6 +164,22 @@ def test_256_rows_that_share_2048_tokens_get_what_each_gets_alone(
 @pytest.mark.parametrize("group_size", [2, 5])
 def test_a_long_prefill_equals_its_twin(cache_dtype: torch.dtype, group_size: int) -> None:
     assert_equals_twin(random_step(on_gpu(cache_dtype, group_size), [3000, 5000, 4096], [3000, 700, 1]))
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@CACHE_DTYPES
+@SIXTEEN_BITS
+@pytest.mark.parametrize(("group_size", "head_dim"), [(1, 64), (2, 128), (8, 128)])
+def test_prefill_over_widened_blocks_equals_its_twin(
+    cache_dtype: torch.dtype, dtype: torch.dtype, group_size: int, head_dim: int
+) -> None:
+    from nanoinfer.layers.attention.triton import TritonBackend
+
+    layer = replace(on_gpu(cache_dtype, group_size, head_dim), dtype=dtype)
+    step = random_step(layer, [3000, 5000, 4096], [3000, 700, 1])
+    backend = TritonBackend(step.spec, has_hopper_kernel=True)
+    out = step.assert_equals_twin(backend)
+    assert torch.equal(step.run(backend), out), "equal steps give equal bits"
 
 
 # --- the engine ---

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanoinfer.distributed.cuda_ipc import RELEASED
 from nanoinfer.kernels.symmetric_buffers import BITS, SymmetricBuffers, empty_bits
 from nanoinfer.layers import activation, layernorm
-from nanoinfer.layers.attention import block_copies
+from nanoinfer.layers.attention import block_copies, widened_blocks
 from nanoinfer.layers.attention import layer as attention_layer
 from nanoinfer.runner import step_tables
 from nanoinfer.sampling import gumbel_max, logprobs, token_bitmask, top_k_top_p
@@ -35,6 +35,7 @@ from nanoinfer.kernels import read_rows as read_rows_kernels  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
 from nanoinfer.kernels import token_bitmask as bitmask_kernels  # noqa: E402
 from nanoinfer.kernels import top_k_top_p as threshold_kernels  # noqa: E402
+from nanoinfer.kernels import widened_blocks as widened_blocks_kernels  # noqa: E402
 from nanoinfer.kernels.barrier import barrier  # noqa: E402
 from nanoinfer.kernels.gumbel_max import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
@@ -78,6 +79,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (step_tables.read_rows, read_rows_kernels),
         (block_copies.copy_tokens, copy_tokens_kernels),
         (logprobs.logit_statistics, logit_statistics_kernels),
+        (widened_blocks.widen_blocks, widened_blocks_kernels),
     ],
 )
 def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(

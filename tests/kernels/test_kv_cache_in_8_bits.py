@@ -1,4 +1,7 @@
-"""Writing a KV cache in 8 bits, in Triton's interpreter, against the twin. Reading: test_attention_kernels.py."""
+"""Writing a KV cache in 8 bits, and widening it, in Triton's interpreter, against the twins.
+
+Reading: test_attention_kernels.py.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,13 +11,16 @@ import torch
 from torch import Tensor
 
 from nanoinfer.layers.attention import layer as attention_layer
+from nanoinfer.layers.attention import widened_blocks
 from nanoinfer.layers.attention.kv_rounding import round_vectors
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata
-from tests.attention_cases import FP8, INT8, Case, Layer, assert_close
+from nanoinfer.layers.attention.torch_reference import TorchBackend
+from tests.attention_cases import FP8, INT8, Case, Layer, assert_close, random_step
 
 pytest.importorskip("triton")
 
 from nanoinfer.kernels import norm_rope_store as kernels
+from nanoinfer.kernels import widened_blocks as widening_kernels
 from nanoinfer.layers.attention.triton import TritonBackend
 from tests.kernels.helpers import exact_fp8, loops_are_interpreted
 
@@ -165,3 +171,55 @@ def test_a_token_of_nan_spoils_its_own_sequence_alone(dtype: torch.dtype, query_
         assert actual[spoilt].isnan().all()
     actual[spoilt] = expected[spoilt]
     assert_close(actual, expected)
+
+
+# --- widening ---
+
+
+@loops_are_interpreted
+@FORMATS
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_blocks_are_widened_as_by_the_twin(dtype: torch.dtype, head_dim: int) -> None:
+    layer = Layer(head_dim=head_dim, block_size=48, cache_dtype=dtype)
+    cache = random_step(layer, [300], [3]).cache
+    block_ids = torch.tensor([5, 0, 2], dtype=torch.int32)
+    expected = torch.full((4, *cache.k.shape[1:]), 7.0, dtype=torch.float16)
+    actual = expected.clone()
+    widening_kernels.widen_blocks(cache.k, cache.k_scales, block_ids, actual)
+    widened_blocks.widen_blocks(cache.k, cache.k_scales, block_ids, expected)
+    assert torch.equal(actual.nan_to_num(9.0), expected.nan_to_num(9.0))
+    assert (actual[3] == 7).all(), "only the first places are written"
+
+
+@FORMATS
+@pytest.mark.parametrize("num_more", [0, 3])  # the host's count is an upper bound
+def test_a_step_over_widened_blocks_reads_what_it_reads_in_the_cache(dtype: torch.dtype, num_more: int) -> None:
+    """Two chunks have the same blocks; tables end in blocks that nobody reads, of which one is not there."""
+    step = random_step(Layer(cache_dtype=dtype), [40, 40, 7, 100], [10, 20, 7, 1])
+    metadata = step.metadata
+    assert isinstance(metadata, PrefillMetadata)
+    tables = metadata.block_tables
+    tables[1] = tables[0]
+    tables[2, 1:] = 10**6
+    num_read = 3 + 1 + 7
+    step.metadata = metadata = replace(metadata, num_blocks=num_read + num_more)
+    blocks = widened_blocks.list_blocks(metadata, len(step.cache.k), 16)
+    assert blocks is not None
+    assert sorted(blocks.block_ids[:num_read].tolist()) == blocks.block_ids[:num_read].tolist()
+    wide = widened_blocks.widened_cache(step.cache, blocks, torch.float32)
+    expected = step.run(TorchBackend(step.spec))
+    step.cache, step.metadata = wide, replace(metadata, block_tables=blocks.block_tables)
+    # `k` and `v` of the step are those before rounding, so a chunk without a prefix has to read the cache, too.
+    k, v = (side[blocks.block_tables[2, 0].long()][:, :7].transpose(0, 1) for side in (wide.k, wide.v))
+    step.k = step.k.clone()
+    step.k[30:37], step.v[30:37] = k, v
+    assert_close(step.run(TorchBackend(step.spec)), expected)
+
+
+def test_more_blocks_than_there_is_room_for_are_not_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = random_step(Layer(cache_dtype=INT8), [40, 100], [10, 1])
+    assert isinstance(step.metadata, PrefillMetadata)
+    assert widened_blocks.list_blocks(step.metadata, len(step.cache.k), 16) is not None
+    assert widened_blocks.list_blocks(replace(step.metadata, num_blocks=0), len(step.cache.k), 16) is None
+    monkeypatch.setattr(widened_blocks, "MAX_TOKENS", 16 * (step.metadata.num_blocks - 1))
+    assert widened_blocks.list_blocks(step.metadata, len(step.cache.k), 16) is None

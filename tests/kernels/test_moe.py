@@ -14,7 +14,6 @@ triton = pytest.importorskip("triton")
 
 from nanoinfer.kernels import moe_experts as expert_kernels  # noqa: E402
 from nanoinfer.kernels import moe_routing as routing_kernels  # noqa: E402
-from nanoinfer.kernels import moe_routing  # noqa: E402
 from nanoinfer.kernels.moe_routing import max_tiles, plan_tiles  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
 
@@ -98,7 +97,7 @@ def random_ids(num_tokens: int, num_experts: int, num_choices: int, share_of_pad
 
 
 @loops_are_interpreted
-@pytest.mark.parametrize("segment", [moe_routing.SEGMENT, 256])
+@pytest.mark.parametrize("segment", [routing_kernels.SEGMENT, 256])
 @pytest.mark.parametrize("share_of_padding", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "num_choices", "tile_size"),
@@ -114,8 +113,8 @@ def test_a_plan_has_every_pair_once_in_a_tile_of_its_expert(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where the pairs are looked through in segments."""
-    monkeypatch.setattr(moe_routing, "SEGMENT", segment)
-    monkeypatch.setattr(moe_routing, "MAX_CHUNK", min(segment, moe_routing.MAX_CHUNK))
+    monkeypatch.setattr(routing_kernels, "SEGMENT", segment)
+    monkeypatch.setattr(routing_kernels, "MAX_CHUNK", min(segment, routing_kernels.MAX_CHUNK))
     ids = random_ids(num_tokens, num_experts, num_choices, share_of_padding)
     plan = plan_tiles(ids, num_experts, tile_size)
     num_tiles = int(plan.num_tiles)

@@ -79,6 +79,7 @@ class PrefillMetadata:
     cu_context_lens: Tensor  # (num_chunks + 1,) int32
     slot_mapping: Tensor  # (num_tokens,) int64: block_id * block_size + offset of each token; -1 skips the write
     block_tables: Tensor  # (num_chunks, max_blocks) int32
+    num_blocks: int = 0  # different blocks that hold the contexts, at most; 0: not counted
     plans: Mapping[Hashable, Any] = field(default_factory=dict)  # by AttentionSpec; a backend makes it for itself
 
     @classmethod
@@ -88,7 +89,7 @@ class PrefillMetadata:
         assert len(lens) <= len(block_tables), f"{len(lens)} prompts, and block tables of {len(block_tables)} rows"
         cu_lens = cumulative_lens(torch.tensor(lens, dtype=torch.int32, device=device))
         nowhere = torch.full((sum(lens),), -1, dtype=torch.int64, device=device)
-        return cls(lens, lens, cu_lens, cu_lens, nowhere, block_tables[: len(lens)])
+        return cls(lens, lens, cu_lens, cu_lens, nowhere, block_tables[: len(lens)], num_blocks=1)
 
     @property
     def reads_cache(self) -> bool:

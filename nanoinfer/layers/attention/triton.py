@@ -24,15 +24,20 @@ from nanoinfer.layers.attention.metadata import (
     PrefillMetadata,
     TileList,
 )
+from nanoinfer.layers.attention.widened_blocks import BlockList, list_blocks, widened_cache
 
 LONG_CONTEXT = 512  # tokens that a tile of queries attends to, on average, from which on Hopper's own kernel is faster
 
 
 class PrefillPlan(NamedTuple):
-    """Lists the tiles of queries: see `plan_prefill`. counters: for Hopper's own kernel; None if it is not to run."""
+    """Lists the tiles of queries: see `plan_prefill`.
+
+    counters: for Hopper's own kernel; None if it is not to run. blocks: what it reads of a cache in 8 bits.
+    """
 
     tiles: Tensor
-    counters: Tensor | None
+    counters: Tensor | None = None
+    blocks: BlockList | None = None
 
 
 class TritonBackend(AttentionBackend):
@@ -66,6 +71,8 @@ class TritonBackend(AttentionBackend):
         if plan.counters is not None:
             from nanoinfer.kernels.hopper_prefill_attention import hopper_prefill_attention
 
+            if plan.blocks is not None:
+                cache, tables = widened_cache(cache, plan.blocks, q.dtype), plan.blocks.block_tables
             lens = metadata.cu_context_lens
             return hopper_prefill_attention(q, cache.k, cache.v, plan.tiles, plan.counters, tables, lens, scale)
         tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
@@ -83,12 +90,14 @@ class TritonBackend(AttentionBackend):
     def _plan_prefill(self, metadata: PrefillMetadata, cache: KVCache) -> PrefillPlan:
         device, lens, contexts = metadata.cu_query_lens.device, metadata.query_lens, metadata.context_lens
         tiles = plan_prefill(lens, contexts, self.spec.group_size, device)
-        counters = None
-        if self.has_hopper_kernel and cache.k_scales is None:
-            seen = sum(num * (context - num / 2) for num, context in zip(lens, contexts, strict=True))
-            if seen >= LONG_CONTEXT * sum(lens):
-                counters = torch.zeros(2, dtype=torch.int32, device=device)
-        return PrefillPlan(tiles, counters)
+        seen = sum(num * (context - num / 2) for num, context in zip(lens, contexts, strict=True))
+        if not self.has_hopper_kernel or seen < LONG_CONTEXT * sum(lens):
+            return PrefillPlan(tiles)
+        in_8_bits = cache.k_scales is not None
+        blocks = list_blocks(metadata, cache.num_blocks, cache.block_size) if in_8_bits else None
+        if in_8_bits and blocks is None:
+            return PrefillPlan(tiles)
+        return PrefillPlan(tiles, torch.zeros(2, dtype=torch.int32, device=device), blocks)
 
     def _plan_decode(self, metadata: DecodeMetadata, block_size: int, in_8_bits: bool) -> DecodePlan:
         lens, tables, head_dim = metadata.context_lens, metadata.block_tables, self.spec.head_dim
