@@ -226,12 +226,13 @@ class Scheduler:
         """Schedule new prompts; return what is left of the budget, and how many tokens those passed over will spare.
 
         A prompt is passed over, and stays where it is in the queue, if it begins like one that is computed in this very
-        step and parts from it within a block: in the next step it finds what they share.
+        step and parts from it within a block: in the next step it finds what they share. Its row and blocks are kept for
+        it: what comes after it in the queue does not take them.
         """
         passed_over: list[tuple[tuple[int, int], Sequence]] = []
         awaited = 0
         growth = sum(self._growth(seq) for seq in self.running) if self._waiting else 0
-        while budget > 0 and self._waiting and (self._free_rows or self.reclaim()):
+        while budget > 0 and self._waiting and (len(self._free_rows) > len(passed_over) or self.reclaim()):
             seq = self._waiting[0][1]
             if self.running and self._blocked == (seq.seq_id, self.block_manager.num_frees):
                 break
@@ -241,6 +242,8 @@ class Scheduler:
                 if len(passed_over) < max_passed_over:
                     passed_over.append(heapq.heappop(self._waiting))
                     awaited += num_later
+                    num_blocks = self.block_manager.num_blocks_to_allocate(seq, cached_block_ids)
+                    growth += num_blocks * self.block_manager.block_size + self._growth(seq)
                     continue
                 if awaited >= budget:
                     break  # waiting spares more than the step has room for, so no more of them are looked up

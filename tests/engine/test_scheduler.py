@@ -160,6 +160,18 @@ def test_prompts_that_share_a_prefix_within_a_block_wait_for_the_one_that_comput
     check_invariants(scheduler, [chunk.seq for chunk in first.prefill + second.prefill])
 
 
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 2}, {"num_blocks": 3}])
+@pytest.mark.parametrize("spared_in_all", [20, 1000])
+def test_a_prompt_that_waits_for_a_prefix_loses_neither_row_nor_blocks(
+    limits: dict[str, int], spared_in_all: int
+) -> None:
+    scheduler = make_scheduler(**{"num_blocks": 20, "block_size": 32, "max_num_batched_tokens": 200} | limits)
+    scheduler.reserved_tokens, scheduler.min_awaited_tokens, scheduler.min_awaited_in_all = 0, 20, spared_in_all
+    add_prompts(scheduler, [7] * 20 + [1], [7] * 20 + [2], [5] * 60)
+    admitted = [ids(step(scheduler, 9).admitted) for _ in range(2)]
+    assert admitted == ([[0], [1]] if spared_in_all == 20 else [[0, 1], []])
+
+
 def test_no_prompt_waits_for_a_few_tokens() -> None:
     scheduler = make_scheduler(num_blocks=20, block_size=32, max_num_batched_tokens=200)
     scheduler.min_awaited_tokens = 20
