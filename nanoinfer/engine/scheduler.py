@@ -226,8 +226,8 @@ class Scheduler:
         """Schedule new prompts; return what is left of the budget, and how many tokens those passed over will spare.
 
         A prompt is passed over, and stays where it is in the queue, if it begins like one that is computed in this very
-        step and parts from it within a block: in the next step it finds what they share. Its row and blocks are kept for
-        it: what comes after it in the queue does not take them.
+        step and parts from it within a block: in the next step it finds what they share. Its row and blocks are kept
+        for it: what comes after it in the queue does not take them.
         """
         passed_over: list[tuple[tuple[int, int], Sequence]] = []
         awaited = 0

@@ -59,7 +59,8 @@ def _logit_statistics_kernel(
         shift = tl.where(larger == -INF, 0.0, larger)  # -inf - -inf is NaN
         total = total * tl.exp(largest - shift) + tl.exp(x - shift)
         largest = larger
-        num_better += ((x > chosen) | ((x == chosen) & (column < chosen_column))).to(tl.int32)
+        comes_before = (x > chosen) | ((x == chosen) & (column < chosen_column))
+        num_better += (comes_before & (column < SIZE)).to(tl.int32)
     row_largest = tl.max(largest, axis=0)
     shift = tl.where(row_largest == -INF, 0.0, row_largest)
     tl.store(largest_ptr + row, row_largest)

@@ -789,6 +789,13 @@ def test_statistics_of_logits_are_those_of_the_twin(size: int, dtype: torch.dtyp
     assert all(torch.equal(*pair) for pair in exact)
 
 
+def test_a_token_of_another_shard_that_cannot_come_has_all_of_this_one_before_it() -> None:
+    """Its logit is that of the places behind the last id, which are no tokens."""
+    arguments = randn(1, 1000), torch.tensor([-math.inf]), torch.tensor([5000], dtype=torch.int32), 0, 1
+    for statistics in (logit_statistics_kernels.logit_statistics, logprobs.logit_statistics.__wrapped__):
+        assert statistics(*arguments)[2].tolist() == [1000]
+
+
 def test_statistics_of_logits_with_nan_are_nan_and_name_tokens_that_there_are() -> None:
     logits = randn(2, 5000)
     logits[0, 4999] = logits[1] = math.nan
