@@ -21,9 +21,9 @@ def collect_logprobs(requests: Mapping[int, Request], batch: ScheduledBatch, han
         for line, entry in zip(of_samples.lines, of_samples.logprobs.to_positions(), strict=True):
             if wanted[line]:
                 _add(requests[sampled[line].request_id], sampled[line].sample, entry)
-    if handle.prompt_logprobs is not None:
-        arrays, offset = [part.numpy() for part in handle.prompt_logprobs.logprobs], 0
-        for chunk, start, length in handle.prompt_logprobs.spans:
+    for of_prompts in handle.prompt_logprobs:
+        arrays, offset = [part.numpy() for part in of_prompts.logprobs], 0
+        for chunk, start, length in of_prompts.spans:
             request = requests.get(prefill[chunk].seq.request_id)
             if request is not None:  # None: it was dropped
                 _add_of_prompt(request, start, [part[offset : offset + length] for part in arrays])

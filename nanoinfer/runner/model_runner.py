@@ -53,7 +53,7 @@ class PendingStep(NamedTuple):
 
     rows: Tensor  # (num_sampled,) int64
     host_rows: list[int]  # the same on the host
-    prompt_logprobs: PromptLogprobs | None
+    prompt_logprobs: list[PromptLogprobs]
 
 
 class StepHandle(NamedTuple):
@@ -61,7 +61,7 @@ class StepHandle(NamedTuple):
 
     token_ids: Tensor  # (num_sampled,) int32
     logprobs: list[SampleLogprobs]
-    prompt_logprobs: PromptLogprobs | None
+    prompt_logprobs: list[PromptLogprobs]
     errors: dict[int, str]  # by line: why a user's function failed, which leaves that line without a token
     event: torch.cuda.Event | None  # None on a CPU, where a sampled step is done
 
@@ -119,7 +119,7 @@ class ModelRunner:
             shared_prefixes = SharedPrefixes(num_shared_blocks, num_group_rows) if shares else None
             forward = self.state.graphs.replay if self.state.graphs else self.decode
             forward(rows, shared_prefixes)
-            return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=None)
+            return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=[])
 
     def sample(self, pending: PendingStep, masks: TokenMasks | None = None) -> StepHandle:
         """Draw the tokens of a launched step, as the masks allow, and start their copy to the host.
@@ -288,7 +288,7 @@ class ModelRunner:
             step = self._planned(ForwardStep(token_ids, positions, tables.memory, metadata, rows % num_tokens))
             hidden = self.model(step)
             self._write_logits(step, hidden)
-            self.sample(PendingStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), None))
+            self.sample(PendingStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), []))
             # What needs it is not run, since its kernels would have to be compiled for users who never ask for it.
             torch.empty(sampler.scratch_bytes, dtype=torch.uint8, device=self.device)
             del hidden

@@ -160,31 +160,48 @@ class Sampler:
 
     def prompt_logprobs(
         self, model: DecoderForCausalLM, hidden: Tensor, chunks: list[list[int]]
-    ) -> PromptLogprobs | None:
+    ) -> list[PromptLogprobs]:
         """Return the log-probabilities of the prompt tokens that these chunks (row, start, length) predict.
 
-        None if none are wanted. hidden: (num_tokens, hidden_size), of all chunks end to end.
+        hidden: (num_tokens, hidden_size), of all chunks end to end.
         """
-        spans, places, offset, num_best = [], [], 0, 0
+        found, scanned, offset, most_scanned = [], [], 0, 0
         for index, (row, start, length) in enumerate(chunks):
-            record = self._records.get(row)
-            if record is not None and record.prompt_logprobs_start >= 0:
-                first = max(record.prompt_logprobs_start, start + 1)
-                positions = np.arange(first, min(record.num_prompt_tokens, start + length + 1))
-                spans.append(PromptSpan(index, first, len(positions)))
-                # A token is predicted by the state before it.
-                places.append(np.stack((positions + (offset - start - 1), np.full_like(positions, row), positions)))
-                num_best = max(num_best, record.prompt_logprobs)
+            record, shift = self._records.get(row), offset - start - 1  # a token is predicted by the state before it
             offset += length
-        if not sum(span.length for span in spans):
-            return None
+            if record is None or record.prompt_logprobs_start < 0:
+                continue
+            num_best, first = record.prompt_logprobs, max(record.prompt_logprobs_start, start + 1)
+            end = min(record.num_prompt_tokens, start + length + 1)
+            if num_best <= min(MAX_SCANNED, self._smallest_shard):
+                if first < end:
+                    scanned.append((PromptSpan(index, first, end - first), row, shift))
+                    most_scanned = max(most_scanned, num_best)
+                continue
+            for begin in range(first, end, ROWS_AT_ONCE):  # each piece leaves the device before the next is made
+                span = PromptSpan(index, begin, min(ROWS_AT_ONCE, end - begin))
+                found.append(self._logprobs_of(model, hidden, [(span, row, shift)], num_best, sorts_all=True))
+        if scanned:
+            found.append(self._logprobs_of(model, hidden, scanned, most_scanned, sorts_all=False))
+        return found
+
+    def _logprobs_of(
+        self,
+        model: DecoderForCausalLM,
+        hidden: Tensor,
+        spans: list[tuple[PromptSpan, int, int]],
+        num_best: int,
+        sorts_all: bool,
+    ) -> PromptLogprobs:
+        """Return those of spans, each with its row and what leads from a position to the state that predicts it."""
+        places = []
+        for span, row, shift in spans:
+            positions = np.arange(span.start, span.start + span.length)
+            places.append(np.stack((positions + shift, np.full_like(positions, row), positions)))
         states, rows, positions = to_device(torch.from_numpy(np.concatenate(places, axis=1)), self.device)
         token_ids, vocab, dtype = self.token_ids[rows, positions], model.lm_head.vocab, model.lm_head.weight.dtype
         # As many logits at once as float32 copies may take in sampling.
         rows_at_once = ROWS_AT_ONCE * NUM_COPIES * torch.float32.itemsize // dtype.itemsize
-        sorts_all = num_best > min(MAX_SCANNED, self._smallest_shard)
-        if sorts_all:
-            rows_at_once = ROWS_AT_ONCE
         parts = []
         for some_states, ids in zip(states.split(rows_at_once), token_ids.split(rows_at_once), strict=True):
             logits = model.compute_logits(hidden[some_states])
@@ -193,7 +210,8 @@ class Sampler:
             else:
                 parts.append(compute_logprobs(logits, ids, num_best, vocab.start, self.tp))
             del logits  # before the next ones are made
-        return PromptLogprobs(spans, LogprobsTensors(*map(torch.cat, zip(*parts, strict=True))).to_host())
+        logprobs = LogprobsTensors(*map(torch.cat, zip(*parts, strict=True)))
+        return PromptLogprobs([span for span, _, _ in spans], logprobs.to_host())
 
     @property
     def scratch_bytes(self) -> int:

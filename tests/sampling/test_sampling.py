@@ -418,6 +418,25 @@ def test_logits_are_computed_a_few_prompt_tokens_at_a_time(
     assert all(entry is not None for entry in (output.prompt_logprobs or [])[1:])
 
 
+def test_a_prompt_that_wants_all_of_the_vocabulary_does_not_widen_its_neighbours(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do its own positions gather on the device: each piece goes to the host."""
+    shapes = []
+    to_host = sampler.LogprobsTensors.to_host
+
+    def note(self):  # type: ignore[no-untyped-def]
+        shapes.append(tuple(self.logprobs.shape))
+        return to_host(self)
+
+    monkeypatch.setattr(sampler.LogprobsTensors, "to_host", note)
+    params = [replace(GREEDY, max_tokens=1, prompt_logprobs=num_best) for num_best in (0, -1, 2)]
+    outputs = llm.generate(prompts(200, 100, 50), params, use_tqdm=False)
+    assert sorted(shapes) == [(35, 513), (64, 513), (248, 3)]
+    for output, num_best in zip(outputs, (0, 512, 2), strict=True):
+        assert {len(entry or {}) - num_best for entry in (output.prompt_logprobs or [])[1:]} <= {0, 1}
+
+
 def test_as_many_logprobs_as_tokens_and_no_more_can_be_had(llm: LLM) -> None:
     with pytest.raises(RequestError, match="logprobs=513 is more than the vocabulary of 512 tokens; use 20"):
         llm.generate([[1]], SamplingParams(logprobs=513), use_tqdm=False)
