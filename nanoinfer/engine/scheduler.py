@@ -74,6 +74,7 @@ class Scheduler:
         self.listener: Listener = SILENT  # is told what happens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on (-priority, seq_id)
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
+        self._awaits_prefix = False  # whether the last step that admitted passed prompts over, for the next one
         self._blocked: tuple[int, int] | None = None  # (seq_id, num_frees) of a queue head that did not fit
 
     @property
@@ -253,6 +254,7 @@ class Scheduler:
             budget -= self._add_chunk(batch, seq, budget)
         for item in passed_over:
             heapq.heappush(self._waiting, item)
+        self._awaits_prefix = bool(passed_over)
         return budget, awaited
 
     def _schedule_decode(self, in_flight: bool) -> ScheduledBatch:
@@ -285,7 +287,8 @@ class Scheduler:
     def _worth_admitting(self) -> bool:
         """Return False while sequences decode under a long queue and too few rows are to be had (hysteresis)."""
         group = min(ADMISSION_GROUP, max(1, self.max_num_seqs // 4))
-        return not self.running or self.max_num_seqs - len(self.running) >= min(group, len(self._waiting))
+        num_free = self.max_num_seqs - len(self.running)
+        return not self.running or self._awaits_prefix or num_free >= min(group, len(self._waiting))
 
     def _growth(self, seq: Sequence) -> int:
         """Return how many tokens of room to keep for a running sequence."""

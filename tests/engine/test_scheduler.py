@@ -172,6 +172,19 @@ def test_a_prompt_that_waits_for_a_prefix_loses_neither_row_nor_blocks(
     assert admitted == ([[0], [1]] if spared_in_all == 20 else [[0, 1], []])
 
 
+def test_a_prompt_waits_for_a_prefix_one_step_and_not_until_many_rows_are_free() -> None:
+    scheduler = make_scheduler(num_blocks=100, block_size=32, max_num_seqs=16, max_num_batched_tokens=200)
+    scheduler.min_awaited_tokens, scheduler.min_awaited_in_all = 20, 20
+    prompts = (
+        [[number] * 5 for number in range(100, 112)],
+        [[7] * 20 + [1], [7] * 20 + [2]],
+        [[8] * 5, [9] * 5, [6] * 5],
+    )
+    add_prompts(scheduler, *(prompt for group in prompts for prompt in group))
+    assert ids(step(scheduler, 9).admitted) == [*range(13), 14, 15]
+    assert ids(step(scheduler, 9).admitted) == [13]
+
+
 def test_no_prompt_waits_for_a_few_tokens() -> None:
     scheduler = make_scheduler(num_blocks=20, block_size=32, max_num_batched_tokens=200)
     scheduler.min_awaited_tokens = 20
