@@ -64,7 +64,7 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
     }
     assert all(type(number) is int for number in header)
     assert [seq.row for seq in batch.sampled] == [2, 0, 7], "whole chunks, then decode rows"
-    assert pack(ScheduledBatch()).tolist() == [0] * 12
+    assert pack(ScheduledBatch()).tolist() == [0] * 13
     assert not ScheduledBatch()
 
 
