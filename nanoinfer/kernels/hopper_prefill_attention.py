@@ -258,7 +258,7 @@ def _attend(
         item = gl.reduce(current.load(gl.BlockedLayout([1], [32], [4], [0])), 0, _maximum)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_tiles"])
 def _hopper_prefill_kernel(
     q_desc,
     k_desc,

@@ -581,7 +581,7 @@ def _tile_size(block_size: int, head_dim: int, large: bool) -> int:
 def _num_warps(queries: int, head_dim: int, in_8_bits: bool) -> int:
     """Return four warps, or eight where four would spill registers.
 
-    In 8 bits, what Triton 3.6 makes of many queries with four warps also gives wrong results on Hopper.
+    In 8 bits the assembler of Triton 3.6 also makes wrong code of many queries with four warps (docs/quantization.md).
     """
     return 8 if queries > FEW_QUERIES and (in_8_bits or head_dim > 128) else 4
 
