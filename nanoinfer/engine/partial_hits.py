@@ -89,6 +89,8 @@ def _longest(siblings: Siblings | None, tokens: bytes) -> tuple[CacheEntry | Non
 
 def _num_common(one: bytes, other: bytes) -> int:
     """Return how many token ids two texts have in common before they part."""
+    if one[:4] != other[:4]:
+        return 0  # nearly always
     length = min(len(one), len(other)) // 4
     differs = np.frombuffer(one, np.int32, length) != np.frombuffer(other, np.int32, length)
     first = int(differs.argmax()) if length else 0
