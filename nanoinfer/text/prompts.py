@@ -1,10 +1,11 @@
 """What a user can get wrong about prompts and what goes with them, checked before anything is queued."""
 
+import struct
 import sys
-from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
+from operator import countOf
 from typing import Any, cast
 
 import numpy as np
@@ -116,8 +117,11 @@ class PromptProcessor:
         add_special_tokens = options.get("add_special_tokens", add_special_tokens)
         max_tokens = self._most_tokens(options.get("truncate_prompt_tokens"))
         all_ids = self._tokenize(prompts, add_special_tokens, max_tokens, found)
+        served = self._find_served({index: ids for index, ids in enumerate(all_ids) if index not in found})
         for index, ids in enumerate(all_ids):
-            if index not in found:
+            if index in served:
+                all_ids[index] = list(ids)  # the given one is the user's
+            elif index not in found:
                 try:
                     all_ids[index] = self._check_token_ids(ids, f"{what} {index}")
                 except RequestError as error:
@@ -125,6 +129,18 @@ class PromptProcessor:
         if errors is None:
             report(found, len(prompts))
         return [[] if index in found else ids for index, ids in enumerate(all_ids)]
+
+    def _find_served(self, all_ids: Mapping[int, list[int]]) -> set[int]:
+        """Return which prompts can be served at first sight; `_check_token_ids` is to look at the others."""
+        packed = {index: pack_ids(ids) for index, ids in all_ids.items()}
+        kept = {index: ids for index, ids in packed.items() if ids is not None}
+        if not kept:
+            return set()
+        lengths = np.array([len(ids) // 4 for ids in kept.values()])
+        ids, starts = np.frombuffer(b"".join(kept.values()), np.int32), np.cumsum(lengths) - lengths
+        lowest, highest = np.minimum.reduceat(ids, starts), np.maximum.reduceat(ids, starts)
+        fits = (lowest >= 0) & (highest < self.vocab_size) & (lengths < self.max_model_len)
+        return {index for index, one_fits in zip(kept, fits.tolist(), strict=True) if one_fits}
 
     def tokenize(
         self, prompts: list[Prompt], add_special_tokens: bool = True, max_tokens: int | None = None
@@ -224,10 +240,9 @@ class PromptProcessor:
             if wrong := [item for item in token_ids if not is_whole_number(item)]:
                 raise RequestError(f"{which} has {wrong[0]!r} among its token ids; give ints, or one text alone")
             token_ids = [int(token_id) for token_id in token_ids]  # NumPy's, say
-        if not self._are_all_in_vocabulary(token_ids):
-            outside = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
+        if outside := [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]:
             limit = self.vocab_size - 1
-            raise RequestError(f"{which} has token id {outside}, outside the vocabulary; ids are 0 to {limit}")
+            raise RequestError(f"{which} has token id {outside[0]}, outside the vocabulary; ids are 0 to {limit}")
         if len(token_ids) >= self.max_model_len:
             raise RequestError(
                 f"{which} has {len(token_ids)} tokens, and with one more exceeds max_model_len={self.max_model_len}; "
@@ -235,12 +250,17 @@ class PromptProcessor:
             )
         return list(token_ids)
 
-    def _are_all_in_vocabulary(self, token_ids: list[int]) -> bool:
-        try:
-            ids = np.frombuffer(array("i", token_ids), np.int32)
-        except OverflowError:
-            return False
-        return bool(ids.min() >= 0 and ids.max() < self.vocab_size)
+
+def pack_ids(token_ids: Any) -> bytes | None:
+    """Return the token ids of a list as int32; None if it is no list of ints alone, is empty, or has larger ones."""
+    if not isinstance(token_ids, (list, tuple)) or not token_ids:
+        return None
+    if countOf(map(type, token_ids), int) < len(token_ids):
+        return None
+    try:
+        return struct.pack(f"{len(token_ids)}i", *token_ids)  # half as long as array("i", token_ids) takes
+    except struct.error:
+        return None
 
 
 def as_list_of_prompts(prompts: Prompts) -> list[Prompt]:
