@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -112,8 +113,8 @@ class LLMEngine:
             seq = Sequence(self._num_sequences, prepared.token_ids, params, seed, prepared.priority, request_id, sample)
             seq.constraint = prepared.constraint.start() if prepared.constraint else None
             self._num_sequences += 1
-            text = completion_text(self.tokenizer, params, prepared.token_ids)
-            request.completions.append(Completion(seq, text, chunks, index))
+            new_text = partial(completion_text, self.tokenizer, params, prepared.token_ids)
+            request.completions.append(Completion(seq, new_text, chunks, index))
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = PromptLogprobs(len(prepared.token_ids), params.prompt_logprobs)
             request.prompt_texts = prompt_texts(self.tokenizer, params, prepared.prompt, prepared.token_ids)
