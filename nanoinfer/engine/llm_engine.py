@@ -110,7 +110,16 @@ class LLMEngine:
         request = Request(request_id, prepared.prompt, [], inbox)
         for sample in range(params.n):
             seed = self._seed(params, request_id, sample)
-            seq = Sequence(self._num_sequences, prepared.token_ids, params, seed, prepared.priority, request_id, sample)
+            seq = Sequence(
+                self._num_sequences,
+                prepared.token_ids,
+                params,
+                seed,
+                prepared.priority,
+                request_id,
+                sample,
+                packed_ids=prepared.packed_ids,
+            )
             seq.constraint = prepared.constraint.start() if prepared.constraint else None
             self._num_sequences += 1
             new_text = partial(completion_text, self.tokenizer, params, prepared.token_ids)

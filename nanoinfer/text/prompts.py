@@ -39,6 +39,7 @@ class PreparedRequest:
     prompt: str | None  # None if it was given as token ids
     token_ids: list[int]
     sampling_params: SamplingParams
+    packed_ids: bytes | None = None  # the token ids as int32, where they were packed to be checked
     priority: int = 0  # higher runs first
     prompt_logprobs_start: int = 1  # the first prompt token whose log-probability is wanted, if any are
     constraint: Any = None  # a ConstraintPlan: what else limits its tokens
@@ -87,11 +88,12 @@ class PromptProcessor:
         priorities = as_priorities(priority, len(prompts))
         given = dict(enumerate(one_for_each(sampling_params, len(prompts))))
         checked = given | for_each_params(self.check_params, given, errors)
-        encoded = self.encode(prompts, add_special_tokens, "prompt", tokenization_kwargs, errors)
+        encoded, packed = self._encode(prompts, add_special_tokens, "prompt", tokenization_kwargs, errors)
         return [
             PreparedRequest(
                 prompt=prompt if isinstance(prompt, str) else None,
                 token_ids=token_ids,
+                packed_ids=packed.get(index),
                 sampling_params=checked[index],
                 priority=priorities[index],
             )
@@ -104,43 +106,54 @@ class PromptProcessor:
         add_special_tokens: bool = True,
         what: str = "prompt",
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        errors: Errors | None = None,
     ) -> list[list[int]]:
         """Return the token ids of each prompt, checked. Raises RequestError for those that cannot be served.
 
-        what: the word for a prompt in error messages. tokenization_kwargs: of TOKENIZATION_OPTIONS. errors: takes what
-        is wrong, so that nothing is raised; a prompt that has an error gets no ids.
+        what: the word for a prompt in error messages. tokenization_kwargs: of TOKENIZATION_OPTIONS.
         """
-        found: Errors = {} if errors is None else errors
+        errors: Errors = {}
+        all_ids, _ = self._encode(prompts, add_special_tokens, what, tokenization_kwargs, errors)
+        report(errors, len(prompts))
+        return all_ids
+
+    def _encode(
+        self,
+        prompts: list[Prompt],
+        add_special_tokens: bool,
+        what: str,
+        tokenization_kwargs: Mapping[str, Any] | None,
+        errors: Errors,
+    ) -> tuple[list[list[int]], dict[int, bytes]]:
+        """Do as `encode`, and also return the ids as int32 of most prompts, by index.
+
+        What is wrong is added to `errors`; a prompt that has an error gets no ids.
+        """
         options = tokenization_kwargs or {}
         check_names("tokenization_kwargs", options, TOKENIZATION_OPTIONS, {})
         add_special_tokens = options.get("add_special_tokens", add_special_tokens)
         max_tokens = self._most_tokens(options.get("truncate_prompt_tokens"))
-        all_ids = self._tokenize(prompts, add_special_tokens, max_tokens, found)
-        served = self._find_served({index: ids for index, ids in enumerate(all_ids) if index not in found})
+        given = self._tokenize(prompts, add_special_tokens, max_tokens, errors)
+        all_ids = [list(ids) if isinstance(ids, (list, tuple)) else ids for ids in given]  # those given are the user's
+        packed = self._pack_served({index: ids for index, ids in enumerate(all_ids) if index not in errors})
         for index, ids in enumerate(all_ids):
-            if index in served:
-                all_ids[index] = list(ids)  # the given one is the user's
-            elif index not in found:
+            if index not in packed and index not in errors:
                 try:
                     all_ids[index] = self._check_token_ids(ids, f"{what} {index}")
                 except RequestError as error:
-                    found[index] = error
-        if errors is None:
-            report(found, len(prompts))
-        return [[] if index in found else ids for index, ids in enumerate(all_ids)]
+                    errors[index] = error
+        return [[] if index in errors else ids for index, ids in enumerate(all_ids)], packed
 
-    def _find_served(self, all_ids: Mapping[int, list[int]]) -> set[int]:
-        """Return which prompts can be served at first sight; `_check_token_ids` is to look at the others."""
-        packed = {index: pack_ids(ids) for index, ids in all_ids.items()}
-        kept = {index: ids for index, ids in packed.items() if ids is not None}
-        if not kept:
-            return set()
-        lengths = np.array([len(ids) // 4 for ids in kept.values()])
-        ids, starts = np.frombuffer(b"".join(kept.values()), np.int32), np.cumsum(lengths) - lengths
+    def _pack_served(self, all_ids: Mapping[int, list[int]]) -> dict[int, bytes]:
+        """Return the packed ids of prompts that can be served, but for those that `_check_token_ids` has to look at."""
+        given = {index: pack_ids(ids) for index, ids in all_ids.items()}
+        packed = {index: ids for index, ids in given.items() if ids is not None}
+        if not packed:
+            return {}
+        lengths = np.array([len(ids) // 4 for ids in packed.values()])
+        ids, starts = np.frombuffer(b"".join(packed.values()), np.int32), np.cumsum(lengths) - lengths
         lowest, highest = np.minimum.reduceat(ids, starts), np.maximum.reduceat(ids, starts)
         fits = (lowest >= 0) & (highest < self.vocab_size) & (lengths < self.max_model_len)
-        return {index for index, one_fits in zip(kept, fits.tolist(), strict=True) if one_fits}
+        return {index: packed[index] for index, one_fits in zip(packed, fits.tolist(), strict=True) if one_fits}
 
     def tokenize(
         self, prompts: list[Prompt], add_special_tokens: bool = True, max_tokens: int | None = None
@@ -227,8 +240,8 @@ class PromptProcessor:
         return limit - 1 if number == -1 else min(int(number), limit - 1)
 
     def _check_token_ids(self, token_ids: list[int], which: str) -> list[int]:
-        """Return the ids of "prompt 0", say, as a list of our own. Raises RequestError for what cannot be served."""
-        if not isinstance(token_ids, (list, tuple)):
+        """Return the ids of "prompt 0", say, as ints. Raises RequestError for what cannot be served."""
+        if not isinstance(token_ids, list):
             kind = type(token_ids).__name__
             raise RequestError(
                 f"{which} is a {kind}; give a string or a list of token ids, or {{'prompt': either}}, in place of "
@@ -248,14 +261,12 @@ class PromptProcessor:
                 f"{which} has {len(token_ids)} tokens, and with one more exceeds max_model_len={self.max_model_len}; "
                 f"shorten it to {self.max_model_len - 1}, or raise max_model_len if model and KV cache allow"
             )
-        return list(token_ids)
+        return token_ids
 
 
 def pack_ids(token_ids: Any) -> bytes | None:
     """Return the token ids of a list as int32; None if it is no list of ints alone, is empty, or has larger ones."""
-    if not isinstance(token_ids, (list, tuple)) or not token_ids:
-        return None
-    if countOf(map(type, token_ids), int) < len(token_ids):
+    if not isinstance(token_ids, list) or not token_ids or countOf(map(type, token_ids), int) < len(token_ids):
         return None
     try:
         return struct.pack(f"{len(token_ids)}i", *token_ids)  # half as long as array("i", token_ids) takes
