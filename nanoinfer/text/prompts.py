@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from operator import countOf
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -44,6 +44,15 @@ class PreparedRequest:
     prompt_logprobs_start: int = 1  # the first prompt token whose log-probability is wanted, if any are
     constraint: Any = None  # a ConstraintPlan: what else limits its tokens
     error: RequestError | None = None
+
+
+class EncodedPair(NamedTuple):
+    """The token ids of a prompt and of its completion, which was checked."""
+
+    prompt: list[int]
+    completion: list[int]
+    whole: list[int]  # both
+    packed_ids: bytes | None  # both as int32, where they were packed to be checked
 
 
 class PromptProcessor:
@@ -189,7 +198,7 @@ class PromptProcessor:
             for index, prompt in enumerate(prompts)
         ]
 
-    def encode_pairs(self, prompts: list[Prompt], completions: list[Prompt]) -> list[tuple[list[int], list[int]]]:
+    def encode_pairs(self, prompts: list[Prompt], completions: list[Prompt]) -> list[EncodedPair]:
         """Return the token ids of each prompt and of its completion, as the model reads them one after the other.
 
         Two texts are tokenized as one; see `split_whole`. Raises RequestError for a pair that cannot be served.
@@ -202,8 +211,10 @@ class PromptProcessor:
         ]
         apart = self.encode(prompts), self.encode(completions, False, "completion")
         pairs = [split_whole(*ids) for ids in zip(*apart, self.tokenize(texts), strict=True)]
-        self.encode([before + after for before, after in pairs])  # checks their lengths
-        return pairs
+        errors: Errors = {}
+        wholes, packed = self._encode([before + after for before, after in pairs], True, "prompt", None, errors)
+        report(errors, len(pairs))  # they may be too long together
+        return [EncodedPair(*pair, wholes[index], packed.get(index)) for index, pair in enumerate(pairs)]
 
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a text, however many. Raises RequestError for what is no text."""
