@@ -221,6 +221,8 @@ class LLMEngine:
         except BaseException:
             self._discard(batch)
             raise
+        for seq in batch.admitted:  # while the device computes
+            self._requests[seq.request_id].completions[seq.sample].start_text()
         return True
 
     def _masks(self, batch: ScheduledBatch) -> TokenMasks | None:

@@ -26,7 +26,7 @@ class Completion:
     """What the engine keeps of one sample of a request beside its sequence."""
 
     seq: Sequence
-    new_text: Callable[[], CompletionText]  # called where the text is first needed
+    new_text: Callable[[], CompletionText]  # called once
     chunks: deque[StreamChunk] | None = None  # where its stream takes them, if it is streamed
     index: int = 0  # of its prompt in that stream
     num_read: int = 0  # tokens of the completion that are in `text`, and in `chunks`
@@ -38,6 +38,10 @@ class Completion:
 
     @property
     def text(self) -> CompletionText:
+        return self.start_text()
+
+    def start_text(self) -> CompletionText:
+        """Return the text, which grows with the tokens. The first call makes it, and looks at the prompt for that."""
         if self._text is None:
             self._text = self.new_text()
         return self._text
