@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -109,11 +110,20 @@ class LLMEngine:
         request = Request(request_id, prepared.prompt, [], inbox)
         for sample in range(params.n):
             seed = self._seed(params, request_id, sample)
-            seq = Sequence(self._num_sequences, prepared.token_ids, params, seed, prepared.priority, request_id, sample)
+            seq = Sequence(
+                self._num_sequences,
+                prepared.token_ids,
+                params,
+                seed,
+                prepared.priority,
+                request_id,
+                sample,
+                packed_ids=prepared.packed_ids,
+            )
             seq.constraint = prepared.constraint.start() if prepared.constraint else None
             self._num_sequences += 1
-            text = completion_text(self.tokenizer, params, prepared.token_ids)
-            request.completions.append(Completion(seq, text, chunks, index))
+            new_text = partial(completion_text, self.tokenizer, params, prepared.token_ids)
+            request.completions.append(Completion(seq, new_text, chunks, index))
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = PromptLogprobs(len(prepared.token_ids), params.prompt_logprobs)
             request.prompt_texts = prompt_texts(self.tokenizer, params, prepared.prompt, prepared.token_ids)
@@ -211,6 +221,8 @@ class LLMEngine:
         except BaseException:
             self._discard(batch)
             raise
+        for seq in batch.admitted:  # while the device computes
+            self._requests[seq.request_id].completions[seq.sample].start_text()
         return True
 
     def _masks(self, batch: ScheduledBatch) -> TokenMasks | None:

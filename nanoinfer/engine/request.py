@@ -11,6 +11,7 @@ A sample of a request ends for one of these reasons:
 
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Iterated
 from dataclasses import dataclass, field
 
@@ -25,7 +26,7 @@ class Completion:
     """What the engine keeps of one sample of a request beside its sequence."""
 
     seq: Sequence
-    text: CompletionText
+    new_text: Callable[[], CompletionText]  # called once
     chunks: deque[StreamChunk] | None = None  # where its stream takes them, if it is streamed
     index: int = 0  # of its prompt in that stream
     num_read: int = 0  # tokens of the completion that are in `text`, and in `chunks`
@@ -33,11 +34,22 @@ class Completion:
     output: CompletionOutput | None = None  # once it has finished
     begun: float | None = None  # when its first step was launched (perf_counter)
     first_token: float | None = None  # when that was collected
+    _text: CompletionText | None = None
+
+    @property
+    def text(self) -> CompletionText:
+        return self.start_text()
+
+    def start_text(self) -> CompletionText:
+        """Return the text, which grows with the tokens. The first call makes it, and looks at the prompt for that."""
+        if self._text is None:
+            self._text = self.new_text()
+        return self._text
 
     @property
     def is_followed(self) -> bool:
         """Return whether the text matters before the completion has finished."""
-        return self.chunks is not None or bool(self.text.stop)
+        return self.chunks is not None or bool(self.seq.sampling_params.stop)
 
     def advance(self) -> bool:
         """Read the tokens collected since the last time; return whether a stop string is complete."""

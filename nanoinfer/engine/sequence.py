@@ -1,7 +1,7 @@
 """The tokens of one sample of a request, and how far the engine has come with them."""
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
 from nanoinfer.engine.stopping import Stopping, StopTokens
@@ -36,6 +36,7 @@ class Sequence:
     request_id: int = 0
     sample: int = 0  # which of the request's completions it is
     prompt_logprobs_start: int | None = None  # first prompt token whose log-probability is wanted; None: no more are
+    packed_ids: InitVar[bytes | None] = None  # the prompt's as int32, if they are known
     constraint: Constraint | None = None  # what limits its tokens beside sampling_params
     stopping: Stopping = NEVER  # what ends it; the scheduler sets it when it is queued
     token_ids: "array[int]" = field(init=False)  # prompt and collected completion, as int32
@@ -51,8 +52,8 @@ class Sequence:
     prefix_hashes: list[tuple[int, bytes]] = field(default_factory=list)  # (chained hash, tokens) of each full block
     prefix_serials: list[int] = field(default_factory=list)  # cache entry of each block computed so far
 
-    def __post_init__(self) -> None:
-        self.token_ids = array("i", self.prompt_token_ids)
+    def __post_init__(self, packed_ids: bytes | None) -> None:
+        self.token_ids = array("i", self.prompt_token_ids if packed_ids is None else packed_ids)
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -1,11 +1,12 @@
 """What a user can get wrong about prompts and what goes with them, checked before anything is queued."""
 
+import struct
 import sys
-from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, cast
+from operator import countOf
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -38,10 +39,20 @@ class PreparedRequest:
     prompt: str | None  # None if it was given as token ids
     token_ids: list[int]
     sampling_params: SamplingParams
+    packed_ids: bytes | None = None  # the token ids as int32, where they were packed to be checked
     priority: int = 0  # higher runs first
     prompt_logprobs_start: int = 1  # the first prompt token whose log-probability is wanted, if any are
     constraint: Any = None  # a ConstraintPlan: what else limits its tokens
     error: RequestError | None = None
+
+
+class EncodedPair(NamedTuple):
+    """The token ids of a prompt and of its completion, which was checked."""
+
+    prompt: list[int]
+    completion: list[int]
+    whole: list[int]  # both
+    packed_ids: bytes | None  # both as int32, where they were packed to be checked
 
 
 class PromptProcessor:
@@ -86,11 +97,12 @@ class PromptProcessor:
         priorities = as_priorities(priority, len(prompts))
         given = dict(enumerate(one_for_each(sampling_params, len(prompts))))
         checked = given | for_each_params(self.check_params, given, errors)
-        encoded = self.encode(prompts, add_special_tokens, "prompt", tokenization_kwargs, errors)
+        encoded, packed = self._encode(prompts, add_special_tokens, "prompt", tokenization_kwargs, errors)
         return [
             PreparedRequest(
                 prompt=prompt if isinstance(prompt, str) else None,
                 token_ids=token_ids,
+                packed_ids=packed.get(index),
                 sampling_params=checked[index],
                 priority=priorities[index],
             )
@@ -103,28 +115,54 @@ class PromptProcessor:
         add_special_tokens: bool = True,
         what: str = "prompt",
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        errors: Errors | None = None,
     ) -> list[list[int]]:
         """Return the token ids of each prompt, checked. Raises RequestError for those that cannot be served.
 
-        what: the word for a prompt in error messages. tokenization_kwargs: of TOKENIZATION_OPTIONS. errors: takes what
-        is wrong, so that nothing is raised; a prompt that has an error gets no ids.
+        what: the word for a prompt in error messages. tokenization_kwargs: of TOKENIZATION_OPTIONS.
         """
-        found: Errors = {} if errors is None else errors
+        errors: Errors = {}
+        all_ids, _ = self._encode(prompts, add_special_tokens, what, tokenization_kwargs, errors)
+        report(errors, len(prompts))
+        return all_ids
+
+    def _encode(
+        self,
+        prompts: list[Prompt],
+        add_special_tokens: bool,
+        what: str,
+        tokenization_kwargs: Mapping[str, Any] | None,
+        errors: Errors,
+    ) -> tuple[list[list[int]], dict[int, bytes]]:
+        """Do as `encode`, and also return the ids as int32 of most prompts, by index.
+
+        What is wrong is added to `errors`; a prompt that has an error gets no ids.
+        """
         options = tokenization_kwargs or {}
         check_names("tokenization_kwargs", options, TOKENIZATION_OPTIONS, {})
         add_special_tokens = options.get("add_special_tokens", add_special_tokens)
         max_tokens = self._most_tokens(options.get("truncate_prompt_tokens"))
-        all_ids = self._tokenize(prompts, add_special_tokens, max_tokens, found)
+        given = self._tokenize(prompts, add_special_tokens, max_tokens, errors)
+        all_ids = [list(ids) if isinstance(ids, (list, tuple)) else ids for ids in given]  # those given are the user's
+        packed = self._pack_served({index: ids for index, ids in enumerate(all_ids) if index not in errors})
         for index, ids in enumerate(all_ids):
-            if index not in found:
+            if index not in packed and index not in errors:
                 try:
                     all_ids[index] = self._check_token_ids(ids, f"{what} {index}")
                 except RequestError as error:
-                    found[index] = error
-        if errors is None:
-            report(found, len(prompts))
-        return [[] if index in found else ids for index, ids in enumerate(all_ids)]
+                    errors[index] = error
+        return [[] if index in errors else ids for index, ids in enumerate(all_ids)], packed
+
+    def _pack_served(self, all_ids: Mapping[int, list[int]]) -> dict[int, bytes]:
+        """Return the packed ids of prompts that can be served, but for those that `_check_token_ids` has to look at."""
+        given = {index: pack_ids(ids) for index, ids in all_ids.items()}
+        packed = {index: ids for index, ids in given.items() if ids is not None}
+        if not packed:
+            return {}
+        lengths = np.array([len(ids) // 4 for ids in packed.values()])
+        ids, starts = np.frombuffer(b"".join(packed.values()), np.int32), np.cumsum(lengths) - lengths
+        lowest, highest = np.minimum.reduceat(ids, starts), np.maximum.reduceat(ids, starts)
+        fits = (lowest >= 0) & (highest < self.vocab_size) & (lengths < self.max_model_len)
+        return {index: packed[index] for index, one_fits in zip(packed, fits.tolist(), strict=True) if one_fits}
 
     def tokenize(
         self, prompts: list[Prompt], add_special_tokens: bool = True, max_tokens: int | None = None
@@ -160,7 +198,7 @@ class PromptProcessor:
             for index, prompt in enumerate(prompts)
         ]
 
-    def encode_pairs(self, prompts: list[Prompt], completions: list[Prompt]) -> list[tuple[list[int], list[int]]]:
+    def encode_pairs(self, prompts: list[Prompt], completions: list[Prompt]) -> list[EncodedPair]:
         """Return the token ids of each prompt and of its completion, as the model reads them one after the other.
 
         Two texts are tokenized as one; see `split_whole`. Raises RequestError for a pair that cannot be served.
@@ -173,8 +211,10 @@ class PromptProcessor:
         ]
         apart = self.encode(prompts), self.encode(completions, False, "completion")
         pairs = [split_whole(*ids) for ids in zip(*apart, self.tokenize(texts), strict=True)]
-        self.encode([before + after for before, after in pairs])  # checks their lengths
-        return pairs
+        errors: Errors = {}
+        wholes, packed = self._encode([before + after for before, after in pairs], True, "prompt", None, errors)
+        report(errors, len(pairs))  # they may be too long together
+        return [EncodedPair(*pair, wholes[index], packed.get(index)) for index, pair in enumerate(pairs)]
 
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a text, however many. Raises RequestError for what is no text."""
@@ -211,8 +251,8 @@ class PromptProcessor:
         return limit - 1 if number == -1 else min(int(number), limit - 1)
 
     def _check_token_ids(self, token_ids: list[int], which: str) -> list[int]:
-        """Return the ids of "prompt 0", say, as a list of our own. Raises RequestError for what cannot be served."""
-        if not isinstance(token_ids, (list, tuple)):
+        """Return the ids of "prompt 0", say, as ints. Raises RequestError for what cannot be served."""
+        if not isinstance(token_ids, list):
             kind = type(token_ids).__name__
             raise RequestError(
                 f"{which} is a {kind}; give a string or a list of token ids, or {{'prompt': either}}, in place of "
@@ -224,23 +264,25 @@ class PromptProcessor:
             if wrong := [item for item in token_ids if not is_whole_number(item)]:
                 raise RequestError(f"{which} has {wrong[0]!r} among its token ids; give ints, or one text alone")
             token_ids = [int(token_id) for token_id in token_ids]  # NumPy's, say
-        if not self._are_all_in_vocabulary(token_ids):
-            outside = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
+        if outside := [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]:
             limit = self.vocab_size - 1
-            raise RequestError(f"{which} has token id {outside}, outside the vocabulary; ids are 0 to {limit}")
+            raise RequestError(f"{which} has token id {outside[0]}, outside the vocabulary; ids are 0 to {limit}")
         if len(token_ids) >= self.max_model_len:
             raise RequestError(
                 f"{which} has {len(token_ids)} tokens, and with one more exceeds max_model_len={self.max_model_len}; "
                 f"shorten it to {self.max_model_len - 1}, or raise max_model_len if model and KV cache allow"
             )
-        return list(token_ids)
+        return token_ids
 
-    def _are_all_in_vocabulary(self, token_ids: list[int]) -> bool:
-        try:
-            ids = np.frombuffer(array("i", token_ids), np.int32)
-        except OverflowError:
-            return False
-        return bool(ids.min() >= 0 and ids.max() < self.vocab_size)
+
+def pack_ids(token_ids: Any) -> bytes | None:
+    """Return the token ids of a list as int32; None if it is no list of ints alone, is empty, or has larger ones."""
+    if not isinstance(token_ids, list) or not token_ids or countOf(map(type, token_ids), int) < len(token_ids):
+        return None
+    try:
+        return struct.pack(f"{len(token_ids)}i", *token_ids)  # half as long as array("i", token_ids) takes
+    except struct.error:
+        return None
 
 
 def as_list_of_prompts(prompts: Prompts) -> list[Prompt]:

@@ -7,6 +7,8 @@ import pytest
 
 from nanoinfer import LLM, EngineClosedError, SamplingParams, tiny_model_path
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
+from nanoinfer.text.detokenizer import CompletionText
+from nanoinfer.text.tokenizer import Tokenizer, completion_text
 
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -102,3 +104,22 @@ def test_a_closed_queue_prepares_nothing() -> None:
         queue = llm.queue
     with pytest.raises(EngineClosedError, match="this engine was closed; make a new LLM"):
         queue.prepare(["1"])
+
+
+def test_the_text_of_a_completion_is_begun_with_its_first_step(
+    queue: RequestQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+
+    def begin(tokenizer: Tokenizer, params: SamplingParams, prompt: list[int]) -> CompletionText:
+        begun.append(prompt)
+        return completion_text(tokenizer, params, prompt)
+
+    monkeypatch.setattr("nanoinfer.engine.llm_engine.completion_text", begin)
+    inbox = add(queue, "1", "2", "3", "4")
+    assert begun == []
+    queue.step()
+    assert len(begun) == 3, "there are three rows"
+    run(queue, inbox)
+    assert len(begun) == 4
+    assert all(output.text for output in inbox.outputs)

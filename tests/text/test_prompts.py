@@ -1,12 +1,16 @@
 """A prompt's way to token ids, and what is refused on it, with a tokenizer of seven words."""
 
 import re
+from array import array
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from nanoinfer import RequestError, SamplingParams, StructuredOutputsParams
 from nanoinfer.text.prompts import PromptProcessor, split_whole
+from nanoinfer.text.refusals import Errors
 from nanoinfer.text.tokenizer import Tokenizer
 from tests.text.test_tokenizer import save_tokenizer
 
@@ -84,6 +88,29 @@ def test_a_prompt_that_cannot_be_served_is_refused_by_its_place(
 ) -> None:
     with pytest.raises(RequestError, match=rf"^prompt 1 {message}"):
         prompts.encode([[1], prompt])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("item", [True, False, 2.0, float("nan"), None, "2", np.bool_(True), [2]], ids=repr)
+def test_what_is_no_whole_number_is_refused_among_token_ids(prompts: PromptProcessor, item: object) -> None:
+    with pytest.raises(RequestError, match=rf"^prompt 1 has {re.escape(repr(item))} among its token ids; give ints"):
+        prompts.encode([[1, 2], [2, item], [3]])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("token_id", [-1, 10, 2**31, -(2**31) - 1, 10**30])
+def test_a_whole_number_of_any_size_outside_the_vocabulary_is_refused(prompts: PromptProcessor, token_id: int) -> None:
+    with pytest.raises(RequestError, match=f"^prompt 1 has token id {token_id}, outside the vocabulary"):
+        prompts.encode([[1, 2], [2, token_id], [3]])
+
+
+def test_whole_numbers_of_numpy_become_ints_beside_prompts_of_ints(prompts: PromptProcessor) -> None:
+    errors: Errors = {}
+    given: list[Any] = [[1, 2], [np.int64(3), np.uint8(4)], [], (0, 9)]
+    requests = prompts.prepare(given, None, None, errors)
+    assert [request.token_ids for request in requests] == [[1, 2], [3, 4], [], [0, 9]]
+    assert {*map(type, requests[1].token_ids)} == {int}
+    assert [*errors] == [2]
+    for request in requests:
+        assert request.packed_ids is None or array("i", request.packed_ids).tolist() == request.token_ids
 
 
 def test_an_error_names_what_it_is_about(prompts: PromptProcessor) -> None:
