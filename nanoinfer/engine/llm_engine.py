@@ -148,6 +148,8 @@ class LLMEngine:
             self._collect_until(max_in_flight=1 if launched and self.config.overlap else 0)
             if self.scheduler.is_finished():
                 self._collect_until(max_in_flight=0)  # it was launched before a stop was known, and nobody waits for it
+            if launch and self.config.overlap and not self._in_flight:
+                self._launch()  # rows are free now: the device computes while outputs are made
             while self._finished:  # one at a time, so that an error in one loses no other
                 output = self._output(self._finished[0])
                 if output is not None:

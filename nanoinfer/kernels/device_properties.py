@@ -19,7 +19,7 @@ def num_multiprocessors(device: torch.device) -> int:
 @cache
 def has_hopper_kernels(device: torch.device) -> bool:
     """Return whether kernels for Hopper GPUs run: the device is one, and this Triton has the Gluon that we write."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     modules = "nanoinfer.kernels.hopper_prefill_attention", "nanoinfer.kernels.hopper_experts"
     return not any(import_error(module) for module in modules)

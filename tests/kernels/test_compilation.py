@@ -47,7 +47,7 @@ FP8 = {"quantization": "fp8"}
 slow = pytest.mark.slow
 CASES = [
     pytest.param(90, "Qwen3", {}, id="Hopper, 16 bits"),
-    pytest.param(89, "Gemma 3", {"kv_cache_dtype": "int8"}, id="Ada, heads of 256, int8 cache"),
+    pytest.param(89, "Gemma 3", {"kv_cache_dtype": "int8"}, id="Ada, heads of 256, int8 cache", marks=slow),
     pytest.param(90, "Gemma 3", {}, id="Hopper, heads of 256", marks=slow),
     pytest.param(90, "Qwen3", {**FP8, "kv_cache_dtype": "fp8"}, id="Hopper, FP8", marks=slow),
     pytest.param(90, "Qwen3-MoE", {**FP8, "kv_cache_dtype": "int8"}, id="Hopper, FP8 experts", marks=slow),

@@ -621,7 +621,7 @@ def test_backends_of_several_kinds_plan_each_its_own_part_of_a_step(monkeypatch:
     assert (backends.name, backends.needs_host, backends.max_group_rows) == ("torch and triton", True, 32)
     metadata = PrefillMetadata((3,), (3,), *cumulated([3]).repeat(2, 1), torch.arange(3), torch.zeros(1, 1).int())
     planned = backends.plan(metadata, KVCache(*torch.zeros(2, 1, 1, 8, 16, 128)))
-    assert {spec.window: plan.tolist() for spec, plan in planned.plans.items()} == {
+    assert {spec.window: plan.tiles.tolist() for spec, plan in planned.plans.items()} == {
         window: [[0, 3, 0, 0]] for window in (None, 7, 9)
     }
     assert not metadata.plans
