@@ -153,7 +153,8 @@ def prefill_attention() -> None:
     """Print TFLOP/s of causal attention in prompts of 1,024 tokens, and in one of 32,768, also with a window."""
     from nanoinfer.kernels.paged_prefill_attention import paged_prefill_attention, plan_prefill
 
-    print_row("prefill attention, TFLOP/s", "query heads", "head size", "ours", "flash-attn", "flash-attn, paged")
+    columns = "ours", "Hopper's own", "flash-attn", "flash-attn, paged"
+    print_row("prefill attention, TFLOP/s", "query heads", "head size", *columns)
     shapes = [(heads, head_dim) for heads in HEADS for head_dim in (64, 128, 256)]
     for num_seqs, length, window in ((16, 1024, None), (1, 32768, None), (1, 32768, 1024)):
         num_blocks, lens = num_seqs * length // BLOCK_SIZE, (length,) * num_seqs
@@ -165,22 +166,36 @@ def prefill_attention() -> None:
             q_shape, cache_shape = (num_seqs * length, heads, head_dim), (num_blocks, KV_HEADS, BLOCK_SIZE, head_dim)
             layers = [(randn(*q_shape), randn(*cache_shape), randn(*cache_shape)) for _ in range(4)]
             scales, scale = (None, None), spec.scale  # those of a cache in 8 bits, and that of the scores
-            ways = [[partial(paged_prefill_attention, *qkv, *scales, tiles, tables, scale, window) for qkv in layers]]
+            ways: list[list[Callable[[], Tensor]]] = [[] for _ in columns]
+            ways[0] = [partial(paged_prefill_attention, *qkv, *scales, tiles, tables, scale, window) for qkv in layers]
+            if hopper := find_hopper_kernel(spec):
+                options = tiles, torch.zeros(2, dtype=torch.int32, device="cuda"), tables, cu_lens, scale
+                ways[1] = [partial(hopper, *qkv, *options) for qkv in layers]
             if flash_attn := find_flash_attn(spec):
                 # It reads the same memory as tokens that lie end to end, then by way of blocks.
                 contiguous = [(q, *(x.view(-1, KV_HEADS, head_dim) for x in kv)) for q, *kv in layers]
                 paged = [(q, *(x.transpose(1, 2) for x in kv)) for q, *kv in layers]
-                for qkvs, block_tables in ((contiguous, None), (paged, tables)):
-                    options = cu_lens, cu_lens, block_tables, length, length, spec
-                    ways.append([partial(flash_attn, *qkv, *options) for qkv in qkvs])
+                for way, qkvs, block_tables in ((2, contiguous, None), (3, paged, tables)):
+                    ends = cu_lens, cu_lens, block_tables, length, length, spec
+                    ways[way] = [partial(flash_attn, *qkv, *ends) for qkv in qkvs]
             num_flops = 4 * heads * head_dim * num_seqs * count_pairs(length, window)
-            figures = [f"{num_flops / microseconds(calls) / 1e6:.0f}" for calls in ways]
+            figures = [f"{num_flops / microseconds(calls) / 1e6:.0f}" if calls else "-" for calls in ways]
             prompts = f"{num_seqs} x {length:,}" + (f", window {window:,}" if window else "")
-            print_row(prompts, heads, head_dim, *figures, *["-"] * (3 - len(figures)))
+            print_row(prompts, heads, head_dim, *figures)
 
 
 def attention_spec(heads: int, head_dim: int, window: int | None = None) -> AttentionSpec:
     return AttentionSpec(heads, KV_HEADS, head_dim, head_dim**-0.5, window)
+
+
+def find_hopper_kernel(spec: AttentionSpec) -> Callable[..., Tensor] | None:
+    """Return Hopper's own kernel for prompts, or None where it does not serve."""
+    backend = select_backend("triton", torch.device("cuda"), DTYPE, spec, BLOCK_SIZE)
+    if not getattr(backend, "has_hopper_kernel", False):
+        return None
+    from nanoinfer.kernels.hopper_prefill_attention import hopper_prefill_attention
+
+    return hopper_prefill_attention
 
 
 def find_flash_attn(spec: AttentionSpec) -> Callable[..., Tensor] | None:
