@@ -16,7 +16,7 @@ from nanoinfer.errors import ConfigError, check_names
 from nanoinfer.vllm_names import LLM_NAMES as VLLM_NAMES
 
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZATIONS = ("fp8",)
+QUANTIZATIONS = ("fp8", "int4")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 
 
@@ -84,8 +84,8 @@ class EngineConfig:
     )
     quantization: str | None = option(
         None,
-        '"fp8" rounds the weights of linear layers to 8 bits while they are loaded. A checkpoint that has them in '
-        "8 bits says how they are read, and needs no option.",
+        '"fp8" rounds the weights of linear layers to 8 bits while they are loaded, "int4" to 4. A checkpoint that has '
+        "them in 8 or 4 bits says how they are read, and needs no option.",
     )
     revision: str | None = option(
         None,

@@ -25,7 +25,7 @@ class EngineOptions(TypedDict, total=False):
     attention_backend: Literal["auto", "flash_attn", "triton", "torch"]
     overlap: bool
     load_format: Literal["auto", "safetensors", "dummy"]
-    quantization: Literal["fp8"] | None
+    quantization: Literal["fp8", "int4"] | None
     revision: str | None
     tokenizer: str | Path | None
     download_dir: str | Path | None

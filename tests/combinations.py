@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
 from nanoinfer.models import REGISTRY
-from nanoinfer.quantization import fp8_linear
+from nanoinfer.quantization import selection
 from nanoinfer.quantization.fp8 import dequantize_weight, fit_weight
 from tests.models.test_architectures import draw_options, save_random_model
 
@@ -315,8 +315,8 @@ def _transformers_logprobs(
 def _error_of_8_bits(combination: Combination, folder: Path, sequences: list[Sequence], exact: list[Tensor]) -> float:
     """What 8 bits cost the twins, which compute in float32 on a CPU."""
     eight_bits = {name: combination.options[name] for name in ("quantization", "kv_cache_dtype")}
-    on_gpu = combination.device == "cuda" and fp8_linear.has_fp8_products(torch.device("cuda"))
-    rounds_inputs = patch.object(fp8_linear, "has_fp8_products", lambda device: on_gpu)
+    on_gpu = combination.device == "cuda" and selection.has_fp8_products(torch.device("cuda"))
+    rounds_inputs = patch.object(selection, "has_fp8_products", lambda device: on_gpu)
     with rounds_inputs, LLM(folder, device="cpu", dtype="float32", **eight_bits) as llm:
         return _mean_gap(_scores(llm, sequences), exact)
 

@@ -461,7 +461,7 @@ def test_the_longest_sequence_follows_from_the_rotary_type(rope_scaling: dict[st
         ),
         ({"use_sliding_window": True, "layer_types": ["full_attention"]}, "it must name sliding_attention or full_"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0, which is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config with quant_method='gptq', which is"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config with quant_method='hqq', which is"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', which is not supported"),
         ({"torch_dtype": "float64"}, "config.json has dtype='float64'; supported are float32, bfloat16, float16"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.quantization_config import Fp8Config
 
 GIB = 2**30
+INT4_BYTES = 4.25 / 8  # of a weight in 4 bits, with its share of a scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ def compute_floor(
     sampling, launches and the host count as nothing, and no cache is large enough to hold weights from step to step.
     Windows are not considered: for contexts beyond them the floor is too high.
 
-    Weights in FP8 are read as a byte for each value, and multiplied at the rate for FP8. So are routers, which have 16
+    Weights in FP8 are read as a byte for each value, and multiplied at the rate for FP8; those in 4 bits as 4.25 bits,
+    and multiplied at the rate for 16. So are routers, which have 16
     bits: they are too small to count. Of a KV cache in 8 bits, each key and value is a byte. Scales count as nothing.
     """
     weights = count_weights(config)
@@ -87,9 +90,11 @@ def compute_floor(
     shared, num_repeats = workload.shared_prefix, len(workload.prompts) - 1
     num_pairs = sum(comb(len(prompt) + 1, 2) for prompt in workload.prompts) - num_repeats * comb(shared + 1, 2)
     num_prefill_tokens = workload.num_input_tokens - num_repeats * shared
-    layer_rate, layer_bytes = rates.matrix_rate, rates.bytes_per_value
-    if config.quantization is not None:
+    layer_rate, layer_bytes = rates.matrix_rate, float(rates.bytes_per_value)
+    if isinstance(config.quantization, Fp8Config):
         layer_rate, layer_bytes = rates.fp8_matrix_rate or rates.matrix_rate, 1
+    elif config.quantization is not None:
+        layer_bytes = INT4_BYTES
     num_logits = len(workload.prompts)
     if workload.prompt_logprobs is not None:
         num_logits += workload.num_input_tokens - len(workload.prompts)
@@ -206,7 +211,7 @@ def measure_rates(device: str, config: ModelConfig, num_gpus: int = 1) -> Rates:
     dtype = getattr(torch, config.dtype) if device == "cuda" else torch.float32
     read, copy, num_bytes = _measure_bandwidth(device)
     matrix_rate, size = _measure_products(device, dtype)
-    fp8_rate = _measure_fp8_products(device, size) if config.quantization is not None else None
+    fp8_rate = _measure_fp8_products(device, size) if isinstance(config.quantization, Fp8Config) else None
     if device == "cuda":
         torch.cuda.empty_cache()  # engines in other processes would find the memory taken
     method = (

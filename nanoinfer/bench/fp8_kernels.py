@@ -12,7 +12,7 @@ from torch import nn
 from nanoinfer.bench.kernels import HEAD_DIM, KV_HEADS, MODELS, MOE_MODELS, MOE_TOKENS, microseconds, randn
 from nanoinfer.bench.report import describe_source, print_row
 from nanoinfer.bench.throughput import describe_machine
-from nanoinfer.checkpoint.quantization_config import QuantizationConfig
+from nanoinfer.checkpoint.quantization_config import Fp8Config
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.kernels.fp8_format import RowFormat
@@ -21,14 +21,14 @@ from nanoinfer.layers.layernorm import add_rms_norm, add_rms_norm_to_fp8
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoinfer.layers.moe import Experts, Routing
 from nanoinfer.quantization.fp8 import has_fp8_products, quantize_rows
-from nanoinfer.quantization.fp8_linear import with_quantization
+from nanoinfer.quantization.selection import with_quantization
 
 DEVICE = torch.device("cuda")
 BANDWIDTH, FP8_RATE = 4.39e12, 1400e12  # of an H200: bytes/s, and FLOP/s of products with a scale for each row
 ROWS = (1, 8, 16, 64, 128, 192, 256, 512, 4096)
 FORMATS = {
-    "channels": QuantizationConfig(),
-    "blocks": QuantizationConfig(weights="block", in_checkpoint=True, scale_name="weight_scale_inv"),
+    "channels": Fp8Config(),
+    "blocks": Fp8Config(weights="block", in_checkpoint=True, scale_name="weight_scale_inv"),
 }
 
 
@@ -60,7 +60,7 @@ def rounding() -> None:
             print_row(f"{hidden}, {inner}", rows, *figures, f"{alone:.1f}")
 
 
-def products(name: str, config: QuantizationConfig) -> None:
+def products(name: str, config: Fp8Config) -> None:
     """Print microseconds of each product of rows that are rounded already, and the floor."""
     print_row(f"products of {name}, us / floor", "rows", "qkv", "o (split-K)", "gate, up", "down (split-K)")
     tp = TensorParallel()
@@ -86,7 +86,7 @@ def products(name: str, config: QuantizationConfig) -> None:
             print_row(model, rows, *figures)
 
 
-def experts(name: str, config: QuantizationConfig) -> None:
+def experts(name: str, config: Fp8Config) -> None:
     """Print microseconds of the MLPs of a layer's experts, which tokens choose at random, and the floor."""
     print_row(f"experts of {name}, us / floor; tokens", *MOE_TOKENS)
     for model, (hidden, inner, num_experts, num_choices) in MOE_MODELS.items():
@@ -104,7 +104,7 @@ def experts(name: str, config: QuantizationConfig) -> None:
         print_row(model, *figures)
 
 
-def quantized(layers: list[nn.Module], config: QuantizationConfig) -> list[Any]:
+def quantized(layers: list[nn.Module], config: Fp8Config) -> list[Any]:
     """Return the layers with random weights in FP8."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     for layer in with_quantization(layers, config):

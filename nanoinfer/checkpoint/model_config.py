@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from nanoinfer.checkpoint.hub import read_json
 from nanoinfer.checkpoint.other_models import explain_architecture, explain_folder
 from nanoinfer.checkpoint.overrides import read_overridden
-from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, QuantizationConfig, read_quantization
+from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, Fp8Config, read_quantization
+from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
 from nanoinfer.config import DTYPES
 from nanoinfer.errors import ConfigError, ModelError
 
@@ -232,14 +233,16 @@ class ModelConfig:
         return mlps
 
     def _cut_blocks(self, size: int) -> str | None:
-        """Return which share of one of `size` ranks ends inside a block of values that have one 8-bit scale, if any."""
+        """Return which share of one of `size` ranks ends inside a group of values that have one scale, if any."""
         if self.quantization is None:
             return None
+        if size > 1 and self.quantization.uncut is not None:
+            return self.quantization.uncut
         kv_heads = max(1, self.num_key_value_heads // size)
         shares = {"the query heads": self.num_attention_heads // size * self.head_dim}
         shares |= {name: mlp // size for name, mlp in self._mlps.items()}
         multiple = self.quantization.shard_multiple if size > 1 else 1  # a whole row may end in a smaller group
-        if self.quantization.weights == "block":
+        if isinstance(self.quantization, Fp8Config) and self.quantization.weights == "block":
             multiple = BLOCK_SIZE
             shares["the KV heads"] = kv_heads * self.head_dim
         for name, share in shares.items():

@@ -64,6 +64,12 @@ class ModelWeights:
             module = self._model.get_submodule(path)
         except AttributeError:
             return {(target, shard): tensor}
+        if hasattr(module, "quant_method"):
+            found = module.quant_method.read(kind, tensor)
+            if found is None:
+                return {}
+            kind, tensor = found
+            target = f"{path}.{kind}"
         if shard is not None or not hasattr(module, "unpack"):
             return {(target, shard): tensor}
         return {(target, key): part for key, part in module.unpack(tensor, getattr(module, kind, None)).items()}
@@ -83,7 +89,7 @@ class ModelWeights:
 
     def _check_part(self, place: Place, tensor: Tensor) -> None:
         (module, param), shard = self._homes[place], place[1]
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() and param.is_floating_point():
             raise ModelError(f"it has {tensor.dtype}, and only floating-point weights are supported")
         if hasattr(module, "check_weight"):
             module.check_weight(param, tensor, *([shard] if shard else []))

@@ -25,8 +25,8 @@ from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVP
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.quantization.fp8_linear import with_quantization
 from nanoinfer.quantization.linear_method import ProductKind
+from nanoinfer.quantization.selection import with_quantization
 
 
 @dataclass(frozen=True, slots=True)

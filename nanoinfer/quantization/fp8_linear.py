@@ -1,13 +1,11 @@
 """Linear layers with weights in FP8: how they are made, loaded and multiplied. The numbers: `fp8.py`."""
 
-import logging
-from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, QuantizationConfig
+from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, Fp8Config
 from nanoinfer.errors import ModelError
 from nanoinfer.kernels.fp8_format import FEW_TOKENS, FP8, FP8_MAX, GROUP_SIZE, Activations, QuantizedRows, RowFormat
 from nanoinfer.quantization.fp8 import (
@@ -15,7 +13,6 @@ from nanoinfer.quantization.fp8 import (
     fit_weight,
     fp8_expert_mlp,
     fp8_product,
-    has_fp8_products,
     quantize_rows,
     quantize_weight,
 )
@@ -29,32 +26,7 @@ from nanoinfer.quantization.linear_method import (
     stored,
 )
 
-logger = logging.getLogger("nanoinfer")
-
 MAX_SPLITS = 8  # of K
-
-
-def with_quantization(layers: Iterable[nn.Module], config: QuantizationConfig | None) -> Iterator[nn.Module]:
-    """Yield a decoder's layers, with the weights in 8 bits that the config says.
-
-    They come one by one, so that the weights of one layer alone are in memory in 16 bits.
-    """
-    has_logged = False
-    for index, layer in enumerate(layers):
-        for name, module in layer.named_modules():
-            if config is None or not hasattr(module, "quant_method"):
-                continue
-            if not config.covers(f"model.layers.{index}.{name}"):
-                continue
-            device = module.weight.device
-            if has_fp8_products(device):
-                module.quant_method = Fp8LinearMethod(config, module)
-                continue
-            module.quant_method = Fp8WeightOnlyMethod(config, module)
-            if not has_logged:
-                logger.info("%s has no FP8 products: weights are held in FP8, and widened for each product", device)
-                has_logged = True
-        yield layer
 
 
 class Fp8WeightOnlyMethod(LinearMethod):
@@ -67,7 +39,7 @@ class Fp8WeightOnlyMethod(LinearMethod):
 
     kind = ProductKind.WIDENED
 
-    def __init__(self, config: QuantizationConfig, layer: Any) -> None:
+    def __init__(self, config: Fp8Config, layer: Any) -> None:
         self.config = config
         self.dtype = layer.weight.dtype
         self.create_weights(layer, *layer.weight.shape)

@@ -1,4 +1,4 @@
-"""How a linear layer holds its weight and multiplies by it; here in 16 bits (or 32), in `fp8_linear.py` in 8.
+"""How a linear layer holds its weight and multiplies by it; here in 16 bits (or 32), elsewhere in 8 and in 4.
 
 Each layer has a `quant_method`, as in vLLM, so that the layers themselves know of sharding only. The tensors belong to
 the layer, under the names that a checkpoint gives them.
@@ -81,6 +81,13 @@ class LinearMethod:
     def create_weights(self, layer: Any, *shape: int) -> None:
         """Give the layer its parameters. shape: of this rank's weight, (..., num_outputs, num_inputs)."""
         layer.weight = stored(torch.empty(*shape), WEIGHT)
+
+    def read(self, kind: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+        """Return the name of the parameter that a checkpoint's tensor fills, such as "weight", and what fills it.
+
+        None: the tensor is not needed. Raises ModelError for one that the format does not have so.
+        """
+        return kind, tensor
 
     def check(self, layer: Any, param: Tensor, full: Tensor, shape: tuple[int, ...]) -> None:
         """Raise ModelError unless `full` is what a checkpoint has for `param`. shape: that of the whole parameter."""

@@ -8,10 +8,10 @@ import pytest
 from nanoinfer.bench.floor import Rates, Weights, compute_floor, count_weights, decode_steps, measure_rates
 from nanoinfer.bench.workloads import LOADS, Workload, draw_workload, write_config
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.checkpoint.quantization_config import QuantizationConfig
+from nanoinfer.checkpoint.quantization_config import Fp8Config
 from nanoinfer.models import REGISTRY
 
-FP8 = QuantizationConfig()
+FP8 = Fp8Config()
 UNIT_RATES = Rates(bandwidth=1, matrix_rate=1, bytes_per_value=2, method="given")
 # q, o: 4 x 4 each; k, v: 4 x 2 each; three MLP matrices of 4 x 8; lm_head 10 x 4
 TINY = ModelConfig.from_dict(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nanoinfer import LLM, SamplingParams, tiny_model_path
 from nanoinfer.checkpoint.model_config import MoEConfig
-from nanoinfer.checkpoint.quantization_config import QuantizationConfig
+from nanoinfer.checkpoint.quantization_config import Fp8Config
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.fp8_format import QuantizedRows, RowFormat
 from nanoinfer.layers.activation import gelu_tanh_and_mul, silu_and_mul
@@ -27,7 +27,7 @@ from nanoinfer.quantization.fp8 import (
     quantize_rows,
     quantize_weight,
 )
-from nanoinfer.quantization.fp8_linear import with_quantization
+from nanoinfer.quantization.selection import with_quantization
 from tests.fp8_cases import (
     assert_experts_are_as_good_as_their_twin,
     assert_few_differ,
@@ -64,7 +64,7 @@ def formats() -> dict[str, RowFormat]:
 
 def quantized(layer: nn.Module, **options: Any) -> Any:
     """The layer as the only one of a model; its weights are random."""
-    [module] = with_quantization([nn.ModuleDict({"it": layer})], QuantizationConfig(**options))
+    [module] = with_quantization([nn.ModuleDict({"it": layer})], Fp8Config(**options))
     # With the seed of the inputs a weight would consist of their numbers.
     generator = torch.Generator(CUDA).manual_seed(1)
     for part in module.modules():

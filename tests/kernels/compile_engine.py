@@ -86,10 +86,10 @@ def pretend(capability: int) -> None:
     device_properties.has_hopper_kernels = lambda _device: on_hopper
 
     from nanoinfer.layers.attention import selection
-    from nanoinfer.quantization import fp8_linear
+    from nanoinfer.quantization import selection as methods
 
     selection.select_backend = partial(select_backend, capability)
-    fp8_linear.has_fp8_products = lambda _device: capability >= 89
+    methods.has_fp8_products = lambda _device: capability >= 89
     # What PyTorch has on GPUs only.
     bmm = torch.bmm
     torch.bmm = lambda x, weight, out_dtype=None: bmm(x, weight).to(out_dtype or x.dtype)

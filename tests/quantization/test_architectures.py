@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.models import REGISTRY
-from nanoinfer.quantization import fp8_linear
+from nanoinfer.quantization import selection
 from nanoinfer.quantization.fp8 import dequantize_weight, fit_weight
 from tests.models.test_architectures import checkpoint, draw_prompts, generate
 
@@ -44,7 +44,7 @@ def test_weights_that_are_rounded_while_they_are_loaded(
     wide = rounded(folder, tmp_path)
     assert generate(folder, prompts, quantization="fp8") == generate(wide, prompts)
 
-    monkeypatch.setattr(fp8_linear, "has_fp8_products", lambda device: True)
+    monkeypatch.setattr(selection, "has_fp8_products", lambda device: True)
     params, found = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), []
     for model, options in ((folder, {"quantization": "fp8"}), (wide, {})):
         with LLM(model, device="cpu", dtype="float32", **options) as llm:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from nanoinfer import LLM, ConfigError, ModelError, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.checkpoint.quantization_config import QuantizationConfig, read_quantization
+from nanoinfer.checkpoint.quantization_config import read_quantization
+from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
 from nanoinfer.kernels.fp8_format import FP8
 from nanoinfer.models import REGISTRY
-from nanoinfer.quantization import fp8_linear
+from nanoinfer.quantization import selection
 from nanoinfer.quantization.fp8 import dequantize_weight, fit_weight, quantize_weight
 
 Tensors = dict[str, Tensor]
@@ -170,7 +171,7 @@ def test_a_checkpoint_in_fp8_gives_the_tokens_of_its_weights_in_float32(
 def test_products_of_fp8_are_near_those_of_widened_weights(
     name: str, sparse: bool, plain_folder: Callable[[bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_linear, "has_fp8_products", lambda device: True)
+    monkeypatch.setattr(selection, "has_fp8_products", lambda device: True)
     fp8, wide = write_pair(plain_folder(sparse), tmp_path, FORMATS[name])
     token_ids, params = prompts()[-1], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     found = []
@@ -248,7 +249,7 @@ def test_random_weights_need_no_checkpoint(
         plain, expected = run(tmp_path, load_format="dummy")
         assert sum(a == b for one, two in zip(tokens, plain, strict=True) for a, b in zip(one, two, strict=True)) > 0
         assert logprobs != expected
-    monkeypatch.setattr(fp8_linear, "has_fp8_products", lambda device: True)
+    monkeypatch.setattr(selection, "has_fp8_products", lambda device: True)
     assert all(map(math.isfinite, run(tmp_path, **options)[1]))
 
 
@@ -295,14 +296,14 @@ GROUP = "config_groups/group_0"
 @pytest.mark.parametrize(
     ("config", "path", "value", "message"),
     [
-        (BLOCKS, "quant_method", "gptq", "quant_method='gptq', which is not supported; supported are fp8, compressed-"),
+        (BLOCKS, "quant_method", "hqq", "quant_method='hqq', which is not supported; supported are fp8, compressed-"),
         (BLOCKS, "fmt", "e5m2", "fmt='e5m2', which is not supported; supported: 'e4m3', 'float8_e4m3fn'"),
         (BLOCKS, "weight_block_size", [64, 64], "weight_block_size=[64, 64], which is not supported"),
         (BLOCKS, "activation_scheme", "none", "activation_scheme='none', which is not supported"),
         (BLOCKS, "activation_scheme", "static", "activation_scheme='static' with weight_block_size, which is not"),
         (BLOCKS, "scale_fmt", "ue8m0", "scale_fmt='ue8m0', which is not supported"),
         (BLOCKS, "modules_to_not_convert", [7], "modules_to_not_convert=[7]; it must be a list of names"),
-        (CHANNELS, "format", "pack-quantized", "format='pack-quantized', which is not supported"),
+        (CHANNELS, "format", "int-quantized", "format='int-quantized', which is not supported"),
         (CHANNELS, "config_groups", {}, "config_groups={}; one group for all linear layers is supported"),
         (CHANNELS, "ignore", "lm_head", "ignore='lm_head'; it must be a list of names"),
         (CHANNELS, "ignore", ["re:("], "ignore='re:(': missing ), unterminated subpattern"),
@@ -338,8 +339,8 @@ def test_scales_for_a_cache_in_8_bits_are_not_needed(config: dict[str, Any], cap
 
 
 def test_an_option_that_is_not_known_is_refused() -> None:
-    with pytest.raises(ConfigError, match="quantization='int4' is not known; use 'fp8' or None"):
-        LLM("anything", quantization="int4")
+    with pytest.raises(ConfigError, match="quantization='int3' is not known; use 'fp8', 'int4' or None"):
+        LLM("anything", quantization="int3")
 
 
 def test_a_checkpoint_in_fp8_may_be_asked_for_fp8_too() -> None:

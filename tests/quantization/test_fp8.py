@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.model_config import MoEConfig
-from nanoinfer.checkpoint.quantization_config import QuantizationConfig
+from nanoinfer.checkpoint.quantization_config import Fp8Config
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
 from nanoinfer.kernels.fp8_format import FP8, QuantizedRows, RowFormat
@@ -17,7 +17,7 @@ from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.moe import SparseMoE
-from nanoinfer.quantization import fp8_linear
+from nanoinfer.quantization import selection
 from nanoinfer.quantization.fp8 import (
     dequantize_rows,
     dequantize_weight,
@@ -28,7 +28,8 @@ from nanoinfer.quantization.fp8 import (
     quantize_rows,
     quantize_weight,
 )
-from nanoinfer.quantization.fp8_linear import Fp8LinearMethod, Fp8WeightOnlyMethod, with_quantization
+from nanoinfer.quantization.fp8_linear import Fp8LinearMethod, Fp8WeightOnlyMethod
+from nanoinfer.quantization.selection import with_quantization
 from tests.fp8_cases import assert_experts_are_as_good_as_their_twin, unrounded_expert_mlp
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -44,7 +45,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 @pytest.fixture
 def fp8_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the twins of the FP8 products run on the CPU."""
-    monkeypatch.setattr(fp8_linear, "has_fp8_products", lambda device: True)
+    monkeypatch.setattr(selection, "has_fp8_products", lambda device: True)
 
 
 # --- rows ---
@@ -163,7 +164,7 @@ def test_hopper_and_ada_multiply_fp8_and_others_do_not(monkeypatch: pytest.Monke
 
 def quantized(layer: nn.Module, **options: Any) -> Any:
     """The layer as the only one of a model."""
-    [module] = with_quantization([nn.ModuleDict({"it": layer})], QuantizationConfig(**options))
+    [module] = with_quantization([nn.ModuleDict({"it": layer})], Fp8Config(**options))
     return module["it"]
 
 
@@ -310,7 +311,7 @@ def test_experts_in_fp8_are_near_those_with_widened_weights(monkeypatch: pytest.
     widened = build_experts(WHOLE)
     expected = widened(x).terms.sum(0)
     assert widened.input_format is None
-    monkeypatch.setattr(fp8_linear, "has_fp8_products", lambda device: True)
+    monkeypatch.setattr(selection, "has_fp8_products", lambda device: True)
     layer = build_experts(WHOLE)
     rows = quantize_rows(x, layer.input_format or RowFormat())
     assert rows.wide is x, "the router reads what was not rounded"

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.quantization import fp8_linear
+from nanoinfer.quantization import selection
 from tests.real.test_smollm2 import PIECE, folder
 
 __all__ = ["folder"]
@@ -56,7 +56,7 @@ class Distributions:
 def test_perplexity_with_fp8_weights_is_within_three_percent(
     multiplies_fp8: bool, num_tokens: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_linear, "has_fp8_products", lambda device: multiplies_fp8)
+    monkeypatch.setattr(selection, "has_fp8_products", lambda device: multiplies_fp8)
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_batched_tokens": PIECE}
     params = SamplingParams(temperature=0, max_tokens=1)
     losses, divergence, num_same = {"wide": 0.0, "fp8": 0.0}, 0.0, 0
@@ -83,7 +83,7 @@ def test_perplexity_with_fp8_weights_is_within_three_percent(
 
 
 def test_it_still_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_linear, "has_fp8_products", lambda device: True)
+    monkeypatch.setattr(selection, "has_fp8_products", lambda device: True)
     with LLM(folder, device="cpu", dtype="float32", quantization="fp8") as llm:
         question = [{"role": "user", "content": "What is gravity?"}]
         [answer] = llm.chat(question, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)

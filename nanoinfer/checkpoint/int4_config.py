@@ -1,0 +1,103 @@
+"""Which weights of a model are in 4 bits and how, as AWQ, GPTQ and compressed-tensors say it in a config.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nanoinfer.checkpoint.quantization_fields import (
+    QuantizationConfig,
+    module_names,
+    only,
+    refuse_the_rest,
+    unsupported,
+)
+
+GROUP_SIZES = (32, 64, 128)
+# Fields of AutoAWQ, AutoGPTQ and GPTQModel that say how a checkpoint was made.
+WITHOUT_EFFECT = {
+    *("meta", "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "modules_in_block"),
+    *("model_name_or_path", "model_file_base_name", "dataset", "tokenizer", "use_exllama", "exllama_config", "backend"),
+    *("disable_exllama", "use_cuda_fp16", "max_input_length", "cache_block_outputs", "batch_size", "model_seqlen"),
+    *("block_name_to_quantize", "module_name_preceding_first_block", "pad_token_id", "do_fuse", "fuse_max_seq_len"),
+    *("modules_to_fuse", "pack_dtype", "is_marlin_format", "uri", "quantizer"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Config(QuantizationConfig):
+    """Describes the weights of linear layers in 4 bits; activations keep the dtype of the model.
+
+    checkpoint_format: whose tensors the checkpoint has; None: it has 16 bits, which are rounded when they are loaded.
+    group_size: inputs of an output that share a scale; None: all. has_zeros: whether each group has a zero point.
+    orders_inputs: whether a tensor says which group each input belongs to (desc_act).
+    """
+
+    checkpoint_format: Literal["awq", "gptq", "gptq_v2", "compressed-tensors"] | None = None
+    group_size: int | None = None
+    has_zeros: bool = False
+    orders_inputs: bool = False
+
+    @property
+    def shard_multiple(self) -> int:
+        return self.group_size or 8
+
+    @property
+    def uncut(self) -> str | None:
+        if self.orders_inputs:
+            return "the groups of inputs are spread over all of them (desc_act)"
+        return None
+
+
+def read_awq(raw: dict[str, Any]) -> dict[str, Any]:
+    """Read the quantization_config of AutoAWQ."""
+    only("bits", raw.pop("bits", raw.pop("w_bit", None)), (4,))
+    group_size = raw.pop("group_size", raw.pop("q_group_size", None))
+    only("group_size", group_size, GROUP_SIZES)
+    only("version", str(raw.pop("version", "gemm")).lower(), ("gemm",))
+    only("zero_point", raw.pop("zero_point", True), (True,))
+    ignored = module_names("modules_to_not_convert", raw.pop("modules_to_not_convert", None) or [])
+    refuse_the_rest(raw, {"quant_method", *WITHOUT_EFFECT})
+    return {"checkpoint_format": "awq", "group_size": group_size, "has_zeros": True, "ignored": ignored}
+
+
+def read_gptq(raw: dict[str, Any]) -> dict[str, Any]:
+    """Read the quantization_config of AutoGPTQ and GPTQModel."""
+    only("bits", raw.pop("bits", None), (4,))
+    group_size = raw.pop("group_size", 128)
+    only("group_size", group_size, (*GROUP_SIZES, -1))
+    version = raw.pop("checkpoint_format", "gptq") or "gptq"
+    only("checkpoint_format", version, ("gptq", "gptq_v2"))
+    desc_act, sym = raw.pop("desc_act", False), raw.pop("sym", True)
+    only("desc_act", desc_act, (True, False))
+    only("sym", sym, (True, False))
+    only("lm_head", raw.pop("lm_head", False), (False,))
+    if (dynamic := raw.pop("dynamic", None)) not in (None, {}):
+        raise unsupported("dynamic", dynamic, (None,))
+    refuse_the_rest(raw, {"quant_method", *WITHOUT_EFFECT})
+    return {
+        "checkpoint_format": version,
+        "group_size": None if group_size == -1 else group_size,
+        "has_zeros": not sym,
+        "orders_inputs": desc_act and group_size != -1,  # with one group there is nothing to order
+    }
+
+
+def read_pack_quantized(weights: Mapping[str, Any], ignored: tuple[str, ...]) -> dict[str, Any]:
+    """Read the weights of a scheme of llm-compressor with packed integers."""
+    only("weights.num_bits", weights.get("num_bits"), (4,))
+    only("weights.type", weights.get("type"), ("int",))
+    only("weights.dynamic", weights.get("dynamic", False), (False,))
+    only("weights.strategy", weights.get("strategy"), ("group", "channel"))
+    is_grouped = weights.get("strategy") == "group"
+    if is_grouped:
+        only("weights.group_size", weights.get("group_size"), GROUP_SIZES)
+    only("weights.symmetric", weights.get("symmetric", True), (True, False))
+    # "static" and "weight" leave the groups in order; so does "dynamic", an old name of it.
+    only("weights.actorder", weights.get("actorder"), (None, False, "group", "weight", "static", "dynamic"))
+    return {
+        "checkpoint_format": "compressed-tensors",
+        "group_size": weights["group_size"] if is_grouped else None,
+        "has_zeros": not weights.get("symmetric", True),
+        "orders_inputs": is_grouped and weights.get("actorder") == "group",
+        "ignored": ignored,
+    }

@@ -1,0 +1,131 @@
+"""Linear layers with weights in 4 bits: how they are made, loaded and multiplied. The numbers: `numbers.py`."""
+
+from math import gcd
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.checkpoint.int4_config import Int4Config
+from nanoinfer.checkpoint.weights import check_shape
+from nanoinfer.errors import ModelError
+from nanoinfer.kernels.fp8_format import Activations
+from nanoinfer.quantization.int4.formats import GROUPS, SCALES, ZEROS, readers
+from nanoinfer.quantization.int4.numbers import GROUP_SIZE, PACKED, PackedWeight, dequantize, quantize
+from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, stored
+
+
+class Int4LinearMethod(LinearMethod):
+    """Holds a weight in 4 bits, and widens it for each product.
+
+    The layer has `weight`, int32; `weight_scale`, float32; and if the checkpoint has them `weight_zero_point`, uint8,
+    and `weight_g_idx`, the group of each input: see `PackedWeight`.
+    """
+
+    kind = ProductKind.WIDENED
+
+    def __init__(self, config: Int4Config, layer: Any) -> None:
+        self.config = config
+        self.dtype = layer.weight.dtype
+        self.readers = readers(config.checkpoint_format) if config.checkpoint_format else {}
+        self.create_weights(layer, *layer.weight.shape)
+
+    def create_weights(self, layer: Any, *shape: int) -> None:
+        *experts, num_outputs, num_inputs = shape
+        self.group_size = self.config.group_size
+        if self.config.checkpoint_format is None:
+            self.group_size = gcd(num_inputs, GROUP_SIZE)
+        if num_inputs % PACKED or num_inputs % (self.group_size or 1):
+            raise ModelError(
+                f"a weight of {num_inputs} inputs cannot be in 4 bits with groups of {self.group_size or num_inputs}: "
+                f"eight are packed together, and groups are whole; use the checkpoint in 16 bits"
+            )
+        packed = ParamSpec(0, 1, inputs_per_entry=PACKED)
+        grouped = ParamSpec(0, 1, inputs_per_entry=self.group_size) if self.group_size else PER_OUTPUT
+        with layer.weight.device:
+            layer.weight = stored(self._empty(experts, packed, num_outputs, num_inputs, torch.int32), packed)
+            scales = self._empty(experts, grouped, num_outputs, num_inputs, torch.float32)
+            if self.config.checkpoint_format is None:  # no tensor of the checkpoint fills them
+                scales.spec = grouped  # type: ignore[attr-defined]
+                layer.register_buffer(SCALES, scales)
+                return
+            setattr(layer, SCALES, stored(scales, grouped))
+            if self.config.has_zeros:
+                setattr(layer, ZEROS, stored(torch.empty_like(scales, dtype=torch.uint8), grouped))
+            if self.config.orders_inputs:
+                # -1: nothing is loaded yet. All that one layer packs has one order.
+                setattr(layer, GROUPS, stored(torch.full((*experts, num_inputs), -1).int(), ParamSpec(input_dim=0)))
+
+    def _empty(self, experts: list[int], spec: ParamSpec, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(*experts, *spec.shape(outputs, inputs), dtype=dtype)
+
+    def packed(self, layer: Any) -> PackedWeight:
+        """Return the layer's weight."""
+        return PackedWeight(
+            layer.weight, getattr(layer, SCALES), getattr(layer, ZEROS, None), getattr(layer, GROUPS, None)
+        )
+
+    def wide_weight(self, layer: Any) -> Tensor:
+        return dequantize(self.packed(layer)).to(self.dtype)
+
+    def read(self, kind: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+        if kind not in self.readers:
+            return kind, tensor
+        found = self.readers[kind]
+        if found is None or (found[0] == ZEROS and not self.config.has_zeros):
+            return None
+        if found[0] == GROUPS and not self.config.orders_inputs:
+            return None
+        ours = found[1](tensor)
+        # What has one scale for all inputs of an output comes as a matrix of one column.
+        return found[0], ours.squeeze(1) if self.group_size is None and ours.dim() == 2 and ours.shape[1] == 1 else ours
+
+    def check(self, layer: Any, param: Tensor, full: Tensor, shape: tuple[int, ...]) -> None:
+        if param is not layer.weight or self.config.checkpoint_format is not None:
+            return check_shape(full, shape)
+        if not full.is_floating_point():
+            raise ModelError(f"it has {full.dtype}, and what is rounded to 4 bits has 16 or 32")
+        return check_shape(full, (*shape[:-1], shape[-1] * PACKED))
+
+    def prepare(self, layer: Any, param: Tensor, full: Tensor, shard: str | None) -> list[tuple[Tensor, Tensor]]:
+        if param is getattr(layer, GROUPS, None):
+            self._take_order(layer, param, full, shard)
+            return []
+        if param is not layer.weight or self.config.checkpoint_format is not None:
+            return [(param, full)]
+        rounded = quantize(full.to(param.device), self.group_size or full.shape[-1])
+        return [(param, rounded.numbers), (getattr(layer, SCALES), rounded.scales)]
+
+    def _take_order(self, layer: Any, param: Tensor, full: Tensor, shard: str | None) -> None:
+        """Take the order of a layer's inputs. Raises ModelError where parts of one product have different ones."""
+        num_groups = getattr(layer, SCALES).shape[-1]
+        if full.numel() and not 0 <= int(full.min()) <= int(full.max()) < num_groups:
+            raise ModelError(f"it names groups {int(full.min())} to {int(full.max())}, and there are {num_groups}")
+        expert, _, _ = (shard or "").rpartition(".")
+        place, full = param[int(expert)] if expert else param, full.to(param.device)
+        if place[0] >= 0 and not torch.equal(place, full):
+            raise ModelError(
+                "it orders its inputs otherwise than a weight that is computed in one product with it; use a "
+                "checkpoint with desc_act=false, or one in AWQ"
+            )
+        place.copy_(full)
+
+    def fill_with_random_weights(self, layer: Any, std: float, generator: torch.Generator) -> None:
+        """Draw what would be drawn in 16 bits, and round it."""
+        weight, scales = layer.weight, getattr(layer, SCALES)
+        shape = (*weight.shape[:-1], weight.shape[-1] * PACKED)
+        wide = torch.empty(shape, dtype=self.dtype, device=weight.device).normal_(0.0, std, generator=generator)
+        whole = wide, weight, scales
+        for part, numbers, its_scales in zip(*whole, strict=True) if wide.dim() == 3 else (whole,):
+            rounded = quantize(part, self.group_size or shape[-1])
+            numbers.copy_(rounded.numbers)
+            its_scales.copy_(rounded.scales.view_as(its_scales))
+        if self.config.has_zeros:
+            getattr(layer, ZEROS).fill_(8)
+        if self.config.orders_inputs:
+            order = torch.arange(shape[-1], device=weight.device) // (self.group_size or shape[-1])
+            getattr(layer, GROUPS).copy_(order.expand_as(getattr(layer, GROUPS)))
+
+    def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
+        return F.linear(cast(Tensor, x), self.wide_weight(layer), bias)
