@@ -29,7 +29,7 @@ from nanoinfer.device import computing
 from nanoinfer.kernels import device_properties, dispatch, programmatic_launch
 from nanoinfer.layers.attention.metadata import SharedPrefixes
 
-MULTIPROCESSORS = {80: 108, 89: 128, 90: 132}  # of an A100, an RTX 4090, an H200
+MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132}  # of an A100, an RTX 3090, an RTX 4090, an H200
 
 
 class AbsentGpu:

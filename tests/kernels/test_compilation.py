@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton", minversion="3.6")
 
 # Bytes that a program may have at most, by compute capability: CUDA C++ Programming Guide, "Compute Capabilities".
-SHARED_MEMORY = {80: 163 * 2**10, 89: 99 * 2**10, 90: 227 * 2**10}
+SHARED_MEMORY = {80: 163 * 2**10, 86: 99 * 2**10, 89: 99 * 2**10, 90: 227 * 2**10}
 SIZES = {
     "vocab_size": 2048,
     "hidden_size": 1024,
@@ -55,6 +55,10 @@ CASES = [
     pytest.param(89, "Qwen3-MoE", {**FP8, "kv_cache_dtype": "fp8"}, id="Ada, FP8 experts", marks=slow),
     pytest.param(89, "Qwen3", {}, id="Ada, 16 bits", marks=slow),
     pytest.param(80, "Qwen3-MoE", {"kv_cache_dtype": "int8"}, id="Ampere, experts, int8 cache", marks=slow),
+    *(
+        pytest.param(gpu, "Qwen3", {"quantization": "int4"}, id=f"{gpu}, 4 bits", marks=slow)
+        for gpu in (80, 86, 89, 90)
+    ),
     pytest.param(80, "Gemma 3", {}, id="Ampere, heads of 256", marks=slow),
 ]
 
@@ -75,4 +79,6 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
     assert ("_hopper_prefill_kernel" in names) == serves_hopper
     assert ("_hopper_experts_kernel" in names) == (capability == 90 and model == "Qwen3-MoE" and not options)
     assert ("_few_rows_product_kernel" in names) == (capability == 90 and model == "Qwen3" and not options)
+    in_4_bits = options.get("quantization") == "int4"
+    assert ({"_few_rows_product_int4_kernel", "_widen_kernel"} <= names) == in_4_bits
     assert not [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY[capability]]

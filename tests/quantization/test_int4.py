@@ -158,20 +158,23 @@ def test_the_tensors_of_each_format_stand_for_the_numbers_that_they_were_made_of
     for name, tensor in kind.write(made).items():
         if (reader := names[name]) is not None:
             found[reader[0]] = reader[1](tensor)
-    assert torch.equal(unpack(found[WEIGHT]).long(), made.q)
+    assert torch.equal(found[WEIGHT].long(), made.q)
     assert torch.equal(found[SCALES], made.scales.float())
     zeros, groups = found.get(ZEROS) if config.has_zeros else None, found.get(GROUPS) if config.orders_inputs else None
-    assert torch.equal(dequantize(PackedWeight(found[WEIGHT], found[SCALES], zeros, groups)), made.weight)
+    assert torch.equal(dequantize(PackedWeight(pack(found[WEIGHT], 128), found[SCALES], zeros, groups)), made.weight)
     assert config.group_size == (None if kind.group_size == -1 else kind.group_size)
     assert config.has_zeros != kind.symmetric
     assert config.orders_inputs == kind.is_ordered
 
 
 def test_numbers_are_unpacked_as_they_were_packed() -> None:
-    numbers = torch.randint(0, 16, (3, 5, 64), generator=torch.Generator().manual_seed(0))
-    assert pack(numbers).dtype == torch.int32
-    assert torch.equal(unpack(pack(numbers)).long(), numbers)
-    assert pack(torch.tensor([1, 2, 3, 4, 5, 6, 7, 15])).tolist() == [0xF7654321 - 2**32]
+    numbers = torch.randint(0, 16, (3, 5, 256), generator=torch.Generator().manual_seed(0))
+    for block in (8, 64, 128):
+        assert pack(numbers, block).dtype == torch.int32
+        assert torch.equal(unpack(pack(numbers, block), block).long(), numbers)
+    assert pack(torch.tensor([1, 2, 3, 4, 5, 6, 7, 15]), 8).tolist() == [0xF7654321 - 2**32]
+    sixteen = torch.arange(16)
+    assert pack(sixteen, 16).tolist() == [0xECA86420 - 2**32, 0xFDB97531 - 2**32], "two words, inputs two apart"
 
 
 @pytest.mark.parametrize("shape", [(5, 256), (3, 4, 128), (2000, 64)])
@@ -354,7 +357,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         (lambda x: x.pop(f"{Q_PROJ}.qzeros"), r"lacks weights for .*self_attn.qkv_proj.weight_zero_point \(q\)"),
         (lambda x: x.update({f"{Q_PROJ}.scales": x[f"{Q_PROJ}.scales"][1:]}), r"q_proj.scales .* it has shape"),
         (lambda x: x.update({f"{Q_PROJ}.qweight": x[f"{Q_PROJ}.qweight"].float()}), "q_proj.qweight .* torch.int32"),
-        (lambda x: x.update({f"{Q_PROJ}.qweight": x[f"{Q_PROJ}.qweight"].T}), "q_proj.qweight .* it has shape"),
+        (lambda x: x.update({f"{Q_PROJ}.qweight": x[f"{Q_PROJ}.qweight"].T}), "q_proj.qweight .* it has 32 inputs, .* of the 128"),
         (lambda x: x.update({f"{Q_PROJ}.extra": torch.zeros(1)}), "does not know.*q_proj.extra"),
     ],
 )  # fmt: skip

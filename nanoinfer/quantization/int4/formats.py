@@ -1,9 +1,10 @@
-"""How checkpoints hold weights in 4 bits: each format's tensors, turned into those of `numbers.py`.
+"""How checkpoints hold weights in 4 bits: each format's tensors, unpacked.
 
 - AWQ packs eight outputs in an int32, in an order of its own: (num_inputs, num_outputs / 8).
-- GPTQ packs eight inputs, as we do, but its weights lie transposed: (num_inputs / 8, num_outputs). Zero points of its
-  first version are one less than they should be. With desc_act, `g_idx` says which group each input belongs to.
-- compressed-tensors ("pack-quantized") packs as we do. Its numbers are signed, from -8 to 7, with 8 added.
+- GPTQ packs eight inputs in a row: (num_inputs / 8, num_outputs). Zero points of its first version are one less than
+  they should be. With desc_act, `g_idx` says which group each input belongs to.
+- compressed-tensors ("pack-quantized") packs eight inputs in a row, too: (num_outputs, num_inputs / 8). Its numbers are
+  signed, from -8 to 7, with 8 added.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.errors import ModelError
-from nanoinfer.quantization.int4.numbers import PACKED, pack, unpack
+from nanoinfer.quantization.int4.numbers import PACKED, unpack
 
 Format = Literal["awq", "gptq", "gptq_v2", "compressed-tensors"]
 Reader = Callable[[Tensor], Tensor]
@@ -23,25 +24,28 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which of the eight numbers of a word eac
 
 
 def readers(checkpoint_format: Format) -> Mapping[str, tuple[str, Reader] | None]:
-    """Return by a tensor's name in the checkpoint our name for it, and what turns it into ours; None: not needed."""
+    """Return by a tensor's name in the checkpoint our name for it, and what unpacks it; None: it is not needed.
+
+    Numbers and zero points become (num_outputs, ...) uint8, scales (num_outputs, num_groups) float32.
+    """
     if checkpoint_format == "compressed-tensors":
         return {
-            "weight_packed": (WEIGHT, _words),
+            "weight_packed": (WEIGHT, _unpacked),
             "weight_scale": (SCALES, _scales),
-            "weight_zero_point": (ZEROS, lambda x: unpack(_words(x).T).T),
+            "weight_zero_point": (ZEROS, lambda x: _unpacked(x.T).T),
             "weight_g_idx": (GROUPS, _integers),
             "weight_shape": None,
         }
     if checkpoint_format == "awq":
         return {
-            "qweight": (WEIGHT, lambda x: pack(_awq_outputs(x).T)),
+            "qweight": (WEIGHT, lambda x: _awq_outputs(x).T),
             "qzeros": (ZEROS, lambda x: _awq_outputs(x).T),
             "scales": (SCALES, lambda x: _scales(x).T),
         }
     offset = 0 if checkpoint_format == "gptq_v2" else 1
     return {
-        "qweight": (WEIGHT, lambda x: _words(x).T),
-        "qzeros": (ZEROS, lambda x: unpack(_words(x)).T + offset),
+        "qweight": (WEIGHT, lambda x: _unpacked(x.T)),
+        "qzeros": (ZEROS, lambda x: _unpacked(x).T + offset),
         "scales": (SCALES, lambda x: _scales(x).T),
         "g_idx": (GROUPS, _integers),
     }
@@ -49,14 +53,15 @@ def readers(checkpoint_format: Format) -> Mapping[str, tuple[str, Reader] | None
 
 def _awq_outputs(words: Tensor) -> Tensor:
     """Return the numbers of AWQ's words in the order of the outputs, (size, num_outputs)."""
-    numbers = unpack(_words(words)).unflatten(-1, (-1, PACKED))
+    numbers = _unpacked(words).unflatten(-1, (-1, PACKED))
     return numbers[..., torch.tensor(AWQ_ORDER, device=words.device)].flatten(-2)
 
 
-def _words(x: Tensor) -> Tensor:
+def _unpacked(x: Tensor) -> Tensor:
+    """Return the numbers of words, eight neighbours in each."""
     if x.dtype != torch.int32 or x.dim() != 2:
         raise ModelError(f"it has {x.dtype} and shape {tuple(x.shape)}; packed numbers are a matrix of torch.int32")
-    return x
+    return unpack(x, PACKED)
 
 
 def _scales(x: Tensor) -> Tensor:

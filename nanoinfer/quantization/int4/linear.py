@@ -11,9 +11,25 @@ from nanoinfer.checkpoint.int4_config import Int4Config
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.errors import ModelError
 from nanoinfer.kernels.fp8_format import Activations
-from nanoinfer.quantization.int4.formats import GROUPS, SCALES, ZEROS, readers
-from nanoinfer.quantization.int4.numbers import GROUP_SIZE, PACKED, PackedWeight, dequantize, quantize
+from nanoinfer.kernels.int4_format import COLUMNS
+from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, readers
+from nanoinfer.quantization.int4.numbers import (
+    BLOCK,
+    GROUP_SIZE,
+    PACKED,
+    PackedWeight,
+    block_size,
+    dequantize,
+    few_rows_product,
+    pack,
+    quantize,
+    widen,
+)
 from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, stored
+
+MAX_FEW_ROWS = 64
+WANTED_PROGRAMS = 256  # two for each multiprocessor of a large GPU
+MIN_BLOCKS = 4  # that a program sums up
 
 
 class Int4LinearMethod(LinearMethod):
@@ -27,7 +43,7 @@ class Int4LinearMethod(LinearMethod):
 
     def __init__(self, config: Int4Config, layer: Any) -> None:
         self.config = config
-        self.dtype = layer.weight.dtype
+        self.dtype, self.device = layer.weight.dtype, layer.weight.device
         self.readers = readers(config.checkpoint_format) if config.checkpoint_format else {}
         self.create_weights(layer, *layer.weight.shape)
 
@@ -41,6 +57,7 @@ class Int4LinearMethod(LinearMethod):
                 f"a weight of {num_inputs} inputs cannot be in 4 bits with groups of {self.group_size or num_inputs}: "
                 f"eight are packed together, and groups are whole; use the checkpoint in 16 bits"
             )
+        self.block = block_size(num_inputs)
         packed = ParamSpec(0, 1, inputs_per_entry=PACKED)
         grouped = ParamSpec(0, 1, inputs_per_entry=self.group_size) if self.group_size else PER_OUTPUT
         with layer.weight.device:
@@ -67,7 +84,14 @@ class Int4LinearMethod(LinearMethod):
         )
 
     def wide_weight(self, layer: Any) -> Tensor:
-        return dequantize(self.packed(layer)).to(self.dtype)
+        weight = self.packed(layer)
+        if weight.groups is not None:
+            return dequantize(weight).to(self.dtype)
+        numbers, scales, zeros, _ = weight
+        if numbers.dim() == 2:
+            return widen(numbers, scales, zeros, self.dtype)
+        zeros = None if zeros is None else zeros.flatten(0, 1)  # all experts' outputs are those of one weight
+        return widen(numbers.flatten(0, 1), scales.flatten(0, 1), zeros, self.dtype).unflatten(0, numbers.shape[:2])
 
     def read(self, kind: str, tensor: Tensor) -> tuple[str, Tensor] | None:
         if kind not in self.readers:
@@ -77,9 +101,19 @@ class Int4LinearMethod(LinearMethod):
             return None
         if found[0] == GROUPS and not self.config.orders_inputs:
             return None
-        ours = found[1](tensor)
+        ours = found[1](tensor.to(self.device))
+        if found[0] == WEIGHT:
+            ours = self._pack(ours)
         # What has one scale for all inputs of an output comes as a matrix of one column.
         return found[0], ours.squeeze(1) if self.group_size is None and ours.dim() == 2 and ours.shape[1] == 1 else ours
+
+    def _pack(self, numbers: Tensor) -> Tensor:
+        """Pack the numbers of a whole weight as those of this rank's share are."""
+        if numbers.shape[1] % self.block:
+            raise ModelError(
+                f"it has {numbers.shape[1]} inputs, which are no multiple of the {self.block} packed together"
+            )
+        return pack(numbers, self.block)
 
     def check(self, layer: Any, param: Tensor, full: Tensor, shape: tuple[int, ...]) -> None:
         if param is not layer.weight or self.config.checkpoint_format is not None:
@@ -94,7 +128,7 @@ class Int4LinearMethod(LinearMethod):
             return []
         if param is not layer.weight or self.config.checkpoint_format is not None:
             return [(param, full)]
-        rounded = quantize(full.to(param.device), self.group_size or full.shape[-1])
+        rounded = quantize(full.to(param.device), self.group_size or full.shape[-1], self.block)
         return [(param, rounded.numbers), (getattr(layer, SCALES), rounded.scales)]
 
     def _take_order(self, layer: Any, param: Tensor, full: Tensor, shard: str | None) -> None:
@@ -128,4 +162,31 @@ class Int4LinearMethod(LinearMethod):
             getattr(layer, GROUPS).copy_(order.expand_as(getattr(layer, GROUPS)))
 
     def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
-        return F.linear(cast(Tensor, x), self.wide_weight(layer), bias)
+        x = cast(Tensor, x)
+        if not self._suits_few_rows(layer, x):
+            return F.linear(x, self.wide_weight(layer), bias)
+        sums = self._few_rows_product(layer, x)
+        out = sums[0] if len(sums) == 1 else sums.sum(0)
+        return out if bias is None else out + bias
+
+    def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
+        x = cast(Tensor, x)
+        if bias is not None or not self._suits_few_rows(layer, x):
+            return F.linear(x, self.wide_weight(layer), bias).unsqueeze(0)
+        return self._few_rows_product(layer, x)
+
+    def _few_rows_product(self, layer: Any, x: Tensor) -> Tensor:
+        numbers, scales, zeros, _ = self.packed(layer)
+        return few_rows_product(x, numbers, scales, zeros, num_splits(x.shape[1], len(numbers)))
+
+    def _suits_few_rows(self, layer: Any, x: Tensor) -> bool:
+        """Whether the weight is read in 4 bits: for more rows, widening it costs less than reading it for each tile."""
+        return x.is_cuda and len(x) <= MAX_FEW_ROWS and self.block == BLOCK and not self.config.orders_inputs
+
+
+def num_splits(num_inputs: int, num_outputs: int) -> int:
+    """Return in how many parts a product of few rows is summed, so that enough programs read the weight."""
+    num_programs, splits = -(-num_outputs // COLUMNS), 1
+    while num_programs * splits < WANTED_PROGRAMS and num_inputs // BLOCK >= 2 * splits * MIN_BLOCKS:
+        splits *= 2
+    return splits

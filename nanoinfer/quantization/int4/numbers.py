@@ -1,16 +1,25 @@
-"""The numbers of 4 bits: how weights are packed, rounded and widened, in plain PyTorch. Kernels compute the same.
+"""The numbers of 4 bits: how weights are packed, rounded and multiplied, in plain PyTorch. Kernels compute the same.
 
-A weight is (..., num_outputs, num_inputs) numbers from 0 to 15. Eight inputs of an output are packed in an int32, the
-first in the lowest bits. The inputs of an output are in groups, each with a scale and, in some formats, a zero point:
-weight = (number - zero) * scale, in float32. Without zero points the zero is 8.
+A weight is (..., num_outputs, num_inputs) numbers from 0 to 15. Inputs of an output are in groups, each with a scale
+and, in some formats, a zero point: weight = (number - zero) * scale, in float32. Without zero points the zero is 8.
+
+Eight numbers are packed in an int32. A block of 128 inputs is 16 words: bits 4 i to 4 i + 3 of word w hold input
+16 i + w, so that the i-th number of all words meets 16 neighbouring inputs. Where 128 does not divide the number of
+inputs, blocks are smaller alike.
 """
 
+from math import gcd
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer import kernels
+from nanoinfer.kernels.dispatch import triton_on_cuda
+
 PACKED = 8  # numbers in an int32
+BLOCK = 128  # inputs that are packed together
 ZERO = 8  # the number that means 0 where there are no zero points
 GROUP_SIZE = 128  # inputs that share a scale, where we choose
 SHARES_OF_LARGEST = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # scales that are tried, by what becomes the largest number
@@ -30,26 +39,53 @@ class PackedWeight(NamedTuple):
     groups: Tensor | None = None
 
 
-def pack(numbers: Tensor) -> Tensor:
-    """Pack numbers from 0 to 15, (..., size), in int32, (..., size / 8)."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int64, device=numbers.device)
-    words = (numbers.to(torch.int64).unflatten(-1, (-1, PACKED)) << shifts).sum(-1)
-    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+def block_size(num_inputs: int) -> int:
+    """Return how many inputs are packed together; 8 divides the number of inputs."""
+    return gcd(num_inputs, BLOCK)
 
 
-def unpack(words: Tensor) -> Tensor:
+def pack(numbers: Tensor, block: int) -> Tensor:
+    """Pack numbers from 0 to 15, (..., size), in int32, (..., size / 8), in blocks of so many."""
+    numbers = numbers.to(torch.int32).unflatten(-1, (-1, PACKED, block // PACKED))
+    words = numbers[..., 0, :].clone()
+    for index in range(1, PACKED):
+        words |= numbers[..., index, :] << (4 * index)
+    return words.flatten(-2)
+
+
+def unpack(words: Tensor, block: int) -> Tensor:
     """Return the numbers from 0 to 15 of int32 words, (..., size / 8) -> (..., size) uint8."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    return ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8).flatten(-2)
+    words = words.unflatten(-1, (-1, block // PACKED))
+    numbers = [((words >> (4 * index)) & 15).to(torch.uint8) for index in range(PACKED)]
+    return torch.stack(numbers, dim=-2).flatten(-3)
 
 
 def dequantize(weight: PackedWeight) -> Tensor:
     """Return a weight in float32."""
-    numbers = unpack(weight.numbers).float()
-    scales, zeros = _of_inputs(weight.scales, numbers, weight.groups), float(ZERO)
+    numbers = unpack(weight.numbers, block_size(weight.numbers.shape[-1] * PACKED)).float()
+    scales = _of_inputs(weight.scales, numbers, weight.groups)
     if weight.zeros is None:
-        return (numbers - zeros) * scales
+        return (numbers - ZERO) * scales
     return (numbers - _of_inputs(weight.zeros.float(), numbers, weight.groups)) * scales
+
+
+@triton_on_cuda(lambda: kernels.int4_product.widen)
+def widen(numbers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a weight whose groups are in order in `dtype`, (num_outputs, num_inputs)."""
+    return dequantize(PackedWeight(numbers, scales, zeros)).to(dtype)
+
+
+@triton_on_cuda(lambda: kernels.int4_product.few_rows_product)
+def few_rows_product(x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor | None, num_splits: int) -> Tensor:
+    """Return x W^T as partial sums, (num_splits, num_rows, num_outputs), each over a part of the blocks.
+
+    x: (num_rows, num_inputs), rows contiguous. The weight's groups are in order, and its blocks whole.
+    """
+    weight = dequantize(PackedWeight(numbers, scales, zeros)).to(x.dtype)
+    num_blocks = x.shape[1] // BLOCK
+    part = -(-num_blocks // num_splits) * BLOCK
+    parts = [slice(start, start + part) for start in range(0, num_splits * part, part)]
+    return torch.stack([F.linear(x[:, columns], weight[:, columns]) for columns in parts])
 
 
 def _of_inputs(x: Tensor, numbers: Tensor, groups: Tensor | None) -> Tensor:
@@ -61,19 +97,20 @@ def _of_inputs(x: Tensor, numbers: Tensor, groups: Tensor | None) -> Tensor:
     return x.repeat_interleave(numbers.shape[-1] // x.shape[-1], dim=-1)
 
 
-def quantize(weight: Tensor, group_size: int) -> PackedWeight:
+def quantize(weight: Tensor, group_size: int, block: int | None = None) -> PackedWeight:
     """Round a weight, (..., num_outputs, num_inputs), to 4 bits without zero points.
 
     Of a few scales each group has the one with the smallest squared error. NaN and infinity make NaN of their group.
+    block: inputs that are packed together, if not those of a whole weight of this size.
     """
-    rows = weight.float().reshape(-1, weight.shape[-1])
-    parts = [_quantize_rows(part, group_size) for part in rows.split(MAX_FITTED_ROWS)]
+    rows, block = weight.float().reshape(-1, weight.shape[-1]), block or block_size(weight.shape[-1])
+    parts = [_quantize_rows(part, group_size, block) for part in rows.split(MAX_FITTED_ROWS)]
     numbers, scales = (torch.cat(side) for side in zip(*parts, strict=True))
     shape = weight.shape[:-1]
     return PackedWeight(numbers.view(*shape, -1), scales.view(*shape, -1))
 
 
-def _quantize_rows(rows: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+def _quantize_rows(rows: Tensor, group_size: int, block: int) -> tuple[Tensor, Tensor]:
     groups = rows.unflatten(1, (-1, group_size))  # (num_rows, num_groups, group_size)
     largest = groups.abs().amax(dim=2, keepdim=True)
     best = best_scale = least = None
@@ -90,4 +127,5 @@ def _quantize_rows(rows: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     assert best is not None, "at least one scale is tried"
     assert best_scale is not None, "at least one scale is tried"
     best_scale = torch.where(largest < torch.inf, best_scale, torch.nan)
-    return pack((best.nan_to_num(0.0) + ZERO).flatten(1)), best_scale.squeeze(2)
+    numbers = (best.nan_to_num(0.0) + ZERO).flatten(1)
+    return pack(numbers, block), best_scale.squeeze(2)

@@ -1,0 +1,77 @@
+"""Products by weights in 4 bits, in Triton's interpreter, against the numbers that the weights stand for."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoinfer.quantization.int4 import numbers as twins
+from nanoinfer.quantization.int4.linear import num_splits
+from nanoinfer.quantization.int4.numbers import PackedWeight, block_size, dequantize, pack
+
+pytest.importorskip("triton")
+
+from nanoinfer.kernels import int4_product as kernels
+from tests.kernels.helpers import loops_are_interpreted
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's NumPy warns of NaN
+]
+
+
+def random_weight(num_outputs: int, num_inputs: int, group_size: int | None, has_zeros: bool) -> PackedWeight:
+    """group_size: None for a scale for each output."""
+    generator = torch.Generator().manual_seed(num_outputs + num_inputs)
+    shape = (num_outputs, num_inputs // group_size) if group_size else (num_outputs,)
+    numbers = torch.randint(0, 16, (num_outputs, num_inputs), generator=generator)
+    scales = torch.rand(shape, generator=generator) * 0.02 + 0.01
+    zeros = torch.randint(0, 17, shape, generator=generator).to(torch.uint8) if has_zeros else None
+    return PackedWeight(pack(numbers, block_size(num_inputs)), scales, zeros)
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, None])
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "num_inputs", "num_parts"), [(1, 64, 256, 1), (3, 100, 768, 2), (40, 130, 512, 3)]
+)
+def test_a_product_of_few_rows_is_that_of_the_numbers(
+    num_rows: int, num_outputs: int, num_inputs: int, num_parts: int, group_size: int | None, has_zeros: bool
+) -> None:
+    weight = random_weight(num_outputs, num_inputs, group_size, has_zeros)
+    x = torch.randn(num_rows, num_inputs + 8, generator=torch.Generator().manual_seed(0)).half()[:, :num_inputs]
+    sums = kernels.few_rows_product(x, *weight[:3], num_parts)
+    assert sums.shape == (num_parts, num_rows, num_outputs)
+    expected = x.float() @ dequantize(weight).T
+    torch.testing.assert_close(sums.float().sum(0), expected, rtol=2e-3, atol=1e-2)
+    parts = twins.few_rows_product.__wrapped__(x, *weight[:3], num_parts)  # type: ignore[attr-defined]
+    torch.testing.assert_close(sums, parts, rtol=1e-2, atol=3e-2)
+
+
+@loops_are_interpreted
+def test_bad_scales_and_rows_spoil_their_own_results() -> None:
+    weight, x = random_weight(64, 256, 128, True), torch.ones(3, 256).half()
+    weight.scales[5, 1], x[1, 3] = torch.nan, torch.inf
+    out = kernels.few_rows_product(x, *weight[:3], 1)[0]
+    assert out[:, 5].isnan().all()
+    assert not out[1].isfinite().any()
+    assert out[[0, 2]][:, torch.arange(64) != 5].isfinite().all()
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize(("num_outputs", "num_inputs", "group_size"), [(40, 256, 32), (3, 64, None), (33, 24, 8)])
+def test_a_widened_weight_is_that_of_the_twin(
+    num_outputs: int, num_inputs: int, group_size: int | None, has_zeros: bool
+) -> None:
+    weight = random_weight(num_outputs, num_inputs, group_size, has_zeros)
+    wide: Tensor = kernels.widen(*weight[:3], torch.float16)
+    assert torch.equal(wide, twins.widen.__wrapped__(*weight[:3], torch.float16))  # type: ignore[attr-defined]
+    assert torch.equal(wide, dequantize(weight).half())
+
+
+def test_few_outputs_are_summed_in_parts() -> None:
+    assert num_splits(4096, 24576) == 1
+    assert num_splits(4096, 4096) == 4
+    assert num_splits(12288, 4096) == 4
+    assert num_splits(512, 64) == 1, "a part has four blocks or more"
