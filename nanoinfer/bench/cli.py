@@ -74,7 +74,9 @@ def add_parser(subparsers: Any) -> None:
     loads.add_argument("--picture", type=Path, metavar="FILE", help="draw all figures, as .svg or .png")
     trace.add_argument("folder", type=Path, metavar="FOLDER", help="where the page, the trace and its picture go")
     kernels.add_argument("--gpus", type=positive, default=1, metavar="N", help="time all-reduces over N GPUs")
-    kernels.add_argument("--quantization", choices=QUANTIZATIONS, help="time products, experts and rounding in FP8")
+    kernels.add_argument(
+        "--quantization", choices=QUANTIZATIONS, help="time products in fewer bits; of FP8 experts, too"
+    )
     for parser in (throughput, trace):
         add_sizes(parser)
     for parser in (throughput, loads, text, trace, start):
@@ -107,7 +109,9 @@ def add_model_and_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="top-k filtering (off); Qwen3 recommends 20")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="top-p filtering (off); Qwen3's is 0.95")
     parser.add_argument("--tensor-parallel-size", type=positive, default=1, metavar="N", help="number of GPUs (1)")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="round the weights of linear layers to 8 bits")
+    parser.add_argument(
+        "--quantization", choices=QUANTIZATIONS, help="round the weights of linear layers to 8 bits, or 4"
+    )
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="keys and values in 8 bits")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--attention-backend", default="auto", help="nanoinfer's: auto, flash_attn, triton or torch")
@@ -187,10 +191,12 @@ def run_trace(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_kernels(args: argparse.Namespace) -> dict[str, Any]:
-    from nanoinfer.bench import all_reduces, fp8_kernels, kernels
+    from nanoinfer.bench import all_reduces, fp8_kernels, int4_kernels, kernels
 
-    if args.quantization:
+    if args.quantization == "fp8":
         fp8_kernels.run()
+    elif args.quantization == "int4":
+        int4_kernels.run()
     elif args.gpus > 1:
         all_reduces.run(args.gpus)
     else:
@@ -235,6 +241,8 @@ def check_engine(args: argparse.Namespace, loads: list[tuple[str, Load]]) -> Non
         raise ConfigError("--engine nanovllm has no --top-k and --top-p; leave them out")
     if args.engine in ("nanovllm", "transformers") and args.quantization:
         raise ConfigError(f"--engine {args.engine} has no --quantization; leave it out")
+    if args.engine == "vllm" and args.quantization == "int4":
+        raise ConfigError("--engine vllm rounds no weights to 4 bits; give it a checkpoint in 4 bits by --model")
     if args.engine in ("nanovllm", "transformers") and args.kv_cache_dtype != "auto":
         raise ConfigError(f"--engine {args.engine} has no --kv-cache-dtype; leave it out")
     if args.engine == "transformers" and args.tensor_parallel_size > 1:

@@ -357,7 +357,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         (lambda x: x.pop(f"{Q_PROJ}.qzeros"), r"lacks weights for .*self_attn.qkv_proj.weight_zero_point \(q\)"),
         (lambda x: x.update({f"{Q_PROJ}.scales": x[f"{Q_PROJ}.scales"][1:]}), r"q_proj.scales .* it has shape"),
         (lambda x: x.update({f"{Q_PROJ}.qweight": x[f"{Q_PROJ}.qweight"].float()}), "q_proj.qweight .* torch.int32"),
-        (lambda x: x.update({f"{Q_PROJ}.qweight": x[f"{Q_PROJ}.qweight"].T}), "q_proj.qweight .* it has 32 inputs, .* of the 128"),
+        (lambda x: x.update({f"{Q_PROJ}.qweight": x[f"{Q_PROJ}.qweight"].T}), "q_proj.qweight .* 32 inputs.* the 128"),
         (lambda x: x.update({f"{Q_PROJ}.extra": torch.zeros(1)}), "does not know.*q_proj.extra"),
     ],
 )  # fmt: skip
