@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -22,6 +23,7 @@ from nanoinfer import LLM, RequestOutput, SamplingParams
 from nanoinfer.models import REGISTRY
 from nanoinfer.quantization import selection
 from nanoinfer.quantization.fp8 import dequantize_weight, fit_weight
+from nanoinfer.quantization.int4 import numbers as int4
 from tests.models.test_architectures import draw_options, save_random_model
 
 
@@ -143,7 +145,7 @@ def _draw_engine(rng: random.Random, sizes: Sizes, model: dict[str, Any]) -> dic
     num_blocks = -(-longest // block_size) + rng.choice((0, 1, 3, 20, 200))
     return {
         "dtype": rng.choice(sizes.dtypes),
-        "quantization": rng.choice((None, None, "fp8")),
+        "quantization": rng.choice((None, None, "fp8", "int4")),
         "kv_cache_dtype": rng.choice(("auto", "auto", "int8", "fp8")),
         "kvcache_block_size": block_size,
         "num_kvcache_blocks": num_blocks,
@@ -299,10 +301,11 @@ def _transformers_logprobs(
     """How likely transformers finds all tokens after the first, with the weights rounded as the engine rounds them."""
     load, device = transformers.AutoModelForCausalLM.from_pretrained, combination.device
     model = load(folder, attn_implementation="eager", dtype=torch.float32)
-    if combination.options["quantization"] is not None:
+    if (quantization := combination.options["quantization"]) is not None:
         for name, weight in model.model.layers.named_parameters():
             if weight.dim() > 1 and not name.endswith((".gate.weight", "router.weight")):
-                weight.copy_(dequantize_weight(*fit_weight(weight)))
+                in_4_bits = quantization == "int4"
+                weight.copy_(_in_4_bits(weight) if in_4_bits else dequantize_weight(*fit_weight(weight)))
     model = model.to(device=device, dtype=dtype).eval()
     found = []
     for prompt, completion, _ in sequences:
@@ -310,6 +313,10 @@ def _transformers_logprobs(
         logprobs = model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         found.append(logprobs.gather(1, ids[0, 1:, None])[:, 0].cpu())
     return found
+
+
+def _in_4_bits(weight: Tensor) -> Tensor:
+    return int4.dequantize(int4.quantize(weight, gcd(weight.shape[-1], int4.GROUP_SIZE)))
 
 
 def _error_of_8_bits(combination: Combination, folder: Path, sequences: list[Sequence], exact: list[Tensor]) -> float:

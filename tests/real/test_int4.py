@@ -21,7 +21,7 @@ pytestmark = pytest.mark.real
 def test_perplexity_with_weights_in_4_bits(group_size: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of SmolLM2's sizes, 576 and 1,536 inputs, 128 divides the second alone; the first then has groups of 64."""
     monkeypatch.setattr(linear, "GROUP_SIZE", group_size)
-    assert 0 < measure_loss(folder, 20000, "int4").rise < 0.2
+    assert 0 < measure_loss(folder, 20000, "int4").rise < 0.5
 
 
 def test_it_still_answers(folder: Path) -> None:

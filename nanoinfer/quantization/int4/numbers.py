@@ -22,7 +22,7 @@ PACKED = 8  # numbers in an int32
 BLOCK = 128  # inputs that are packed together
 ZERO = 8  # the number that means 0 where there are no zero points
 GROUP_SIZE = 128  # inputs that share a scale, where we choose
-SHARES_OF_LARGEST = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # scales that are tried, by what becomes the largest number
+SHARES_OF_LARGEST = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # scales that are tried: what becomes -8
 MAX_FITTED_ROWS = 1024  # at a time, to bound the memory that this takes
 
 
@@ -112,20 +112,16 @@ def quantize(weight: Tensor, group_size: int, block: int | None = None) -> Packe
 
 def _quantize_rows(rows: Tensor, group_size: int, block: int) -> tuple[Tensor, Tensor]:
     groups = rows.unflatten(1, (-1, group_size))  # (num_rows, num_groups, group_size)
-    largest = groups.abs().amax(dim=2, keepdim=True)
-    best = best_scale = least = None
+    # The largest value becomes -8, of which there is no counterpart above 0: so a scale may be negative.
+    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
+    numbers, scales = torch.zeros_like(groups), torch.zeros_like(largest)
+    least = torch.full_like(largest, torch.inf)
     for share in SHARES_OF_LARGEST:
-        scale = largest * (share / 7)
-        numbers = (groups / scale.where(scale > 0, torch.ones_like(scale))).round().clamp(-8, 7)
-        error = (groups - numbers * scale).square().sum(dim=2, keepdim=True)
-        if best is None or best_scale is None or least is None:
-            best, best_scale, least = numbers, scale, error
-            continue
+        scale = largest * (-share / 8)
+        tried = (groups / scale.where(scale != 0, torch.ones_like(scale))).round().clamp(-8, 7)
+        error = (groups - tried * scale).square().sum(dim=2, keepdim=True)
         is_better = error < least
-        best, best_scale = torch.where(is_better, numbers, best), torch.where(is_better, scale, best_scale)
+        numbers, scales = torch.where(is_better, tried, numbers), torch.where(is_better, scale, scales)
         least = torch.minimum(error, least)
-    assert best is not None, "at least one scale is tried"
-    assert best_scale is not None, "at least one scale is tried"
-    best_scale = torch.where(largest < torch.inf, best_scale, torch.nan)
-    numbers = (best.nan_to_num(0.0) + ZERO).flatten(1)
-    return pack(numbers, block), best_scale.squeeze(2)
+    scales = torch.where(largest.abs() < torch.inf, scales, torch.nan)
+    return pack((numbers + ZERO).flatten(1), block), scales.squeeze(2)
