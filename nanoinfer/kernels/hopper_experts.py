@@ -250,5 +250,5 @@ def grouped_product(
 
 def serves(hidden_size: int, inner_size: int, row_stride: int, dtype: torch.dtype) -> bool:
     """Whether the kernel takes experts of these sizes, and rows so far apart."""
-    fits = inner_size % PART == 0 and hidden_size % (2 * PART) == 0 and row_stride % 8 == 0
+    fits = inner_size % PART == 0 and hidden_size % (2 * PART) == 0 and row_stride % 16 == 0
     return fits and dtype in (torch.bfloat16, torch.float16)
