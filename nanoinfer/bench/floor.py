@@ -80,9 +80,9 @@ def compute_floor(
     sampling, launches and the host count as nothing, and no cache is large enough to hold weights from step to step.
     Windows are not considered: for contexts beyond them the floor is too high.
 
-    Weights in FP8 are read as a byte for each value, and multiplied at the rate for FP8; those in 4 bits as 4.25 bits,
-    and multiplied at the rate for 16. So are routers, which have 16
-    bits: they are too small to count. Of a KV cache in 8 bits, each key and value is a byte. Scales count as nothing.
+    Weights in FP8 are read as a byte for each value, and multiplied at the rate for FP8; those in 4 bits are read as
+    4.25 bits, with their scales, and multiplied at the rate for 16. Routers, which have 16 bits, are too small to count
+    apart. Of a KV cache in 8 bits, each key and value is a byte. Other scales count as nothing.
     """
     weights = count_weights(config)
     query_width = config.num_attention_heads * config.head_dim

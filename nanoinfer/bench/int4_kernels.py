@@ -47,7 +47,7 @@ def products() -> None:
         for kind, inputs, outputs in sizes.values():
             count = max(2, min(28, 600 * 2**20 // (2 * inputs * outputs)))  # more than the L2 cache holds
             shape: Any = {"all": outputs} if kind is ColumnParallelLinear else outputs
-            wide = [kind(inputs, shape, False, tp) for _ in range(count)]
+            wide = [kind(inputs, shape, False, tp).to(torch.bfloat16) for _ in range(count)]
             narrow = quantized([kind(inputs, shape, False, tp) for _ in range(count)])
             for layer in wide:
                 layer.weight.normal_(0.0, 0.02)
