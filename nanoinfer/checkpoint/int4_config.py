@@ -67,6 +67,9 @@ def read_gptq(raw: dict[str, Any]) -> dict[str, Any]:
     only("group_size", group_size, (*GROUP_SIZES, -1))
     version = raw.pop("checkpoint_format", "gptq") or "gptq"
     only("checkpoint_format", version, ("gptq", "gptq_v2"))
+    # GPTQModel writes these twice.
+    only("format", raw.pop("format", None), (None, version))
+    only("method", raw.pop("method", None), (None, "gptq"))
     desc_act, sym = raw.pop("desc_act", False), raw.pop("sym", True)
     only("desc_act", desc_act, (True, False))
     only("sym", sym, (True, False))
@@ -92,12 +95,12 @@ def read_pack_quantized(weights: Mapping[str, Any], ignored: tuple[str, ...]) ->
     if is_grouped:
         only("weights.group_size", weights.get("group_size"), GROUP_SIZES)
     only("weights.symmetric", weights.get("symmetric", True), (True, False))
-    # "static" and "weight" leave the groups in order; so does "dynamic", an old name of it.
+    # "static" and "weight" are two names of one order, which leaves the groups alone; so are "dynamic" and "group".
     only("weights.actorder", weights.get("actorder"), (None, False, "group", "weight", "static", "dynamic"))
     return {
         "checkpoint_format": "compressed-tensors",
         "group_size": weights["group_size"] if is_grouped else None,
         "has_zeros": not weights.get("symmetric", True),
-        "orders_inputs": is_grouped and weights.get("actorder") == "group",
+        "orders_inputs": is_grouped and weights.get("actorder") in ("group", "dynamic"),
         "ignored": ignored,
     }

@@ -69,10 +69,10 @@ class ColumnParallelLinear(ShardedLinear):
 
     def unpack(self, full: Tensor, param: Tensor | None) -> dict[str, Tensor]:
         """Cut a tensor that the checkpoint also packs into full shards."""
-        if full.numel() == 1:  # a scale for all of them
-            return dict.fromkeys(self.full_sizes, full)
         spec = WEIGHT if param is None else ParamSpec.of(param)
-        sizes, dim = [spec.num_entries(size) for size in self.full_sizes.values()], spec.output_dim or 0
+        if full.numel() == 1 or spec.output_dim is None:  # a scale of all, or the order of inputs
+            return dict.fromkeys(self.full_sizes, full)
+        sizes, dim = [spec.num_entries(size) for size in self.full_sizes.values()], spec.output_dim
         check_shape(full, (*full.shape[:dim], sum(sizes), *full.shape[dim + 1 :]))
         return dict(zip(self.full_sizes, full.split(sizes, dim), strict=True))
 

@@ -15,8 +15,11 @@ from torch import Tensor
 from nanoinfer import LLM, ModelError, SamplingParams
 from nanoinfer.checkpoint.int4_config import Int4Config
 from nanoinfer.checkpoint.quantization_config import read_quantization
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.layers.linear import MergedColumnParallelLinear
 from nanoinfer.quantization.int4 import numbers as int4
 from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, readers
+from nanoinfer.quantization.int4.linear import Int4LinearMethod
 from nanoinfer.quantization.int4.numbers import PackedWeight, dequantize, pack, quantize, unpack
 
 Tensors = dict[str, Tensor]
@@ -326,6 +329,46 @@ def test_weights_that_a_trainer_sends_are_rounded_too(plain_folder: Callable[[bo
     assert after != before
 
 
+def test_new_weights_may_order_their_inputs_otherwise(plain_folder: Callable[[bool], Path], tmp_path: Path) -> None:
+    packed, _ = write_pair(plain_folder(False), tmp_path, KINDS["gptq desc_act"])
+    old = load_file(packed / "model.safetensors")
+    new = {name: tensor.flip(0) if name.endswith("g_idx") else tensor for name, tensor in old.items()}
+    with LLM(packed, device="cpu", dtype="float32", max_model_len=112) as llm:
+        answers = []
+        for tensors, sleeps in ((old, False), (new, False), (old, True)):
+            if sleeps:
+                llm.sleep(level=2)
+                llm.wake_up()
+            llm.update_weights(tensors)
+            answers.append([output.token_ids for output in llm.generate(prompts(), GREEDY, use_tqdm=False)])
+    assert answers[0] == answers[2] != answers[1]
+    assert answers[1] == run(changed(packed, lambda tensors: tensors.update(new)))[0]
+
+
+def ordered_layer() -> Any:
+    """One that packs gate and up, of 128 inputs each."""
+    layer: Any = MergedColumnParallelLinear(128, 64, bias=True, tp=TensorParallel())
+    layer.quant_method = Int4LinearMethod(read(KINDS["gptq desc_act"].config), layer)
+    return layer
+
+
+def test_the_order_of_the_inputs_of_packed_weights_is_that_of_each() -> None:
+    layer, order = ordered_layer(), torch.arange(128)
+    parts = layer.unpack(order, layer.weight_g_idx)
+    assert {name: part is order for name, part in parts.items()} == {"gate": True, "up": True}
+
+
+def test_a_product_of_few_rows_with_a_bias_reads_4_bits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer: Any = MergedColumnParallelLinear(128, 64, bias=True, tp=TensorParallel())
+    layer.quant_method = method = Int4LinearMethod(Int4Config(), layer)
+    method.fill_with_random_weights(layer, 1.0, torch.Generator().manual_seed(0))
+    x, wide = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)), method.wide_weight(layer)
+    layer.bias.fill_(2.0)
+    monkeypatch.setattr(method, "_suits_few_rows", lambda *_: True)
+    monkeypatch.setattr(method, "wide_weight", lambda _: pytest.fail("it is widened"))
+    torch.testing.assert_close(method.apply_split(layer, x, layer.bias), (x @ wide.T + 2.0).unsqueeze(0))
+
+
 def test_random_weights_need_no_checkpoint(plain_folder: Callable[[bool], Path], tmp_path: Path) -> None:
     raw = json.loads((plain_folder(False) / "config.json").read_text())
     for name, config in (("int4", None), ("awq", KINDS["awq 64"].config), ("gptq", KINDS["gptq desc_act"].config)):
@@ -380,6 +423,22 @@ def test_orders_of_inputs_that_differ_within_a_product_are_refused(
         run(changed(packed, lambda tensors: tensors.update({name: torch.arange(128).int() % 10})))
 
 
+def test_an_order_of_inputs_has_two_names() -> None:
+    assert read(scheme(actorder="dynamic")).orders_inputs
+    assert not read(scheme(actorder="static")).orders_inputs
+
+
+def test_gptqmodel_names_the_format_twice() -> None:
+    config = {
+        **GPTQ,
+        "checkpoint_format": "gptq",
+        "format": "gptq",
+        "method": "gptq",
+        "meta": {"quantizer": ["gptqmodel:5.8.0"]},
+    }
+    assert read(config).checkpoint_format == "gptq"
+
+
 def test_an_order_of_inputs_is_not_cut_between_ranks(plain_folder: Callable[[bool], Path], tmp_path: Path) -> None:
     packed, _ = write_pair(plain_folder(False), tmp_path, KINDS["gptq desc_act"])
     with pytest.raises(Exception, match="desc_act"):
@@ -395,6 +454,7 @@ def test_an_order_of_inputs_is_not_cut_between_ranks(plain_folder: Callable[[boo
         ({**GPTQ, "bits": 8}, "bits=8"),
         ({**GPTQ, "dynamic": {"-:.*down.*": {}}}, "dynamic="),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+        ({**GPTQ, "checkpoint_format": "gptq_v2", "format": "gptq"}, "format='gptq'"),
         (scheme(num_bits=8), "weights.num_bits=8"),
         (scheme(strategy="tensor"), "weights.strategy='tensor'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method='bitsandbytes', which is not supported"),

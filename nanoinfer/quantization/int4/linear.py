@@ -45,6 +45,7 @@ class Int4LinearMethod(LinearMethod):
         self.config = config
         self.dtype, self.device = layer.weight.dtype, layer.weight.device
         self.readers = readers(config.checkpoint_format) if config.checkpoint_format else {}
+        self.ordered: dict[str, set[str]] = {}  # by expert ("": none): the parts that agree on an order of inputs
         self.create_weights(layer, *layer.weight.shape)
 
     def create_weights(self, layer: Any, *shape: int) -> None:
@@ -71,8 +72,8 @@ class Int4LinearMethod(LinearMethod):
             if self.config.has_zeros:
                 setattr(layer, ZEROS, stored(torch.empty_like(scales, dtype=torch.uint8), grouped))
             if self.config.orders_inputs:
-                # -1: nothing is loaded yet. All that one layer packs has one order.
-                setattr(layer, GROUPS, stored(torch.full((*experts, num_inputs), -1).int(), ParamSpec(input_dim=0)))
+                groups = torch.empty((*experts, num_inputs), dtype=torch.int32)  # one order for all that a layer packs
+                setattr(layer, GROUPS, stored(groups, ParamSpec(input_dim=0)))
 
     def _empty(self, experts: list[int], spec: ParamSpec, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*experts, *spec.shape(outputs, inputs), dtype=dtype)
@@ -136,13 +137,17 @@ class Int4LinearMethod(LinearMethod):
         num_groups = getattr(layer, SCALES).shape[-1]
         if full.numel() and not 0 <= int(full.min()) <= int(full.max()) < num_groups:
             raise ModelError(f"it names groups {int(full.min())} to {int(full.max())}, and there are {num_groups}")
-        expert, _, _ = (shard or "").rpartition(".")
+        expert, _, part = (shard or "").rpartition(".")
         place, full = param[int(expert)] if expert else param, full.to(param.device)
-        if place[0] >= 0 and not torch.equal(place, full):
+        agreed = self.ordered.setdefault(expert, set())
+        if part in agreed:
+            agreed.clear()  # an update has begun
+        if agreed and not torch.equal(place, full):
             raise ModelError(
                 "it orders its inputs otherwise than a weight that is computed in one product with it; use a "
                 "checkpoint with desc_act=false, or one in AWQ"
             )
+        agreed.add(part)
         place.copy_(full)
 
     def fill_with_random_weights(self, layer: Any, std: float, generator: torch.Generator) -> None:
@@ -171,9 +176,9 @@ class Int4LinearMethod(LinearMethod):
 
     def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         x = cast(Tensor, x)
-        if bias is not None or not self._suits_few_rows(layer, x):
-            return F.linear(x, self.wide_weight(layer), bias).unsqueeze(0)
-        return self._few_rows_product(layer, x)
+        if bias is None and self._suits_few_rows(layer, x):
+            return self._few_rows_product(layer, x)
+        return self.apply(layer, x, bias).unsqueeze(0)
 
     def _few_rows_product(self, layer: Any, x: Tensor) -> Tensor:
         numbers, scales, zeros, _ = self.packed(layer)
@@ -181,7 +186,8 @@ class Int4LinearMethod(LinearMethod):
 
     def _suits_few_rows(self, layer: Any, x: Tensor) -> bool:
         """Whether the weight is read in 4 bits: for more rows, widening it costs less than reading it for each tile."""
-        return x.is_cuda and len(x) <= MAX_FEW_ROWS and self.block == BLOCK and not self.config.orders_inputs
+        is_whole = self.block == BLOCK and not self.config.orders_inputs
+        return is_whole and x.is_cuda and len(x) <= MAX_FEW_ROWS and x.dtype != torch.float32
 
 
 def num_splits(num_inputs: int, num_outputs: int) -> int:
