@@ -55,6 +55,8 @@ def read_awq(raw: dict[str, Any]) -> dict[str, Any]:
     only("group_size", group_size, GROUP_SIZES)
     only("version", str(raw.pop("version", "gemm")).lower(), ("gemm",))
     only("zero_point", raw.pop("zero_point", True), (True,))
+    for name in ("checkpoint_format", "format"):  # which GPTQModel writes, too
+        only(name, raw.pop(name, None), (None, "gemm"))
     ignored = module_names("modules_to_not_convert", raw.pop("modules_to_not_convert", None) or [])
     refuse_the_rest(raw, {"quant_method", *WITHOUT_EFFECT})
     return {"checkpoint_format": "awq", "group_size": group_size, "has_zeros": True, "ignored": ignored}

@@ -41,6 +41,7 @@ class Runner(Protocol):
     max_model_len: int  # tokens of the longest sequence
     num_blocks: int  # of the KV cache
     max_group_rows: int  # the most decode rows that attention can read a shared prefix for at once; 0 where it cannot
+    computes_beside_host: bool  # whether a launched step is computed while the host goes on; on a CPU it is not
 
     @property
     def sleep_level(self) -> int | None:

@@ -70,6 +70,7 @@ class LLMEngine:
             stop_token_ids=stop_token_ids,
             max_group_rows=runner.max_group_rows,
         )
+        self._launches_early = config.overlap and runner.computes_beside_host
         self.stats = EngineMetrics()
         self._in_flight: deque[Step] = deque()  # sampled and not collected, the oldest first
         self._finished: deque[Sequence] = deque()  # what their users get is still to be made
@@ -148,14 +149,20 @@ class LLMEngine:
             self._collect_until(max_in_flight=1 if launched and self.config.overlap else 0)
             if self.scheduler.is_finished():
                 self._collect_until(max_in_flight=0)  # it was launched before a stop was known, and nobody waits for it
-            if launch and self.config.overlap and not self._in_flight:
-                self._launch()  # rows are free now: the device computes while outputs are made
-            while self._finished:  # one at a time, so that an error in one loses no other
-                output = self._output(self._finished[0])
-                if output is not None:
-                    self._requests.pop(output.request_id).inbox.append(output)
-                self.listener.finished(self._finished.popleft())
+            try:
+                if launch and self._launches_early and not self._in_flight:
+                    self._launch()  # rows are free now: the device computes while outputs are made
+            finally:
+                self._hand_over()
         self.listener.stepped()  # whose callbacks may call the engine
+
+    def _hand_over(self) -> None:
+        """Make what users get of the sequences that finished."""
+        while self._finished:  # one at a time, so that an error in one loses no other
+            output = self._output(self._finished[0])
+            if output is not None:
+                self._requests.pop(output.request_id).inbox.append(output)
+            self.listener.finished(self._finished.popleft())
 
     def abort(self, request_ids: Collection[int]) -> None:
         """Drop these requests and what they hold; those that are finished are passed over."""

@@ -226,6 +226,7 @@ class ModelRunner:
         )
         self.weights = ModelWeights(self.model)
         self.max_group_rows = self.backends.max_group_rows
+        self.computes_beside_host = self.device.type != "cpu"
         loaded = time.perf_counter()
         buffers = self._step_buffers()
         if self.device.type == "cpu" and sum(p.numel() for p in self.model.parameters()) < MIN_THREADED_PARAMETERS:

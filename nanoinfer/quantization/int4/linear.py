@@ -182,7 +182,9 @@ class Int4LinearMethod(LinearMethod):
 
     def _few_rows_product(self, layer: Any, x: Tensor) -> Tensor:
         numbers, scales, zeros, _ = self.packed(layer)
-        return few_rows_product(x, numbers, scales, zeros, num_splits(x.shape[1], len(numbers)))
+        # In float16 a partial sum could overflow where the whole does not.
+        splits = num_splits(x.shape[1], len(numbers)) if x.dtype == torch.bfloat16 else 1
+        return few_rows_product(x, numbers, scales, zeros, splits)
 
     def _suits_few_rows(self, layer: Any, x: Tensor) -> bool:
         """Whether the weight is read in 4 bits: for more rows, widening it costs less than reading it for each tile."""
