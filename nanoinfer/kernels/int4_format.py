@@ -1,3 +1,22 @@
 """How the kernels cut products of weights in 4 bits; for what calls them too. Needs no Triton."""
 
 COLUMNS = 64  # outputs of a tile
+MAX_ROWS, MAX_HOPPER_ROWS = 64, 512  # for which a weight is read in 4 bits; for more it is widened first
+MIN_BLOCKS = 8  # that a program sums up where several share a sum
+
+# PTX. Two words, each with eight numbers -> for each place the numbers of both words, plus 128 or 1,024: below the bits
+# of that power of two, in bfloat16 or float16, the bits of a number are added to it.
+_NUMBERS = """{{
+    .reg .b32 low, high, bits, above;
+    mov.b32 above, {above};
+    prmt.b32 low, $8, $9, 0x5410; prmt.b32 high, $8, $9, 0x7632;
+    lop3.b32 $0, low, 0x000f000f, above, 0xea;
+    shr.u32 bits, low, 4; lop3.b32 $1, bits, 0x000f000f, above, 0xea;
+    shr.u32 bits, low, 8; lop3.b32 $2, bits, 0x000f000f, above, 0xea;
+    shr.u32 bits, low, 12; lop3.b32 $3, bits, 0x000f000f, above, 0xea;
+    lop3.b32 $4, high, 0x000f000f, above, 0xea;
+    shr.u32 bits, high, 4; lop3.b32 $5, bits, 0x000f000f, above, 0xea;
+    shr.u32 bits, high, 8; lop3.b32 $6, bits, 0x000f000f, above, 0xea;
+    shr.u32 bits, high, 12; lop3.b32 $7, bits, 0x000f000f, above, 0xea;
+}}"""
+NUMBERS_BF16, NUMBERS_F16 = (_NUMBERS.format(above=above) for above in ("0x43004300", "0x64006400"))

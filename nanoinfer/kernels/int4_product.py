@@ -1,11 +1,12 @@
 """Products of few rows by a weight in 4 bits, and widening it for more. Twins: `quantization/int4/numbers.py`.
 
-A product of few rows is bound by reading the weight, so its 4 bits are read, and widened in registers.
+A product of few rows is bound by reading the weight, so its 4 bits are read, and widened in registers. Hopper has a
+kernel of its own (`hopper_int4.py`).
 
 - Of a block of 128 inputs each word holds eight that lie 16 apart. So the i-th numbers of 16 words are a tile for the
   tensor cores, and nothing moves between threads.
 - A number becomes 16 bits without a conversion: its bits, below those of a power of two, are that power plus the
-  number (as in Marlin, Frantar et al. 2024). Less the zero point, it is exact.
+  number (as in Marlin, Frantar et al. 2024); two at a time, see `int4_format.py`. Less the zero point, it is exact.
 - Each group is summed by itself and then multiplied by its scale, in float32.
 """
 
@@ -14,39 +15,112 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import next_power_of_2
+from nanoinfer.kernels import int4_format
+from nanoinfer.kernels.device_properties import has_hopper_kernels, next_power_of_2
 from nanoinfer.kernels.int4_format import COLUMNS
 
 BLOCK = tl.constexpr(128)  # inputs that are packed together
 WORDS = tl.constexpr(16)  # of a block
+NUMBERS_BF16, NUMBERS_F16 = tl.constexpr(int4_format.NUMBERS_BF16), tl.constexpr(int4_format.NUMBERS_F16)
+# $1 - $2, of two; before Hopper bfloat16 has no difference, so -1 $2 is added.
+LESS_BF16 = tl.constexpr("{ .reg .b32 one; mov.b32 one, 0xbf80bf80; fma.rn.bf16x2 $0, $2, one, $1; }")
+LESS_F16 = tl.constexpr("sub.f16x2 $0, $1, $2;")
 WIDE_COLUMNS = 32  # outputs that a program widens, of one block
 
 
 @triton.jit
-def _numbers(words, index: tl.constexpr, dtype: tl.constexpr):
-    """Return the numbers at a place of words, plus the power of two that `_offset` returns."""
-    bits = (words >> (4 * index)) & 15
-    if dtype == tl.bfloat16:
-        return (bits | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)  # 128 + number
+def _numbers(words, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Return the eight numbers of each word plus 128, or 1,024 in float16, as eight tensors. ASM: by PTX."""
+    if ASM:
+        code: tl.constexpr = NUMBERS_BF16 if dtype == tl.bfloat16 else NUMBERS_F16
+        return tl.inline_asm_elementwise(
+            code,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+            [words],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+            is_pure=True,
+            pack=2,
+        )
     else:
-        return (bits | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)  # 1024 + number
+        return (
+            _number(words, 0, dtype),
+            _number(words, 1, dtype),
+            _number(words, 2, dtype),
+            _number(words, 3, dtype),
+            _number(words, 4, dtype),
+            _number(words, 5, dtype),
+            _number(words, 6, dtype),
+            _number(words, 7, dtype),
+        )
 
 
 @triton.jit
-def _offset(dtype: tl.constexpr):
-    return 128.0 if dtype == tl.bfloat16 else 1024.0
+def _number(words, index: tl.constexpr, dtype: tl.constexpr):
+    return (((words >> (4 * index)) & 15) | (0x4300 if dtype == tl.bfloat16 else 0x6400)).to(tl.int16)
 
 
 @triton.jit
-def _load_group(scales_ptr, zeros_ptr, column, is_column, group, num_groups, dtype: tl.constexpr):
-    """Return the scales of a group, and what to subtract from its numbers, (COLUMNS,) each."""
-    place = column.to(tl.int64) * num_groups + group
-    scales = tl.load(scales_ptr + place, mask=is_column, other=0.0)
+def _less(bits, offsets, ASM: tl.constexpr):
+    """Return numbers less what was added to them and their zero points; it is exact."""
+    numbers = bits.to(offsets.dtype, bitcast=True)
+    if ASM:
+        code: tl.constexpr = LESS_BF16 if offsets.dtype == tl.bfloat16 else LESS_F16
+        numbers, offsets = tl.broadcast(numbers, offsets[None, :])
+        difference = tl.inline_asm_elementwise(code, "=r,r,r", [numbers, offsets], tl.int16, is_pure=True, pack=2)
+        return difference.to(offsets.dtype, bitcast=True)
+    else:
+        return numbers - offsets[None, :]
+
+
+@triton.jit
+def _load_scales(scales_ptr, zeros_ptr, places, mask):
+    """Return the scales and zero points at places, float32."""
     if zeros_ptr is None:
-        zeros = tl.full(column.shape, 8.0, tl.float32)
+        zeros = tl.full(places.shape, 8.0, tl.float32)
     else:
-        zeros = tl.load(zeros_ptr + place, mask=is_column, other=0).to(tl.float32)
-    return scales, (zeros + _offset(dtype)).to(dtype)
+        zeros = tl.load(zeros_ptr + places, mask=mask, other=0).to(tl.float32)
+    return tl.load(scales_ptr + places, mask=mask, other=0.0), zeros
+
+
+@triton.jit
+def int4_tile_product(
+    x_ptr,
+    weight,  # pointers to words, scales and zero points (None: all are 8)
+    x_rows,
+    is_row,
+    lines,  # of the weight, int64
+    is_line,
+    x_row_stride,
+    blocks,  # the first, and that behind the last
+    num_inputs: tl.constexpr,
+    num_groups: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return x W^T in float32 for a few rows of both, (len(x_rows), len(lines)), over some blocks."""
+    words_ptr, scales_ptr, zeros_ptr = weight
+    first, end = blocks
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    group_size: tl.constexpr = num_inputs // num_groups
+    above: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+    word = tl.arange(0, WORDS)
+    words_ptrs = words_ptr + lines[None, :] * (num_inputs // 8) + word[:, None]
+    x_ptrs = x_ptr + x_rows.to(tl.int64)[:, None] * x_row_stride + word[None, :]
+    acc = tl.zeros((x_rows.shape[0], lines.shape[0]), tl.float32)
+    for block in tl.range(first, end, num_stages=STAGES):
+        words = tl.load(words_ptrs + block * WORDS, mask=is_line[None, :], other=0)
+        numbers = _numbers(words, dtype, ASM)
+        for index in tl.static_range(8):
+            if index == 0 or index * WORDS % group_size == 0:
+                group = (block * BLOCK + index * WORDS) // group_size
+                scales, zeros = _load_scales(scales_ptr, zeros_ptr, lines * num_groups + group, is_line)
+                offsets = (zeros + above).to(dtype)
+                part = tl.zeros((x_rows.shape[0], lines.shape[0]), tl.float32)
+            x = tl.load(x_ptrs + block * BLOCK + index * WORDS, mask=is_row[:, None], other=0.0)
+            part = tl.dot(x, _less(numbers[index], offsets, ASM), part)
+            if index == 7 or (index + 1) * WORDS % group_size == 0:
+                acc += part * scales[None, :]
+    return acc
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -54,7 +128,7 @@ def _few_rows_product_int4_kernel(
     x_ptr,
     words_ptr,
     scales_ptr,
-    zeros_ptr,  # None: all are 8
+    zeros_ptr,
     out_ptr,
     num_rows,
     x_stride,
@@ -65,29 +139,27 @@ def _few_rows_product_int4_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    group_size: tl.constexpr = num_inputs // num_groups
-    row, word = tl.arange(0, ROWS), tl.arange(0, WORDS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row, column = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = row < num_rows, column < num_outputs
     first = tl.program_id(1) * num_blocks
-    words_ptrs = words_ptr + column.to(tl.int64)[None, :] * (num_inputs // 8) + word[:, None]
-    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride + word[None, :]
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for block in tl.range(first, tl.minimum(first + num_blocks, num_inputs // BLOCK), num_stages=STAGES):
-        words = tl.load(words_ptrs + block * WORDS, mask=is_column[None, :], other=0)
-        for index in tl.static_range(8):
-            if index == 0 or index * WORDS % group_size == 0:
-                group = (block * BLOCK + index * WORDS) // group_size
-                scales, zeros = _load_group(scales_ptr, zeros_ptr, column, is_column, group, num_groups, dtype)
-                part = tl.zeros((ROWS, COLUMNS), tl.float32)
-            x = tl.load(x_ptrs + block * BLOCK + index * WORDS, mask=is_row[:, None], other=0.0)
-            part = tl.dot(x, _numbers(words, index, dtype) - zeros[None, :], part)
-            if index == 7 or (index + 1) * WORDS % group_size == 0:
-                acc += part * scales[None, :]
+    acc = int4_tile_product(
+        x_ptr,
+        (words_ptr, scales_ptr, zeros_ptr),
+        row,
+        is_row,
+        column.to(tl.int64),
+        is_column,
+        x_stride,
+        (first, tl.minimum(first + num_blocks, num_inputs // BLOCK)),
+        num_inputs,
+        num_groups,
+        STAGES,
+        ASM,
+    )
     out_ptrs = out_ptr + (tl.program_id(1) * num_rows + row).to(tl.int64)[:, None] * num_outputs + column[None, :]
-    tl.store(out_ptrs, acc.to(dtype), mask=is_row[:, None] & is_column[None, :])
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
 @triton.jit
@@ -105,21 +177,26 @@ def _widen_kernel(
 ):
     """Widen one block of a few outputs."""
     group_size: tl.constexpr = num_inputs // num_groups
+    # Then each place of the words has one group.
+    is_even: tl.constexpr = words_of_block == 16 and group_size % 16 == 0
     block = tl.program_id(1)
     column, word = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, WORDS)
-    line = column.to(tl.int64)
-    mask = (column < num_outputs)[:, None] & (word < words_of_block)[None, :]
+    line, is_column = column.to(tl.int64), column < num_outputs
+    mask = is_column[:, None] & (word < words_of_block)[None, :]
     words_ptrs = words_ptr + line[:, None] * (num_inputs // 8) + block * words_of_block + word[None, :]
     words = tl.load(words_ptrs, mask=mask, other=0)
     for index in tl.static_range(8):
         place = block * (8 * words_of_block) + index * words_of_block + word
-        groups = line[:, None] * num_groups + (place // group_size)[None, :]
-        scales = tl.load(scales_ptr + groups, mask=mask, other=0.0)
-        numbers = ((words >> (4 * index)) & 15).to(tl.float32)
-        if zeros_ptr is None:
-            numbers -= 8.0
+        if is_even:
+            if index == 0 or index * 16 % group_size == 0:
+                group = (block * 128 + index * 16) // group_size
+                scale, zero = _load_scales(scales_ptr, zeros_ptr, line * num_groups + group, is_column)
+                scales, zeros = scale[:, None], zero[:, None]
         else:
-            numbers -= tl.load(zeros_ptr + groups, mask=mask, other=0).to(tl.float32)
+            groups = line[:, None] * num_groups + (place // group_size)[None, :]
+            scales, zeros = _load_scales(scales_ptr, zeros_ptr, groups, mask)
+        # The bits of a number, below those of 2**23 in float32, are 2**23 plus the number.
+        numbers = (((words >> (4 * index)) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - (zeros + 8388608.0)
         wide = (numbers * scales).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + line[:, None] * num_inputs + place[None, :], wide, mask=mask)
 
@@ -131,6 +208,11 @@ def few_rows_product(x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor |
     """
     (num_rows, num_inputs), num_outputs = x.shape, len(numbers)
     assert num_inputs % BLOCK.value == 0, f"{num_inputs} inputs are not whole blocks of {BLOCK.value}"
+    if has_hopper_kernels(x.device):
+        from nanoinfer.kernels import hopper_int4
+
+        if hopper_int4.serves(num_inputs, scales.shape[1] if scales.dim() == 2 else 1):
+            return hopper_int4.few_rows_product(x, numbers, scales, zeros, num_splits)
     out = x.new_empty(num_splits, num_rows, num_outputs)
     if num_rows == 0:
         return out
@@ -150,6 +232,7 @@ def few_rows_product(x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor |
         ROWS=rows,
         COLUMNS=COLUMNS,
         STAGES=4,
+        ASM=x.is_cuda,
         num_warps=4,
     )
     return out

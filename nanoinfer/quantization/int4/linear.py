@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer import kernels
 from nanoinfer.checkpoint.int4_config import Int4Config
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.errors import ModelError
+from nanoinfer.kernels.device_properties import has_hopper_kernels
 from nanoinfer.kernels.fp8_format import Activations
-from nanoinfer.kernels.int4_format import COLUMNS
+from nanoinfer.kernels.int4_format import COLUMNS, MAX_HOPPER_ROWS, MAX_ROWS, MIN_BLOCKS
 from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, readers
 from nanoinfer.quantization.int4.numbers import (
     BLOCK,
@@ -27,9 +29,7 @@ from nanoinfer.quantization.int4.numbers import (
 )
 from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, stored
 
-MAX_FEW_ROWS = 64
-WANTED_PROGRAMS = 256  # two for each multiprocessor of a large GPU
-MIN_BLOCKS = 4  # that a program sums up
+SMALL_PROGRAMS, LARGE_PROGRAMS = 768, 384  # most that sums are split for: six or three for each multiprocessor
 
 
 class Int4LinearMethod(LinearMethod):
@@ -183,18 +183,22 @@ class Int4LinearMethod(LinearMethod):
     def _few_rows_product(self, layer: Any, x: Tensor) -> Tensor:
         numbers, scales, zeros, _ = self.packed(layer)
         # In float16 a partial sum could overflow where the whole does not.
-        splits = num_splits(x.shape[1], len(numbers)) if x.dtype == torch.bfloat16 else 1
+        splits = num_splits(*x.shape, len(numbers)) if x.dtype == torch.bfloat16 else 1
         return few_rows_product(x, numbers, scales, zeros, splits)
 
     def _suits_few_rows(self, layer: Any, x: Tensor) -> bool:
         """Whether the weight is read in 4 bits: for more rows, widening it costs less than reading it for each tile."""
-        is_whole = self.block == BLOCK and not self.config.orders_inputs
-        return is_whole and x.is_cuda and len(x) <= MAX_FEW_ROWS and x.dtype != torch.float32
+        if self.block != BLOCK or self.config.orders_inputs or not x.is_cuda or x.dtype == torch.float32:
+            return False
+        num_groups = 1 if self.group_size is None else x.shape[1] // self.group_size
+        is_hopper = has_hopper_kernels(x.device) and kernels.hopper_int4.serves(x.shape[1], num_groups)
+        return len(x) <= (MAX_HOPPER_ROWS if is_hopper else MAX_ROWS)
 
 
-def num_splits(num_inputs: int, num_outputs: int) -> int:
+def num_splits(num_rows: int, num_inputs: int, num_outputs: int) -> int:
     """Return in how many parts a product of few rows is summed, so that enough programs read the weight."""
-    num_programs, splits = -(-num_outputs // COLUMNS), 1
-    while num_programs * splits < WANTED_PROGRAMS and num_inputs // BLOCK >= 2 * splits * MIN_BLOCKS:
+    num_programs, splits = -(-num_rows // 128) * -(-num_outputs // COLUMNS), 1
+    most = SMALL_PROGRAMS if num_rows <= 64 else LARGE_PROGRAMS
+    while 2 * splits * num_programs <= most and num_inputs // BLOCK >= 2 * splits * MIN_BLOCKS:
         splits *= 2
     return splits

@@ -1,0 +1,315 @@
+"""Products by a weight in 4 bits for Hopper GPUs, in Gluon, up to 512 rows. Twin: `quantization/int4/numbers.py`.
+
+The transposed product is computed, outputs by rows: so the weight is the operand that the tensor cores take from
+registers, where its numbers are widened, and x comes from shared memory. Bulk copies (TMA) bring blocks of the weight,
+16 words for 128 inputs, and x's part of them into a ring of buffers. A program is small, so that a multiprocessor has
+several: while one widens its numbers, another multiplies.
+
+- The numbers of two neighbouring words are widened at once (`int4_format.py`). Less the zero point, they are exact.
+- Up to 64 rows each group is summed by itself and then multiplied by its scale, in float32. For more rows the weight
+  is scaled first and rounded to 16 bits, as `widen` does, since that takes fewer operations.
+
+Triton's interpreter does not run Gluon: the twin is compared on a GPU alone, and a CPU only compiles the kernel.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nanoinfer.kernels import int4_format
+from nanoinfer.kernels.hopper_prefill_attention import load_tile
+
+BLOCK = gl.constexpr(128)  # inputs that are packed together
+WORDS = gl.constexpr(16)  # of a block
+MAX_FEW_ROWS = gl.constexpr(64)  # for which sums are scaled, not the weight
+
+
+class Tile(NamedTuple):
+    """How a product is cut: what a program computes, and how much of it is read ahead."""
+
+    rows: int
+    columns: int  # outputs
+    warps: int
+    blocks: int  # of inputs that are loaded together
+    stages: int
+
+
+# By the most rows that they serve; what more rows than that take is last.
+TILES = {
+    8: Tile(8, 64, 4, 2, 2),
+    16: Tile(16, 64, 4, 2, 2),
+    32: Tile(32, 64, 4, 2, 2),
+    64: Tile(64, 64, 4, 1, 2),
+    256: Tile(128, 64, 4, 1, 2),
+}
+LARGEST_TILE = Tile(128, 128, 8, 1, 2)
+X_LAYOUTS = {
+    1: gl.NVMMASharedLayout(128, 16, rank=2),
+    2: gl.NVMMASharedLayout(128, 16, rank=2),
+    4: gl.NVMMASharedLayout(64, 16, rank=2),
+}
+WORDS_LAYOUT = gl.NVMMASharedLayout(64, 32, rank=2)
+
+NUMBERS_BF16, NUMBERS_F16 = gl.constexpr(int4_format.NUMBERS_BF16), gl.constexpr(int4_format.NUMBERS_F16)
+# Two numbers, and both parts of their scale: only the product with the low part is rounded by itself.
+TIMES_BF16 = gl.constexpr("{ .reg .b32 low; mul.bf16x2 low, $1, $3; fma.rn.bf16x2 $0, $1, $2, low; }")
+
+
+@gluon.jit
+def _numbers(words, dtype: gl.constexpr):
+    """Return the eight numbers of each word, plus a power of two, as eight tensors of the bits of `dtype`."""
+    code: gl.constexpr = NUMBERS_BF16 if dtype == gl.bfloat16 else NUMBERS_F16
+    return gl.inline_asm_elementwise(
+        code,
+        "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+        [words],
+        (gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _less(bits, zeros, dtype: gl.constexpr):
+    """Return numbers less the zero points of their outputs; it is exact."""
+    above: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
+    numbers, zeros = gl.broadcast(bits.to(dtype, bitcast=True), gl.expand_dims((zeros + above).to(dtype), 1))
+    code: gl.constexpr = "sub.bf16x2 $0, $1, $2;" if dtype == gl.bfloat16 else "sub.f16x2 $0, $1, $2;"
+    difference = gl.inline_asm_elementwise(code, "=r,r,r", [numbers, zeros], gl.int16, is_pure=True, pack=2)
+    return difference.to(dtype, bitcast=True)
+
+
+@gluon.jit
+def _load_group(pointers, line, group):
+    """Return the scales and zero points of a group, float32. line: where those of each output begin."""
+    scales_ptr, zeros_ptr = pointers
+    if zeros_ptr is None:
+        zeros = gl.full(line.shape, 8.0, gl.float32, line.type.layout)
+    else:
+        zeros = gl.load(zeros_ptr + line + group).to(gl.float32)
+    return gl.load(scales_ptr + line + group), zeros
+
+
+@gluon.jit
+def _load_groups(pointers, line, block, GROUPS: gl.constexpr, GROUP_BLOCKS: gl.constexpr):
+    """Return scales and zero points of each quarter of a block."""
+    group = block // GROUP_BLOCKS * GROUPS
+    first = _load_group(pointers, line, group)
+    second, third, fourth = first, first, first
+    if GROUPS == 2:
+        third = _load_group(pointers, line, group + 1)
+        fourth = third
+    if GROUPS == 4:
+        second = _load_group(pointers, line, group + 1)
+        third = _load_group(pointers, line, group + 2)
+        fourth = _load_group(pointers, line, group + 3)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _joined(a, b):
+    """Join two tensors of inputs, (COLUMNS, size) each, one behind the other."""
+    both = gl.join(a, b).permute((0, 2, 1))
+    return both.reshape((both.shape[0], 2 * both.shape[2]))
+
+
+@gluon.jit
+def _quarters(words, groups, dtype: gl.constexpr):
+    """Return the numbers of a block less their zero points, as four tensors (COLUMNS, 32)."""
+    a, b, c, d, e, f, g, h = _numbers(words, dtype)
+    first, second, third, fourth = groups
+    return (
+        _joined(_less(a, first[1], dtype), _less(b, first[1], dtype)),
+        _joined(_less(c, second[1], dtype), _less(d, second[1], dtype)),
+        _joined(_less(e, third[1], dtype), _less(f, third[1], dtype)),
+        _joined(_less(g, fourth[1], dtype), _less(h, fourth[1], dtype)),
+    )
+
+
+@gluon.jit
+def _times(numbers, scales, dtype: gl.constexpr):
+    """Return numbers, exact in `dtype`, times the scales of their outputs."""
+    scales = gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(1, numbers.type.layout)), 1)
+    if dtype == gl.bfloat16:  # which has float32's range: two parts of a scale take less than widening the numbers
+        high = scales.to(dtype)
+        low = (scales - high.to(gl.float32)).to(dtype)
+        numbers, high = gl.broadcast(numbers, high)
+        numbers, low = gl.broadcast(numbers, low)
+        operands = [numbers, high, low]
+        bits = gl.inline_asm_elementwise(TIMES_BF16, "=r,r,r,r", operands, gl.int16, is_pure=True, pack=2)
+        return bits.to(dtype, bitcast=True)
+    else:
+        return (numbers.to(gl.float32) * scales).to(dtype)
+
+
+@gluon.jit
+def _fill(descriptors, buffers, full, first, step, place, STAGES: gl.constexpr):
+    """Begin to load what a step reads: blocks of the weight, and those parts of x. What lies behind the end is 0."""
+    x_desc, words_desc = descriptors
+    x, words = buffers
+    first_row, first_column = place
+    num_blocks: gl.constexpr = words.shape[0] // STAGES
+    num_parts: gl.constexpr = x.shape[0] // STAGES
+    stage = step % STAGES
+    block = first + step * num_blocks
+    barrier = full.index(stage)
+    mbarrier.expect(barrier, num_parts * x_desc.block_type.nbytes + num_blocks * words_desc.block_type.nbytes)
+    for index in gl.static_range(num_blocks):
+        load_tile(words_desc, [first_column, (block + index) * WORDS], barrier, words.index(stage * num_blocks + index))
+    for index in gl.static_range(num_parts):
+        line = block * BLOCK + index * x.shape[2]
+        load_tile(x_desc, [first_row, line], barrier, x.index(stage * num_parts + index))
+
+
+@gluon.jit
+def _add_product(acc, weight, x, scales):
+    """Add a product of one group, times its scales."""
+    layout: gl.constexpr = acc.type.layout
+    weight = gl.convert_layout(weight, gl.DotOperandLayout(0, layout, 2))
+    part = warpgroup_mma(weight, x.permute((1, 0)), acc, use_acc=False)
+    return acc + part * gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(1, layout)), 1)
+
+
+@gluon.jit
+def _scaled(quarters, groups, dtype: gl.constexpr):
+    """Return a block of the weight, (COLUMNS, 128)."""
+    a, b, c, d = quarters
+    left = _joined(_times(a, groups[0][0], dtype), _times(b, groups[1][0], dtype))
+    right = _joined(_times(c, groups[2][0], dtype), _times(d, groups[3][0], dtype))
+    return _joined(left, right)
+
+
+@gluon.jit
+def _multiply_block(acc, weight, x, part, groups, PARTS: gl.constexpr):
+    """Add the product of a block. weight: its quarters. part: where x's part is in `x`."""
+    a, b, c, d = weight
+    layout: gl.constexpr = acc.type.layout
+    if x.shape[1] > MAX_FEW_ROWS:
+        scaled = gl.convert_layout(_scaled(weight, groups, x.dtype), gl.DotOperandLayout(0, layout, 2))
+        acc = warpgroup_mma(scaled, x.index(part).permute((1, 0)), acc)
+    elif PARTS == 4:
+        acc = _add_product(acc, a, x.index(part), groups[0][0])
+        acc = _add_product(acc, b, x.index(part + 1), groups[1][0])
+        acc = _add_product(acc, c, x.index(part + 2), groups[2][0])
+        acc = _add_product(acc, d, x.index(part + 3), groups[3][0])
+    elif PARTS == 2:
+        acc = _add_product(acc, _joined(a, b), x.index(part), groups[0][0])
+        acc = _add_product(acc, _joined(c, d), x.index(part + 1), groups[2][0])
+    else:
+        acc = _add_product(acc, _joined(_joined(a, b), _joined(c, d)), x.index(part), groups[0][0])
+    return acc
+
+
+@gluon.jit(do_not_specialize=["num_rows", "num_steps", "num_outputs", "num_blocks", "num_groups"])
+def _hopper_int4_kernel(
+    x_desc,
+    words_desc,
+    scales_ptr,
+    zeros_ptr,  # None: all are 8
+    out_ptr,
+    num_rows,
+    num_outputs,
+    num_blocks,  # of 128 inputs
+    num_groups,
+    num_steps,  # of BLOCKS each, that a program sums up
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    GROUPS: gl.constexpr,  # that a block has; 1: one or a share of one
+    GROUP_BLOCKS: gl.constexpr,  # that a group has; 1: one or a share of one
+    BLOCKS: gl.constexpr,
+    PARTS: gl.constexpr,  # of a block of x
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES * BLOCKS * PARTS, ROWS, BLOCK // PARTS], x_desc.layout)
+    words = gl.allocate_shared_memory(gl.int32, [STAGES * BLOCKS, COLUMNS, WORDS], words_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(STAGES):
+        mbarrier.init(full.index(index), count=1)
+    fence_async_shared()
+    place = gl.program_id(0) * ROWS, gl.program_id(1) * COLUMNS
+    split = gl.program_id(2)
+    first = split * num_steps * BLOCKS
+    count = gl.minimum(num_steps, gl.cdiv(num_blocks - first, BLOCKS))
+    descriptors, buffers = (x_desc, words_desc), (x, words)
+    for index in gl.static_range(STAGES):
+        if index < count:
+            _fill(descriptors, buffers, full, first, index, place, STAGES)
+    column = gl.minimum(place[1] + gl.arange(0, COLUMNS, gl.SliceLayout(1, operand)), num_outputs - 1)
+    line = column.to(gl.int64) * num_groups
+    acc = gl.zeros([COLUMNS, ROWS], gl.float32, layout)
+    for step in range(count):
+        stage = step % STAGES
+        for index in gl.static_range(BLOCKS):
+            block = gl.minimum(first + step * BLOCKS + index, num_blocks - 1)  # behind the end x and weight are 0
+            groups = _load_groups((scales_ptr, zeros_ptr), line, block, GROUPS, GROUP_BLOCKS)
+            if index == 0:
+                mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            buffer = stage * BLOCKS + index
+            weight = _quarters(words.index(buffer).load(operand), groups, x.dtype)
+            acc = _multiply_block(acc, weight, x, buffer * PARTS, groups, PARTS)
+        if step + STAGES < count:
+            _fill(descriptors, buffers, full, first, step + STAGES, place, STAGES)
+    out_column = gl.expand_dims(place[1] + gl.arange(0, COLUMNS, gl.SliceLayout(1, layout)), 1)
+    row = gl.expand_dims(place[0] + gl.arange(0, ROWS, gl.SliceLayout(0, layout)), 0)
+    out_ptrs = out_ptr + (split * num_rows + row).to(gl.int64) * num_outputs + out_column
+    gl.store(out_ptrs, acc.to(x_desc.dtype), mask=(row < num_rows) & (out_column < num_outputs))
+
+
+def few_rows_product(x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor | None, num_splits: int) -> Tensor:
+    """Return x W^T as partial sums, (num_splits, num_rows, num_outputs), each over a part of the blocks.
+
+    x: (num_rows, num_inputs) in 16 bits, rows contiguous. The weight's groups are in order, and `serves` their size.
+    """
+    (num_rows, num_inputs), num_outputs = x.shape, len(numbers)
+    out = x.new_empty(num_splits, num_rows, num_outputs)
+    if num_rows == 0:
+        return out
+    if x.stride(0) % 8 or x.data_ptr() % 16:  # what is loaded in bulk begins at multiples of 16 bytes
+        x = x.clone(memory_format=torch.contiguous_format)
+    num_blocks, num_groups = num_inputs // BLOCK.value, scales.shape[1] if scales.dim() == 2 else 1
+    tile = next((tile for most, tile in TILES.items() if num_rows <= most), LARGEST_TILE)
+    groups = max(1, num_groups // num_blocks)
+    parts = groups if tile.rows <= MAX_FEW_ROWS.value else 1
+    x_lines: list[Any] = [list(x.shape), list(x.stride()), [tile.rows, BLOCK.value // parts], X_LAYOUTS[parts]]
+    words_lines: list[Any] = [list(numbers.shape), list(numbers.stride()), [tile.columns, WORDS.value], WORDS_LAYOUT]
+    _hopper_int4_kernel[(triton.cdiv(num_rows, tile.rows), triton.cdiv(num_outputs, tile.columns), num_splits)](
+        TensorDescriptor(x, *x_lines),
+        TensorDescriptor(numbers, *words_lines),
+        scales,
+        zeros,
+        out,
+        num_rows,
+        num_outputs,
+        num_blocks,
+        num_groups,
+        triton.cdiv(num_blocks, num_splits * tile.blocks),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        GROUPS=groups,
+        GROUP_BLOCKS=max(1, num_blocks // num_groups),
+        BLOCKS=tile.blocks,
+        PARTS=parts,
+        STAGES=tile.stages,
+        WARPS=tile.warps,
+        num_warps=tile.warps,
+    )
+    return out
+
+
+def serves(num_inputs: int, num_groups: int) -> bool:
+    """Whether the kernel takes a weight with so many inputs and groups: of whole quarters of a block, or of blocks."""
+    group_size = num_inputs // num_groups
+    return group_size in (32, 64) or group_size % BLOCK.value == 0
