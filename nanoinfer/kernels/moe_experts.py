@@ -7,6 +7,7 @@ kernel over tiles and columns. Rows are gathered where they are read, and nothin
   so that each weight is read once. The columns are cut so narrow that one token keeps all multiprocessors busy.
 - Prefill is bound by the tensor cores, and has tiles of 128 rows. On Hopper it has a kernel of its own
   (`hopper_experts.py`).
+- Weights in 4 bits are read as such by tiles of up to 64 rows (`int4_product.py`); for more they are widened first.
 - SwiGLU is computed where gate and up are: each program has a column of the gate next to the same column of up, so that
   one thread holds both.
 """
@@ -24,6 +25,7 @@ from nanoinfer.kernels.device_properties import (
     next_power_of_2,
     num_multiprocessors,
 )
+from nanoinfer.kernels.int4_product import int4_tile_product
 from nanoinfer.kernels.math import gated
 from nanoinfer.kernels.moe_routing import plan_tiles
 from nanoinfer.kernels.programmatic_launch import overlap_options
@@ -32,21 +34,58 @@ from nanoinfer.kernels.programmatic_launch import overlap_options
 @triton.jit
 def _tile_product(
     x_ptr,
+    weight,  # pointers to the weights, and if these have 4 bits to scales and zero points
+    x_rows,
+    is_pair,
+    expert,
+    weight_rows,
+    x_row_stride,
+    num_rows: tl.constexpr,  # of an expert's weight
+    depth: tl.constexpr,
+    num_groups: tl.constexpr,  # 0: the weight has the dtype of x
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return x W^T in float32 for a few rows of both, (len(x_rows), len(weight_rows))."""
+    is_row = weight_rows < num_rows
+    if num_groups > 0:
+        lines = expert.to(tl.int64) * num_rows + weight_rows
+        blocks = (0, depth // 128)
+        return int4_tile_product(
+            x_ptr, weight, x_rows, is_pair, lines, is_row, x_row_stride, blocks, depth, num_groups, STAGES, ASM
+        )
+    else:
+        return _wide_tile_product(
+            x_ptr,
+            weight[0] + expert.to(tl.int64) * (num_rows * depth),
+            x_rows,
+            is_pair,
+            weight_rows,
+            is_row,
+            x_row_stride,
+            depth,
+            DEPTH,
+            STAGES,
+        )
+
+
+@triton.jit
+def _wide_tile_product(
+    x_ptr,
     weight_ptr,
     x_rows,
     is_pair,
     weight_rows,
+    is_row,
     x_row_stride,
-    num_rows: tl.constexpr,  # of the weight
     depth: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Return x W^T in float32 for a few rows of both, (len(x_rows), len(weight_rows))."""
     k = tl.arange(0, DEPTH)
     x_ptrs = x_ptr + x_rows.to(tl.int64)[:, None] * x_row_stride + k[None, :]
     weight_ptrs = weight_ptr + weight_rows[None, :] * depth + k[:, None]
-    is_row = weight_rows < num_rows
     acc = tl.zeros((x_rows.shape[0], weight_rows.shape[0]), tl.float32)
     for start in tl.range(0, depth, DEPTH, num_stages=STAGES):
         if depth % DEPTH == 0:
@@ -72,6 +111,8 @@ def tile_pairs(pairs_ptr, tile, num_pairs, ROWS: tl.constexpr):
 def _gate_up_kernel(
     x_ptr,
     weight_ptr,
+    scales_ptr,
+    zeros_ptr,
     pairs_ptr,
     tile_experts_ptr,
     num_tiles_ptr,
@@ -82,10 +123,12 @@ def _gate_up_kernel(
     num_experts: tl.constexpr,
     hidden_size: tl.constexpr,
     inner_size: tl.constexpr,
+    num_groups: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,  # of gate and up together
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
+    ASM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     tile = tl.program_id(1)
@@ -103,15 +146,18 @@ def _gate_up_kernel(
     line = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # a column of the gate, the same column of up, and so on
     acc = _tile_product(
         x_ptr,
-        weight_ptr + expert.to(tl.int64) * (2 * inner_size * hidden_size),
+        (weight_ptr, scales_ptr, zeros_ptr),
         pair // num_choices,
         is_pair,
+        expert,
         line // 2 + line % 2 * inner_size,
         x_row_stride,
         2 * inner_size,
         hidden_size,
+        num_groups,
         DEPTH,
         STAGES,
+        ASM,
     )
     gate, up = tl.split(tl.reshape(acc, (ROWS, COLUMNS // 2, 2)))
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -125,6 +171,8 @@ def _gate_up_kernel(
 def _down_kernel(
     x_ptr,
     weight_ptr,
+    scales_ptr,
+    zeros_ptr,
     pairs_ptr,
     tile_experts_ptr,
     num_tiles_ptr,
@@ -135,10 +183,12 @@ def _down_kernel(
     num_experts: tl.constexpr,
     inner_size: tl.constexpr,
     hidden_size: tl.constexpr,
+    num_groups: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
+    ASM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     tile = tl.program_id(1)
@@ -163,15 +213,18 @@ def _down_kernel(
         return
     acc = _tile_product(
         x_ptr,
-        weight_ptr + expert.to(tl.int64) * (hidden_size * inner_size),
+        (weight_ptr, scales_ptr, zeros_ptr),
         pair,
         is_pair,
+        expert,
         column,
         inner_size,
         hidden_size,
         inner_size,
+        num_groups,
         DEPTH,
         STAGES,
+        ASM,
     )
     tl.store(out_ptrs, (acc * pair_weight[:, None]).to(dtype), mask=out_mask)
 
@@ -186,6 +239,19 @@ class Tiling(NamedTuple):
     warps: int
 
 
+class ExpertWeights(NamedTuple):
+    """One weight of all experts."""
+
+    values: Tensor  # (num_experts, num_rows, depth), or (num_experts, num_rows, depth / 8) int32: in 4 bits
+    scales: Tensor | None = None  # of these: (num_experts, num_rows, num_groups) float32, or one for each row
+    zeros: Tensor | None = None  # uint8, of the same shape; None: 8
+
+    @property
+    def num_groups(self) -> int:
+        """How many scales a row has; 0: the weight is in 16 bits."""
+        return 0 if self.scales is None else self.scales.shape[2] if self.scales.dim() == 3 else 1
+
+
 def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
     """Return what each expert of a token adds to it, (num_experts_per_tok, num_tokens, hidden_size), weighted.
 
@@ -193,31 +259,65 @@ def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor
     gate_up: (num_experts, 2 * inner_size, hidden_size), gate before up. down: (num_experts, hidden_size, inner_size).
     Both contiguous. The host does not wait for the device, so a CUDA graph can capture this.
     """
-    num_tokens, num_choices = expert_ids.shape
     num_experts, hidden_size, inner_size = down.shape
-    for name, tensor in (("gate_up", gate_up), ("down", down), ("expert_ids", expert_ids), ("weights", weights)):
-        assert tensor.is_contiguous(), f"{name} must be contiguous, strides {tensor.stride()}"
-    assert hidden.stride(1) == 1, f"the rows of hidden must be contiguous, strides {hidden.stride()}"
-    num_pairs = expert_ids.numel()
-    gated = hidden.new_empty(num_pairs, inner_size)
-    out = hidden.new_empty(num_choices, num_tokens, hidden_size)
-    if num_pairs == 0:
-        return out
-    rows = tile_rows(num_pairs, num_experts, hidden.dtype)
-    plan = plan_tiles(expert_ids, num_experts, rows)
+    rows = tile_rows(expert_ids.numel(), num_experts, hidden.dtype)
     if rows == 128 and has_hopper_kernels(hidden.device):
         from nanoinfer.kernels import hopper_experts
 
         if hopper_experts.serves(hidden_size, inner_size, hidden.stride(0), hidden.dtype):
+            _check(hidden, gate_up, down, expert_ids, weights)
+            gated, out = _results(hidden, inner_size, expert_ids)
+            plan, num_choices = plan_tiles(expert_ids, num_experts, rows), expert_ids.shape[1]
             hopper_experts.grouped_product(hidden, gate_up, plan, weights, gated, num_choices, is_gated=True)
             hopper_experts.grouped_product(gated, down, plan, weights, out, num_choices, is_gated=False)
             return out
+    return _expert_mlp(hidden, ExpertWeights(gate_up), ExpertWeights(down), inner_size, expert_ids, weights, rows)
+
+
+def int4_expert_mlp(
+    hidden: Tensor, gate_up: ExpertWeights, down: ExpertWeights, expert_ids: Tensor, weights: Tensor
+) -> Tensor:
+    """Return what `expert_mlp` does, by weights in 4 bits of whole blocks of 128 inputs; hidden in 16 bits."""
+    num_experts, inner_size = len(down.values), down.values.shape[2] * 8
+    rows = min(64, tile_rows(expert_ids.numel(), num_experts, hidden.dtype))
+    return _expert_mlp(hidden, gate_up, down, inner_size, expert_ids, weights, rows)
+
+
+def _check(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+    for name, tensor in (("gate_up", gate_up), ("down", down), ("expert_ids", expert_ids), ("weights", weights)):
+        assert tensor.is_contiguous(), f"{name} must be contiguous, strides {tensor.stride()}"
+    assert hidden.stride(1) == 1, f"the rows of hidden must be contiguous, strides {hidden.stride()}"
+
+
+def _results(hidden: Tensor, inner_size: int, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for the activations of all pairs, and for the results."""
+    num_tokens, num_choices = expert_ids.shape
+    gated = hidden.new_empty(expert_ids.numel(), inner_size)
+    return gated, hidden.new_empty(num_choices, num_tokens, hidden.shape[1])
+
+
+def _expert_mlp(
+    hidden: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    inner_size: int,
+    expert_ids: Tensor,
+    weights: Tensor,
+    rows: int,
+) -> Tensor:
+    num_choices, num_pairs = expert_ids.shape[1], expert_ids.numel()
+    num_experts, hidden_size = down.values.shape[:2]
+    _check(hidden, gate_up.values, down.values, expert_ids, weights)
+    gated, out = _results(hidden, inner_size, expert_ids)
+    if num_pairs == 0:
+        return out
+    plan = plan_tiles(expert_ids, num_experts, rows)
     num_slots = len(plan.tile_experts)
-    options = overlap_options(hidden.device)
+    options = {"ASM": hidden.is_cuda, **overlap_options(hidden.device)}
     tiling = choose_tiling(rows, num_slots, 2 * inner_size, hidden.dtype, hidden.device)
     _gate_up_kernel[(-(-(2 * inner_size) // tiling.columns), num_slots)](
         hidden,
-        gate_up,
+        *gate_up,
         *plan,
         gated,
         hidden.stride(0),
@@ -226,6 +326,7 @@ def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor
         num_experts=num_experts,
         hidden_size=hidden_size,
         inner_size=inner_size,
+        num_groups=gate_up.num_groups,
         ROWS=rows,
         COLUMNS=tiling.columns,
         DEPTH=tiling.depth,
@@ -236,7 +337,7 @@ def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor
     tiling = choose_tiling(rows, num_slots, hidden_size, hidden.dtype, hidden.device)
     _down_kernel[(-(-hidden_size // tiling.columns), num_slots)](
         gated,
-        down,
+        *down,
         *plan,
         weights,
         out,
@@ -245,6 +346,7 @@ def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor
         num_experts=num_experts,
         inner_size=inner_size,
         hidden_size=hidden_size,
+        num_groups=down.num_groups,
         ROWS=rows,
         COLUMNS=tiling.columns,
         DEPTH=tiling.depth,

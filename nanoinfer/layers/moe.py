@@ -17,7 +17,6 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.layers.linear import PartialSum, sum_buffers
-from nanoinfer.quantization.fp8_linear import Fp8LinearMethod
 from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod, ParamSpec
 
 # Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a
@@ -170,8 +169,9 @@ class Experts(nn.Module):
 
     def _mlp(self, hidden: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
         gate_up, down = self.gate_up_proj, self.down_proj
-        if isinstance(gate_up.quant_method, Fp8LinearMethod):
-            return gate_up.quant_method.expert_mlp(gate_up, down, hidden, expert_ids, weights)
+        terms = gate_up.quant_method.expert_mlp(gate_up, down, hidden, expert_ids, weights)
+        if terms is not None:
+            return terms
         wide_weights = gate_up.quant_method.wide_weight(gate_up), down.quant_method.wide_weight(down)
         return expert_mlp(_wide(hidden), *wide_weights, expert_ids, weights)
 

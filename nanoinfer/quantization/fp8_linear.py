@@ -134,7 +134,6 @@ class Fp8LinearMethod(Fp8WeightOnlyMethod):
         return fp8_product(rows.values, rows.scales, layer.weight, self.scales(layer), bias, self.dtype, num_splits)
 
     def expert_mlp(self, gate_up: Any, down: Any, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """Return what `expert_mlp` of layers/moe.py does. gate_up, down: the layers of all experts' weights."""
         rows, of_down = self.round_input(x), down.quant_method
         weights_and_scales = gate_up.weight, self.scales(gate_up), down.weight, of_down.scales(down)
         return fp8_expert_mlp(

@@ -118,6 +118,13 @@ class LinearMethod:
         parts = x.unflatten(1, (num_splits, -1)).transpose(0, 1)  # (num_splits, num_tokens, input_size / num_splits)
         return torch.bmm(parts, weight.unflatten(1, (num_splits, -1)).permute(1, 2, 0))
 
+    def expert_mlp(self, gate_up: Any, down: Any, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor | None:
+        """Return what `expert_mlp` of layers/moe.py does; None: it is to have weights in the dtype of the model.
+
+        gate_up, down: the layers of all experts' weights.
+        """
+        return None
+
     def _num_splits(self, x: Tensor, num_outputs: int, bias: Tensor | None) -> int:
         """Return how far to split K; docs/performance.md has the times that this is based on."""
         # In float16 a partial sum could overflow where the whole does not.

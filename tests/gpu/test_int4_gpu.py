@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.kernels.device_properties import has_hopper_kernels
+from nanoinfer.kernels.int4_format import MAX_HOPPER_ROWS
+from nanoinfer.layers.moe import expert_mlp
 from nanoinfer.quantization.int4.numbers import PackedWeight, block_size, dequantize, few_rows_product, pack, widen
+
+pytest.importorskip("triton")
+
+from nanoinfer.kernels.moe_experts import ExpertWeights, int4_expert_mlp
 
 pytestmark = pytest.mark.gpu
 
@@ -33,14 +40,33 @@ def test_a_product_of_few_rows_is_that_of_the_numbers(
     torch.manual_seed(0)
     weight = random_weight(num_outputs, num_inputs, group_size, has_zeros)
     wide = dequantize(weight)
-    for num_rows in (1, 2, 15, 16, 33, 64):
+    is_hopper = has_hopper_kernels(torch.device("cuda", 0))
+    for num_rows in (1, 2, 15, 16, 33, 64, *((65, 200, MAX_HOPPER_ROWS) if is_hopper else ())):
         x = torch.randn(num_rows, num_inputs, device="cuda").to(dtype)
         sums = few_rows_product(x, *weight[:3], num_parts)
-        expected = x.float() @ wide.T
+        expected = x.float() @ (wide if num_rows <= 64 else wide.to(dtype).float()).T
         eps = torch.finfo(dtype).eps
         error = (sums.float().sum(0) - expected).abs()
         assert (error <= 4 * eps * (expected.abs() + expected.square().mean().sqrt())).all()
         assert torch.equal(sums, few_rows_product(x, *weight[:3], num_parts)), "equal steps give equal bits"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 100, 400])
+@pytest.mark.parametrize(("group_size", "has_zeros"), [(128, False), (32, True), (None, True)])
+def test_experts_in_4_bits_equal_their_twin(group_size: int | None, has_zeros: bool, num_tokens: int) -> None:
+    num_experts, hidden_size, inner_size = 32, 1024, 384
+    torch.manual_seed(0)
+    both = []
+    for num_outputs, num_inputs in ((2 * inner_size, hidden_size), (hidden_size, inner_size)):
+        weight = random_weight(num_experts * num_outputs, num_inputs, group_size, has_zeros)
+        both.append([part if part is None else part.unflatten(0, (num_experts, -1)) for part in weight[:3]])
+    x = torch.randn(num_tokens, hidden_size, device="cuda").bfloat16() * 0.1
+    weights, ids = torch.rand(num_tokens, num_experts, device="cuda").topk(8)
+    actual = int4_expert_mlp(x, *(ExpertWeights(*parts) for parts in both), ids.int(), weights)
+    wide = (dequantize(PackedWeight(*parts)).bfloat16().float() for parts in both)
+    expected = expert_mlp.__wrapped__(x.float(), *wide, ids.int(), weights)  # type: ignore[attr-defined]
+    error = (actual.float() - expected).abs()
+    assert (error <= 0.03 * (expected.abs() + expected.square().mean().sqrt())).all()
 
 
 @pytest.mark.parametrize("has_zeros", [False, True])

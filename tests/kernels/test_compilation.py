@@ -59,6 +59,7 @@ CASES = [
         pytest.param(gpu, "Qwen3", {"quantization": "int4"}, id=f"{gpu}, 4 bits", marks=slow)
         for gpu in (80, 86, 89, 90)
     ),
+    pytest.param(86, "Qwen3-MoE", {"quantization": "int4"}, id="Ampere, experts in 4 bits", marks=slow),
     pytest.param(80, "Gemma 3", {}, id="Ampere, heads of 256", marks=slow),
 ]
 
@@ -80,5 +81,6 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
     assert ("_hopper_experts_kernel" in names) == (capability == 90 and model == "Qwen3-MoE" and not options)
     assert ("_few_rows_product_kernel" in names) == (capability == 90 and model == "Qwen3" and not options)
     in_4_bits = options.get("quantization") == "int4"
-    assert ({"_few_rows_product_int4_kernel", "_widen_kernel"} <= names) == in_4_bits
+    assert ("_hopper_int4_kernel" in names) == (in_4_bits and capability == 90)  # which serves all of these steps
+    assert ({"_few_rows_product_int4_kernel", "_widen_kernel"} <= names) == (in_4_bits and capability != 90)
     assert not [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY[capability]]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoinfer.layers import moe
 from nanoinfer.quantization.int4 import numbers as twins
 from nanoinfer.quantization.int4.linear import num_splits
 from nanoinfer.quantization.int4.numbers import PackedWeight, block_size, dequantize, pack
@@ -11,6 +12,7 @@ from nanoinfer.quantization.int4.numbers import PackedWeight, block_size, dequan
 pytest.importorskip("triton")
 
 from nanoinfer.kernels import int4_product as kernels
+from nanoinfer.kernels import moe_experts as expert_kernels
 from tests.kernels.helpers import loops_are_interpreted
 
 pytestmark = [
@@ -77,3 +79,33 @@ def test_few_outputs_are_summed_in_parts() -> None:
     assert num_splits(256, 4096, 4096) == 2
     assert num_splits(16, 12288, 4096) == 8
     assert num_splits(1, 1024, 64) == 1, "a part has eight blocks or more"
+
+
+@loops_are_interpreted
+@pytest.mark.parametrize(("num_tokens", "group_size", "has_zeros"), [(1, 128, False), (5, 32, True), (70, None, False)])
+def test_experts_in_4_bits_equal_their_twin(num_tokens: int, group_size: int | None, has_zeros: bool) -> None:
+    num_experts, hidden_size, inner_size, generator = 4, 128, 128, torch.Generator().manual_seed(0)
+    packed = [
+        [random_weight(num_outputs, num_inputs, group_size, has_zeros) for _ in range(num_experts)]
+        for num_outputs, num_inputs in ((2 * inner_size, hidden_size), (hidden_size, inner_size))
+    ]
+    packed[0][2].scales[3] *= -2  # so that experts differ
+    packed[1][1].numbers.bitwise_xor_(0x1234)
+    both = []
+    for experts in packed:
+        numbers, scales = (
+            torch.stack([each.numbers for each in experts]),
+            torch.stack([each.scales for each in experts]),
+        )
+        zeros = torch.stack([each.zeros for each in experts if each.zeros is not None]) if has_zeros else None
+        both.append(PackedWeight(numbers, scales, zeros))
+    x = torch.randn(num_tokens, hidden_size, generator=generator).half() * 0.1
+    ids = torch.stack([torch.randperm(num_experts, generator=generator)[:2] for _ in range(num_tokens)]).int()
+    if num_tokens > 1:
+        ids[1] = num_experts  # a row without a token
+    weights = torch.rand(num_tokens, 2, generator=generator)
+    actual = expert_kernels.int4_expert_mlp(
+        x, *(expert_kernels.ExpertWeights(*each[:3]) for each in both), ids, weights
+    )
+    wide = (dequantize(each).half() for each in both)
+    torch.testing.assert_close(actual, moe.expert_mlp(x, *wide, ids, weights), rtol=1e-2, atol=1e-2)

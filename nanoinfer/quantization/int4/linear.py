@@ -10,6 +10,7 @@ from torch import Tensor
 from nanoinfer import kernels
 from nanoinfer.checkpoint.int4_config import Int4Config
 from nanoinfer.checkpoint.weights import check_shape
+from nanoinfer.device import import_error
 from nanoinfer.errors import ModelError
 from nanoinfer.kernels.device_properties import has_hopper_kernels
 from nanoinfer.kernels.fp8_format import Activations
@@ -29,6 +30,7 @@ from nanoinfer.quantization.int4.numbers import (
 )
 from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, stored
 
+MAX_EXPERT_ROWS = 64  # of a tile
 SMALL_PROGRAMS, LARGE_PROGRAMS = 768, 384  # most that sums are split for: six or three for each multiprocessor
 
 
@@ -180,10 +182,23 @@ class Int4LinearMethod(LinearMethod):
             return self._few_rows_product(layer, x)
         return self.apply(layer, x, bias).unsqueeze(0)
 
+    def expert_mlp(self, gate_up: Any, down: Any, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor | None:
+        x, parts = (
+            cast(Tensor, x),
+            [(layer.quant_method, layer.quant_method.packed(layer)) for layer in (gate_up, down)],
+        )
+        has_kernel = x.is_cuda and x.dtype != torch.float32 and not import_error("triton")
+        if not has_kernel or any(method.block != BLOCK or packed.groups is not None for method, packed in parts):
+            return None
+        if kernels.moe_experts.tile_rows(expert_ids.numel(), len(gate_up.weight), x.dtype) > MAX_EXPERT_ROWS:
+            return None  # widening the weights costs less than reading them for each tile
+        first, second = (kernels.moe_experts.ExpertWeights(*packed[:3]) for _, packed in parts)
+        return kernels.moe_experts.int4_expert_mlp(x, first, second, expert_ids, weights)
+
     def _few_rows_product(self, layer: Any, x: Tensor) -> Tensor:
         numbers, scales, zeros, _ = self.packed(layer)
         # In float16 a partial sum could overflow where the whole does not.
-        splits = num_splits(*x.shape, len(numbers)) if x.dtype == torch.bfloat16 else 1
+        splits = num_splits(len(x), x.shape[1], len(numbers)) if x.dtype == torch.bfloat16 else 1
         return few_rows_product(x, numbers, scales, zeros, splits)
 
     def _suits_few_rows(self, layer: Any, x: Tensor) -> bool:
