@@ -172,21 +172,19 @@ class Int4LinearMethod(LinearMethod):
         x = cast(Tensor, x)
         if not self._suits_few_rows(layer, x):
             return F.linear(x, self.wide_weight(layer), bias)
-        sums = self._few_rows_product(layer, x)
+        sums = self._few_rows_product(layer, x, LARGE_PROGRAMS)  # more splits save less than adding them up takes
         out = sums[0] if len(sums) == 1 else sums.sum(0)
         return out if bias is None else out + bias
 
     def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         x = cast(Tensor, x)
         if bias is None and self._suits_few_rows(layer, x):
-            return self._few_rows_product(layer, x)
+            return self._few_rows_product(layer, x, SMALL_PROGRAMS if len(x) <= 64 else LARGE_PROGRAMS)
         return self.apply(layer, x, bias).unsqueeze(0)
 
     def expert_mlp(self, gate_up: Any, down: Any, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor | None:
-        x, parts = (
-            cast(Tensor, x),
-            [(layer.quant_method, layer.quant_method.packed(layer)) for layer in (gate_up, down)],
-        )
+        x = cast(Tensor, x)
+        parts = [(layer.quant_method, layer.quant_method.packed(layer)) for layer in (gate_up, down)]
         has_kernel = x.is_cuda and x.dtype != torch.float32 and not import_error("triton")
         if not has_kernel or any(method.block != BLOCK or packed.groups is not None for method, packed in parts):
             return None
@@ -195,10 +193,11 @@ class Int4LinearMethod(LinearMethod):
         first, second = (kernels.moe_experts.ExpertWeights(*packed[:3]) for _, packed in parts)
         return kernels.moe_experts.int4_expert_mlp(x, first, second, expert_ids, weights)
 
-    def _few_rows_product(self, layer: Any, x: Tensor) -> Tensor:
+    def _few_rows_product(self, layer: Any, x: Tensor, max_programs: int) -> Tensor:
         numbers, scales, zeros, _ = self.packed(layer)
         # In float16 a partial sum could overflow where the whole does not.
-        splits = num_splits(len(x), x.shape[1], len(numbers)) if x.dtype == torch.bfloat16 else 1
+        is_split = x.dtype == torch.bfloat16
+        splits = num_splits(len(x), x.shape[1], len(numbers), max_programs) if is_split else 1
         return few_rows_product(x, numbers, scales, zeros, splits)
 
     def _suits_few_rows(self, layer: Any, x: Tensor) -> bool:
@@ -210,10 +209,9 @@ class Int4LinearMethod(LinearMethod):
         return len(x) <= (MAX_HOPPER_ROWS if is_hopper else MAX_ROWS)
 
 
-def num_splits(num_rows: int, num_inputs: int, num_outputs: int) -> int:
+def num_splits(num_rows: int, num_inputs: int, num_outputs: int, max_programs: int) -> int:
     """Return in how many parts a product of few rows is summed, so that enough programs read the weight."""
     num_programs, splits = -(-num_rows // 128) * -(-num_outputs // COLUMNS), 1
-    most = SMALL_PROGRAMS if num_rows <= 64 else LARGE_PROGRAMS
-    while 2 * splits * num_programs <= most and num_inputs // BLOCK >= 2 * splits * MIN_BLOCKS:
+    while 2 * splits * num_programs <= max_programs and num_inputs // BLOCK >= 2 * splits * MIN_BLOCKS:
         splits *= 2
     return splits
