@@ -1,9 +1,12 @@
-"""Products by a weight in 4 bits for Hopper GPUs, in Gluon, up to 512 rows. Twin: `quantization/int4/numbers.py`.
+"""Products by a weight in 4 bits for Hopper GPUs, in Gluon, up to 1,024 rows. Twin: `quantization/int4/numbers.py`.
 
 The transposed product is computed, outputs by rows: so the weight is the operand that the tensor cores take from
 registers, where its numbers are widened, and x comes from shared memory. Bulk copies (TMA) bring blocks of the weight,
-16 words for 128 inputs, and x's part of them into a ring of buffers. A program is small, so that a multiprocessor has
-several: while one widens its numbers, another multiplies.
+16 words for 128 inputs, and x's part of them into a ring of buffers.
+
+- Up to 128 rows a program is small, so that a multiprocessor has several: while one widens, another multiplies.
+- For more rows a program fills a multiprocessor, and its warps have parts of their own: one loads, and two groups of
+  four widen and multiply in turns, each its own outputs.
 
 - The numbers of two neighbouring words are widened at once (`int4_format.py`). Less the zero point, they are exact.
 - Up to 64 rows each group is summed by itself and then multiplied by its scale, in float32. For more rows the weight
@@ -27,7 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanoinfer.kernels import int4_format
+from nanoinfer.kernels.device_properties import num_multiprocessors
 from nanoinfer.kernels.hopper_prefill_attention import load_tile
+from nanoinfer.kernels.int4_format import MANY_COLUMNS, MANY_ROWS
 
 BLOCK = gl.constexpr(128)  # inputs that are packed together
 WORDS = gl.constexpr(16)  # of a block
@@ -50,9 +55,10 @@ TILES = {
     16: Tile(16, 64, 4, 2, 2),
     32: Tile(32, 64, 4, 2, 2),
     64: Tile(64, 64, 4, 1, 2),
-    256: Tile(128, 64, 4, 1, 2),
+    128: Tile(128, 64, 4, 1, 2),
 }
-LARGEST_TILE = Tile(128, 128, 8, 1, 2)
+MANY_STAGES = 3  # of a tile for more rows
+MAX_REGISTERS, MULTIPLYING_REGISTERS, LOADING_REGISTERS = 168, 240, 24  # at the start, and as they are shared out then
 X_LAYOUTS = {
     1: gl.NVMMASharedLayout(128, 16, rank=2),
     2: gl.NVMMASharedLayout(128, 16, rank=2),
@@ -210,6 +216,16 @@ def _multiply_block(acc, weight, x, part, groups, PARTS: gl.constexpr):
     return acc
 
 
+@gluon.jit
+def _store(acc, out_ptr, first_row, first_column, split, num_rows, num_outputs, dtype: gl.constexpr):
+    """Write sums, (COLUMNS, ROWS), into those of a split."""
+    layout: gl.constexpr = acc.type.layout
+    column = gl.expand_dims(first_column + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout)), 1)
+    row = gl.expand_dims(first_row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout)), 0)
+    out_ptrs = out_ptr + (split * num_rows + row).to(gl.int64) * num_outputs + column
+    gl.store(out_ptrs, acc.to(dtype), mask=(row < num_rows) & (column < num_outputs))
+
+
 @gluon.jit(do_not_specialize=["num_rows", "num_steps", "num_outputs", "num_blocks", "num_groups"])
 def _hopper_int4_kernel(
     x_desc,
@@ -262,10 +278,127 @@ def _hopper_int4_kernel(
             acc = _multiply_block(acc, weight, x, buffer * PARTS, groups, PARTS)
         if step + STAGES < count:
             _fill(descriptors, buffers, full, first, step + STAGES, place, STAGES)
-    out_column = gl.expand_dims(place[1] + gl.arange(0, COLUMNS, gl.SliceLayout(1, layout)), 1)
-    row = gl.expand_dims(place[0] + gl.arange(0, ROWS, gl.SliceLayout(0, layout)), 0)
-    out_ptrs = out_ptr + (split * num_rows + row).to(gl.int64) * num_outputs + out_column
-    gl.store(out_ptrs, acc.to(x_desc.dtype), mask=(row < num_rows) & (out_column < num_outputs))
+    _store(acc, out_ptr, place[0], place[1], split, num_rows, num_outputs, x_desc.dtype)
+
+
+@gluon.jit
+def _read_unit(unit, sizes, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Return the first row and output of a unit of work, its split, its first block, and how many blocks it sums up."""
+    num_rows, num_outputs, num_blocks, _, num_steps, _ = sizes
+    num_row_tiles, num_column_tiles = gl.cdiv(num_rows, ROWS), gl.cdiv(num_outputs, COLUMNS)
+    row_tile, others = unit % num_row_tiles, unit // num_row_tiles
+    column_tile, split = others % num_column_tiles, others // num_column_tiles
+    first = split * num_steps
+    count = gl.maximum(gl.minimum(num_steps, num_blocks - first), 0)
+    return row_tile * ROWS, column_tile * COLUMNS, split, first, count
+
+
+@gluon.jit
+def _fetch_units(descriptors, buffers, full, empty, sizes, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+    """Take one unit after the other, and load what it reads."""
+    x_desc, words_desc = descriptors
+    x, words = buffers
+    shares: gl.constexpr = words.shape[0] // STAGES
+    loaded = 0
+    for unit in range(gl.program_id(0), sizes[5], gl.num_programs(0)):
+        first_row, first_column, _, first, count = _read_unit(unit, sizes, x.shape[1], COLUMNS)
+        for block in range(first, first + count):
+            stage = loaded % STAGES
+            barrier = full.index(stage)
+            mbarrier.wait(empty.index(stage), (loaded // STAGES) & 1 ^ 1)
+            mbarrier.expect(barrier, x_desc.block_type.nbytes + shares * words_desc.block_type.nbytes)
+            for share in gl.static_range(shares):
+                line = first_column + share * words.shape[1]
+                load_tile(words_desc, [line, block * WORDS], barrier, words.index(stage * shares + share))
+            load_tile(x_desc, [first_row, block * BLOCK], barrier, x.index(stage))
+            loaded += 1
+
+
+@gluon.jit
+def _multiply_units(
+    share: gl.constexpr,
+    pointers,
+    buffers,
+    full,
+    empty,
+    sizes,
+    GROUPS: gl.constexpr,
+    GROUP_BLOCKS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Multiply one share of the outputs of each unit, and write the sums."""
+    x, words = buffers
+    scales_ptr, zeros_ptr, out_ptr = pointers
+    num_rows, num_outputs, _, num_groups, _, num_units = sizes
+    num_tile_rows: gl.constexpr = x.shape[1]
+    share_columns: gl.constexpr = words.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, num_tile_rows, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    used = 0
+    for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
+        first_row, first_column, split, first, count = _read_unit(unit, sizes, num_tile_rows, COLUMNS)
+        first_column += share * share_columns
+        column = first_column + gl.arange(0, share_columns, gl.SliceLayout(1, operand))
+        line = gl.minimum(column, num_outputs - 1).to(gl.int64) * num_groups
+        acc = gl.zeros([share_columns, num_tile_rows], gl.float32, layout)
+        for block in range(first, first + count):
+            stage = used % STAGES
+            groups = _load_groups((scales_ptr, zeros_ptr), line, block, GROUPS, GROUP_BLOCKS)
+            mbarrier.wait(full.index(stage), (used // STAGES) & 1)
+            tile = words.index(stage * (COLUMNS // share_columns) + share)
+            weight = _quarters(tile.load(operand), groups, x.dtype)
+            acc = _multiply_block(acc, weight, x, stage, groups, 1)
+            mbarrier.arrive(empty.index(stage), count=1)
+            used += 1
+        _store(acc, out_ptr, first_row, first_column, split, num_rows, num_outputs, x.dtype)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "num_outputs", "num_blocks", "num_groups", "num_steps", "num_units"])
+def _hopper_int4_many_rows_kernel(
+    x_desc,
+    words_desc,
+    scales_ptr,
+    zeros_ptr,  # None: all are 8
+    out_ptr,
+    num_rows,
+    num_outputs,
+    num_blocks,  # of 128 inputs
+    num_groups,
+    num_steps,  # blocks that a unit sums up
+    num_units,  # tiles, each as often as its sum is split
+    GROUPS: gl.constexpr,
+    GROUP_BLOCKS: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    MULTIPLYING_REGISTERS: gl.constexpr,
+    LOADING_REGISTERS: gl.constexpr,
+):
+    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, BLOCK], x_desc.layout)
+    words = gl.allocate_shared_memory(gl.int32, [2 * STAGES, COLUMNS // 2, WORDS], words_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(STAGES):
+        mbarrier.init(full.index(index), count=1)
+        mbarrier.init(empty.index(index), count=2)
+    fence_async_shared()
+    pointers, buffers = (scales_ptr, zeros_ptr, out_ptr), (x, words)
+    sizes = (num_rows, num_outputs, num_blocks, num_groups, num_steps, num_units)
+    # The constants are named in the call itself: a variable would make numbers of a step of them.
+    gl.warp_specialize(
+        [
+            (_multiply_units, (
+                gl.constexpr(0), pointers, buffers, full, empty, sizes, GROUPS, GROUP_BLOCKS, COLUMNS, STAGES,
+            )),
+            (_multiply_units, (
+                gl.constexpr(1), pointers, buffers, full, empty, sizes, GROUPS, GROUP_BLOCKS, COLUMNS, STAGES,
+            )),
+            (_fetch_units, ((x_desc, words_desc), buffers, full, empty, sizes, COLUMNS, STAGES)),
+        ],
+        [4, 1],
+        [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
+    )  # fmt: skip
 
 
 def few_rows_product(x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor | None, num_splits: int) -> Tensor:
@@ -280,14 +413,38 @@ def few_rows_product(x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor |
     if x.stride(0) % 8 or x.data_ptr() % 16:  # what is loaded in bulk begins at multiples of 16 bytes
         x = x.clone(memory_format=torch.contiguous_format)
     num_blocks, num_groups = num_inputs // BLOCK.value, scales.shape[1] if scales.dim() == 2 else 1
-    tile = next((tile for most, tile in TILES.items() if num_rows <= most), LARGEST_TILE)
-    groups = max(1, num_groups // num_blocks)
+    groups, group_blocks = max(1, num_groups // num_blocks), max(1, num_blocks // num_groups)
+    words_shape: Any = list(numbers.shape), list(numbers.stride())
+    tile = next((tile for most, tile in TILES.items() if num_rows <= most), None)
+    if tile is None:
+        num_units = triton.cdiv(num_rows, MANY_ROWS) * triton.cdiv(num_outputs, MANY_COLUMNS) * num_splits
+        _hopper_int4_many_rows_kernel[(min(num_units, num_multiprocessors(x.device)),)](
+            TensorDescriptor(x, list(x.shape), list(x.stride()), [MANY_ROWS, BLOCK.value], X_LAYOUTS[1]),
+            TensorDescriptor(numbers, *words_shape, [MANY_COLUMNS // 2, WORDS.value], WORDS_LAYOUT),
+            scales,
+            zeros,
+            out,
+            num_rows,
+            num_outputs,
+            num_blocks,
+            num_groups,
+            triton.cdiv(num_blocks, num_splits),
+            num_units,
+            GROUPS=groups,
+            GROUP_BLOCKS=group_blocks,
+            ROWS=MANY_ROWS,
+            COLUMNS=MANY_COLUMNS,
+            STAGES=MANY_STAGES,
+            MULTIPLYING_REGISTERS=MULTIPLYING_REGISTERS,
+            LOADING_REGISTERS=LOADING_REGISTERS,
+            num_warps=4,
+            maxnreg=MAX_REGISTERS,
+        )
+        return out
     parts = groups if tile.rows <= MAX_FEW_ROWS.value else 1
-    x_lines: list[Any] = [list(x.shape), list(x.stride()), [tile.rows, BLOCK.value // parts], X_LAYOUTS[parts]]
-    words_lines: list[Any] = [list(numbers.shape), list(numbers.stride()), [tile.columns, WORDS.value], WORDS_LAYOUT]
     _hopper_int4_kernel[(triton.cdiv(num_rows, tile.rows), triton.cdiv(num_outputs, tile.columns), num_splits)](
-        TensorDescriptor(x, *x_lines),
-        TensorDescriptor(numbers, *words_lines),
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.rows, BLOCK.value // parts], X_LAYOUTS[parts]),
+        TensorDescriptor(numbers, *words_shape, [tile.columns, WORDS.value], WORDS_LAYOUT),
         scales,
         zeros,
         out,
@@ -299,7 +456,7 @@ def few_rows_product(x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor |
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         GROUPS=groups,
-        GROUP_BLOCKS=max(1, num_blocks // num_groups),
+        GROUP_BLOCKS=group_blocks,
         BLOCKS=tile.blocks,
         PARTS=parts,
         STAGES=tile.stages,

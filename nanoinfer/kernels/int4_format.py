@@ -1,7 +1,8 @@
 """How the kernels cut products of weights in 4 bits; for what calls them too. Needs no Triton."""
 
-COLUMNS = 64  # outputs of a tile
-MAX_ROWS, MAX_HOPPER_ROWS = 64, 512  # for which a weight is read in 4 bits; for more it is widened first
+ROWS, COLUMNS = 128, 64  # of a tile, at most: rows and outputs
+MANY_ROWS, MANY_COLUMNS = 256, 128  # of one for more rows, on Hopper
+MAX_ROWS, MAX_HOPPER_ROWS = 64, 1024  # for which a weight is read in 4 bits; for more it is widened first
 MIN_BLOCKS = 8  # that a program sums up where several share a sum
 
 # PTX. Two words, each with eight numbers -> for each place the numbers of both words, plus 128 or 1,024: below the bits

@@ -120,7 +120,8 @@ class QKVParallelLinear(ColumnParallelLinear):
 
         `norm_rope_store` takes either.
         """
-        if len(self.weight) >= FEW_OUTPUTS or self.input_format is not None:  # in 8 bits it was not measured
+        is_large = len(self.weight) >= FEW_OUTPUTS and not self.quant_method.splits_large_products
+        if is_large or self.input_format is not None:  # in 8 bits it was not measured
             return super().forward(x)
         sums = self.quant_method.apply_split(self, x, self.bias)
         return sums if len(sums) > 1 else sums[0]

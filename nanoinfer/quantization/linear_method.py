@@ -72,11 +72,13 @@ class LinearMethod:
     """Holds a weight in the dtype of the model.
 
     kind: how the layer multiplies. input_format: how it wants its inputs; None: in the dtype of the model. Whatever
-    makes them may round them, in the kernel that it runs anyway.
+    makes them may round them, in the kernel that it runs anyway. splits_large_products: whether partial sums pay for
+    more outputs than FEW_OUTPUTS, too.
     """
 
     kind = ProductKind.PLAIN
     input_format: RowFormat | None = None
+    splits_large_products = False
 
     def create_weights(self, layer: Any, *shape: int) -> None:
         """Give the layer its parameters. shape: of this rank's weight, (..., num_outputs, num_inputs)."""

@@ -41,7 +41,7 @@ def test_a_product_of_few_rows_is_that_of_the_numbers(
     weight = random_weight(num_outputs, num_inputs, group_size, has_zeros)
     wide = dequantize(weight)
     is_hopper = has_hopper_kernels(torch.device("cuda", 0))
-    for num_rows in (1, 2, 15, 16, 33, 64, *((65, 200, MAX_HOPPER_ROWS) if is_hopper else ())):
+    for num_rows in (1, 2, 15, 16, 33, 64, *((65, 200, 300, MAX_HOPPER_ROWS) if is_hopper else ())):
         x = torch.randn(num_rows, num_inputs, device="cuda").to(dtype)
         sums = few_rows_product(x, *weight[:3], num_parts)
         expected = x.float() @ (wide if num_rows <= 64 else wide.to(dtype).float()).T

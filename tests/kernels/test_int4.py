@@ -73,12 +73,15 @@ def test_a_widened_weight_is_that_of_the_twin(
 
 
 def test_few_outputs_are_summed_in_parts() -> None:
-    assert num_splits(1, 4096, 24576, 768) == 2
-    assert num_splits(128, 4096, 24576, 384) == 1
-    assert num_splits(1, 4096, 4096, 768) == 4
-    assert num_splits(256, 4096, 4096, 384) == 2
-    assert num_splits(16, 12288, 4096, 768) == 8
-    assert num_splits(1, 1024, 64, 768) == 1, "a part has eight blocks or more"
+    assert num_splits(1, 4096, 24576, True, 132) == 2
+    assert num_splits(1, 4096, 24576, False, 132) == 1
+    assert num_splits(128, 4096, 24576, True, 132) == 1
+    assert num_splits(1, 4096, 4096, True, 132) == 4
+    assert num_splits(16, 12288, 4096, True, 132) == 8
+    assert num_splits(1, 1024, 64, True, 132) == 1, "a part has eight blocks or more"
+    assert num_splits(256, 4096, 24576, True, 132) == 2, "three rounds of halves, not two of wholes"
+    assert num_splits(256, 4096, 6144, True, 132) == 2, "one round"
+    assert num_splits(1024, 12288, 4096, True, 132) == 1
 
 
 @loops_are_interpreted

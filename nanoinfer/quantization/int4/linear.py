@@ -12,9 +12,17 @@ from nanoinfer.checkpoint.int4_config import Int4Config
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.device import import_error
 from nanoinfer.errors import ModelError
-from nanoinfer.kernels.device_properties import has_hopper_kernels
+from nanoinfer.kernels.device_properties import has_hopper_kernels, num_multiprocessors
 from nanoinfer.kernels.fp8_format import Activations
-from nanoinfer.kernels.int4_format import COLUMNS, MAX_HOPPER_ROWS, MAX_ROWS, MIN_BLOCKS
+from nanoinfer.kernels.int4_format import (
+    COLUMNS,
+    MANY_COLUMNS,
+    MANY_ROWS,
+    MAX_HOPPER_ROWS,
+    MAX_ROWS,
+    MIN_BLOCKS,
+    ROWS,
+)
 from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, readers
 from nanoinfer.quantization.int4.numbers import (
     BLOCK,
@@ -31,7 +39,7 @@ from nanoinfer.quantization.int4.numbers import (
 from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, stored
 
 MAX_EXPERT_ROWS = 64  # of a tile
-SMALL_PROGRAMS, LARGE_PROGRAMS = 768, 384  # most that sums are split for: six or three for each multiprocessor
+SMALL_PROGRAMS, LARGE_PROGRAMS = 6, 3  # most for each multiprocessor that sums are split for
 
 
 class Int4LinearMethod(LinearMethod):
@@ -42,6 +50,7 @@ class Int4LinearMethod(LinearMethod):
     """
 
     kind = ProductKind.WIDENED
+    splits_large_products = True
 
     def __init__(self, config: Int4Config, layer: Any) -> None:
         self.config = config
@@ -172,14 +181,14 @@ class Int4LinearMethod(LinearMethod):
         x = cast(Tensor, x)
         if not self._suits_few_rows(layer, x):
             return F.linear(x, self.wide_weight(layer), bias)
-        sums = self._few_rows_product(layer, x, LARGE_PROGRAMS)  # more splits save less than adding them up takes
+        sums = self._few_rows_product(layer, x, is_split=False)
         out = sums[0] if len(sums) == 1 else sums.sum(0)
         return out if bias is None else out + bias
 
     def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         x = cast(Tensor, x)
         if bias is None and self._suits_few_rows(layer, x):
-            return self._few_rows_product(layer, x, SMALL_PROGRAMS if len(x) <= 64 else LARGE_PROGRAMS)
+            return self._few_rows_product(layer, x, is_split=True)
         return self.apply(layer, x, bias).unsqueeze(0)
 
     def expert_mlp(self, gate_up: Any, down: Any, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor | None:
@@ -193,11 +202,13 @@ class Int4LinearMethod(LinearMethod):
         first, second = (kernels.moe_experts.ExpertWeights(*packed[:3]) for _, packed in parts)
         return kernels.moe_experts.int4_expert_mlp(x, first, second, expert_ids, weights)
 
-    def _few_rows_product(self, layer: Any, x: Tensor, max_programs: int) -> Tensor:
+    def _few_rows_product(self, layer: Any, x: Tensor, is_split: bool) -> Tensor:
+        """Return partial sums. is_split: whether the next kernel adds them up; else few splits save what that takes."""
         numbers, scales, zeros, _ = self.packed(layer)
+        splits, (num_outputs, num_words) = 1, numbers.shape
         # In float16 a partial sum could overflow where the whole does not.
-        is_split = x.dtype == torch.bfloat16
-        splits = num_splits(len(x), x.shape[1], len(numbers), max_programs) if is_split else 1
+        if x.dtype == torch.bfloat16 and (is_split or len(x) <= ROWS):
+            splits = num_splits(len(x), num_words * PACKED, num_outputs, is_split, num_multiprocessors(x.device))
         return few_rows_product(x, numbers, scales, zeros, splits)
 
     def _suits_few_rows(self, layer: Any, x: Tensor) -> bool:
@@ -209,9 +220,16 @@ class Int4LinearMethod(LinearMethod):
         return len(x) <= (MAX_HOPPER_ROWS if is_hopper else MAX_ROWS)
 
 
-def num_splits(num_rows: int, num_inputs: int, num_outputs: int, max_programs: int) -> int:
-    """Return in how many parts a product of few rows is summed, so that enough programs read the weight."""
-    num_programs, splits = -(-num_rows // 128) * -(-num_outputs // COLUMNS), 1
-    while 2 * splits * num_programs <= max_programs and num_inputs // BLOCK >= 2 * splits * MIN_BLOCKS:
-        splits *= 2
-    return splits
+def num_splits(num_rows: int, num_inputs: int, num_outputs: int, is_split: bool, multiprocessors: int) -> int:
+    """Return in how many parts a product of few rows is summed. is_split: see `_few_rows_product`.
+
+    Up to ROWS rows so that enough small programs read the weight; for more so that the rounds, in which each
+    multiprocessor has a program, are full.
+    """
+    candidates = [splits for splits in (1, 2, 4, 8) if splits == 1 or num_inputs // BLOCK >= splits * MIN_BLOCKS]
+    if num_rows > ROWS:
+        num_units = -(-num_rows // MANY_ROWS) * -(-num_outputs // MANY_COLUMNS)
+        return min(candidates, key=lambda splits: -(-num_units * splits // multiprocessors) / splits)
+    most = (SMALL_PROGRAMS if num_rows <= 64 and is_split else LARGE_PROGRAMS) * multiprocessors
+    num_programs = -(-num_outputs // COLUMNS)
+    return max(splits for splits in candidates if splits == 1 or num_programs * splits <= most)
