@@ -67,7 +67,7 @@ def test_experts_in_4_bits_equal_their_twin(group_size: int | None, has_zeros: b
     expected = expert_mlp.__wrapped__(x.float(), *wide, ids.int(), weights)  # type: ignore[attr-defined]
     error = (actual.float() - expected).abs()
     scale = expected.square().mean(-1, keepdim=True).sqrt()  # of the results of one pair
-    assert (error <= 0.03 * (expected.abs() + scale)).all()
+    assert (error <= 0.06 * (expected.abs() + scale)).all()  # rounding the activations alone costs up to 0.04
 
 
 @pytest.mark.parametrize("has_zeros", [False, True])

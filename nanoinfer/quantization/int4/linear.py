@@ -38,6 +38,7 @@ from nanoinfer.quantization.int4.numbers import (
 )
 from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, stored
 
+STD_OF_NUMBERS = (255 / 12) ** 0.5  # of 0 to 15, all as likely
 MAX_EXPERT_ROWS = 64  # of a tile
 SMALL_PROGRAMS, LARGE_PROGRAMS = 6, 3  # most for each multiprocessor that sums are split for
 
@@ -162,19 +163,14 @@ class Int4LinearMethod(LinearMethod):
         place.copy_(full)
 
     def fill_with_random_weights(self, layer: Any, std: float, generator: torch.Generator) -> None:
-        """Draw what would be drawn in 16 bits, and round it."""
-        weight, scales = layer.weight, getattr(layer, SCALES)
-        shape = (*weight.shape[:-1], weight.shape[-1] * PACKED)
-        wide = torch.empty(shape, dtype=self.dtype, device=weight.device).normal_(0.0, std, generator=generator)
-        whole = wide, weight, scales
-        for part, numbers, its_scales in zip(*whole, strict=True) if wide.dim() == 3 else (whole,):
-            rounded = quantize(part, self.group_size or shape[-1])
-            numbers.copy_(rounded.numbers)
-            its_scales.copy_(rounded.scales.view_as(its_scales))
+        """Draw all numbers alike, with one scale that gives the weight this standard deviation."""
+        layer.weight.random_(-(2**31), 2**31 - 1, generator=generator)
+        getattr(layer, SCALES).fill_(std / STD_OF_NUMBERS)
         if self.config.has_zeros:
             getattr(layer, ZEROS).fill_(8)
         if self.config.orders_inputs:
-            order = torch.arange(shape[-1], device=weight.device) // (self.group_size or shape[-1])
+            num_inputs = layer.weight.shape[-1] * PACKED
+            order = torch.arange(num_inputs, device=layer.weight.device) // (self.group_size or num_inputs)
             getattr(layer, GROUPS).copy_(order.expand_as(getattr(layer, GROUPS)))
 
     def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
