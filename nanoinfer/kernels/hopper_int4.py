@@ -67,14 +67,20 @@ X_LAYOUTS = {
 WORDS_LAYOUT = gl.NVMMASharedLayout(64, 32, rank=2)
 
 NUMBERS_BF16, NUMBERS_F16 = gl.constexpr(int4_format.NUMBERS_BF16), gl.constexpr(int4_format.NUMBERS_F16)
+E2M1_BF16, E2M1_F16 = gl.constexpr(int4_format.E2M1_BF16), gl.constexpr(int4_format.E2M1_F16)
+# $1 2**126, which makes values of e2m1 what they are; $1 2**14 in float16.
+WHOLE_BF16 = gl.constexpr("{ .reg .b32 two; mov.b32 two, 0x7e807e80; mul.bf16x2 $0, $1, two; }")
+WHOLE_F16 = gl.constexpr("{ .reg .b32 two; mov.b32 two, 0x74007400; mul.f16x2 $0, $1, two; }")
 # Two numbers, and both parts of their scale: only the product with the low part is rounded by itself.
 TIMES_BF16 = gl.constexpr("{ .reg .b32 low; mul.bf16x2 low, $1, $3; fma.rn.bf16x2 $0, $1, $2, low; }")
 
 
 @gluon.jit
-def _numbers(words, dtype: gl.constexpr):
-    """Return the eight numbers of each word, plus a power of two, as eight tensors of the bits of `dtype`."""
-    code: gl.constexpr = NUMBERS_BF16 if dtype == gl.bfloat16 else NUMBERS_F16
+def _numbers(words, dtype: gl.constexpr, E2M1: gl.constexpr):
+    """Return the eight numbers of each word as eight tensors of the bits of `dtype`, see `int4_format.py`."""
+    plain: gl.constexpr = NUMBERS_BF16 if dtype == gl.bfloat16 else NUMBERS_F16
+    e2m1: gl.constexpr = E2M1_BF16 if dtype == gl.bfloat16 else E2M1_F16
+    code: gl.constexpr = e2m1 if E2M1 else plain
     return gl.inline_asm_elementwise(
         code,
         "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
@@ -86,13 +92,18 @@ def _numbers(words, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _less(bits, zeros, dtype: gl.constexpr):
-    """Return numbers less the zero points of their outputs; it is exact."""
-    above: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
-    numbers, zeros = gl.broadcast(bits.to(dtype, bitcast=True), gl.expand_dims((zeros + above).to(dtype), 1))
-    code: gl.constexpr = "sub.bf16x2 $0, $1, $2;" if dtype == gl.bfloat16 else "sub.f16x2 $0, $1, $2;"
-    difference = gl.inline_asm_elementwise(code, "=r,r,r", [numbers, zeros], gl.int16, is_pure=True, pack=2)
-    return difference.to(dtype, bitcast=True)
+def _values(bits, zeros, dtype: gl.constexpr, E2M1: gl.constexpr):
+    """Return numbers less the zero points of their outputs, or values of e2m1; both are exact."""
+    numbers = bits.to(dtype, bitcast=True)
+    if E2M1:
+        whole: gl.constexpr = WHOLE_BF16 if dtype == gl.bfloat16 else WHOLE_F16
+        values = gl.inline_asm_elementwise(whole, "=r,r", [numbers], gl.int16, is_pure=True, pack=2)
+    else:
+        above: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
+        less: gl.constexpr = "sub.bf16x2 $0, $1, $2;" if dtype == gl.bfloat16 else "sub.f16x2 $0, $1, $2;"
+        numbers, zeros = gl.broadcast(numbers, gl.expand_dims((zeros + above).to(dtype), 1))
+        values = gl.inline_asm_elementwise(less, "=r,r,r", [numbers, zeros], gl.int16, is_pure=True, pack=2)
+    return values.to(dtype, bitcast=True)
 
 
 @gluon.jit
@@ -130,15 +141,15 @@ def _joined(a, b):
 
 
 @gluon.jit
-def _quarters(words, groups, dtype: gl.constexpr):
+def _quarters(words, groups, dtype: gl.constexpr, E2M1: gl.constexpr):
     """Return the numbers of a block less their zero points, as four tensors (COLUMNS, 32)."""
-    a, b, c, d, e, f, g, h = _numbers(words, dtype)
+    a, b, c, d, e, f, g, h = _numbers(words, dtype, E2M1)
     first, second, third, fourth = groups
     return (
-        _joined(_less(a, first[1], dtype), _less(b, first[1], dtype)),
-        _joined(_less(c, second[1], dtype), _less(d, second[1], dtype)),
-        _joined(_less(e, third[1], dtype), _less(f, third[1], dtype)),
-        _joined(_less(g, fourth[1], dtype), _less(h, fourth[1], dtype)),
+        _joined(_values(a, first[1], dtype, E2M1), _values(b, first[1], dtype, E2M1)),
+        _joined(_values(c, second[1], dtype, E2M1), _values(d, second[1], dtype, E2M1)),
+        _joined(_values(e, third[1], dtype, E2M1), _values(f, third[1], dtype, E2M1)),
+        _joined(_values(g, fourth[1], dtype, E2M1), _values(h, fourth[1], dtype, E2M1)),
     )
 
 
@@ -242,6 +253,7 @@ def _hopper_int4_kernel(
     COLUMNS: gl.constexpr,
     GROUPS: gl.constexpr,  # that a block has; 1: one or a share of one
     GROUP_BLOCKS: gl.constexpr,  # that a group has; 1: one or a share of one
+    E2M1: gl.constexpr,
     BLOCKS: gl.constexpr,
     PARTS: gl.constexpr,  # of a block of x
     STAGES: gl.constexpr,
@@ -274,7 +286,7 @@ def _hopper_int4_kernel(
             if index == 0:
                 mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             buffer = stage * BLOCKS + index
-            weight = _quarters(words.index(buffer).load(operand), groups, x.dtype)
+            weight = _quarters(words.index(buffer).load(operand), groups, x.dtype, E2M1)
             acc = _multiply_block(acc, weight, x, buffer * PARTS, groups, PARTS)
         if step + STAGES < count:
             _fill(descriptors, buffers, full, first, step + STAGES, place, STAGES)
@@ -324,6 +336,7 @@ def _multiply_units(
     sizes,
     GROUPS: gl.constexpr,
     GROUP_BLOCKS: gl.constexpr,
+    E2M1: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -347,7 +360,7 @@ def _multiply_units(
             groups = _load_groups((scales_ptr, zeros_ptr), line, block, GROUPS, GROUP_BLOCKS)
             mbarrier.wait(full.index(stage), (used // STAGES) & 1)
             tile = words.index(stage * (COLUMNS // share_columns) + share)
-            weight = _quarters(tile.load(operand), groups, x.dtype)
+            weight = _quarters(tile.load(operand), groups, x.dtype, E2M1)
             acc = _multiply_block(acc, weight, x, stage, groups, 1)
             mbarrier.arrive(empty.index(stage), count=1)
             used += 1
@@ -369,6 +382,7 @@ def _hopper_int4_many_rows_kernel(
     num_units,  # tiles, each as often as its sum is split
     GROUPS: gl.constexpr,
     GROUP_BLOCKS: gl.constexpr,
+    E2M1: gl.constexpr,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -389,10 +403,10 @@ def _hopper_int4_many_rows_kernel(
     gl.warp_specialize(
         [
             (_multiply_units, (
-                gl.constexpr(0), pointers, buffers, full, empty, sizes, GROUPS, GROUP_BLOCKS, COLUMNS, STAGES,
+                gl.constexpr(0), pointers, buffers, full, empty, sizes, GROUPS, GROUP_BLOCKS, E2M1, COLUMNS, STAGES,
             )),
             (_multiply_units, (
-                gl.constexpr(1), pointers, buffers, full, empty, sizes, GROUPS, GROUP_BLOCKS, COLUMNS, STAGES,
+                gl.constexpr(1), pointers, buffers, full, empty, sizes, GROUPS, GROUP_BLOCKS, E2M1, COLUMNS, STAGES,
             )),
             (_fetch_units, ((x_desc, words_desc), buffers, full, empty, sizes, COLUMNS, STAGES)),
         ],
@@ -401,7 +415,9 @@ def _hopper_int4_many_rows_kernel(
     )  # fmt: skip
 
 
-def few_rows_product(x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor | None, num_splits: int) -> Tensor:
+def few_rows_product(
+    x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor | None, num_splits: int, is_e2m1: bool = False
+) -> Tensor:
     """Return x W^T as partial sums, (num_splits, num_rows, num_outputs), each over a part of the blocks.
 
     x: (num_rows, num_inputs) in 16 bits, rows contiguous. The weight's groups are in order, and `serves` their size.
@@ -432,6 +448,7 @@ def few_rows_product(x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor |
             num_units,
             GROUPS=groups,
             GROUP_BLOCKS=group_blocks,
+            E2M1=is_e2m1,
             ROWS=MANY_ROWS,
             COLUMNS=MANY_COLUMNS,
             STAGES=MANY_STAGES,
@@ -457,6 +474,7 @@ def few_rows_product(x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor |
         COLUMNS=tile.columns,
         GROUPS=groups,
         GROUP_BLOCKS=group_blocks,
+        E2M1=is_e2m1,
         BLOCKS=tile.blocks,
         PARTS=parts,
         STAGES=tile.stages,

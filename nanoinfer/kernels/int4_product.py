@@ -22,17 +22,25 @@ from nanoinfer.kernels.int4_format import COLUMNS
 BLOCK = tl.constexpr(128)  # inputs that are packed together
 WORDS = tl.constexpr(16)  # of a block
 NUMBERS_BF16, NUMBERS_F16 = tl.constexpr(int4_format.NUMBERS_BF16), tl.constexpr(int4_format.NUMBERS_F16)
+E2M1_BF16, E2M1_F16 = tl.constexpr(int4_format.E2M1_BF16), tl.constexpr(int4_format.E2M1_F16)
 # $1 - $2, of two; before Hopper bfloat16 has no difference, so -1 $2 is added.
 LESS_BF16 = tl.constexpr("{ .reg .b32 one; mov.b32 one, 0xbf80bf80; fma.rn.bf16x2 $0, $2, one, $1; }")
 LESS_F16 = tl.constexpr("sub.f16x2 $0, $1, $2;")
+# $1 2**126, which makes values of e2m1 what they are; $1 2**14 in float16.
+TIMES_BF16 = tl.constexpr(
+    "{ .reg .b32 two, zero; mov.b32 two, 0x7e807e80; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, two, zero; }"
+)
+TIMES_F16 = tl.constexpr("{ .reg .b32 two; mov.b32 two, 0x74007400; mul.f16x2 $0, $1, two; }")
 WIDE_COLUMNS = 32  # outputs that a program widens, of one block
 
 
 @triton.jit
-def _numbers(words, dtype: tl.constexpr, ASM: tl.constexpr):
-    """Return the eight numbers of each word plus 128, or 1,024 in float16, as eight tensors. ASM: by PTX."""
+def _numbers(words, dtype: tl.constexpr, E2M1: tl.constexpr, ASM: tl.constexpr):
+    """Return the eight numbers of each word as eight tensors of bits, see `int4_format.py`. ASM: by PTX."""
     if ASM:
-        code: tl.constexpr = NUMBERS_BF16 if dtype == tl.bfloat16 else NUMBERS_F16
+        plain: tl.constexpr = NUMBERS_BF16 if dtype == tl.bfloat16 else NUMBERS_F16
+        e2m1: tl.constexpr = E2M1_BF16 if dtype == tl.bfloat16 else E2M1_F16
+        code: tl.constexpr = e2m1 if E2M1 else plain
         return tl.inline_asm_elementwise(
             code,
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
@@ -43,31 +51,43 @@ def _numbers(words, dtype: tl.constexpr, ASM: tl.constexpr):
         )
     else:
         return (
-            _number(words, 0, dtype),
-            _number(words, 1, dtype),
-            _number(words, 2, dtype),
-            _number(words, 3, dtype),
-            _number(words, 4, dtype),
-            _number(words, 5, dtype),
-            _number(words, 6, dtype),
-            _number(words, 7, dtype),
+            _number(words, 0, dtype, E2M1),
+            _number(words, 1, dtype, E2M1),
+            _number(words, 2, dtype, E2M1),
+            _number(words, 3, dtype, E2M1),
+            _number(words, 4, dtype, E2M1),
+            _number(words, 5, dtype, E2M1),
+            _number(words, 6, dtype, E2M1),
+            _number(words, 7, dtype, E2M1),
         )
 
 
 @triton.jit
-def _number(words, index: tl.constexpr, dtype: tl.constexpr):
-    return (((words >> (4 * index)) & 15) | (0x4300 if dtype == tl.bfloat16 else 0x6400)).to(tl.int16)
+def _number(words, index: tl.constexpr, dtype: tl.constexpr, E2M1: tl.constexpr):
+    number = (words >> (4 * index)) & 15
+    if E2M1:
+        bits = (number & 8) << 12 | (number & 7) << (6 if dtype == tl.bfloat16 else 9)
+    else:
+        bits = number | (0x4300 if dtype == tl.bfloat16 else 0x6400)
+    return bits.to(tl.int16)
 
 
 @triton.jit
-def _less(bits, offsets, ASM: tl.constexpr):
-    """Return numbers less what was added to them and their zero points; it is exact."""
-    numbers = bits.to(offsets.dtype, bitcast=True)
-    if ASM:
-        code: tl.constexpr = LESS_BF16 if offsets.dtype == tl.bfloat16 else LESS_F16
+def _values(bits, offsets, E2M1: tl.constexpr, ASM: tl.constexpr):
+    """Return numbers less what was added to them and their zero points, or values of e2m1; both are exact."""
+    dtype: tl.constexpr = offsets.dtype
+    numbers = bits.to(dtype, bitcast=True)
+    if ASM and E2M1:
+        times: tl.constexpr = TIMES_BF16 if dtype == tl.bfloat16 else TIMES_F16
+        products = tl.inline_asm_elementwise(times, "=r,r", [numbers], tl.int16, is_pure=True, pack=2)
+        return products.to(dtype, bitcast=True)
+    elif E2M1:
+        return numbers * (2.0**126 if dtype == tl.bfloat16 else 2.0**14)
+    elif ASM:
+        less: tl.constexpr = LESS_BF16 if dtype == tl.bfloat16 else LESS_F16
         numbers, offsets = tl.broadcast(numbers, offsets[None, :])
-        difference = tl.inline_asm_elementwise(code, "=r,r,r", [numbers, offsets], tl.int16, is_pure=True, pack=2)
-        return difference.to(offsets.dtype, bitcast=True)
+        difference = tl.inline_asm_elementwise(less, "=r,r,r", [numbers, offsets], tl.int16, is_pure=True, pack=2)
+        return difference.to(dtype, bitcast=True)
     else:
         return numbers - offsets[None, :]
 
@@ -95,6 +115,7 @@ def int4_tile_product(
     num_inputs: tl.constexpr,
     num_groups: tl.constexpr,
     STAGES: tl.constexpr,
+    E2M1: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Return x W^T in float32 for a few rows of both, (len(x_rows), len(lines)), over some blocks."""
@@ -109,7 +130,7 @@ def int4_tile_product(
     acc = tl.zeros((x_rows.shape[0], lines.shape[0]), tl.float32)
     for block in tl.range(first, end, num_stages=STAGES):
         words = tl.load(words_ptrs + block * WORDS, mask=is_line[None, :], other=0)
-        numbers = _numbers(words, dtype, ASM)
+        numbers = _numbers(words, dtype, E2M1, ASM)
         for index in tl.static_range(8):
             if index == 0 or index * WORDS % group_size == 0:
                 group = (block * BLOCK + index * WORDS) // group_size
@@ -117,7 +138,7 @@ def int4_tile_product(
                 offsets = (zeros + above).to(dtype)
                 part = tl.zeros((x_rows.shape[0], lines.shape[0]), tl.float32)
             x = tl.load(x_ptrs + block * BLOCK + index * WORDS, mask=is_row[:, None], other=0.0)
-            part = tl.dot(x, _less(numbers[index], offsets, ASM), part)
+            part = tl.dot(x, _values(numbers[index], offsets, E2M1, ASM), part)
             if index == 7 or (index + 1) * WORDS % group_size == 0:
                 acc += part * scales[None, :]
     return acc
@@ -139,6 +160,7 @@ def _few_rows_product_int4_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    E2M1: tl.constexpr,
     ASM: tl.constexpr,
 ):
     row, column = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -156,6 +178,7 @@ def _few_rows_product_int4_kernel(
         num_inputs,
         num_groups,
         STAGES,
+        E2M1,
         ASM,
     )
     out_ptrs = out_ptr + (tl.program_id(1) * num_rows + row).to(tl.int64)[:, None] * num_outputs + column[None, :]
@@ -174,6 +197,7 @@ def _widen_kernel(
     words_of_block: tl.constexpr,
     WORDS: tl.constexpr,  # words_of_block, padded
     COLUMNS: tl.constexpr,
+    E2M1: tl.constexpr,
 ):
     """Widen one block of a few outputs."""
     group_size: tl.constexpr = num_inputs // num_groups
@@ -195,13 +219,19 @@ def _widen_kernel(
         else:
             groups = line[:, None] * num_groups + (place // group_size)[None, :]
             scales, zeros = _load_scales(scales_ptr, zeros_ptr, groups, mask)
-        # The bits of a number, below those of 2**23 in float32, are 2**23 plus the number.
-        numbers = (((words >> (4 * index)) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - (zeros + 8388608.0)
+        if E2M1:
+            size = ((words >> (4 * index)) & 7).to(tl.float32)
+            size = tl.where(size < 4, size / 2, tl.where(size < 6, size - 2, 2 * size - 8))
+            numbers = tl.where(((words >> (4 * index)) & 8) != 0, -size, size)
+        else:  # the bits of a number, below those of 2**23 in float32, are 2**23 plus the number
+            numbers = (((words >> (4 * index)) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - (zeros + 8388608.0)
         wide = (numbers * scales).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + line[:, None] * num_inputs + place[None, :], wide, mask=mask)
 
 
-def few_rows_product(x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor | None, num_splits: int) -> Tensor:
+def few_rows_product(
+    x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor | None, num_splits: int, is_e2m1: bool = False
+) -> Tensor:
     """Return x W^T as partial sums, (num_splits, num_rows, num_outputs), each over a part of the blocks.
 
     x: (num_rows, num_inputs) in 16 bits, rows contiguous. The weight's groups are in order, and its blocks whole.
@@ -212,7 +242,7 @@ def few_rows_product(x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor |
         from nanoinfer.kernels import hopper_int4
 
         if hopper_int4.serves(num_inputs, scales.shape[1] if scales.dim() == 2 else 1):
-            return hopper_int4.few_rows_product(x, numbers, scales, zeros, num_splits)
+            return hopper_int4.few_rows_product(x, numbers, scales, zeros, num_splits, is_e2m1)
     out = x.new_empty(num_splits, num_rows, num_outputs)
     if num_rows == 0:
         return out
@@ -232,13 +262,14 @@ def few_rows_product(x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor |
         ROWS=rows,
         COLUMNS=COLUMNS,
         STAGES=4,
+        E2M1=is_e2m1,
         ASM=x.is_cuda,
         num_warps=4,
     )
     return out
 
 
-def widen(numbers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+def widen(numbers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, is_e2m1: bool = False) -> Tensor:
     """Return a weight whose groups are in order in `dtype`, (num_outputs, num_inputs)."""
     num_outputs, num_inputs = numbers.shape[0], numbers.shape[1] * 8
     words_of_block = numbers.shape[1] & -numbers.shape[1] if numbers.shape[1] % WORDS.value else WORDS.value
@@ -254,6 +285,7 @@ def widen(numbers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dt
         words_of_block=words_of_block,
         WORDS=words_of_block,
         COLUMNS=WIDE_COLUMNS,
+        E2M1=is_e2m1,
         num_warps=4,
     )
     return out

@@ -53,7 +53,7 @@ def _tile_product(
         lines = expert.to(tl.int64) * num_rows + weight_rows
         blocks = (0, depth // 128)
         return int4_tile_product(
-            x_ptr, weight, x_rows, is_pair, lines, is_row, x_row_stride, blocks, depth, num_groups, STAGES, ASM
+            x_ptr, weight, x_rows, is_pair, lines, is_row, x_row_stride, blocks, depth, num_groups, STAGES, False, ASM
         )
     else:
         return _wide_tile_product(

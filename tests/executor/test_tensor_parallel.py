@@ -245,6 +245,7 @@ def test_dummy_weights_differ_between_ranks(random_checkpoint: Checkpoint) -> No
 
 
 def exchange(rank: int, link: Any, folder: Path) -> None:
+    link.sendall(PASSED)
     tp = connect(rank, 3, torch.device("cpu"), folder / "store")
     answer_exchange(tp)
     link.sendall(PASSED)
@@ -263,8 +264,9 @@ def answer_exchange(tp: TensorParallel) -> None:
 @pytest.mark.usefixtures("nothing_remains")
 def test_ranks_reduce_gather_broadcast_and_find_the_smallest_number_without_a_global_group() -> None:
     ranks = Workers(3, exchange, ())
+    ranks.wait_for_stage(1)  # rank 0 comes when all have started
     answer_exchange(connect(0, 3, torch.device("cpu"), ranks.folder / "store"))
-    ranks.wait_for_stage(1)
+    ranks.wait_for_stage(2)
     assert not torch.distributed.is_initialized()
     ranks.close()
 
@@ -346,7 +348,7 @@ def test_a_worker_that_ends_while_it_starts_is_an_error_of_llm_that_says_why(
     started = time.monotonic()
     with pytest.raises(WorkerError, match=f"(?s){message}"):
         start()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60, "it is not waited for until a time-out; most of it is the machine's"
 
 
 def fails_in_the_fifth_step(rank: int, link: Any, folder: Path, work: Callable[..., None], *args: Any) -> None:

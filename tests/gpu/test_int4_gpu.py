@@ -51,6 +51,21 @@ def test_a_product_of_few_rows_is_that_of_the_numbers(
         assert torch.equal(sums, few_rows_product(x, *weight[:3], num_parts)), "equal steps give equal bits"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_values_of_e2m1_are_multiplied_exactly(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(1000, 640, 32, False)._replace(is_e2m1=True)
+    wide = dequantize(weight)
+    assert torch.equal(widen(*weight[:3], dtype, is_e2m1=True), wide.to(dtype))
+    for num_rows in (1, 20, 64, *((100, 300) if has_hopper_kernels(torch.device("cuda", 0)) else ())):
+        x = torch.randn(num_rows, 640, device="cuda").to(dtype)
+        sums = few_rows_product(x, *weight[:3], 2, is_e2m1=True)
+        expected = x.float() @ (wide if num_rows <= 64 else wide.to(dtype).float()).T
+        eps = torch.finfo(dtype).eps
+        error = (sums.float().sum(0) - expected).abs()
+        assert (error <= 4 * eps * (expected.abs() + expected.square().mean().sqrt())).all()
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 100, 400])
 @pytest.mark.parametrize(("group_size", "has_zeros"), [(128, False), (32, True), (None, True)])
 def test_experts_in_4_bits_equal_their_twin(group_size: int | None, has_zeros: bool, num_tokens: int) -> None:

@@ -112,3 +112,13 @@ def test_experts_in_4_bits_equal_their_twin(num_tokens: int, group_size: int | N
     )
     wide = (dequantize(each).half() for each in both)
     torch.testing.assert_close(actual, moe.expert_mlp(x, *wide, ids, weights), rtol=1e-2, atol=1e-2)
+
+
+@loops_are_interpreted
+def test_values_of_e2m1_equal_their_twin() -> None:
+    weight = random_weight(48, 256, 32, False)._replace(is_e2m1=True)
+    wide = kernels.widen(*weight[:3], torch.float16, is_e2m1=True)
+    assert torch.equal(wide, dequantize(weight).half())
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).half()
+    sums = kernels.few_rows_product(x, *weight[:3], 2, is_e2m1=True)
+    torch.testing.assert_close(sums.float().sum(0), x.float() @ dequantize(weight).T, rtol=2e-3, atol=1e-2)

@@ -5,6 +5,8 @@
   they should be. With desc_act, `g_idx` says which group each input belongs to.
 - compressed-tensors ("pack-quantized") packs eight inputs in a row, too: (num_outputs, num_inputs / 8). Its numbers are
   signed, from -8 to 7, with 8 added.
+- MXFP4 packs two values of e2m1 in a byte, the first in the low bits: (..., num_groups, 16) for groups of 32 inputs,
+  with a power of two as their scale, whose exponent has 127 added (e8m0; 255 is NaN).
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.errors import ModelError
-from nanoinfer.quantization.int4.numbers import PACKED, unpack
+from nanoinfer.quantization.int4.numbers import PACKED, PackedWeight, block_size, pack, unpack
 
 Format = Literal["awq", "gptq", "gptq_v2", "compressed-tensors"]
 Reader = Callable[[Tensor], Tensor]
@@ -49,6 +51,22 @@ def readers(checkpoint_format: Format) -> Mapping[str, tuple[str, Reader] | None
         "scales": (SCALES, lambda x: _scales(x).T),
         "g_idx": (GROUPS, _integers),
     }
+
+
+def read_mxfp4(blocks: Tensor, scales: Tensor) -> PackedWeight:
+    """Return a weight of MXFP4. blocks: (..., num_outputs, num_groups, 16) uint8; scales: (..., num_groups) uint8.
+
+    Raises ModelError for tensors of other kinds or shapes.
+    """
+    is_pair = blocks.dtype == scales.dtype == torch.uint8 and blocks.shape[:-1] == scales.shape
+    if not is_pair or blocks.dim() < 3 or blocks.shape[-1] != 16:
+        raise ModelError(
+            f"the blocks have {blocks.dtype} and shape {tuple(blocks.shape)}, the scales {scales.dtype} and "
+            f"{tuple(scales.shape)}; MXFP4 has uint8, (..., groups, 16) and (..., groups)"
+        )
+    numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3)
+    factors = torch.exp2(scales.double() - 127).float().masked_fill(scales == 255, torch.nan)
+    return PackedWeight(pack(numbers, block_size(numbers.shape[-1])), factors, is_e2m1=True)
 
 
 def _awq_outputs(words: Tensor) -> Tensor:

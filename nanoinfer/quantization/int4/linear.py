@@ -100,7 +100,7 @@ class Int4LinearMethod(LinearMethod):
         weight = self.packed(layer)
         if weight.groups is not None:
             return dequantize(weight).to(self.dtype)
-        numbers, scales, zeros, _ = weight
+        numbers, scales, zeros = weight[:3]
         if numbers.dim() == 2:
             return widen(numbers, scales, zeros, self.dtype)
         zeros = None if zeros is None else zeros.flatten(0, 1)  # all experts' outputs are those of one weight
@@ -200,7 +200,7 @@ class Int4LinearMethod(LinearMethod):
 
     def _few_rows_product(self, layer: Any, x: Tensor, is_split: bool) -> Tensor:
         """Return partial sums. is_split: whether the next kernel adds them up; else few splits save what that takes."""
-        numbers, scales, zeros, _ = self.packed(layer)
+        numbers, scales, zeros = self.packed(layer)[:3]
         splits, (num_outputs, num_words) = 1, numbers.shape
         # In float16 a partial sum could overflow where the whole does not.
         if x.dtype == torch.bfloat16 and (is_split or len(x) <= ROWS):

@@ -3,6 +3,8 @@
 A weight is (..., num_outputs, num_inputs) numbers from 0 to 15. Inputs of an output are in groups, each with a scale
 and, in some formats, a zero point: weight = (number - zero) * scale, in float32. Without zero points the zero is 8.
 
+Instead of numbers there may be values of e2m1 (OCP Microscaling Formats 1.0), without zero points: MXFP4.
+
 Eight numbers are packed in an int32. A block of 128 inputs is 16 words: bits 4 i to 4 i + 3 of word w hold input
 16 i + w, so that the i-th number of all words meets 16 neighbouring inputs. Where 128 does not divide the number of
 inputs, blocks are smaller alike.
@@ -26,17 +28,22 @@ SHARES_OF_LARGEST = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # scales that are tr
 MAX_FITTED_ROWS = 1024  # at a time, to bound the memory that this takes
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of bits 0 to 7; with 8 added, the same below 0
+
+
 class PackedWeight(NamedTuple):
     """A weight in 4 bits.
 
     scales: float32, (..., num_outputs, num_groups), or (..., num_outputs), one for all inputs of an output. zeros: the
     same shape, uint8; None: 8. groups: (..., num_inputs) int32, the group of each input; None: they are in order.
+    is_e2m1: whether the numbers are bits of e2m1; then there are no zero points.
     """
 
     numbers: Tensor  # (..., num_outputs, num_inputs / 8) int32
     scales: Tensor
     zeros: Tensor | None = None
     groups: Tensor | None = None
+    is_e2m1: bool = False
 
 
 def block_size(num_inputs: int) -> int:
@@ -62,7 +69,11 @@ def unpack(words: Tensor, block: int) -> Tensor:
 
 def dequantize(weight: PackedWeight) -> Tensor:
     """Return a weight in float32."""
-    numbers = unpack(weight.numbers, block_size(weight.numbers.shape[-1] * PACKED)).float()
+    numbers = unpack(weight.numbers, block_size(weight.numbers.shape[-1] * PACKED))
+    if weight.is_e2m1:
+        values = torch.tensor((*E2M1, *(-value for value in E2M1)), device=numbers.device)[numbers.int()]
+        return values * _of_inputs(weight.scales, values, weight.groups)
+    numbers = numbers.float()
     scales = _of_inputs(weight.scales, numbers, weight.groups)
     if weight.zeros is None:
         return (numbers - ZERO) * scales
@@ -70,18 +81,20 @@ def dequantize(weight: PackedWeight) -> Tensor:
 
 
 @triton_on_cuda(lambda: kernels.int4_product.widen)
-def widen(numbers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+def widen(numbers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, is_e2m1: bool = False) -> Tensor:
     """Return a weight whose groups are in order in `dtype`, (num_outputs, num_inputs)."""
-    return dequantize(PackedWeight(numbers, scales, zeros)).to(dtype)
+    return dequantize(PackedWeight(numbers, scales, zeros, is_e2m1=is_e2m1)).to(dtype)
 
 
 @triton_on_cuda(lambda: kernels.int4_product.few_rows_product)
-def few_rows_product(x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor | None, num_splits: int) -> Tensor:
+def few_rows_product(
+    x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor | None, num_splits: int, is_e2m1: bool = False
+) -> Tensor:
     """Return x W^T as partial sums, (num_splits, num_rows, num_outputs), each over a part of the blocks.
 
     x: (num_rows, num_inputs), rows contiguous. The weight's groups are in order, and its blocks whole.
     """
-    weight = dequantize(PackedWeight(numbers, scales, zeros)).to(x.dtype)
+    weight = dequantize(PackedWeight(numbers, scales, zeros, is_e2m1=is_e2m1)).to(x.dtype)
     num_blocks = x.shape[1] // BLOCK
     part = -(-num_blocks // num_splits) * BLOCK
     parts = [slice(start, start + part) for start in range(0, num_splits * part, part)]
