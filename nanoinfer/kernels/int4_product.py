@@ -4,7 +4,7 @@ A product of few rows is bound by reading the weight, so its 4 bits are read, an
 kernel of its own (`hopper_int4.py`).
 
 - Of a block of 128 inputs each word holds eight that lie 16 apart. So the i-th numbers of 16 words are a tile for the
-  tensor cores, and nothing moves between threads.
+  tensor cores, and nothing moves between threads: the tiles of a group are joined in registers.
 - A number becomes 16 bits without a conversion: its bits, below those of a power of two, are that power plus the
   number (as in Marlin, Frantar et al. 2024); two at a time, see `int4_format.py`. Less the zero point, it is exact.
 - Each group is summed by itself and then multiplied by its scale, in float32.
@@ -103,6 +103,37 @@ def _load_scales(scales_ptr, zeros_ptr, places, mask):
 
 
 @triton.jit
+def _joined(a, b):
+    """Join two tensors of inputs, (size, COLUMNS) each, one behind the other."""
+    both = tl.permute(tl.join(a, b), (2, 0, 1))
+    return tl.reshape(both, (2 * a.shape[0], a.shape[1]))
+
+
+@triton.jit
+def _quarter(numbers, first: tl.constexpr, offsets, E2M1: tl.constexpr, ASM: tl.constexpr):
+    """Return 32 inputs of a block, (32, COLUMNS)."""
+    values = _values(numbers[first], offsets, E2M1, ASM)
+    return _joined(values, _values(numbers[first + 1], offsets, E2M1, ASM))
+
+
+@triton.jit
+def _half(numbers, first: tl.constexpr, offsets, E2M1: tl.constexpr, ASM: tl.constexpr):
+    quarter = _quarter(numbers, first, offsets, E2M1, ASM)
+    return _joined(quarter, _quarter(numbers, first + 2, offsets, E2M1, ASM))
+
+
+@triton.jit
+def _part(numbers, index: tl.constexpr, PART: tl.constexpr, offsets, E2M1: tl.constexpr, ASM: tl.constexpr):
+    """Return one part of a block, (PART, COLUMNS)."""
+    if PART == 32:
+        return _quarter(numbers, 2 * index, offsets, E2M1, ASM)
+    elif PART == 64:
+        return _half(numbers, 4 * index, offsets, E2M1, ASM)
+    else:
+        return _joined(_half(numbers, 0, offsets, E2M1, ASM), _half(numbers, 4, offsets, E2M1, ASM))
+
+
+@triton.jit
 def int4_tile_product(
     x_ptr,
     weight,  # pointers to words, scales and zero points (None: all are 8)
@@ -124,23 +155,21 @@ def int4_tile_product(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     group_size: tl.constexpr = num_inputs // num_groups
     above: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+    part_size: tl.constexpr = 128 if group_size % 128 == 0 else group_size  # of a block, with one scale: 32, 64 or all
     word = tl.arange(0, WORDS)
     words_ptrs = words_ptr + lines[None, :] * (num_inputs // 8) + word[:, None]
-    x_ptrs = x_ptr + x_rows.to(tl.int64)[:, None] * x_row_stride + word[None, :]
+    x_ptrs = x_ptr + x_rows.to(tl.int64)[:, None] * x_row_stride + tl.arange(0, part_size)[None, :]
     acc = tl.zeros((x_rows.shape[0], lines.shape[0]), tl.float32)
     for block in tl.range(first, end, num_stages=STAGES):
         words = tl.load(words_ptrs + block * WORDS, mask=is_line[None, :], other=0)
         numbers = _numbers(words, dtype, E2M1, ASM)
-        for index in tl.static_range(8):
-            if index == 0 or index * WORDS % group_size == 0:
-                group = (block * BLOCK + index * WORDS) // group_size
-                scales, zeros = _load_scales(scales_ptr, zeros_ptr, lines * num_groups + group, is_line)
-                offsets = (zeros + above).to(dtype)
-                part = tl.zeros((x_rows.shape[0], lines.shape[0]), tl.float32)
-            x = tl.load(x_ptrs + block * BLOCK + index * WORDS, mask=is_row[:, None], other=0.0)
-            part = tl.dot(x, _values(numbers[index], offsets, E2M1, ASM), part)
-            if index == 7 or (index + 1) * WORDS % group_size == 0:
-                acc += part * scales[None, :]
+        for index in tl.static_range(128 // part_size):
+            start = block * BLOCK + index * part_size
+            groups = lines * num_groups + start // group_size
+            scales, zeros = _load_scales(scales_ptr, zeros_ptr, groups, is_line)
+            x = tl.load(x_ptrs + start, mask=is_row[:, None], other=0.0)
+            part = _part(numbers, index, part_size, (zeros + above).to(dtype), E2M1, ASM)
+            acc += tl.dot(x, part) * scales[None, :]
     return acc
 
 
