@@ -314,7 +314,8 @@ def _expert_mlp(
     plan = plan_tiles(expert_ids, num_experts, rows)
     num_slots = len(plan.tile_experts)
     options = {"ASM": hidden.is_cuda, **overlap_options(hidden.device)}
-    tiling = choose_tiling(rows, num_slots, 2 * inner_size, hidden.dtype, hidden.device)
+    choose = choose_tiling if gate_up.scales is None else _choose_int4_tiling
+    tiling = choose(rows, num_slots, 2 * inner_size, hidden.dtype, hidden.device)
     _gate_up_kernel[(-(-(2 * inner_size) // tiling.columns), num_slots)](
         hidden,
         *gate_up,
@@ -334,7 +335,7 @@ def _expert_mlp(
         num_warps=tiling.warps,
         **options,
     )
-    tiling = choose_tiling(rows, num_slots, hidden_size, hidden.dtype, hidden.device)
+    tiling = choose(rows, num_slots, hidden_size, hidden.dtype, hidden.device)
     _down_kernel[(-(-hidden_size // tiling.columns), num_slots)](
         gated,
         *down,
@@ -379,3 +380,12 @@ def choose_tiling(rows: int, num_tiles: int, num_columns: int, dtype: torch.dtyp
     if num_tiles * -(-num_columns // 64) < num_multiprocessors(device):
         return Tiling(rows, 32, 128, 6, 4)  # few programs, which together ask for enough bytes at a time
     return Tiling(rows, 64, 128, 4, 4)
+
+
+def _choose_int4_tiling(
+    rows: int, num_tiles: int, num_columns: int, _dtype: torch.dtype, device: torch.device
+) -> Tiling:
+    """Return the same for weights in 4 bits. Blocks of 128 inputs are read at a time."""
+    if num_tiles * -(-num_columns // 64) < 2 * num_multiprocessors(device):
+        return Tiling(rows, 32, 128, 6, 4)
+    return Tiling(rows, 128, 128, 3, 4)
