@@ -20,11 +20,10 @@ import transformers
 from torch import Tensor
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
-from nanoinfer.models import REGISTRY
 from nanoinfer.quantization import selection
 from nanoinfer.quantization.fp8 import dequantize_weight, fit_weight
 from nanoinfer.quantization.int4 import numbers as int4
-from tests.models.test_architectures import draw_options, save_random_model
+from tests.models.test_architectures import ARCHITECTURES, SMALL_WEIGHTS, draw_options, save_random_model
 
 
 class Sizes(NamedTuple):
@@ -107,7 +106,7 @@ class Combination:
 def draw(seed: int, device: str) -> Combination:
     """Draw the combination of a seed. device: "cpu" or "cuda"."""
     rng, sizes = random.Random(seed), SIZES[device]
-    architecture = rng.choice(sorted(REGISTRY))
+    architecture = rng.choice(ARCHITECTURES)
     model = _draw_model(rng, sizes, architecture, seed)
     options = _draw_engine(rng, sizes, model)
     limit = min(options["max_model_len"] or model["max_position_embeddings"], 1000 if device == "cpu" else 3500)
@@ -303,7 +302,7 @@ def _transformers_logprobs(
     model = load(folder, attn_implementation="eager", dtype=torch.float32)
     if (quantization := combination.options["quantization"]) is not None:
         for name, weight in model.model.layers.named_parameters():
-            if weight.dim() > 1 and not name.endswith((".gate.weight", "router.weight")):
+            if weight.dim() > 1 and not any(part in name for part in SMALL_WEIGHTS):
                 in_4_bits = quantization == "int4"
                 weight.copy_(_in_4_bits(weight) if in_4_bits else dequantize_weight(*fit_weight(weight)))
     model = model.to(device=device, dtype=dtype).eval()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanoinfer.checkpoint.hub import read_json
+from nanoinfer.checkpoint.hybrid_config import LinearAttentionConfig, read_linear_attention, text_part
 from nanoinfer.checkpoint.other_models import explain_architecture, explain_folder
 from nanoinfer.checkpoint.overrides import read_overridden
 from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, Fp8Config, read_quantization
@@ -40,8 +41,8 @@ class Architecture(Protocol):
 
     config_defaults: Mapping[str, Any]  # what config.json may leave out, by the values that transformers then takes
     # The fields that count for this architecture though not for all: sliding_window, use_sliding_window,
-    # max_window_layers, sliding_window_pattern, partial_rotary_factor, query_pre_attn_scalar, rope_local_base_freq, and
-    # num_experts with all that belongs to it.
+    # max_window_layers, sliding_window_pattern, partial_rotary_factor, query_pre_attn_scalar, rope_local_base_freq,
+    # shared_expert_intermediate_size, and num_experts and linear_num_key_heads with all that belongs to them.
     special_fields: Set[str]
     packed_modules_mapping: Mapping[str, tuple[str, str]]  # a checkpoint's name -> our packed module, and its shard
     renamed_modules: Mapping[str, str]  # a checkpoint's name -> ours
@@ -52,7 +53,8 @@ class MoEConfig:
     """Describes the mixture-of-experts MLPs of a model.
 
     norm_topk_prob: whether the weights of a token's experts are made to sum to 1. has_experts: whether a layer has
-    experts, by layer; the others have a dense MLP.
+    experts, by layer; the others have a dense MLP. shared_size: the inner size of the expert that computes all tokens;
+    None: there is none.
     """
 
     num_experts: int
@@ -60,6 +62,7 @@ class MoEConfig:
     intermediate_size: int  # of an expert
     norm_topk_prob: bool
     has_experts: tuple[bool, ...]
+    shared_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class ModelConfig:
     attention_scale: float  # the factor of the scores
     windows: tuple[int | None, ...]  # how many tokens each token attends to, by layer; None for all before it
     moe: MoEConfig | None = None
+    linear_attention: LinearAttentionConfig | None = None  # None: all layers attend to tokens
     quantization: QuantizationConfig | None = None  # None: all weights have 16 bits, or 32
 
     @classmethod
@@ -128,6 +132,8 @@ class ModelConfig:
         architecture = str(architectures[0])
         if architecture not in supported:
             raise ModelError(explain_architecture(raw, architecture, supported))
+        if "linear_num_key_heads" in supported[architecture].special_fields:
+            raw = text_part(raw)
         for name, without in UNSUPPORTED_UNLESS.items():
             value = raw.get(name, without)
             if value not in (without, None):
@@ -156,6 +162,7 @@ class ModelConfig:
             attention_scale=_read_attention_scale(raw, special, values["head_dim"]),
             windows=_read_windows(raw, special, values["num_hidden_layers"]),
             moe=_read_moe(raw, special, values["num_hidden_layers"]) if "num_experts" in special else None,
+            linear_attention=_read_linear_attention(raw, special, values["num_hidden_layers"]),
             quantization=read_quantization(
                 raw.get("quantization_config"),
                 quantization,
@@ -188,6 +195,15 @@ class ModelConfig:
             return int(original * factor)
         return self.max_position_embeddings
 
+    @property
+    def num_attention_layers(self) -> int:
+        """Return how many layers keep keys and values."""
+        return self.num_hidden_layers - (self.linear_attention.num_layers if self.linear_attention else 0)
+
+    def is_linear(self, index: int) -> bool:
+        """Return whether a layer has linear attention."""
+        return self.linear_attention is not None and self.linear_attention.is_linear[index]
+
     def windows_within(self, max_positions: int) -> tuple[int | None, ...]:
         """Return the windows of the layers; one that no sequence of so many positions outgrows is none."""
         return tuple(window if window and window < max_positions else None for window in self.windows)
@@ -208,6 +224,8 @@ class ModelConfig:
     def check_tensor_parallel_size(self, size: int) -> None:
         """Raise ConfigError where heads or MLP cannot be split over `size` ranks, with the sizes that would do."""
         heads, kv_heads, mlps = self.num_attention_heads, self.num_key_value_heads, self._mlps
+        if self.linear_attention is not None:
+            mlps["linear_num_key_heads"] = self.linear_attention.num_key_heads
 
         def fits(n: int) -> bool:  # ranks may share a KV head
             fit = all(mlp % n == 0 for mlp in mlps.values())
@@ -230,6 +248,8 @@ class ModelConfig:
             mlps["intermediate_size"] = self.intermediate_size
         if self.moe is not None:
             mlps["moe_intermediate_size"] = self.moe.intermediate_size
+            if self.moe.shared_size is not None:
+                mlps["shared_expert_intermediate_size"] = self.moe.shared_size
         return mlps
 
     def _cut_blocks(self, size: int) -> str | None:
@@ -241,6 +261,9 @@ class ModelConfig:
         kv_heads = max(1, self.num_key_value_heads // size)
         shares = {"the query heads": self.num_attention_heads // size * self.head_dim}
         shares |= {name: mlp // size for name, mlp in self._mlps.items()}
+        if self.linear_attention is not None:
+            shares["the linear key heads"] = self.linear_attention.key_size // size
+            shares["the linear value heads"] = self.linear_attention.value_size // size
         multiple = self.quantization.shard_multiple if size > 1 else 1  # a whole row may end in a smaller group
         if isinstance(self.quantization, Fp8Config) and self.quantization.weights == "block":
             multiple = BLOCK_SIZE
@@ -313,7 +336,19 @@ def _read_moe(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: in
         intermediate_size=_number(raw, "moe_intermediate_size", int, raw.get("intermediate_size")),
         norm_topk_prob=_flag(raw, "norm_topk_prob", False),
         has_experts=tuple(index not in dense and (index + 1) % step == 0 for index in range(num_layers)),
+        shared_size=_number(raw, shared, int) if (shared := "shared_expert_intermediate_size") in special else None,
     )
+
+
+def _read_linear_attention(
+    raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int
+) -> LinearAttentionConfig | None:
+    """Read the sizes of linear attention, and which layers have it."""
+    if "linear_num_key_heads" not in special:
+        return None
+    names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    sizes = {name: _number(raw, name, int) for name in (*names, "linear_conv_kernel_dim", "full_attention_interval")}
+    return read_linear_attention(raw, sizes, num_layers)
 
 
 def _read_rotary_dim(raw: Mapping[str, Any], special: Mapping[str, Any], head_dim: int) -> int:

@@ -26,8 +26,9 @@ class ModelWeights:
     """Knows where each tensor of a checkpoint goes.
 
     model: an nn.Module. `model.locate(name)` says which parameter, or shard of one, a tensor fills;
-    `model.ignored_weights` lists tensors to skip. A module with a `weight_loader(param, tensor[, shard])` places its
-    own share; its `check_weight`, with the same arguments, raises ModelError for a tensor that does not fit.
+    `model.ignored_weights` lists tensors to skip, and `model.unused_prefixes` how the names of others begin. A module
+    with a `weight_loader(param, tensor[, shard])` places its own share; its `check_weight`, with the same arguments,
+    raises ModelError for a tensor that does not fit.
     missing: the places that are still to be filled, in the model's order.
     """
 
@@ -51,7 +52,8 @@ class ModelWeights:
 
     def is_needed(self, name: str) -> bool:
         """Return whether a checkpoint's tensor fills anything; its name may still be unknown."""
-        return name not in self._model.ignored_weights and not NOT_NEEDED.search(name)
+        is_unused = name in self._model.ignored_weights or name.startswith(self._model.unused_prefixes)
+        return not is_unused and not NOT_NEEDED.search(name)
 
     def split(self, name: str, tensor: Tensor) -> dict[Place, Tensor]:
         """Return where a tensor goes, in parts if the checkpoint holds it packed. The places may not exist.

@@ -40,6 +40,7 @@ class Runner(Protocol):
     closed: bool
     max_model_len: int  # tokens of the longest sequence
     num_blocks: int  # of the KV cache
+    max_num_seqs: int  # rows: as many as were asked for, or fewer where the memory for their states is short
     max_group_rows: int  # the most decode rows that attention can read a shared prefix for at once; 0 where it cannot
     computes_beside_host: bool  # whether a launched step is computed while the host goes on; on a CPU it is not
 

@@ -64,7 +64,7 @@ class LLMEngine:
         self.block_manager = BlockManager(runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             self.block_manager,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=runner.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=runner.max_model_len,
             stop_token_ids=stop_token_ids,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nanoinfer.kernels import fp8_product as fp8_product
     from nanoinfer.kernels import fp8_rows as fp8_rows
     from nanoinfer.kernels import gated_activation as gated_activation
+    from nanoinfer.kernels import gated_delta_step as gated_delta_step
     from nanoinfer.kernels import gumbel_max as gumbel_max
     from nanoinfer.kernels import hopper_int4 as hopper_int4
     from nanoinfer.kernels import int4_product as int4_product

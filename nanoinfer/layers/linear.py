@@ -20,10 +20,12 @@ from nanoinfer.quantization.linear_method import FEW_OUTPUTS, PER_OUTPUT, WEIGHT
 class ShardedLinear(nn.Module):
     """What the linear layers have in common.
 
-    is_row_parallel: whether the ranks split the inputs, and not the outputs.
+    is_row_parallel: whether the ranks split the inputs, and not the outputs. rounds_at_load: whether a checkpoint in 16
+    bits has its weight rounded to fewer, if the user asks for that.
     """
 
     is_row_parallel = False
+    rounds_at_load = True
     weight: nn.Parameter
 
     def __init__(self, num_outputs: int, num_inputs: int, bias: bool) -> None:
@@ -86,9 +88,13 @@ class ColumnParallelLinear(ShardedLinear):
         for place, part in self.quant_method.prepare(self, param, full, shard):
             spec = ParamSpec.of(place)
             assert spec.output_dim is not None, "what has no outputs is not packed"
-            share = self.splits[shard].shard(part, spec.output_dim)
+            share = self.share_of(part, shard, spec.output_dim)
             offset = sum(map(spec.num_entries, before))
             place.narrow(spec.output_dim, offset, share.shape[spec.output_dim]).copy_(share)
+
+    def share_of(self, full: Tensor, shard: str, dim: int) -> Tensor:
+        """Return this rank's part of a shard, in the order in which the layer holds it. dim: that of the outputs."""
+        return self.splits[shard].shard(full, dim)
 
     def forward(self, x: Activations) -> Tensor:
         return self.quant_method.apply(self, x, self.bias)
@@ -105,15 +111,32 @@ class QKVParallelLinear(ColumnParallelLinear):
     """Computes the query, key and value projections in one product, split by heads; ranks may share a KV head.
 
     Where there are few heads, as on a rank of several, split-K pays here, too.
+    has_gates: whether each query head has a gate, which checkpoints hold behind it. Here all gates come first.
     """
 
     def __init__(
-        self, input_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, tp: TensorParallel
+        self,
+        input_size: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        bias: bool,
+        tp: TensorParallel,
+        has_gates: bool = False,
     ) -> None:
         kv_split = tp.split_of_kv_heads(num_kv_heads)
         kv_size = num_kv_heads * head_dim
-        sizes = {"q": num_heads * head_dim, "k": kv_size, "v": kv_size}
+        sizes = {"q": (1 + has_gates) * num_heads * head_dim, "k": kv_size, "v": kv_size}
         super().__init__(input_size, sizes, bias=bias, tp=tp, splits={"k": kv_split, "v": kv_split})
+        self.has_gates = has_gates
+        self.num_heads = tp.shard_size(num_heads, "query heads")
+
+    def share_of(self, full: Tensor, shard: str, dim: int) -> Tensor:
+        share = super().share_of(full, shard, dim)
+        if shard != "q" or not self.has_gates:
+            return share
+        # (..., num_heads, [query, gate], head_dim) -> (..., [gate, query], num_heads, head_dim)
+        return share.unflatten(dim, (self.num_heads, 2, -1)).flip(dim + 1).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
     def forward(self, x: Activations) -> Tensor:
         """(num_tokens, input_size) -> (num_tokens, num_outputs), or (num_splits, ...), partial sums of it.
@@ -194,3 +217,11 @@ def sum_buffers(tp: TensorParallel, num_tokens: int) -> SymmetricBuffers | None:
     if tp.memory is None or num_tokens > tp.memory.max_tokens:
         return None
     return tp.memory.next_buffers(num_tokens)
+
+
+def wide_rows(hidden: Activations) -> Tensor:
+    """Return rows in the dtype of the model."""
+    if isinstance(hidden, Tensor):
+        return hidden
+    assert hidden.wide is not None, "inputs of a product in the dtype of the model are kept in it"
+    return hidden.wide

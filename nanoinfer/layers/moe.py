@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from nanoinfer import kernels
 from nanoinfer.checkpoint.model_config import MoEConfig
+from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
-from nanoinfer.layers.linear import PartialSum, sum_buffers
+from nanoinfer.layers.activation import silu_and_mul
+from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, RowParallelLinear, sum_buffers, wide_rows
 from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod, ParamSpec
 
 # Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a
@@ -107,6 +109,7 @@ class PackedExperts(nn.Module):
     """
 
     weight: nn.Parameter
+    rounds_at_load = True
 
     def __init__(
         self, num_experts: int, parts: tuple[str, ...], full_shape: tuple[int, int], split_dim: int, tp: TensorParallel
@@ -128,6 +131,13 @@ class PackedExperts(nn.Module):
     @property
     def shards(self) -> tuple[str, ...]:
         return tuple(f"{expert}.{part}" for expert in range(len(self.weight)) for part in self.parts)
+
+    def unpack(self, full: Tensor, _param: Tensor | None) -> dict[str, Tensor]:
+        """Cut a tensor of all experts, (num_experts, parts x outputs, inputs), into shards."""
+        num_outputs, num_inputs = self.full_shape
+        check_shape(full, (len(self.weight), len(self.parts) * num_outputs, num_inputs))
+        shards = [part for expert in full for part in expert.split(num_outputs)]
+        return dict(zip(self.shards, shards, strict=True))
 
     def num_outputs(self, _shard: str) -> int:
         return self.full_shape[0]
@@ -161,7 +171,7 @@ class Experts(nn.Module):
         max_tokens = max(1, MAX_PAIRS // routing.expert_ids.shape[1])
         if len(hidden) <= max_tokens:
             return self._mlp(hidden, *routing)
-        total = torch.empty_like(_wide(hidden))
+        total = torch.empty_like(wide_rows(hidden))
         for start in range(0, len(hidden), max_tokens):
             rows = slice(start, start + max_tokens)
             torch.sum(self._mlp(hidden[rows], routing.expert_ids[rows], routing.weights[rows]), 0, out=total[rows])
@@ -173,15 +183,34 @@ class Experts(nn.Module):
         if terms is not None:
             return terms
         wide_weights = gate_up.quant_method.wide_weight(gate_up), down.quant_method.wide_weight(down)
-        return expert_mlp(_wide(hidden), *wide_weights, expert_ids, weights)
+        return expert_mlp(wide_rows(hidden), *wide_weights, expert_ids, weights)
 
 
-def _wide(hidden: Activations) -> Tensor:
-    """Return rows in the dtype of the model."""
-    if isinstance(hidden, Tensor):
-        return hidden
-    assert hidden.wide is not None, "the router's inputs are kept in the dtype of the model"
-    return hidden.wide
+class SharedExpert(nn.Module):
+    """An expert that computes all tokens, beside those that the router chooses."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, intermediate_size, bias=False, tp=tp)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=False, tp=tp)
+
+    def forward(self, hidden: Activations) -> Tensor:
+        """Return terms to be added up, (num_terms, num_tokens, hidden_size), of this rank."""
+        hidden = hidden if self.gate_up_proj.input_format is not None else wide_rows(hidden)
+        gated = silu_and_mul(self.gate_up_proj(hidden), self.down_proj.input_format)
+        return self.down_proj.quant_method.apply_split(self.down_proj, gated, None)
+
+
+class SharedExpertGate(nn.Module):
+    """Says how much of a token's shared expert counts."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, hidden_size), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(num_tokens, hidden_size) -> (num_tokens, 1)."""
+        return F.linear(hidden, self.weight).sigmoid()
 
 
 class SparseMoE(nn.Module):
@@ -196,6 +225,10 @@ class SparseMoE(nn.Module):
         self.tp = tp
         self.gate = Router(hidden_size, moe.num_experts, moe.num_experts_per_tok, moe.norm_topk_prob)
         self.experts = Experts(hidden_size, moe.intermediate_size, moe.num_experts, tp)
+        self.shared_expert: SharedExpert | None = None
+        if moe.shared_size is not None:
+            self.shared_expert = SharedExpert(hidden_size, moe.shared_size, tp)
+            self.shared_expert_gate = SharedExpertGate(hidden_size)
 
     @property
     def input_format(self) -> RowFormat | None:
@@ -209,7 +242,10 @@ class SparseMoE(nn.Module):
         row_mask: (num_tokens,) bool, False for rows without a token, such as the padding of a CUDA graph. No expert is
         read for them, and their sums are zero. None: all rows have tokens.
         """
-        terms = self.experts(hidden, self.gate(_wide(hidden), row_mask))
+        terms = self.experts(hidden, self.gate(wide_rows(hidden), row_mask))
+        if self.shared_expert is not None:
+            shared = self.shared_expert(hidden) * self.shared_expert_gate(wide_rows(hidden))
+            terms = torch.cat((terms, shared.to(terms.dtype)))
         buffers = sum_buffers(self.tp, len(hidden))
         if self.tp.size == 1 or buffers is not None:
             return PartialSum(terms, buffers)

@@ -12,7 +12,9 @@ from nanoinfer.models.mixtral import MixtralForCausalLM
 from nanoinfer.models.phi3 import Phi3ForCausalLM
 from nanoinfer.models.qwen2 import Qwen2ForCausalLM
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
+from nanoinfer.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from nanoinfer.models.qwen3_moe import Qwen3MoeForCausalLM
+from nanoinfer.models.qwen3_next import Qwen3NextForCausalLM
 
 REGISTRY: dict[str, type[DecoderForCausalLM]] = {
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
@@ -23,6 +25,11 @@ REGISTRY: dict[str, type[DecoderForCausalLM]] = {
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
+    "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
+    "Qwen3_5ForConditionalGeneration": Qwen3_5ForCausalLM,
+    "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
+    "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeForCausalLM,
 }
 
 

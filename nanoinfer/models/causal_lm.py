@@ -26,6 +26,8 @@ class DecoderForCausalLM(nn.Module):
     spec: ClassVar[DecoderSpec] = DecoderSpec()
     config_defaults: ClassVar[Mapping[str, Any]] = {}
     special_fields: ClassVar[Set[str]] = frozenset()
+    # How the names of tensors begin that are not needed, such as those of a vision model.
+    unused_prefixes: ClassVar[tuple[str, ...]] = ()
     # Name of a module in the checkpoint -> ours, where they differ.
     renamed_modules: ClassVar[Mapping[str, str]] = {}
     # Name in the checkpoint -> (our packed module, the shard of it that the weight fills).

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.model_config import ModelConfig
@@ -25,6 +26,7 @@ from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVP
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.linear_attention import DecoderLinearAttention
 from nanoinfer.quantization.linear_method import ProductKind
 from nanoinfer.quantization.selection import with_quantization
 
@@ -37,6 +39,8 @@ class DecoderSpec:
     the output product too.
     qk_norm: whether each head of the queries and keys is normalised before its rotation.
     norms_sums: whether what attention and MLP add to the residual stream is normalised before it is added.
+    has_gates: whether attention's output is multiplied by the sigmoid of gates, which q_proj computes too.
+    interleaves_linear: whether checkpoints interleave the weights of linear attention by key heads.
     norm, embedding, activation: the classes of all norms and of the embedding, and the function between the two
     products of a dense MLP.
     """
@@ -44,6 +48,8 @@ class DecoderSpec:
     qkv_bias: bool = False
     qk_norm: bool = False
     norms_sums: bool = False
+    has_gates: bool = False
+    interleaves_linear: bool = False
     norm: type[RMSNorm] = RMSNorm
     embedding: type[VocabParallelEmbedding] = VocabParallelEmbedding
     activation: Callable[[Tensor, RowFormat | None], Activations] = silu_and_mul
@@ -54,14 +60,16 @@ class LayerTraits:
     """What a layer declares of itself, for `execution.py` to choose how steps go through it.
 
     products: how it multiplies by its weights. is_common: whether it is a norm, attention, a norm and SwiGLU alone.
+    has_plain_attention: whether all between its two norms is a product, attention and a product.
     """
 
     products: frozenset[ProductKind]
     is_common: bool
+    has_plain_attention: bool
 
 
 class DecoderAttention(nn.Module):
-    """Attention and the products before and after it. index: of the layer, whose part of the step's memory it takes."""
+    """Attention and the products before and after it. index: which part of the step's memory it takes."""
 
     def __init__(
         self,
@@ -77,7 +85,8 @@ class DecoderAttention(nn.Module):
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         qkv_bias = spec.qkv_bias or config.attention_bias
         self.index = index
-        self.qkv_proj = QKVParallelLinear(config.hidden_size, head_dim, num_heads, num_kv_heads, bias=qkv_bias, tp=tp)
+        heads = head_dim, num_heads, num_kv_heads
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, *heads, bias=qkv_bias, tp=tp, has_gates=spec.has_gates)
         self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, bias=config.attention_bias, tp=tp)
         self.q_norm = spec.norm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = spec.norm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
@@ -88,10 +97,20 @@ class DecoderAttention(nn.Module):
             scale=config.attention_scale,
             window=window,
         )
+        self.heads_size = attention.num_heads * head_dim
         self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(attention))
 
+    @property
+    def input_format(self) -> RowFormat | None:
+        return self.qkv_proj.input_format
+
     def forward(self, hidden: Activations, step: ForwardStep) -> PartialSum:
-        return self.o_proj(self.attend(self.qkv_proj(hidden), step))
+        qkv = self.qkv_proj(hidden)
+        if not self.qkv_proj.has_gates:
+            return self.o_proj(self.attend(qkv, step))
+        gates, qkv = qkv[..., : self.heads_size], qkv[..., self.heads_size :]
+        gates = (gates.sum(0, dtype=torch.float32).to(gates.dtype) if gates.dim() == 3 else gates).sigmoid()
+        return self.o_proj(self.attend(qkv, step) * gates)
 
     def attend(self, qkv: Tensor, step: ForwardStep) -> Tensor:
         """Return the heads' outputs, (num_tokens, o_proj's input size). qkv: what qkv_proj returns."""
@@ -127,7 +146,9 @@ class LayerNorms(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """One layer. Each norm adds to the residual stream what came before, then normalises. Only attention mixes tokens.
+    """One layer. Each norm adds to the residual stream what came before, then normalises. Only the mixer mixes tokens.
+
+    That is attention, or linear attention.
 
     window: how many tokens each token attends to, or None for all.
     """
@@ -146,7 +167,12 @@ class DecoderLayer(nn.Module):
         self.spec = spec
         moe = config.moe if config.moe is not None and config.moe.has_experts[index] else None
         self.has_experts = moe is not None
-        self.self_attn = DecoderAttention(config, spec, index, window, rotary_emb, backends, tp)
+        place = sum(config.is_linear(other) == config.is_linear(index) for other in range(index))  # among its kind
+        self.is_linear = config.is_linear(index)
+        if self.is_linear:
+            self.linear_attn = DecoderLinearAttention(config, place, spec.interleaves_linear, tp)
+        else:
+            self.self_attn = DecoderAttention(config, spec, place, window, rotary_emb, backends, tp)
         self.mlp = DecoderMLP(config, spec, tp) if moe is None else SparseMoE(config.hidden_size, moe, tp)
         norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = norm()
@@ -158,12 +184,17 @@ class DecoderLayer(nn.Module):
                 self.post_attention_layernorm, self.pre_feedforward_layernorm, self.post_feedforward_layernorm
             )
 
+    @property
+    def mixer(self) -> DecoderAttention | DecoderLinearAttention:
+        return self.linear_attn if self.is_linear else self.self_attn
+
     @cached_property
     def traits(self) -> LayerTraits:
         methods = (getattr(part, "quant_method", None) for part in self.modules())
         products = frozenset(method.kind for method in methods if method is not None)
+        has_plain_attention = not self.is_linear and not self.spec.has_gates
         is_common = self.spec.activation is silu_and_mul and not self.spec.norms_sums and not self.has_experts
-        return LayerTraits(products, is_common)
+        return LayerTraits(products, is_common and has_plain_attention, has_plain_attention)
 
     def forward(
         self, hidden: PartialSum | None, residual: Tensor, step: ForwardStep
@@ -173,8 +204,8 @@ class DecoderLayer(nn.Module):
         hidden: what the layer before adds; None for nothing. residual: (num_tokens, hidden_size).
         """
         norm_of_attention, norm_before_mlp, norm_of_mlp = self.norms
-        normed, residual = self.input_layernorm(hidden, residual, self.self_attn.qkv_proj.input_format)
-        hidden = self.self_attn(normed, step)
+        normed, residual = self.input_layernorm(hidden, residual, self.mixer.input_format)
+        hidden = self.mixer(normed, step)
         if norm_of_attention is not None:
             hidden = norm_of_attention.of_sum(hidden)
         normed, residual = norm_before_mlp(hidden, residual, self.mlp.input_format)

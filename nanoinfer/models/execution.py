@@ -78,14 +78,15 @@ def suits_slices(decoder: Decoder, num_tokens: int) -> bool:
     """Return whether a prefill step is to have slices.
 
     Not over NCCL, which slows the products down as much as it would save. Not with weights that are widened for each
-    product: each slice would widen them again.
+    product: each slice would widen them again. Only plain attention is known between two slices.
     """
     tp, is_cpu = decoder.tp, decoder.embed_tokens.weight.device.type == "cpu"
     if num_tokens <= SLICE_TOKENS or tp.size == 1 or not (tp.copy_engines or is_cpu):
         return False
     if tp.memory is not None and tp.memory.max_tokens >= SLICE_TOKENS // 2:
         return False  # a slice might be so small that the kernel of its norm does the all-reduce
-    return not any(ProductKind.WIDENED in layer.traits.products for layer in decoder.layers)
+    traits = [layer.traits for layer in decoder.layers]
+    return all(one.has_plain_attention and ProductKind.WIDENED not in one.products for one in traits)
 
 
 def sizes_to_measure(max_step_tokens: int, tp: TensorParallel) -> list[int]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from nanoinfer.layers.attention.metadata import KVCache, Metadata
+from nanoinfer.layers.linear_attention.states import RecurrentStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,8 +13,7 @@ class ForwardStep:
     """Says what a forward pass computes, and where layers find what they remember of earlier tokens.
 
     Where a CUDA graph is captured, the step is made inside the capture, from tables that stay where they are. What else
-    layers come to need of a step, such as the row of each token, gets a field here; what else they come to remember,
-    such as recurrent states, belongs to `memory`, of which each layer takes its own part.
+    layers come to need of a step gets a field here. Of what is remembered, each layer takes its own part.
     """
 
     token_ids: Tensor  # (num_tokens,) int32
@@ -21,6 +21,8 @@ class ForwardStep:
     memory: KVCache
     attention: Metadata  # of a prefill step or of a decode step: lengths, slots, block tables
     outputs: Tensor | None = None  # (num_outputs,) int64: the tokens whose hidden states become logits; None for all
+    states: RecurrentStates | None = None  # of layers with linear attention; None where there are none
+    rows: Tensor | None = None  # (num_chunks,) or (num_rows,) int32: whose states they are; None where there are none
     row_mask: Tensor | None = None  # (num_tokens,) bool, False where a row is padding; None where no layer asks
 
     def with_row_mask(self) -> "ForwardStep":

@@ -25,7 +25,7 @@ def with_quantization(layers: Iterable[nn.Module], config: QuantizationConfig | 
         for name, module in layer.named_modules():
             if config is None or not hasattr(module, "quant_method"):
                 continue
-            if not config.covers(f"model.layers.{index}.{name}"):
+            if not (config.in_checkpoint or module.rounds_at_load) or not config.covers(f"model.layers.{index}.{name}"):
                 continue
             device = module.weight.device
             if isinstance(config, Int4Config):

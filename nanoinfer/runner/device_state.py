@@ -8,6 +8,7 @@ from torch import Tensor
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.layers.attention.metadata import KVCache
+from nanoinfer.layers.linear_attention.states import StateShape
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.execution import capture_largest_prefill
 from nanoinfer.models.sliced_prefill import PrefillGraphs
@@ -66,7 +67,9 @@ class DeviceState:
         tp, device = model.model.tp, model.lm_head.weight.device
         shape = memory.cache_shape(model_config, num_blocks, config.kvcache_block_size, tp)
         kv_cache = memory.allocate_kv_cache(shape, kv_dtype, device)
-        tables = StepTables(config.max_num_seqs, max_model_len, kv_cache)
+        state_shape = StateShape.of(model_config, model.lm_head.weight.dtype, tp)
+        states = state_shape.allocate(config.max_num_seqs, device) if state_shape else None
+        tables = StepTables(config.max_num_seqs, max_model_len, kv_cache, states)
         return cls(
             buffers, kv_cache, tables, Sampler(tables.token_ids, tables.context_lens, model_config.vocab_size, tp)
         )

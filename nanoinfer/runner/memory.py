@@ -1,14 +1,13 @@
 """The KV cache's size and memory, and the longest sequence that it can hold."""
 
-import math
 import warnings
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
+from nanoinfer.device import zeros
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.kv_rounding import num_cache_bytes, tensors_of_cache
@@ -27,10 +26,10 @@ def max_step_tokens(config: EngineConfig, model_config: ModelConfig) -> int:
 def cache_shape(config: ModelConfig, num_blocks: int, block_size: int, tp: TensorParallel) -> tuple[int, ...]:
     """Return the shape of the keys, and of the values.
 
-    It is (num_layers, num_blocks, this rank's KV heads, block_size, head_dim).
+    It is (num_layers, num_blocks, this rank's KV heads, block_size, head_dim), without layers of linear attention.
     """
     num_kv_heads = tp.split_of_kv_heads(config.num_key_value_heads).shard_size(config.num_key_value_heads, "KV heads")
-    return (config.num_hidden_layers, num_blocks, num_kv_heads, block_size, config.head_dim)
+    return (config.num_attention_layers, num_blocks, num_kv_heads, block_size, config.head_dim)
 
 
 def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
@@ -66,15 +65,8 @@ def num_blocks_in(free_bytes: int, config: ModelConfig, block_size: int, dtype: 
 
 def allocate_kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> KVCache:
     """Return a cache of zeros; unwritten memory must not be NaN, since 0 x NaN is NaN. shape: see `cache_shape`."""
-
-    def zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if device.type != "cpu":
-            return torch.zeros(sizes, dtype=dtype, device=device)
-        # NumPy's zeros cost neither time nor memory until they are written; PyTorch writes its own at once.
-        return torch.from_numpy(np.zeros(math.prod(sizes) * dtype.itemsize, np.uint8)).view(dtype).view(sizes)
-
     try:
-        return KVCache(*(zeros(*tensor) for tensor in tensors_of_cache(shape, dtype)))
+        return KVCache(*(zeros(*tensor, device) for tensor in tensors_of_cache(shape, dtype)))
     except (torch.OutOfMemoryError, MemoryError, ValueError, OverflowError):  # the last two: sizes beyond any address
         raise ConfigError(
             f"num_kvcache_blocks={shape[1]} needs {num_cache_bytes(shape, dtype) / GIB:.1f} GiB, more than {device} "

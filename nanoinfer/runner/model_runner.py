@@ -26,6 +26,7 @@ from nanoinfer.layers.attention.block_copies import copy_cached_tokens
 from nanoinfer.layers.attention.kv_rounding import select_kv_cache_dtype
 from nanoinfer.layers.attention.metadata import PrefillMetadata, SharedPrefixes
 from nanoinfer.layers.attention.selection import AttentionBackends
+from nanoinfer.layers.linear_attention.states import StateShape
 from nanoinfer.models.execution import sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.runner import memory
@@ -220,11 +221,18 @@ class ModelRunner:
         config = self.config
         free_at_start = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
         longest = self.model_config.longest_sequence(config.max_model_len)
-        self.max_step_tokens = memory.max_step_tokens(config, self.model_config)
         self.model = build_model(
             config, self.model_config, folder, self.backends, self.tp, longest, self.device, self.dtype
         )
         self.weights = ModelWeights(self.model)
+        free_before = free_at_start + self.tp.num_shared_bytes
+        states = StateShape.of(self.model_config, self.dtype, self.tp)
+        if states is not None and self.device.type == "cuda":
+            granted = memory.grantable_bytes(config.gpu_memory_utilization, free_before, self.device)
+            max_num_seqs = states.max_rows(config.max_num_seqs, self.tp.minimum(granted, self.device))
+            self.config = config = replace(config, max_num_seqs=max_num_seqs)
+        self.max_num_seqs = config.max_num_seqs
+        self.max_step_tokens = memory.max_step_tokens(config, self.model_config)
         self.max_group_rows = self.backends.max_group_rows
         self.computes_beside_host = self.device.type != "cpu"
         loaded = time.perf_counter()
@@ -241,7 +249,7 @@ class ModelRunner:
                 self.run_largest_prefills,
                 self.decode if self.uses_graphs else None,
                 self.max_group_rows > 1 and config.enable_prefix_caching,
-                free_at_start + self.tp.num_shared_bytes,
+                free_before,
             )
         block_size = config.kvcache_block_size
         if num_blocks is None:
@@ -286,7 +294,10 @@ class ModelRunner:
             metadata = PrefillMetadata.of_whole_prompts(lens, tables.block_tables)
             token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
             positions = torch.arange(num_tokens, device=self.device) % longest
-            step = self._planned(ForwardStep(token_ids, positions, tables.memory, metadata, rows % num_tokens))
+            spare_rows = rows.new_full((len(lens),), PADDING_ROW)
+            outputs = rows % num_tokens
+            step = ForwardStep(token_ids, positions, tables.memory, metadata, outputs, tables.states, spare_rows)
+            step = self._planned(step)
             hidden = self.model(step)
             self._write_logits(step, hidden)
             self.sample(PendingStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), []))

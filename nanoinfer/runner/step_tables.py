@@ -19,6 +19,7 @@ from nanoinfer.layers.attention.metadata import (
     ragged_indices,
     slots_of,
 )
+from nanoinfer.layers.linear_attention.states import RecurrentStates
 from nanoinfer.models.forward_step import ForwardStep
 
 PADDING_ROW = -1  # indexes the last row, a spare line whose context stays empty
@@ -30,11 +31,14 @@ class StepTables:
     token_ids: (rows, max_model_len + 1) int32.
     context_lens: (rows,) int32, known tokens: those whose keys and values are computed, and the newest.
     block_tables: (rows, max_blocks) int32, which blocks of `memory` a row has.
+    states: what layers with linear attention remember of the rows; None without such layers.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, memory: KVCache) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, memory: KVCache, states: RecurrentStates | None = None
+    ) -> None:
         rows, max_blocks, device = max_num_seqs + 1, -(-max_model_len // memory.block_size), memory.k.device
-        self.memory = memory
+        self.memory, self.states = memory, states
         self.token_ids = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
         self.context_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
@@ -71,7 +75,8 @@ class StepTables:
         )
         # Only the last chunk of a step may be cut short, so those that sample are the first ones.
         last_tokens = cu_query_lens[1 : header.num_prefill_samples + 1].long() - 1
-        return ForwardStep(self.token_ids[token_rows, positions], positions, self.memory, attention, last_tokens)
+        token_ids, states = self.token_ids[token_rows, positions], self.states
+        return ForwardStep(token_ids, positions, self.memory, attention, last_tokens, states, chunks[:, 0])
 
     def decode_step(self, rows: Tensor, shared_prefixes: SharedPrefixes | None = None) -> ForwardStep:
         """Return the step that computes the newest token of each row.
@@ -81,7 +86,7 @@ class StepTables:
         tables = self.token_ids, self.context_lens, self.block_tables
         token_ids, positions, slots, context_lens, block_tables = read_rows(rows, *tables, self.memory.block_size)
         attention = DecodeMetadata(slots, context_lens, block_tables, shared_prefixes)
-        return ForwardStep(token_ids, positions, self.memory, attention)
+        return ForwardStep(token_ids, positions, self.memory, attention, states=self.states, rows=rows)
 
 
 @triton_on_cuda(lambda: kernels.read_rows.read_rows)

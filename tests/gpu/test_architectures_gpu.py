@@ -9,8 +9,7 @@ import transformers
 from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.models import REGISTRY
-from tests.models.test_architectures import checkpoint, draw_prompts  # noqa: F401 (a fixture)
+from tests.models.test_architectures import ARCHITECTURES, checkpoint, draw_prompts  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +29,7 @@ def reference_logprobs(folder: Path, sequences: list[list[int]], device: str, dt
 
 @pytest.mark.parametrize("max_num_seqs", [2, 8])  # steps of two rows have products of their own
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("architecture", sorted(REGISTRY))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_errors_in_bfloat16_are_no_larger_than_those_of_transformers(
     checkpoint: Callable[..., Path],  # noqa: F811
     architecture: str,

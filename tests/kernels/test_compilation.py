@@ -42,6 +42,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 100,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "Qwen3.5": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        **SIZES,
+        "num_hidden_layers": 2,
+        "head_dim": 256,
+        "full_attention_interval": 2,
+    },
 }
 FP8 = {"quantization": "fp8"}
 slow = pytest.mark.slow
@@ -49,6 +56,7 @@ CASES = [
     pytest.param(90, "Qwen3", {}, id="Hopper, 16 bits"),
     pytest.param(89, "Gemma 3", {"kv_cache_dtype": "int8"}, id="Ada, heads of 256, int8 cache", marks=slow),
     pytest.param(90, "Gemma 3", {}, id="Hopper, heads of 256", marks=slow),
+    pytest.param(90, "Qwen3.5", {}, id="Hopper, linear attention", marks=slow),
     pytest.param(90, "Qwen3", {**FP8, "kv_cache_dtype": "fp8"}, id="Hopper, FP8", marks=slow),
     pytest.param(90, "Qwen3-MoE", {**FP8, "kv_cache_dtype": "int8"}, id="Hopper, FP8 experts", marks=slow),
     pytest.param(90, "Qwen3-MoE", {}, id="Hopper, experts", marks=slow),

@@ -19,6 +19,7 @@ from nanoinfer.kernels.symmetric_buffers import BITS, SymmetricBuffers, empty_bi
 from nanoinfer.layers import activation, layernorm
 from nanoinfer.layers.attention import block_copies, widened_blocks
 from nanoinfer.layers.attention import layer as attention_layer
+from nanoinfer.layers.linear_attention import delta_rule
 from nanoinfer.runner import step_tables
 from nanoinfer.sampling import gumbel_max, logprobs, token_bitmask, top_k_top_p
 from nanoinfer.sampling.gumbel_max import sample
@@ -28,6 +29,7 @@ triton = pytest.importorskip("triton")
 from nanoinfer.kernels import all_reduce_rms_norm as all_reduce_kernels  # noqa: E402
 from nanoinfer.kernels import copy_tokens as copy_tokens_kernels  # noqa: E402
 from nanoinfer.kernels import gated_activation as gated_kernels  # noqa: E402
+from nanoinfer.kernels import gated_delta_step as gated_delta_step_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
 from nanoinfer.kernels import logit_statistics as logit_statistics_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
@@ -80,6 +82,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (block_copies.copy_tokens, copy_tokens_kernels),
         (logprobs.logit_statistics, logit_statistics_kernels),
         (widened_blocks.widen_blocks, widened_blocks_kernels),
+        (delta_rule.gated_delta_step, gated_delta_step_kernels),
     ],
 )
 def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(

@@ -10,18 +10,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.models import REGISTRY
 from nanoinfer.quantization import selection
 from nanoinfer.quantization.fp8 import dequantize_weight, fit_weight
-from tests.models.test_architectures import checkpoint, draw_prompts, generate
+from tests.models.test_architectures import ARCHITECTURES, SMALL_WEIGHTS, checkpoint, draw_prompts, generate
 
 __all__ = ["checkpoint"]
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
 
 
 def in_16_bits(name: str) -> bool:
-    """Norms, biases, the two ends of the model, and routers."""
-    return any(part in name for part in ("norm", "bias", "embed", "lm_head", ".gate.weight"))
+    """Norms, biases, the two ends of the model, and what is small."""
+    return any(part in name for part in ("norm", "bias", "embed", "lm_head", *SMALL_WEIGHTS))
 
 
 def rounded(folder: Path, to: Path) -> Path:
@@ -36,7 +35,7 @@ def rounded(folder: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.parametrize("architecture", sorted(REGISTRY))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_weights_that_are_rounded_while_they_are_loaded(
     checkpoint: Callable[..., Path], architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

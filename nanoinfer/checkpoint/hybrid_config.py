@@ -1,0 +1,97 @@
+"""The fields of hybrids of linear and full attention, and the text part of configs that also have a vision model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanoinfer.errors import ModelError
+
+TYPES = ("linear_attention", "full_attention")
+IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")  # of text alone all three positions of a token are the same
+# What the whole config says of its text part, too, and says for good.
+OF_THE_WHOLE = ("architectures", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttentionConfig:
+    """Describes the layers with linear attention (Gated DeltaNet, Yang et al. 2024).
+
+    Neighbouring value heads share a key head. conv_width: how many tokens the convolution before it sees. is_linear:
+    whether a layer is one of them, by layer; the others attend to all tokens.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int
+    is_linear: tuple[bool, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.is_linear)
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Return how many channels are convolved: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+
+def read_linear_attention(
+    raw: Mapping[str, Any], sizes: Mapping[str, int], num_layers: int
+) -> LinearAttentionConfig | None:
+    """Return the sizes of linear attention; None if no layer has it. sizes: the numbers of the fields linear_*."""
+    config = LinearAttentionConfig(
+        num_key_heads=sizes["linear_num_key_heads"],
+        num_value_heads=sizes["linear_num_value_heads"],
+        key_head_dim=sizes["linear_key_head_dim"],
+        value_head_dim=sizes["linear_value_head_dim"],
+        conv_width=sizes["linear_conv_kernel_dim"],
+        is_linear=_read_layers(raw, sizes["full_attention_interval"], num_layers),
+    )
+    if config.num_value_heads % config.num_key_heads != 0:
+        raise ModelError(
+            f"linear_num_value_heads={config.num_value_heads} is no multiple of "
+            f"linear_num_key_heads={config.num_key_heads}"
+        )
+    if all(config.is_linear):
+        raise ModelError(
+            "config.json has layer_types without full_attention; models with some such layer are supported"
+        )
+    return config if any(config.is_linear) else None
+
+
+def _read_layers(raw: Mapping[str, Any], interval: int, num_layers: int) -> tuple[bool, ...]:
+    layer_types = raw.get("layer_types")
+    if layer_types is None:
+        return tuple((index + 1) % interval != 0 for index in range(num_layers))
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers or not {*TYPES} >= {*layer_types}:
+        raise ModelError(
+            f"config.json has layer_types={layer_types!r:.200}; it must name {' or '.join(TYPES)} for each of "
+            f"{num_layers} layers"
+        )
+    return tuple(kind == "linear_attention" for kind in layer_types)
+
+
+def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the text model of a config.json, without what only images need."""
+    text = raw.get("text_config")
+    if text is not None:
+        if not isinstance(text, Mapping):
+            raise ModelError(f"config.json has text_config={text!r:.99}; it must be a JSON object")
+        raw = {**text, **{name: raw[name] for name in OF_THE_WHOLE if raw.get(name) is not None}}
+    rope = raw.get("rope_parameters")
+    if isinstance(rope, Mapping):
+        raw = {**raw, "rope_parameters": {key: value for key, value in rope.items() if key not in IMAGE_POSITIONS}}
+    scaling = raw.get("rope_scaling")
+    if isinstance(scaling, Mapping):
+        raw = {**raw, "rope_scaling": {key: value for key, value in scaling.items() if key not in IMAGE_POSITIONS}}
+    return dict(raw)

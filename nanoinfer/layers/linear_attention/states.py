@@ -1,0 +1,95 @@
+"""What layers with linear attention remember of a sequence: a matrix for each head, and the convolution's last inputs.
+
+It has the same size however long a sequence is. Each row of the step tables has a place of its own here, so states need
+no tables, and a CUDA graph finds them by the row alone.
+"""
+
+import logging
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.device import zeros
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+
+logger = logging.getLogger("nanoinfer")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """Holds one layer's states, by place.
+
+    matrices: (num_places, num_value_heads, key_head_dim, value_head_dim) float32. conv_inputs: (num_places, conv_width,
+    conv_size), the inputs of the newest tokens; that of position p is at p % conv_width, so that a step writes none
+    that it reads.
+    """
+
+    matrices: Tensor
+    conv_inputs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentStates:
+    """Holds all layers' states: those of LayerStates, by layer with linear attention.
+
+    The places are the rows of the step tables, then the spare row that padding writes to. So -1 is the spare one.
+    """
+
+    matrices: Tensor
+    conv_inputs: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.matrices.nbytes + self.conv_inputs.nbytes
+
+    def layer(self, index: int) -> LayerStates:
+        return LayerStates(self.matrices[index], self.conv_inputs[index])
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """Says how large the states of one rank are: of a place, matrices and conv_inputs. dtype: of the latter."""
+
+    num_layers: int
+    matrices: tuple[int, ...]
+    conv_inputs: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: torch.dtype, tp: TensorParallel) -> "StateShape | None":
+        """Return the sizes of a model's states; None where it has none. dtype: that of the model."""
+        linear = config.linear_attention
+        if linear is None:
+            return None
+        num_heads = tp.shard_size(linear.num_value_heads, "value heads")
+        matrices = (num_heads, linear.key_head_dim, linear.value_head_dim)
+        conv_size = tp.shard_size(linear.conv_size, "channels of the convolution")
+        return cls(linear.num_layers, matrices, (linear.conv_width, conv_size), dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of one place, in all layers."""
+        return self.num_layers * (4 * math.prod(self.matrices) + self.dtype.itemsize * math.prod(self.conv_inputs))
+
+    def max_rows(self, requested: int, free_bytes: int) -> int:
+        """Return how many rows get a state: as many as are asked for, or as half of the free memory holds, but one.
+
+        The other half is left to keys and values.
+        """
+        rows = max(1, min(requested, free_bytes // 2 // self.num_bytes))
+        if rows < requested:
+            logger.info(
+                "max_num_seqs is lowered from %d to %d: the recurrent states of a sequence take %.1f MiB, and half of "
+                "the memory that is left beside the weights holds no more",
+                *(requested, rows, self.num_bytes / 2**20),
+            )
+        return rows
+
+    def allocate(self, num_rows: int, device: torch.device) -> RecurrentStates:
+        """Return states of zeros for so many rows, and for the spare row."""
+        places = self.num_layers, num_rows + 1
+        matrices = zeros((*places, *self.matrices), torch.float32, device)
+        return RecurrentStates(matrices, zeros((*places, *self.conv_inputs), self.dtype, device))

@@ -1,0 +1,56 @@
+"""Qwen3.5, text alone: as Qwen3-Next, with a dense MLP or with experts, and its linear weights one after the other.
+
+The classes for text and images have the same text model. Their vision model is left out, and prompts are text.
+"""
+
+from typing import ClassVar
+
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.decoder import DecoderSpec
+from nanoinfer.models.gemma3 import Gemma3Norm
+from nanoinfer.models.qwen3_next import LINEAR_FIELDS
+
+
+class Qwen3_5ForCausalLM(DecoderForCausalLM):  # noqa: N801 (as in config.json)
+    spec: ClassVar = DecoderSpec(qk_norm=True, has_gates=True, norm=Gemma3Norm)
+    config_defaults: ClassVar = {
+        **LINEAR_FIELDS,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
+    }
+    special_fields: ClassVar = {"linear_num_key_heads", "partial_rotary_factor"}
+    unused_prefixes: ClassVar = ("mtp.", "model.visual.")
+    packed_modules_mapping: ClassVar = {
+        **DecoderForCausalLM.packed_modules_mapping,
+        "in_proj_qkv": ("in_proj_qkvz", "qkv"),
+        "in_proj_z": ("in_proj_qkvz", "z"),
+        "in_proj_b": ("in_proj_ba", "b"),
+        "in_proj_a": ("in_proj_ba", "a"),
+    }
+
+    def locate(self, name: str) -> tuple[str, str | None]:
+        """Do as elsewhere. A model with a vision model calls its text model `model.language_model`."""
+        name = name.replace("model.language_model.", "model.", 1)
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # of all experts, in one tensor
+            return f"{name}.weight", None
+        return super().locate(name)
+
+
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801
+    config_defaults: ClassVar = {
+        **Qwen3_5ForCausalLM.config_defaults,
+        "num_key_value_heads": 2,
+        "intermediate_size": 512,  # of a dense MLP, which no layer has
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    }
+    special_fields: ClassVar = {
+        *Qwen3_5ForCausalLM.special_fields,
+        "num_experts",
+        "shared_expert_intermediate_size",
+    }

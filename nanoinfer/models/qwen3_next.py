@@ -1,0 +1,40 @@
+"""Qwen3-Next: three layers of four have linear attention, the others gated attention; experts, one of them for all."""
+
+from typing import ClassVar
+
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.decoder import DecoderSpec
+from nanoinfer.models.gemma3 import Gemma3Norm
+
+LINEAR_FIELDS = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
+
+
+class Qwen3NextForCausalLM(DecoderForCausalLM):
+    spec: ClassVar = DecoderSpec(qk_norm=True, has_gates=True, interleaves_linear=True, norm=Gemma3Norm)
+    config_defaults: ClassVar = {
+        **LINEAR_FIELDS,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "decoder_sparse_step": 1,
+    }
+    special_fields: ClassVar = {
+        "linear_num_key_heads",
+        "partial_rotary_factor",
+        "num_experts",
+        "shared_expert_intermediate_size",
+    }
+    unused_prefixes: ClassVar = ("mtp.",)
