@@ -269,6 +269,7 @@ def test_a_config_of_qwen3_0_6b_is_read_field_by_field() -> None:
         rotary_dim=128,
         attention_scale=128**-0.5,
         windows=(None,) * 28,
+        unrotated=(False,) * 28,
         **sizes,
     )
 
@@ -355,13 +356,8 @@ def test_another_architecture_is_refused_before_its_sizes_are_missed(tmp_path: P
 @pytest.mark.parametrize(
     ("architecture", "fields", "what"),
     [
-        ("Gemma3ForConditionalGeneration", {}, "a model that reads images or sound beside text; nanoinfer runs text"),
-        (
-            "Gemma3ForConditionalGeneration",
-            {"vision_config": {"a": 1}},
-            ", or save this one's text part, as docs/model",
-        ),
-        ("Qwen2_5_VLForConditionalGeneration", {"vision_config": {"a": 1}}, "take a text model of the same family"),
+        ("Gemma4ForConditionalGeneration", {}, "a model that reads images or sound beside text; nanoinfer runs the"),
+        ("LlavaForConditionalGeneration", {"vision_config": {"a": 1}}, "take a text model of the same family"),
         ("Phi4MMForCausalLM", {"audio_config": {"a": 1}}, "a model that reads images or sound beside text"),
         ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder-decoder, which reads its prompt with"),
         ("T5ForConditionalGeneration", {}, "an encoder-decoder, "),

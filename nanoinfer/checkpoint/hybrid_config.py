@@ -8,6 +8,16 @@ from nanoinfer.errors import ModelError
 
 TYPES = ("linear_attention", "full_attention")
 IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")  # of text alone all three positions of a token are the same
+# By the class for text and images, and the type of its text model: the class for text alone.
+TEXT_TYPES = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+    "Qwen2_5_VLForConditionalGeneration": {
+        "qwen2_5_vl_text": "Qwen2ForCausalLM",
+        "qwen2_5_vl": "Qwen2ForCausalLM",
+    },
+    "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
+}
 # What the whole config says of its text part, too, and says for good.
 OF_THE_WHOLE = ("architectures", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
 
@@ -88,10 +98,25 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(text, Mapping):
             raise ModelError(f"config.json has text_config={text!r:.99}; it must be a JSON object")
         raw = {**text, **{name: raw[name] for name in OF_THE_WHOLE if raw.get(name) is not None}}
-    rope = raw.get("rope_parameters")
-    if isinstance(rope, Mapping):
-        raw = {**raw, "rope_parameters": {key: value for key, value in rope.items() if key not in IMAGE_POSITIONS}}
-    scaling = raw.get("rope_scaling")
-    if isinstance(scaling, Mapping):
-        raw = {**raw, "rope_scaling": {key: value for key, value in scaling.items() if key not in IMAGE_POSITIONS}}
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := raw.get(name), Mapping):
+            rope = {key: value for key, value in rope.items() if key not in IMAGE_POSITIONS}
+            raw = {**raw, name: {key: "default" if value == "mrope" else value for key, value in rope.items()}}
     return dict(raw)
+
+
+def text_architecture(raw: Mapping[str, Any], architecture: str) -> str:
+    """Return the class of the text model, where a config.json says of which type it is; else the architecture.
+
+    Raises ModelError for a text model of another type than we know of this architecture.
+    """
+    text = raw.get("text_config")
+    if architecture not in TEXT_TYPES or not isinstance(text, Mapping) or text.get("model_type") is None:
+        return architecture
+    types, model_type = TEXT_TYPES[architecture], text["model_type"]
+    if model_type not in types:
+        raise ModelError(
+            f"config.json has text_config with model_type={model_type!r}, which {architecture} is not supported with; "
+            f"supported: {', '.join(types)}"
+        )
+    return types[model_type]

@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanoinfer.checkpoint.hub import read_json
-from nanoinfer.checkpoint.hybrid_config import LinearAttentionConfig, read_linear_attention, text_part
+from nanoinfer.checkpoint.hybrid_config import (
+    LinearAttentionConfig,
+    read_linear_attention,
+    text_architecture,
+    text_part,
+)
 from nanoinfer.checkpoint.other_models import explain_architecture, explain_folder
 from nanoinfer.checkpoint.overrides import read_overridden
 from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, Fp8Config, read_quantization
@@ -15,6 +20,7 @@ from nanoinfer.config import DTYPES
 from nanoinfer.errors import ConfigError, ModelError
 
 MAX_SIZE, MAX_LAYERS, MAX_FLOAT = 2**24, 2**12, 1e30  # what is beyond them in a config.json is a mistake
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")  # Granite's
 ROPE_FLOATS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 ROPE_LISTS = ("short_factor", "long_factor")  # of longrope: a number for each pair of dimensions
 # What config.json may ask for that is not built in, and the value that does not ask for it.
@@ -42,7 +48,8 @@ class Architecture(Protocol):
     config_defaults: Mapping[str, Any]  # what config.json may leave out, by the values that transformers then takes
     # The fields that count for this architecture though not for all: sliding_window, use_sliding_window,
     # max_window_layers, sliding_window_pattern, partial_rotary_factor, query_pre_attn_scalar, rope_local_base_freq,
-    # shared_expert_intermediate_size, and num_experts and linear_num_key_heads with all that belongs to them.
+    # no_rope_layers, llama_4_scaling_beta, the four MULTIPLIERS, shared_expert_intermediate_size, and num_experts and
+    # linear_num_key_heads with all that belongs to them.
     special_fields: Set[str]
     packed_modules_mapping: Mapping[str, tuple[str, str]]  # a checkpoint's name -> our packed module, and its shard
     renamed_modules: Mapping[str, str]  # a checkpoint's name -> ours
@@ -98,6 +105,11 @@ class ModelConfig:
     local_rope: RopeConfig | None = None  # of layers with a window, where it is not that of the others
     attention_scale: float  # the factor of the scores
     windows: tuple[int | None, ...]  # how many tokens each token attends to, by layer; None for all before it
+    unrotated: tuple[bool, ...]  # which layers know no positions
+    query_scaling_beta: float | None = None  # of queries far from the start, see `layers/query_scales.py`; None: none
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
+    logits_scaling: float = 1.0  # logits are divided by it
     moe: MoEConfig | None = None
     linear_attention: LinearAttentionConfig | None = None  # None: all layers attend to tokens
     quantization: QuantizationConfig | None = None  # None: all weights have 16 bits, or 32
@@ -132,8 +144,8 @@ class ModelConfig:
         architecture = str(architectures[0])
         if architecture not in supported:
             raise ModelError(explain_architecture(raw, architecture, supported))
-        if "linear_num_key_heads" in supported[architecture].special_fields:
-            raw = text_part(raw)
+        architecture = text_architecture(raw, architecture)
+        raw = text_part(raw)
         for name, without in UNSUPPORTED_UNLESS.items():
             value = raw.get(name, without)
             if value not in (without, None):
@@ -148,6 +160,8 @@ class ModelConfig:
         absent = {"num_key_value_heads": num_heads, "head_dim": _number(raw, "hidden_size", int) // num_heads}
         values: dict[str, Any] = {}
         for field in fields(cls):
+            if field.name in MULTIPLIERS and field.name not in special:
+                continue
             if field.type in (int, float) and field.name not in ("rotary_dim", "attention_scale"):
                 default = absent.get(field.name, defaults.get(field.name))
                 values[field.name] = _number(raw, field.name, field.type, default)
@@ -161,6 +175,8 @@ class ModelConfig:
             rotary_dim=_read_rotary_dim(raw, special, values["head_dim"]),
             attention_scale=_read_attention_scale(raw, special, values["head_dim"]),
             windows=_read_windows(raw, special, values["num_hidden_layers"]),
+            unrotated=_read_unrotated(raw, special, values["num_hidden_layers"]),
+            query_scaling_beta=_read_query_scaling(raw, special),
             moe=_read_moe(raw, special, values["num_hidden_layers"]) if "num_experts" in special else None,
             linear_attention=_read_linear_attention(raw, special, values["num_hidden_layers"]),
             quantization=read_quantization(
@@ -194,6 +210,11 @@ class ModelConfig:
         if self.rope.rope_type == "yarn" and original:
             return int(original * factor)
         return self.max_position_embeddings
+
+    @property
+    def has_multipliers(self) -> bool:
+        """Return whether embeddings or what is added to the residual stream are multiplied by a number."""
+        return self.embedding_multiplier != 1 or self.residual_multiplier != 1
 
     @property
     def num_attention_layers(self) -> int:
@@ -302,6 +323,8 @@ def _read_windows(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers
         return none
     window = _number(raw, "sliding_window", int)
     layer_types = raw.get("layer_types")
+    if layer_types is None and "no_rope_layers" in special:
+        return tuple(window if is_unrotated else None for is_unrotated in _read_unrotated(raw, special, num_layers))
     if layer_types is None and "sliding_window_pattern" in special:
         step = _number(raw, "sliding_window_pattern", int, special["sliding_window_pattern"])
         return tuple(window if (index + 1) % step else None for index in range(num_layers))
@@ -317,6 +340,30 @@ def _read_windows(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers
             f"{num_layers} layers"
         )
     return tuple(kinds[kind] for kind in layer_types)
+
+
+def _read_unrotated(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Read which layers know no positions: in `no_rope_layers` they have 0."""
+    if "no_rope_layers" not in special:
+        return (False,) * num_layers
+    layers = raw.get("no_rope_layers")
+    if layers is None:
+        interval = _number(raw, "no_rope_layer_interval", int)
+        return tuple((index + 1) % interval == 0 for index in range(num_layers))
+    if not isinstance(layers, list) or len(layers) != num_layers or not all(layer in (0, 1) for layer in layers):
+        raise ModelError(
+            f"config.json has no_rope_layers={layers!r:.200}; it must have 1, or 0 for no positions, for each of "
+            f"{num_layers} layers"
+        )
+    return tuple(not layer for layer in layers)
+
+
+def _read_query_scaling(raw: Mapping[str, Any], special: Mapping[str, Any]) -> float | None:
+    parameters = _rope_parameters(raw)
+    if "llama_4_scaling_beta" not in special or not parameters.get("llama_4_scaling_beta"):
+        return None
+    _number(parameters, "original_max_position_embeddings", int)  # which it needs
+    return _number(parameters, "llama_4_scaling_beta", float)
 
 
 def _read_moe(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int) -> MoEConfig:
@@ -361,6 +408,8 @@ def _read_rotary_dim(raw: Mapping[str, Any], special: Mapping[str, Any], head_di
 
 def _read_attention_scale(raw: Mapping[str, Any], special: Mapping[str, Any], head_dim: int) -> float:
     """Read what scores are multiplied by: 1 / sqrt(head_dim), unless the architecture names another number."""
+    if "attention_multiplier" in special:
+        return _number(raw, "attention_multiplier", float)
     name = "query_pre_attn_scalar"
     return (_number(raw, name, float, special[name]) if name in special else head_dim) ** -0.5
 

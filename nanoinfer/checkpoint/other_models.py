@@ -11,9 +11,9 @@ ENCODER_DECODER = (
     "take a model whose architecture ends in ForCausalLM"
 )
 MULTIMODAL = (
-    "a model that reads images or sound beside text; nanoinfer runs text alone: take a text model of the same family"
+    "a model that reads images or sound beside text; nanoinfer runs the text part of a few alone, as docs/models.md "
+    "lists: take a text model of the same family"
 )
-GEMMA3 = f"{MULTIMODAL}, or save this one's text part, as docs/models.md shows"
 CLASSIFIER = "a classifier, which generates no text; run it with transformers' pipeline"
 # By how the name of an architecture ends; the first that fits counts.
 KINDS = {
@@ -50,7 +50,7 @@ def explain_architecture(raw: Mapping[str, Any], architecture: str, supported: I
         if raw.get("is_encoder_decoder") is True or (generates and architecture.startswith(ENCODER_DECODERS)):
             kind = ENCODER_DECODER
         elif generates or any(raw.get(name) for name in SENSES):
-            kind = GEMMA3 if architecture.startswith("Gemma3For") else MULTIMODAL
+            kind = MULTIMODAL
     kind = kind or (HEADLESS if is_headless else None)
     if kind is None:
         return f"architecture {architecture!r} is not supported; supported are {', '.join(supported)}"

@@ -27,13 +27,18 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
 
 
 class RotaryEmbedding(nn.Module):
-    """Holds the cosines and sines of all positions, computed once: (max_positions, rotary_dim) float32."""
+    """Holds the cosines and sines of all positions, computed once: (max_positions, rotary_dim) float32.
+
+    rotates: False for layers that know no positions; their angles are 0, and rotating by them changes nothing.
+    """
 
     cos_sin_cache: Tensor
 
-    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+    def __init__(self, config: ModelConfig, max_positions: int, rotates: bool = True) -> None:
         super().__init__()
         inv_freq, scale = rope_frequencies(config, max_positions)
+        if not rotates:
+            inv_freq, scale = torch.zeros_like(inv_freq), 1.0
         angles = torch.arange(max_positions, dtype=torch.float32).unsqueeze(1) * inv_freq
         cache = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)
         self.register_buffer("cos_sin_cache", cache, persistent=False)

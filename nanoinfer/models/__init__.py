@@ -6,7 +6,9 @@ To add one, write a file beside qwen3.py that says how it differs from the commo
 from nanoinfer.errors import ModelError
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.gemma3 import Gemma3ForCausalLM
+from nanoinfer.models.granite import GraniteForCausalLM
 from nanoinfer.models.llama import LlamaForCausalLM
+from nanoinfer.models.ministral3 import Ministral3ForCausalLM
 from nanoinfer.models.mistral import MistralForCausalLM
 from nanoinfer.models.mixtral import MixtralForCausalLM
 from nanoinfer.models.phi3 import Phi3ForCausalLM
@@ -15,21 +17,29 @@ from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from nanoinfer.models.qwen3_moe import Qwen3MoeForCausalLM
 from nanoinfer.models.qwen3_next import Qwen3NextForCausalLM
+from nanoinfer.models.smollm3 import SmolLM3ForCausalLM
 
 REGISTRY: dict[str, type[DecoderForCausalLM]] = {
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
+    "GraniteForCausalLM": GraniteForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
+    "Ministral3ForCausalLM": Ministral3ForCausalLM,
+    "Mistral3ForConditionalGeneration": MistralForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen2_5_VLForConditionalGeneration": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "Qwen3VLForConditionalGeneration": Qwen3ForCausalLM,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForCausalLM,
     "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
     "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeForCausalLM,
+    "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
 }
 
 

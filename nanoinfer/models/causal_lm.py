@@ -13,6 +13,13 @@ from nanoinfer.models import execution
 from nanoinfer.models.decoder import Decoder, DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
 
+# How models for text and images call their text model, and we.
+TEXT_MODELS = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+
 
 class DecoderForCausalLM(nn.Module):
     """A decoder and its head: the whole model, or one rank's share of it.
@@ -26,8 +33,11 @@ class DecoderForCausalLM(nn.Module):
     spec: ClassVar[DecoderSpec] = DecoderSpec()
     config_defaults: ClassVar[Mapping[str, Any]] = {}
     special_fields: ClassVar[Set[str]] = frozenset()
-    # How the names of tensors begin that are not needed, such as those of a vision model.
-    unused_prefixes: ClassVar[tuple[str, ...]] = ()
+    # How the names of tensors begin that are not needed: those of vision models.
+    unused_prefixes: ClassVar[tuple[str, ...]] = (
+        *("vision_tower.", "multi_modal_projector.", "visual."),
+        *("model.vision_tower.", "model.multi_modal_projector.", "model.visual."),
+    )
     # Name of a module in the checkpoint -> ours, where they differ.
     renamed_modules: ClassVar[Mapping[str, str]] = {}
     # Name in the checkpoint -> (our packed module, the shard of it that the weight fills).
@@ -46,7 +56,8 @@ class DecoderForCausalLM(nn.Module):
         self.model = Decoder(config, self.spec, max_positions, backends, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
         # A tied checkpoint may repeat the embedding under the head's name: there is nothing to load there.
-        self.ignored_weights = ("lm_head.weight",) if config.tie_word_embeddings else ()
+        self.ignored_weights = ("lm_head.weight", "language_model.lm_head.weight") if config.tie_word_embeddings else ()
+        self.logits_scaling = config.logits_scaling
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -57,6 +68,9 @@ class DecoderForCausalLM(nn.Module):
         """
         if "." not in name:
             return name, None
+        for theirs, ours in TEXT_MODELS:
+            if name.startswith(theirs):
+                name = ours + name.removeprefix(theirs)
         *path, part, kind = (self.renamed_modules.get(part, part) for part in name.split("."))
         packed, shard = self.packed_modules_mapping.get(part, (part, None))
         if path[-2:-1] == ["experts"]:
@@ -69,4 +83,5 @@ class DecoderForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """(num_rows, hidden_size) -> logits (num_rows, lm_head.vocab.size) in the model's dtype, in `out` if given."""
-        return self.lm_head(hidden, out)
+        logits = self.lm_head(hidden, out)
+        return logits if self.logits_scaling == 1 else logits.div_(self.logits_scaling)

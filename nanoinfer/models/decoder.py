@@ -24,6 +24,7 @@ from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.moe import SparseMoE
+from nanoinfer.layers.query_scales import query_scales
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.linear_attention import DecoderLinearAttention
@@ -60,7 +61,8 @@ class LayerTraits:
     """What a layer declares of itself, for `execution.py` to choose how steps go through it.
 
     products: how it multiplies by its weights. is_common: whether it is a norm, attention, a norm and SwiGLU alone.
-    has_plain_attention: whether all between its two norms is a product, attention and a product.
+    has_plain_attention: whether all between its two norms is a product, attention and a product, and nothing that is
+    added to the residual stream is multiplied.
     """
 
     products: frozenset[ProductKind]
@@ -71,12 +73,15 @@ class LayerTraits:
 class DecoderAttention(nn.Module):
     """Attention and the products before and after it. index: which part of the step's memory it takes."""
 
+    query_scales: Tensor | None
+
     def __init__(
         self,
         config: ModelConfig,
         spec: DecoderSpec,
         index: int,
         window: int | None,
+        max_positions: int,
         rotary_emb: RotaryEmbedding,
         backends: AttentionBackends,
         tp: TensorParallel,
@@ -98,6 +103,8 @@ class DecoderAttention(nn.Module):
             window=window,
         )
         self.heads_size = attention.num_heads * head_dim
+        scales = query_scales(config, max_positions)
+        self.register_buffer("query_scales", scales, persistent=False)
         self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(attention))
 
     @property
@@ -114,6 +121,8 @@ class DecoderAttention(nn.Module):
 
     def attend(self, qkv: Tensor, step: ForwardStep) -> Tensor:
         """Return the heads' outputs, (num_tokens, o_proj's input size). qkv: what qkv_proj returns."""
+        if self.query_scales is not None:
+            qkv[..., : self.heads_size] *= self.query_scales[step.positions].to(qkv.dtype)
         norm_weights = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
         cache = step.memory.layer(self.index)
         return self.attn(qkv, norm_weights, step.positions, cache, step.attention).flatten(1)
@@ -150,7 +159,7 @@ class DecoderLayer(nn.Module):
 
     That is attention, or linear attention.
 
-    window: how many tokens each token attends to, or None for all.
+    window: how many tokens each token attends to, or None for all. max_positions: how many positions there may be.
     """
 
     def __init__(
@@ -159,12 +168,15 @@ class DecoderLayer(nn.Module):
         spec: DecoderSpec,
         index: int,
         window: int | None,
+        max_positions: int,
         rotary_emb: RotaryEmbedding,
         backends: AttentionBackends,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.residual_multiplier = config.residual_multiplier
+        self.has_multipliers = config.has_multipliers
         moe = config.moe if config.moe is not None and config.moe.has_experts[index] else None
         self.has_experts = moe is not None
         place = sum(config.is_linear(other) == config.is_linear(index) for other in range(index))  # among its kind
@@ -172,7 +184,7 @@ class DecoderLayer(nn.Module):
         if self.is_linear:
             self.linear_attn = DecoderLinearAttention(config, place, spec.interleaves_linear, tp)
         else:
-            self.self_attn = DecoderAttention(config, spec, place, window, rotary_emb, backends, tp)
+            self.self_attn = DecoderAttention(config, spec, place, window, max_positions, rotary_emb, backends, tp)
         self.mlp = DecoderMLP(config, spec, tp) if moe is None else SparseMoE(config.hidden_size, moe, tp)
         norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = norm()
@@ -192,7 +204,8 @@ class DecoderLayer(nn.Module):
     def traits(self) -> LayerTraits:
         methods = (getattr(part, "quant_method", None) for part in self.modules())
         products = frozenset(method.kind for method in methods if method is not None)
-        has_plain_attention = not self.is_linear and not self.spec.has_gates
+        is_plain = not self.is_linear and not self.spec.has_gates and self.self_attn.query_scales is None
+        has_plain_attention = is_plain and not self.has_multipliers
         is_common = self.spec.activation is silu_and_mul and not self.spec.norms_sums and not self.has_experts
         return LayerTraits(products, is_common and has_plain_attention, has_plain_attention)
 
@@ -205,12 +218,18 @@ class DecoderLayer(nn.Module):
         """
         norm_of_attention, norm_before_mlp, norm_of_mlp = self.norms
         normed, residual = self.input_layernorm(hidden, residual, self.mixer.input_format)
-        hidden = self.mixer(normed, step)
+        hidden = self._scaled(self.mixer(normed, step))
         if norm_of_attention is not None:
             hidden = norm_of_attention.of_sum(hidden)
         normed, residual = norm_before_mlp(hidden, residual, self.mlp.input_format)
-        hidden = self.mlp(normed, step.row_mask)
+        hidden = self._scaled(self.mlp(normed, step.row_mask))
         return hidden if norm_of_mlp is None else norm_of_mlp.of_sum(hidden), residual
+
+    def _scaled(self, hidden: PartialSum) -> PartialSum:
+        """Return what is added to the residual stream."""
+        if self.residual_multiplier == 1:
+            return hidden
+        return replace(hidden, terms=hidden.terms * self.residual_multiplier)
 
 
 # Computes a layer: does what `DecoderLayer.forward` does, or the same in another way.
@@ -235,12 +254,18 @@ class Decoder(nn.Module):
         rotary_emb = local_rotary_emb = RotaryEmbedding(config, max_positions)
         if config.local_rope is not None:
             local_rotary_emb = RotaryEmbedding(replace(config, rope=config.local_rope), max_positions)
+        unrotated_emb = RotaryEmbedding(config, max_positions, rotates=False) if any(config.unrotated) else rotary_emb
+        self.embedding_multiplier = config.embedding_multiplier
         self.embed_tokens = spec.embedding(config.vocab_size, config.hidden_size, tp)
         windows = config.windows_within(max_positions)
         # Which RoPE a layer has does not depend on whether a sequence can outgrow its window.
+        embeddings = (
+            unrotated_emb if is_unrotated else local_rotary_emb if is_local else rotary_emb
+            for is_unrotated, is_local in zip(config.unrotated, config.windows, strict=True)
+        )
         layers = (
-            DecoderLayer(config, spec, index, window, local_rotary_emb if is_local else rotary_emb, backends, tp)
-            for index, (window, is_local) in enumerate(zip(windows, config.windows, strict=True))
+            DecoderLayer(config, spec, index, window, max_positions, embedding, backends, tp)
+            for index, (window, embedding) in enumerate(zip(windows, embeddings, strict=True))
         )
         self.layers = cast(Sequence[DecoderLayer], nn.ModuleList(with_quantization(layers, config.quantization)))
         self.has_experts = any(layer.has_experts for layer in self.layers)
@@ -249,6 +274,8 @@ class Decoder(nn.Module):
     def forward(self, step: ForwardStep, run_layer: RunLayer = DecoderLayer.__call__) -> Tensor:
         """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
         residual = self.embed_tokens(step.token_ids)  # (num_tokens, hidden_size)
+        if self.embedding_multiplier != 1:
+            residual = residual * self.embedding_multiplier
         hidden: PartialSum | None = None
         if self.has_experts:
             step = step.with_row_mask()

@@ -49,6 +49,11 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
         activation=gelu_tanh_and_mul,
     )
     config_defaults: ClassVar = {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 131072,

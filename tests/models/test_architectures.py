@@ -85,6 +85,19 @@ def draw_options(architecture: str, seed: int) -> dict[str, Any]:
         scaling = {"rope_type": "default"} if seed % 2 else {"rope_type": "linear", "factor": 4.0}
         sliding = {"rope_type": "default", "rope_theta": rng.choice((100.0, 10000.0))}
         options["rope_parameters"] = {"full_attention": {**scaling, "rope_theta": 1e6}, "sliding_attention": sliding}
+    elif architecture == "SmolLM3ForCausalLM":
+        options |= {"use_sliding_window": window is not None, "sliding_window": window or 4096, "pad_token_id": 0}
+        options |= {"no_rope_layers": rng.choice((None, [1, 0, 1, 0])), "no_rope_layer_interval": rng.choice((2, 3))}
+        options |= {"num_hidden_layers": 4, "attention_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5}
+    elif architecture == "GraniteForCausalLM":
+        options |= {"attention_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5}
+        options |= {"embedding_multiplier": rng.choice((1.0, 12.0)), "residual_multiplier": rng.choice((0.22, 1.0))}
+        options |= {"attention_multiplier": rng.choice((0.0625, 0.3)), "logits_scaling": rng.choice((1.0, 8.0))}
+    elif architecture == "Ministral3ForCausalLM":
+        options |= {"head_dim": head_dim, "sliding_window": window, "pad_token_id": 0}
+        yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+        beta = rng.choice((0.1, 1.0))  # sequences outgrow the original length three times
+        options["rope_parameters"] = {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": beta}
     elif architecture in HYBRIDS:
         options |= draw_hybrid_options(rng, head_dim)
     return options

@@ -1,18 +1,16 @@
 """Gemma 3: its own layers against those of transformers, to the last bit, and both spellings of its config.json."""
 
-import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig
+from transformers import Gemma3TextConfig
 from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
 
-from nanoinfer import LLM, SamplingParams, tiny_model_path
+from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig, RopeConfig
 from nanoinfer.device import default_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
@@ -194,37 +192,3 @@ def test_what_is_not_built_in_or_makes_no_sense_is_refused_by_field_and_value(
     with pytest.raises(ModelError) as error:
         read({**OF_1B, **entry})
     assert message in str(error.value)
-
-
-# --- models that also see images ---
-
-
-def test_models_that_also_see_images_are_refused_by_name() -> None:
-    with pytest.raises(ModelError, match="'Gemma3ForConditionalGeneration' is not supported: it is a model that reads"):
-        read({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": OF_1B, "vision_config": {}})
-
-
-def test_the_text_part_of_a_model_that_sees_images_is_saved_as_the_page_of_models_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = {"vocab_size": 1024, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "head_dim": 16}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 16, "sliding_window_pattern": 3}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 28, "patch_size": 14}
-    shutil.copytree(tiny_model_path(), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors", "g*"))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        whole = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision))
-    whole.eval().save_pretrained(tmp_path / "model")
-    monkeypatch.chdir(tmp_path)
-    [snippet] = re.findall(r"^```python\n([^`]*Gemma3ForCausalLM[^`]*)^```", PAGE.read_text(), re.MULTILINE)
-    exec(snippet, {"folder": "model"})
-    token_ids = prompt = torch.randint(0, 1024, (1, 40), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        for _ in range(6):
-            token_ids = torch.cat([token_ids, whole(input_ids=token_ids).logits[:, -1:].argmax(-1)], dim=1)
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    with LLM("converted", device="cpu", dtype="float32", num_kvcache_blocks=1, max_model_len=256) as llm:
-        [output] = llm.generate(prompt.tolist(), params, use_tqdm=False)
-        assert prompt[0].tolist() + output.token_ids == token_ids[0].tolist()
-        assert llm.encode("3 + 4")

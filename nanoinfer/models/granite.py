@@ -1,0 +1,11 @@
+"""Granite: the common decoder with four multipliers, of embeddings, scores, what layers add, and logits."""
+
+from typing import ClassVar
+
+from nanoinfer.checkpoint.model_config import MULTIPLIERS
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+
+
+class GraniteForCausalLM(DecoderForCausalLM):
+    config_defaults: ClassVar = dict.fromkeys(MULTIPLIERS, 1.0)
+    special_fields: ClassVar = {*MULTIPLIERS}

@@ -1,0 +1,28 @@
+"""Ministral 3: the common decoder with YaRN, whose queries are scaled far from the start."""
+
+from typing import ClassVar
+
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+
+
+class Ministral3ForCausalLM(DecoderForCausalLM):
+    config_defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "max_position_embeddings": 262144,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    }
+    special_fields: ClassVar = {"sliding_window", "llama_4_scaling_beta"}
