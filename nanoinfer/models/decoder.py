@@ -204,8 +204,7 @@ class DecoderLayer(nn.Module):
     def traits(self) -> LayerTraits:
         methods = (getattr(part, "quant_method", None) for part in self.modules())
         products = frozenset(method.kind for method in methods if method is not None)
-        is_plain = not self.is_linear and not self.spec.has_gates and self.self_attn.query_scales is None
-        has_plain_attention = is_plain and not self.has_multipliers
+        has_plain_attention = not self.is_linear and not self.spec.has_gates and not self.has_multipliers
         is_common = self.spec.activation is silu_and_mul and not self.spec.norms_sums and not self.has_experts
         return LayerTraits(products, is_common and has_plain_attention, has_plain_attention)
 
