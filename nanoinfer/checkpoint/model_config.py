@@ -444,7 +444,7 @@ def _by_type_of_layer(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     if not isinstance(sets, Mapping) or not sets.keys() <= {*types}:
         raise ModelError(f"config.json has rope_parameters={sets!r:.200}; it must have a set for each of {types}")
     full, sliding = (sets.get(name) or {} for name in types)
-    theta = _number(raw, "rope_local_base_freq", float, DEFAULTS["rope_theta"])
+    theta = _number(raw, "rope_local_base_freq", float, raw.get("rope_theta"))
     of_windows = {"rope_theta": theta, "rope_parameters": sliding}
     _read_rotary_dim(of_windows, {}, 0)  # refuses to rotate only a part
     _number(raw, "sliding_window", int)  # refuses null: which RoPE a layer has would not be known

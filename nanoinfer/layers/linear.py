@@ -178,13 +178,18 @@ class RowParallelLinear(ShardedLinear):
     A product of few rows and few columns has too few tiles to fill a GPU. So a small step is computed by split-K:
     several partial sums at the same time. On several GPUs it leaves the all-reduce, too, to the kernel of the next
     norm, where the GPUs reach each other's memory.
+
+    is_sum_whole: whether each rank needs all rows of the sum, and not only of its norm: then the sum is made here.
     """
 
     is_row_parallel = True
 
-    def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, bias: bool, tp: TensorParallel, is_sum_whole: bool = False
+    ) -> None:
         super().__init__(output_size, tp.shard_size(input_size, "row-parallel input size"), bias)
         self.tp = tp
+        self.is_sum_whole = is_sum_whole
         self.full_shape = (output_size, input_size)
 
     def num_outputs(self, _shard: str | None) -> int:
@@ -202,7 +207,7 @@ class RowParallelLinear(ShardedLinear):
     def forward(self, x: Activations) -> PartialSum:
         """(num_tokens, input_size) -> (num_tokens, output_size), to be added up by the next norm."""
         bias = self.bias if self.tp.rank == 0 else None  # one rank adds it, so that the sum has it once
-        buffers = sum_buffers(self.tp, len(x))
+        buffers = None if self.is_sum_whole else sum_buffers(self.tp, len(x))
         if self.tp.size == 1 or buffers is not None:
             return PartialSum(self.quant_method.apply_split(self, x, bias), buffers)
         return PartialSum(self.quant_method.apply(self, x, bias).unsqueeze(0), tp=self.tp)

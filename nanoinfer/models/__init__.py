@@ -11,6 +11,7 @@ from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.ministral3 import Ministral3ForCausalLM
 from nanoinfer.models.mistral import MistralForCausalLM
 from nanoinfer.models.mixtral import MixtralForCausalLM
+from nanoinfer.models.olmo import Olmo2ForCausalLM, Olmo3ForCausalLM
 from nanoinfer.models.phi3 import Phi3ForCausalLM
 from nanoinfer.models.qwen2 import Qwen2ForCausalLM
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
@@ -28,6 +29,8 @@ REGISTRY: dict[str, type[DecoderForCausalLM]] = {
     "Mistral3ForConditionalGeneration": MistralForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,
+    "Olmo2ForCausalLM": Olmo2ForCausalLM,
+    "Olmo3ForCausalLM": Olmo3ForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen2_5_VLForConditionalGeneration": Qwen2ForCausalLM,

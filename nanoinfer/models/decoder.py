@@ -8,7 +8,7 @@ names are those of the checkpoint, except for the packed projections (see `packe
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVP
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.layers.query_scales import query_scales
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
+from nanoinfer.layers.whole_norm import ResidualSum, WholeNorm
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.linear_attention import DecoderLinearAttention
 from nanoinfer.quantization.linear_method import ProductKind
@@ -39,7 +40,9 @@ class DecoderSpec:
     qkv_bias: whether queries, keys and values have biases whatever config.json says. Its attention_bias adds them to
     the output product too.
     qk_norm: whether each head of the queries and keys is normalised before its rotation.
+    whole_qk_norm: whether all queries of a token are normalised together, and all keys.
     norms_sums: whether what attention and MLP add to the residual stream is normalised before it is added.
+    norms_inputs: whether the inputs of attention and MLP are normalised.
     has_gates: whether attention's output is multiplied by the sigmoid of gates, which q_proj computes too.
     interleaves_linear: whether checkpoints interleave the weights of linear attention by key heads.
     norm, embedding, activation: the classes of all norms and of the embedding, and the function between the two
@@ -48,7 +51,9 @@ class DecoderSpec:
 
     qkv_bias: bool = False
     qk_norm: bool = False
+    whole_qk_norm: bool = False
     norms_sums: bool = False
+    norms_inputs: bool = True
     has_gates: bool = False
     interleaves_linear: bool = False
     norm: type[RMSNorm] = RMSNorm
@@ -92,9 +97,16 @@ class DecoderAttention(nn.Module):
         self.index = index
         heads = head_dim, num_heads, num_kv_heads
         self.qkv_proj = QKVParallelLinear(config.hidden_size, *heads, bias=qkv_bias, tp=tp, has_gates=spec.has_gates)
-        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, bias=config.attention_bias, tp=tp)
-        self.q_norm = spec.norm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
-        self.k_norm = spec.norm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
+        sizes = num_heads * head_dim, config.hidden_size
+        self.o_proj = RowParallelLinear(*sizes, config.attention_bias, tp, is_sum_whole=not spec.norms_inputs)
+        self.has_whole_norms = spec.whole_qk_norm
+        if spec.whole_qk_norm:
+            of_keys = tp.split_of_kv_heads(num_kv_heads)
+            self.q_norm: Any = WholeNorm(num_heads, head_dim, config.rms_norm_eps, tp, tp)
+            self.k_norm: Any = WholeNorm(num_kv_heads, head_dim, config.rms_norm_eps, tp, of_keys)
+        else:
+            self.q_norm = spec.norm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
+            self.k_norm = spec.norm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
         attention = AttentionSpec(
             num_heads=tp.shard_size(num_heads, "query heads"),
             num_kv_heads=tp.split_of_kv_heads(num_kv_heads).shard_size(num_kv_heads, "KV heads"),
@@ -123,9 +135,19 @@ class DecoderAttention(nn.Module):
         """Return the heads' outputs, (num_tokens, o_proj's input size). qkv: what qkv_proj returns."""
         if self.query_scales is not None:
             qkv[..., : self.heads_size] *= self.query_scales[step.positions].to(qkv.dtype)
-        norm_weights = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        if self.has_whole_norms:
+            qkv, norm_weights = self._normed_wholly(qkv), None
+        else:
+            norm_weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
         cache = step.memory.layer(self.index)
         return self.attn(qkv, norm_weights, step.positions, cache, step.attention).flatten(1)
+
+    def _normed_wholly(self, qkv: Tensor) -> Tensor:
+        qkv = qkv.sum(0) if qkv.dim() == 3 else qkv
+        for norm, start in ((self.q_norm, 0), (self.k_norm, self.heads_size)):
+            part = qkv.narrow(1, start, len(norm.weight))
+            part.copy_(norm(part))
+        return qkv
 
 
 class DecoderMLP(nn.Module):
@@ -136,7 +158,7 @@ class DecoderMLP(nn.Module):
         size, bias = config.intermediate_size, config.mlp_bias
         self.activation = spec.activation
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, size, bias=bias, tp=tp)
-        self.down_proj = RowParallelLinear(size, config.hidden_size, bias=bias, tp=tp)
+        self.down_proj = RowParallelLinear(size, config.hidden_size, bias, tp, is_sum_whole=not spec.norms_inputs)
 
     @property
     def input_format(self) -> RowFormat | None:
@@ -187,11 +209,12 @@ class DecoderLayer(nn.Module):
             self.self_attn = DecoderAttention(config, spec, place, window, max_positions, rotary_emb, backends, tp)
         self.mlp = DecoderMLP(config, spec, tp) if moe is None else SparseMoE(config.hidden_size, moe, tp)
         norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)
-        self.input_layernorm = norm()
+        self.input_layernorm = norm() if spec.norms_inputs else ResidualSum(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = norm()  # checkpoints give this name to one norm or the other
         self.norms = LayerNorms(None, self.post_attention_layernorm, None)
         if spec.norms_sums:
-            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
+            self.pre_feedforward_layernorm = norm() if spec.norms_inputs else self.input_layernorm
+            self.post_feedforward_layernorm = norm()
             self.norms = LayerNorms(
                 self.post_attention_layernorm, self.pre_feedforward_layernorm, self.post_feedforward_layernorm
             )
@@ -204,7 +227,8 @@ class DecoderLayer(nn.Module):
     def traits(self) -> LayerTraits:
         methods = (getattr(part, "quant_method", None) for part in self.modules())
         products = frozenset(method.kind for method in methods if method is not None)
-        has_plain_attention = not self.is_linear and not self.spec.has_gates and not self.has_multipliers
+        is_plain = self.spec.norms_inputs and not self.spec.has_gates and not self.has_multipliers
+        has_plain_attention = is_plain and not self.is_linear
         is_common = self.spec.activation is silu_and_mul and not self.spec.norms_sums and not self.has_experts
         return LayerTraits(products, is_common and has_plain_attention, has_plain_attention)
 

@@ -98,6 +98,14 @@ def draw_options(architecture: str, seed: int) -> dict[str, Any]:
         yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
         beta = rng.choice((0.1, 1.0))  # sequences outgrow the original length three times
         options["rope_parameters"] = {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": beta}
+    elif architecture == "Olmo2ForCausalLM":
+        options |= {"attention_bias": rng.random() < 0.5, "pad_token_id": 0}
+    elif architecture == "Olmo3ForCausalLM":
+        options |= {"attention_bias": rng.random() < 0.5, "sliding_window": window or 4096, "pad_token_id": 0}
+        yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+        sliding = {"rope_type": "default", "rope_theta": rng.choice((100.0, 1e4))}
+        options["num_hidden_layers"] = 4
+        options["rope_parameters"] = {"full_attention": yarn, "sliding_attention": sliding}
     elif architecture in HYBRIDS:
         options |= draw_hybrid_options(rng, head_dim)
     return options

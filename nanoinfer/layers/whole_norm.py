@@ -1,0 +1,58 @@
+"""What OLMo 2 and 3 normalise: all of the queries and of the keys; and what it does not, the inputs of a layer."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.checkpoint.weights import check_shape
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.kernels.fp8_format import RowFormat
+from nanoinfer.layers.layernorm import RMSNorm
+from nanoinfer.layers.linear import PartialSum
+from nanoinfer.quantization.fp8 import quantize_rows
+
+
+class WholeNorm(nn.Module):
+    """RMSNorm over all heads of the queries or keys, those of other ranks included.
+
+    split: which of the heads this rank has; ranks may share some, which count once.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, tp: TensorParallel, split: TensorParallel) -> None:
+        super().__init__()
+        self.eps, self.tp, self.split = eps, tp, split
+        self.full_size = num_heads * head_dim
+        self.num_sharing = tp.size // split.size
+        size = split.shard_size(num_heads, "heads") * head_dim
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+
+    def check_weight(self, _param: Tensor, full: Tensor) -> None:
+        check_shape(full, (self.full_size,))
+
+    def weight_loader(self, param: Tensor, full: Tensor) -> None:
+        self.check_weight(param, full)
+        param.copy_(self.split.shard(full, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(num_tokens, this rank's size) -> the same, normalised."""
+        wide = x.float()
+        squares = self.tp.all_reduce(wide.square().sum(-1, keepdim=True)) / self.num_sharing
+        wide = wide * torch.rsqrt(squares / self.full_size + self.eps)
+        return (self.weight * wide.to(x.dtype)).to(x.dtype)
+
+
+class ResidualSum(RMSNorm):
+    """Adds to the residual stream, and hands it on as it is; for layers whose norms come after attention and MLP."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        del self.weight
+        self.register_buffer("weight", torch.ones(size), persistent=False)
+
+    def forward(
+        self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat | None = None
+    ) -> tuple[Any, Tensor]:
+        assert hidden is None or hidden.all_ranks is None, "a rank has only its own rows of such a sum"
+        total = residual if hidden is None else super().forward(hidden, residual)[1]
+        return (total if out_format is None else quantize_rows(total, out_format)), total

@@ -1,0 +1,21 @@
+"""OLMo 2 and 3: norms after attention and MLP instead of before, and over all queries and keys; 3 has windows."""
+
+from typing import ClassVar
+
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.decoder import DecoderSpec
+
+
+class Olmo2ForCausalLM(DecoderForCausalLM):
+    spec: ClassVar = DecoderSpec(whole_qk_norm=True, norms_sums=True, norms_inputs=False)
+    config_defaults: ClassVar = {"rms_norm_eps": 1e-5}
+
+
+class Olmo3ForCausalLM(Olmo2ForCausalLM):
+    config_defaults: ClassVar = {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,  # every fourth layer attends to all tokens
+    }
+    special_fields: ClassVar = {"sliding_window", "sliding_window_pattern", "rope_local_base_freq"}
