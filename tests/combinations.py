@@ -132,6 +132,10 @@ def _draw_model(rng: random.Random, sizes: Sizes, architecture: str, seed: int) 
         model["sliding_window"] = window
     if "moe_intermediate_size" in model:
         model["moe_intermediate_size"] = mlp_size
+    ropes = model.get("rope_parameters") or {}
+    for rope in (ropes, ropes.get("full_attention") or {}):
+        if rope.get("rope_type") == "yarn":  # whose context is the product of these two
+            rope["factor"] = sizes.max_positions / rope["original_max_position_embeddings"]
     # Logits of about the same size for every hidden size; Gemma's embeddings are scaled and tied.
     spread = 0.4 if architecture == "Gemma3ForCausalLM" else 1.5
     return {**model, "hidden_size": hidden_size, "initializer_range": spread / hidden_size**0.5}
