@@ -30,6 +30,8 @@ from nanoinfer.outputs import (
     StepEvent,
     StreamChunk,
 )
+from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, RewardOutput
+from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.structured_outputs import StructuredOutputsParams
 
@@ -40,8 +42,10 @@ __version__ = "0.2.0"
 
 __all__ = [
     "LLM",
+    "ClassificationOutput",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
     "EngineClosedError",
     "EngineMetrics",
     "EngineStateError",
@@ -49,10 +53,13 @@ __all__ = [
     "Logprob",
     "ModelError",
     "NanoinferError",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestChange",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "RewardOutput",
     "SamplingParams",
     "Score",
     "StepEvent",

@@ -82,6 +82,12 @@ class EngineConfig:
         '"auto" and "safetensors" read the checkpoint; "dummy" draws random weights and needs only config.json.',
         ("auto", "safetensors", "dummy"),
     )
+    runner: str = option(
+        "auto",
+        '"generate" completes prompts; "pooling" makes embeddings, classes or rewards alone, without a language-model '
+        'head; "auto" is what the model is for: pooling if it has no such head, or files of sentence-transformers.',
+        ("auto", "generate", "pooling"),
+    )
     quantization: str | None = option(
         None,
         '"fp8" rounds the weights of linear layers to 8 bits while they are loaded, "int4" to 4. A checkpoint that has '

@@ -25,6 +25,7 @@ class EngineOptions(TypedDict, total=False):
     attention_backend: Literal["auto", "flash_attn", "triton", "torch"]
     overlap: bool
     load_format: Literal["auto", "safetensors", "dummy"]
+    runner: Literal["auto", "generate", "pooling"]
     quantization: Literal["fp8", "int4"] | None
     revision: str | None
     tokenizer: str | Path | None

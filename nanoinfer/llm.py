@@ -37,7 +37,9 @@ from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import REGISTRY
+from nanoinfer.one_pass import OnePass, PoolingArguments, calls_of
 from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
+from nanoinfer.pooling_outputs import PoolingRequestOutput
 from nanoinfer.progress import Progress
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.sampling_params import SamplingParams
@@ -87,7 +89,9 @@ class LLM:
         is_random = self.config.load_format == "dummy"
         model, revision, download_dir = self.config.model, self.config.revision, self.config.download_dir
         folder = resolve_model_folder(model, not is_random, revision=revision, download_dir=download_dir)
-        model_config = ModelConfig.from_folder(folder, REGISTRY, self.config.hf_overrides, self.config.quantization)
+        model_config = ModelConfig.from_folder(
+            folder, REGISTRY, self.config.hf_overrides, self.config.quantization, self.config.runner
+        )
         if model_config.linear_attention is not None and self.config.enable_prefix_caching:
             logger.info("prefix caching is off: it is not there yet for models with linear attention")
             self.config = replace(self.config, enable_prefix_caching=False)
@@ -112,8 +116,11 @@ class LLM:
             on_failure.pop_all()
         self.max_model_len = runner.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = runner.info
-        prompts = PromptProcessor(tokenizer, model, model_config.vocab_size, self.max_model_len, stop_token_ids)
+        of_prompts = tokenizer, model, model_config.vocab_size
+        refusal = None if model_config.head is None else f"{model} generates nothing; use {calls_of(model_config)}"
+        prompts = PromptProcessor(*of_prompts, self.max_model_len, stop_token_ids, refusal=refusal)
         self.queue = RequestQueue(self.engine, prompts, constraints)
+        self._one_pass = OnePass.of(self.queue, model_config, *of_prompts, self.max_model_len)
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._weights = WeightControl(self.engine, self.queue.lock)
         self._step_callbacks = StepCallbacks(self.engine, runner.info.device)
@@ -256,6 +263,57 @@ class LLM:
             pairs = self.queue.prompts.encode_pairs(as_list_of_prompts(prompts), as_list_of_prompts(completions))
         outputs = self._complete([*map(scoring_request, pairs)], use_tqdm, on_finish=None)
         return [*map(score, outputs, pairs)]
+
+    def embed(
+        self,
+        prompts: Prompts,
+        pooling_params: PoolingArguments = None,
+        use_tqdm: bool = True,
+        *,
+        prompt_name: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Return the embedding of one text or many: `output.outputs.embedding`, an array (size,) of float32.
+
+        prompts: as in `generate`. They are pooled and normalised as the files of sentence-transformers in the model's
+        folder say; without these by the last token of a decoder, and the mean of an encoder's, normalised.
+        pooling_params: for all, or a list with one for each. prompt_name: which of the prompts of
+        config_sentence_transformers.json texts begin with; None for its default, if it has one. tokenization_kwargs:
+        {"truncate_prompt_tokens": n} has the tokenizer cut texts of more tokens, -1 those that are too long. Raises
+        RequestError for texts that cannot be served, and where the model is a classifier.
+        """
+        return self._one_pass.embed(prompts, pooling_params, use_tqdm, prompt_name, tokenization_kwargs)
+
+    def classify(
+        self,
+        prompts: Any,
+        pooling_params: PoolingArguments = None,
+        use_tqdm: bool = True,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Return the probabilities of a classifier's classes: `output.outputs.probs`, an array (num_classes,).
+
+        prompts: as in `generate`, or pairs of texts, (text, text), as cross-encoders take them. Logits become
+        probabilities by softmax or sigmoid, as config.json says; with PoolingParams(use_activation=False) they stay
+        as they are. A model of ...ForTokenClassification has a row for each token. The rest is as in `embed`.
+        """
+        return self._one_pass.classify(prompts, pooling_params, use_tqdm, tokenization_kwargs)
+
+    def reward(
+        self,
+        prompts: Any,
+        pooling_params: PoolingArguments = None,
+        use_tqdm: bool = True,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Return the rewards that a model with a head of one value gives to texts: `output.reward`, a float.
+
+        It is an array with a value for each token where the model rewards tokens. The value is that of the head as it
+        is, unless use_activation is True. The rest is as in `classify`.
+        """
+        return self._one_pass.classify(prompts, pooling_params, use_tqdm, tokenization_kwargs, rewards=True)
 
     def add_request(
         self, prompt: GivenPrompt, sampling_params: SamplingParams | None = None, *, priority: int = 0

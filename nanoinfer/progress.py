@@ -76,20 +76,29 @@ def progress_bar(desc: str, unit: str, total: int, use_tqdm: bool, initial: int 
 class Progress:
     """Shows the progress of a call: finished requests, and tokens a second since it began.
 
-    num_before: how many had finished before it.
+    num_before: how many had finished before it. generates: whether they are requests for tokens; else texts that are
+    read alone.
     """
 
     def __init__(
-        self, get_metrics: Callable[[], EngineMetrics], num_requests: int, use_tqdm: bool, num_before: int = 0
+        self,
+        get_metrics: Callable[[], EngineMetrics],
+        num_requests: int,
+        use_tqdm: bool,
+        num_before: int = 0,
+        generates: bool = True,
     ) -> None:
         self._get_metrics, self._before = get_metrics, get_metrics()
-        self._bar = progress_bar("Generating", "req", num_requests, use_tqdm, num_before)
+        desc, unit = ("Generating", "req") if generates else ("Reading", "text")
+        self._bar = progress_bar(desc, unit, num_requests, use_tqdm, num_before)
+        self._generates = generates
 
     def show(self, num_finished: int) -> None:
         now, before = self._get_metrics(), self._before
         prefill = (now.prefill_tokens - before.prefill_tokens) / max(1e-9, now.prefill_seconds - before.prefill_seconds)
         decode = (now.decode_tokens - before.decode_tokens) / max(1e-9, now.decode_seconds - before.decode_seconds)
-        self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)
+        rates = f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s" if self._generates else f"{prefill:.0f} tok/s"
+        self._bar.set_postfix_str(rates, refresh=False)
         self._bar.update(num_finished - self._bar.n)
 
     def __enter__(self) -> "Progress":

@@ -83,9 +83,8 @@ LLM_NAMES: Foreigners = {
     "scheduling_policy": only("fcfs", "priority", why="the order is that of priorities, then of arrival"),
     "served_model_name": only(why="nothing is served"),
     "swap_space": only(0, why="preempted sequences are computed again, and nothing is swapped"),
-    "task": only("auto", "generate", why="models generate, and nothing else"),
-    "runner": only("auto", "generate", why="models generate, and nothing else"),
-    "convert": only("auto", "none", why="models generate, and nothing else"),
+    "task": only("auto", "generate", why="runner='pooling' embeds, and a head is what the architecture says"),
+    "convert": only("auto", "none", why="the architecture says what the model is; runner='pooling' embeds"),
     "use_v2_block_manager": only(True, why="there is one block manager"),
 }
 

@@ -22,9 +22,16 @@ EVERYBODY = {
     "outputs",
     "structured_outputs",
     "sampling_params",
+    "pooling_params",
+    "pooling_outputs",
     "checkpoint",
 }
-STEP_DATA = {"engine.batch", "engine.row_options", "engine.token_masks"}  # what the host says of a step
+STEP_DATA = {
+    "engine.batch",
+    "engine.row_options",
+    "engine.token_masks",
+    "engine.prompt_states",
+}  # what the host says of a step
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "vllm_names": {"errors"},
@@ -34,6 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "outputs": {"errors"},
     "structured_outputs": {"errors"},
     "sampling_params": {"errors", "vllm_names", "structured_outputs"},
+    "pooling_params": {"errors"},
+    "pooling_outputs": {"outputs"},
     "checkpoint": {"errors", "config", "device"},
     "text": EVERYBODY,
     "constraints": EVERYBODY | {"text", "progress", "engine.token_masks", "engine.stopping"},
@@ -44,15 +53,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layers": EVERYBODY | {"quantization", "kernels", "distributed"},
     "models": EVERYBODY | {"layers", "quantization", "kernels", "distributed"},
     "sampling": EVERYBODY | STEP_DATA | {"models", "layers", "kernels", "distributed"},
-    "runner": EVERYBODY | STEP_DATA | {"sampling", "models", "layers", "kernels", "distributed"},
+    "pooling": EVERYBODY | STEP_DATA | {"models", "layers", "distributed"},
+    "runner": EVERYBODY | STEP_DATA | {"pooling", "sampling", "models", "layers", "kernels", "distributed"},
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"text", "engine.prompt_logprobs"},
+    "one_pass": EVERYBODY | {"engine", "text", "progress"},
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress"},
     "llm": EVERYBODY
     | {"constraints", "control", "engine", "executor", "runner", "models", "text", "progress", "scoring"}
-    | {"engine_options", "aio"},
+    | {"engine_options", "aio", "one_pass"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "engine", "text", "progress"},
     "bench": EVERYBODY

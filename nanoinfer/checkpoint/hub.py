@@ -83,15 +83,27 @@ def is_lfs_pointer(path: Path) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file of a model; {} where there is none. Raises ModelError where it is no such file."""
-    if not path.exists():
-        return {}
-    if not path.is_file():  # a device would be read for ever
-        raise ModelError(f"{path} is no file; download it again")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:  # no JSON, no text, or not ours to read
-        what = LFS_REMEDY if is_lfs_pointer(path) else f"is not valid JSON ({error}); download the file again"
-        raise ModelError(f"{path} {what}") from None
+    content = _read_json(path, {})
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a {type(content).__name__}, not an object; download the file again")
     return content
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """Do as `read_json` with a list, which is [] where there is no file."""
+    content = _read_json(path, [])
+    if not isinstance(content, list):
+        raise ModelError(f"{path} holds a {type(content).__name__}, not a list; download the file again")
+    return content
+
+
+def _read_json(path: Path, absent: Any) -> Any:
+    if not path.exists():
+        return absent
+    if not path.is_file():  # a device would be read for ever
+        raise ModelError(f"{path} is no file; download it again")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:  # no JSON, no text, or not ours to read
+        what = LFS_REMEDY if is_lfs_pointer(path) else f"is not valid JSON ({error}); download the file again"
+        raise ModelError(f"{path} {what}") from None

@@ -1,7 +1,7 @@
 """The sizes of a model, read from its config.json, in the spellings of transformers 4.51 to 5.x."""
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,14 @@ from nanoinfer.checkpoint.hybrid_config import (
 )
 from nanoinfer.checkpoint.other_models import explain_architecture, explain_folder
 from nanoinfer.checkpoint.overrides import read_overridden
+from nanoinfer.checkpoint.pooling_config import (
+    HeadConfig,
+    PoolingConfig,
+    choose_head,
+    read_head,
+    read_pooling,
+    split_architecture,
+)
 from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, Fp8Config, read_quantization
 from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
 from nanoinfer.config import DTYPES
@@ -28,6 +36,7 @@ UNSUPPORTED_UNLESS = {
     "hidden_act": "silu",
     "hidden_activation": "gelu_pytorch_tanh",  # Gemma's name for it
     "use_bidirectional_attention": False,
+    "is_causal": True,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
@@ -113,6 +122,9 @@ class ModelConfig:
     moe: MoEConfig | None = None
     linear_attention: LinearAttentionConfig | None = None  # None: all layers attend to tokens
     quantization: QuantizationConfig | None = None  # None: all weights have 16 bits, or 32
+    head: HeadConfig | None = None  # None: a language-model head
+    # What becomes of hidden states; None until the folder was read, which says more than config.json.
+    pooling: PoolingConfig | None = field(default=None, compare=False)
 
     @classmethod
     def from_folder(
@@ -121,17 +133,21 @@ class ModelConfig:
         supported: Mapping[str, Architecture],
         overrides: Mapping[str, Any] | None = None,
         quantization: str | None = None,
+        runner: str = "auto",
     ) -> "ModelConfig":
         """Read `folder`/config.json. Raises ModelError where it is missing, not JSON, or lacks a size.
 
         supported: the architectures that can be run, by name; any other is refused first, since its config.json may
         name its sizes differently. overrides: fields that replace those of the file. quantization: how to round weights
-        that the checkpoint has in 16 bits; one in 8 bits says itself how it is to be read.
+        that the checkpoint has in 16 bits; one in 8 bits says itself how it is to be read. runner: whether the model is
+        to generate or to embed, where it can do both.
         """
         if not (folder / "config.json").exists():
             raise ModelError(f"{folder} {explain_folder(folder)}")
         raw = read_json(folder / "config.json")
-        return read_overridden(raw, overrides, lambda fields: cls.from_dict(fields, supported, quantization))
+        config = read_overridden(raw, overrides, lambda fields: cls.from_dict(fields, supported, quantization))
+        config = replace(config, head=choose_head(config.head, runner, folder))
+        return replace(config, pooling=read_pooling(folder, config.head, config.hidden_size, is_encoder=False))
 
     @classmethod
     def from_dict(
@@ -141,7 +157,8 @@ class ModelConfig:
         architectures = raw.get("architectures") or ["(none)"]
         if not isinstance(architectures, list):
             raise ModelError(f"config.json has architectures={architectures!r}; it must be a list of names")
-        architecture = str(architectures[0])
+        architecture, kind = split_architecture(raw, str(architectures[0]), supported.keys())
+        head = read_head(raw, kind)
         if architecture not in supported:
             raise ModelError(explain_architecture(raw, architecture, supported))
         architecture = text_architecture(raw, architecture)
@@ -159,14 +176,14 @@ class ModelConfig:
         num_heads = _number(raw, "num_attention_heads", int)
         absent = {"num_key_value_heads": num_heads, "head_dim": _number(raw, "hidden_size", int) // num_heads}
         values: dict[str, Any] = {}
-        for field in fields(cls):
-            if field.name in MULTIPLIERS and field.name not in special:
+        for item in fields(cls):
+            if item.name in MULTIPLIERS and item.name not in special:
                 continue
-            if field.type in (int, float) and field.name not in ("rotary_dim", "attention_scale"):
-                default = absent.get(field.name, defaults.get(field.name))
-                values[field.name] = _number(raw, field.name, field.type, default)
-            elif field.type is bool:
-                values[field.name] = _flag(raw, field.name, defaults.get(field.name, False))
+            if item.type in (int, float) and item.name not in ("rotary_dim", "attention_scale"):
+                default = absent.get(item.name, defaults.get(item.name))
+                values[item.name] = _number(raw, item.name, item.type, default)
+            elif item.type is bool:
+                values[item.name] = _flag(raw, item.name, defaults.get(item.name, False))
         config = cls(
             architecture=architecture,
             dtype=_read_dtype(raw),
@@ -185,6 +202,7 @@ class ModelConfig:
                 supported[architecture].packed_modules_mapping,
                 supported[architecture].renamed_modules,
             ),
+            head=head,
             **values,
         )
         num_kv_heads = config.num_key_value_heads

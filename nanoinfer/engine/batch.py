@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.engine.partial_hits import BlockCopy
+from nanoinfer.engine.prompt_states import StatesRecord
 from nanoinfer.engine.row_options import SamplingRecord, TokenBias, biases_of, sampling_record, stop_ids_of
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.shared_prefixes import PrefixGroup
@@ -27,8 +28,8 @@ Packet = NDArray[np.int32]
 class PrefillChunk(NamedTuple):
     """Tokens [start, start + length) of one sequence, to be computed in this step.
 
-    samples: whether the chunk ends with the last known token, so that the step samples the next one. Only the last
-    chunk of a step may not: it is cut short where the step's token budget ends.
+    samples: whether the chunk ends with the last known token, so that the step samples the next one. Chunks that do not
+    come last in a step: those of sequences that pool, and one that is cut short where the step's token budget ends.
     """
 
     seq: Sequence
@@ -72,12 +73,18 @@ class ScheduledBatch:
         """The sequences that get a token in this step, in the order of the step's token ids."""
         return [chunk.seq for chunk in self.prefill if chunk.samples] + self.decode
 
+    @property
+    def pooled(self) -> list[Sequence]:
+        """The sequences that this step completes without a token."""
+        whole = (chunk for chunk in self.prefill if chunk.start + chunk.length == chunk.seq.num_prompt_tokens)
+        return [chunk.seq for chunk in whole if chunk.seq.pools]
+
 
 class Header(NamedTuple):
     """The first numbers of a packet: what the host must know to launch, then the length of each section."""
 
     num_prefill_tokens: int
-    num_prefill_samples: int  # chunks that sample a token: all, or all but the last
+    num_prefill_samples: int  # chunks that sample a token; they come first
     num_prefill_blocks: int  # different blocks of the chunks' sequences
     awaits_masks: int  # 1: what the step may draw is said when it is sampled, so no rank is to sample before
     num_admitted: int
@@ -89,6 +96,8 @@ class Header(NamedTuple):
     num_sampling_records: int
     num_stop_ids: int  # of all sampling records together
     num_biases: int
+    num_states_records: int
+    num_layers: int  # of all states records together
 
 
 class RowRecord(NamedTuple):
@@ -136,6 +145,8 @@ class PacketSections(NamedTuple):
     sampling_records: Any  # SamplingRecord
     stop_ids: Any  # one column: those of the sampling records, one record after another
     biases: Any  # TokenBias; likewise
+    states_records: Any  # StatesRecord
+    layers: Any  # one column: the layers whose hidden states are wanted, one record after another
 
 
 def record_dtype(record: type) -> np.dtype[Any]:
@@ -154,12 +165,16 @@ SECTION_DTYPES = PacketSections(
     sampling_records=record_dtype(SamplingRecord),
     stop_ids=np.dtype(np.int32),
     biases=record_dtype(TokenBias),
+    states_records=record_dtype(StatesRecord),
+    layers=np.dtype(np.int32),
 )
 
 
 def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
     """Write `batch` as a packet: the header and its sections."""
-    assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk of a step may be cut short"
+    samples = [chunk.samples for chunk in batch.prefill]
+    assert samples == sorted(samples, reverse=True), "chunks that sample come first"
+    wanted = [(seq, seq.prompt_states) for seq in batch.admitted if seq.prompt_states is not None]
     records = [(seq, record) for seq in batch.admitted if (record := sampling_record(seq)) is not None]
     sections = PacketSections(
         row_records=[_row_record(seq) for seq in batch.admitted],
@@ -171,8 +186,10 @@ def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
         sampling_records=[record for _, record in records],
         stop_ids=[token_id for seq, _ in records for token_id in stop_ids_of(seq)],
         biases=[bias for seq, _ in records for bias in biases_of(seq)],
+        states_records=[states.record(_row(seq), seq.num_prompt_tokens) for seq, states in wanted],
+        layers=[layer for _, states in wanted for layer in states.layers],
     )
-    num_samples = sum(chunk.samples for chunk in batch.prefill)
+    num_samples = sum(samples)
     num_blocks = len(set().union(*(chunk.seq.block_table for chunk in batch.prefill)))
     header = Header(batch.num_prefill_tokens, num_samples, num_blocks, int(awaits_masks), *map(len, sections))
     parts = [np.array(lines, dtype) for lines, dtype in zip(sections, SECTION_DTYPES, strict=True) if len(lines)]

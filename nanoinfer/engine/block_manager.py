@@ -278,6 +278,7 @@ def _max_cached_tokens(seq: Sequence) -> int:
     """Return how many tokens may come from the cache.
 
     The last token is always left to compute, since its logits are needed. If log-probabilities of prompt tokens are
-    wanted, so is all from the token before the first of them.
+    wanted, so is all from the token before the first of them; if hidden states, all from the first of these.
     """
-    return (seq.prompt_logprobs_start or len(seq.token_ids)) - 1
+    most = (seq.prompt_logprobs_start or len(seq.token_ids)) - 1
+    return most if seq.prompt_states is None else min(most, seq.prompt_states.first)

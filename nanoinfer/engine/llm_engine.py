@@ -19,6 +19,7 @@ from nanoinfer.engine.interfaces import Constraints, Listener, Runner
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.logprobs import collect_logprobs, end_texts
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs
+from nanoinfer.engine.prompt_states import collect_states
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -130,6 +131,8 @@ class LLMEngine:
             request.prompt_texts = prompt_texts(self.tokenizer, params, prepared.prompt, prepared.token_ids)
             if prepared.prompt_logprobs_start < len(prepared.token_ids):
                 request.completions[0].seq.prompt_logprobs_start = prepared.prompt_logprobs_start
+        if prepared.prompt_states is not None:
+            request.prompt_states = request.completions[0].seq.prompt_states = prepared.prompt_states
         self._requests[request_id] = request
         for completion in request.completions:
             self.scheduler.add(completion.seq)
@@ -257,6 +260,8 @@ class LLMEngine:
         wanted = [seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled]
         self._finished += self.scheduler.update(step.batch, token_ids)
         collect_logprobs(self._requests, step.batch, step.handle, wanted)
+        if step.handle.states:
+            collect_states(step.batch.prefill, step.handle.states)
         # Steps overlap: each counts from its launch, or from the end of the one before it.
         seconds = now - max(step.started, self._last_collected)
         self.stats.count_step(bool(step.batch.prefill), step.batch.num_prefill_tokens, sum(wanted), seconds)

@@ -16,6 +16,7 @@ from collections.abc import Sequence as Iterated
 from dataclasses import dataclass, field
 
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs
+from nanoinfer.engine.prompt_states import PromptStates
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.text.detokenizer import CompletionText, TokenTexts
@@ -114,6 +115,7 @@ class Request:
     completions: list[Completion]  # its samples
     inbox: list[RequestOutput]  # where its output is put
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_states: PromptStates | None = None
     prompt_texts: TokenTexts | None = None  # stands where the log-probabilities begin
     arrived: float = field(default_factory=time.perf_counter)
 
@@ -128,7 +130,7 @@ class Request:
         time_per_token = None
         if first_token is not None and num_later > 0:
             time_per_token = (time.perf_counter() - first_token) / num_later
-        return RequestOutput(
+        output = RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=seqs[0].prompt_token_ids,
@@ -141,6 +143,7 @@ class Request:
             ),
             prompt_logprobs=self._prompt_logprobs(),
         )
+        return output if self.prompt_states is None else self.prompt_states.to_output(output, self.prompt_states)
 
     def _prompt_logprobs(self) -> Iterated[TokenLogprobs | None] | None:
         """Return those of the prompt; texts, which a tokenizer makes, are made in this thread."""

@@ -9,6 +9,9 @@ Prefill goes first, so that the decode batch is as full as it can be. A sequence
 
     WAITING or RUNNING --pause--> PAUSED --resume--> RUNNING if it still holds its row and blocks, else WAITING
 
+A sequence that pools ends with its prompt. The step after the one that completes it may have its row and blocks, since
+steps run in their order, and it is finished when that step is collected.
+
 Preemption frees a sequence's blocks and computes it again later, its generated tokens included (recomputation, as in
 PagedAttention, Kwon et al. 2023). Paused sequences give up theirs first, also for those that wait. The waiting queue is
 ordered by priority, then by arrival. So a preempted sequence is the first to be admitted again among those of its
@@ -74,6 +77,7 @@ class Scheduler:
         self.listener: Listener = SILENT  # is told what happens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on (-priority, seq_id)
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
+        self._pooled: list[Sequence] = []  # completed by the last step that was scheduled
         self._awaits_prefix = False  # whether the last step that admitted passed prompts over, for the next one
         self._blocked: tuple[int, int] | None = None  # (seq_id, num_frees) of a queue head that did not fit
 
@@ -89,6 +93,7 @@ class Scheduler:
         """Queue a sequence, by its priority and arrival."""
         params = seq.sampling_params
         seq.stopping = Stopping.of(params, seq.num_prompt_tokens, self.stop_token_ids, self.max_model_len)
+        seq.num_decoded = int(seq.prompt_states is None)
         heapq.heappush(self._waiting, (seq.rank, seq))
 
     def schedule(self, in_flight: bool = False) -> ScheduledBatch:
@@ -99,6 +104,8 @@ class Scheduler:
         are known.
         """
         self.block_manager.start_step()
+        if self._pooled:
+            self._release_pooled()
         return self._schedule_prefill() or self._schedule_decode(in_flight)
 
     def update(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
@@ -107,9 +114,9 @@ class Scheduler:
         A stop token is known only when the next step may be under way: what that one samples for a finished sequence
         is dropped here. Its row and blocks may be given out again all the same, since steps run in their order.
         """
-        finished = []
         block_size = self.block_manager.block_size
         self.block_manager.release(batch.block_copies)
+        finished = [(seq, "length") for seq in batch.pooled if seq.status is SequenceStatus.RUNNING]
         for seq, token_id in zip(batch.sampled, token_ids, strict=True):
             if seq.status is SequenceStatus.FINISHED:
                 continue
@@ -130,7 +137,10 @@ class Scheduler:
         """Take everything from running sequences, each with the reason why it ends; they are returned."""
         for seq, reason in reasons:
             seq.finish_reason = reason
-            if reason in ("stop", "length"):
+            if seq.row is None:  # one that pools
+                seq.status = SequenceStatus.FINISHED
+                continue
+            if reason in ("stop", "length") and not seq.pools:
                 # A step in flight may have computed the newest token, and may still fail.
                 self.block_manager.cache_last_block(seq, len(seq.token_ids) - 1)
             self._release(seq, SequenceStatus.FINISHED)
@@ -142,6 +152,8 @@ class Scheduler:
         """Undo steps that failed: their sequences go back to the queue, and what they were to cache is forgotten."""
         block_size = self.block_manager.block_size
         chunks = [chunk for batch in batches for chunk in batch.prefill]
+        if any(chunk.seq.pools and chunk.seq.row is None for chunk in chunks):
+            self.block_manager.reset_prefix_cache()  # which of its blocks they were to fill is not known any more
         for chunk in chunks:
             self.block_manager.evict_blocks(chunk.seq.block_table[chunk.start // block_size :])
         for batch in batches:
@@ -213,14 +225,15 @@ class Scheduler:
         batch = ScheduledBatch()
         budget = self.max_num_batched_tokens
         for seq in self.running:
-            # A prompt with one token left is in the state of a decoding sequence, and is run as one.
-            if budget > 0 and seq.num_computed_tokens + 1 < len(seq.token_ids):
+            # A prompt with one token left is in the state of a decoding sequence, and is usually run as one.
+            if budget > 0 and seq.num_computed_tokens + seq.num_decoded < len(seq.token_ids):
                 budget -= self._add_chunk(batch, seq, budget)
-        if not (batch.prefill or self._worth_admitting()):
-            return batch
-        budget, awaited = self._admit(batch, budget, MAX_PASSED_OVER)
-        if budget > 0 and 0 < awaited < self.min_awaited_in_all:
-            self._admit(batch, budget, max_passed_over=0)
+        if batch.prefill or self._worth_admitting():
+            budget, awaited = self._admit(batch, budget, MAX_PASSED_OVER)
+            if budget > 0 and 0 < awaited < self.min_awaited_in_all:
+                self._admit(batch, budget, max_passed_over=0)
+        if self._pooled:
+            batch.prefill.sort(key=lambda chunk: not chunk.samples)
         return batch
 
     def _admit(self, batch: ScheduledBatch, budget: int, max_passed_over: int) -> tuple[int, int]:
@@ -319,22 +332,36 @@ class Scheduler:
         """Schedule as much of `seq` as the budget allows; return the number of tokens."""
         start = seq.num_computed_tokens
         length = min(budget, seq.num_tokens - start)
-        samples = start + length == seq.num_tokens
+        ends = start + length == seq.num_tokens
+        samples = ends and not seq.pools
         batch.prefill.append(PrefillChunk(seq, start, length, samples))
         seq.num_computed_tokens += length
         # At once, so that an equal prompt admitted later in this very step shares the blocks.
         self.block_manager.cache_blocks(seq, seq.num_computed_tokens)
-        if samples:
+        if ends:
             self.block_manager.cache_last_block(seq, seq.num_computed_tokens)
+            seq.num_decoded = 1
+            if not samples:
+                self._pooled.append(seq)
         seq.num_pending_tokens += samples
         return length
 
     def _send_back(self, seq: Sequence) -> None:
         """Take everything from a running sequence and queue it again; its known tokens stay."""
-        self.running.remove(seq)
-        self._release(seq, SequenceStatus.WAITING)
+        if seq.row is not None:
+            self.running.remove(seq)
+            self._release(seq, SequenceStatus.WAITING)
+        seq.status = SequenceStatus.WAITING
         seq.num_pending_tokens = 0
         self.add(seq)
+
+    def _release_pooled(self) -> None:
+        """Take rows and blocks from sequences that the step before completes; its collection will finish them."""
+        for seq in self._pooled:
+            if seq.row is not None:
+                self._release(seq, seq.status)
+        self.running = [seq for seq in self.running if seq.row is not None]
+        self._pooled = []
 
     def _release(self, seq: Sequence, status: SequenceStatus) -> None:
         assert seq.row is not None, f"sequence {seq.seq_id} is released and has no row"

@@ -4,6 +4,7 @@ from array import array
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
+from nanoinfer.engine.prompt_states import PromptStates
 from nanoinfer.engine.stopping import Stopping, StopTokens
 from nanoinfer.engine.token_masks import Constraint
 from nanoinfer.sampling_params import SamplingParams
@@ -38,6 +39,9 @@ class Sequence:
     prompt_logprobs_start: int | None = None  # first prompt token whose log-probability is wanted; None: no more are
     packed_ids: InitVar[bytes | None] = None  # the prompt's as int32, if they are known
     constraint: Constraint | None = None  # what limits its tokens beside sampling_params
+    prompt_states: PromptStates | None = None  # what is wanted of its hidden states; None once all has come
+    # How many of its last tokens decode computes: 0 while hidden states are wanted, which come from prefill alone.
+    num_decoded: int = 1
     stopping: Stopping = NEVER  # what ends it; the scheduler sets it when it is queued
     token_ids: "array[int]" = field(init=False)  # prompt and collected completion, as int32
     status: SequenceStatus = SequenceStatus.WAITING
@@ -59,6 +63,11 @@ class Sequence:
     def rank(self) -> tuple[int, int]:
         """Its place among all sequences: lower runs first."""
         return -self.priority, self.seq_id
+
+    @property
+    def pools(self) -> bool:
+        """Whether it ends with its prompt, of which hidden states are pooled, and samples nothing."""
+        return self.prompt_states is not None and self.prompt_states.pools
 
     @property
     def num_prompt_tokens(self) -> int:

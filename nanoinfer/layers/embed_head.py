@@ -41,3 +41,12 @@ class ParallelLMHead(VocabParallelEmbedding):
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """(num_rows, hidden_size) -> this rank's logits (num_rows, vocab.size), in `out` if it is given."""
         return torch.mm(hidden, self.weight.t(), out=out)
+
+
+class NoHead(ParallelLMHead):
+    """Stands where a model has no language-model head: its logits are of no token."""
+
+    def __init__(self, _vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
+        super().__init__(0, hidden_size, TensorParallel())
+        del self.weight
+        self.register_buffer("weight", torch.empty(0, hidden_size), persistent=False)

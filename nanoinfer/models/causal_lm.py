@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.selection import AttentionBackends
-from nanoinfer.layers.embed_head import ParallelLMHead
+from nanoinfer.layers.embed_head import NoHead, ParallelLMHead
+from nanoinfer.layers.score_head import ScoreHead, score_head
 from nanoinfer.models import execution
 from nanoinfer.models.decoder import Decoder, DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
@@ -21,8 +22,11 @@ TEXT_MODELS = (
 )
 
 
+BARE_PARTS = ("embed_tokens", "layers", "norm")  # how names begin in checkpoints of the decoder alone
+
+
 class DecoderForCausalLM(nn.Module):
-    """A decoder and its head: the whole model, or one rank's share of it.
+    """A decoder and its head: the whole model, or one rank's share of it. The head may score texts, or be absent.
 
     An architecture is a subclass that says what is special: in its layers by a `spec`, in its config.json and the names
     of its weights by what `Architecture` in `checkpoint/model_config.py` lists.
@@ -54,11 +58,16 @@ class DecoderForCausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.model = Decoder(config, self.spec, max_positions, backends, tp)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
+        self.generates = config.head is None  # else steps sample nothing
+        has_logits = config.head is None or config.head.kind == "vocabulary"
+        head = ParallelLMHead if has_logits else NoHead
+        self.lm_head = head(config.vocab_size, config.hidden_size, tp)
+        self.score: ScoreHead | None = score_head(config.head, config.hidden_size, has_bias=False)
         # A tied checkpoint may repeat the embedding under the head's name: there is nothing to load there.
-        self.ignored_weights = ("lm_head.weight", "language_model.lm_head.weight") if config.tie_word_embeddings else ()
+        is_ignored = config.tie_word_embeddings or not has_logits
+        self.ignored_weights = ("lm_head.weight", "language_model.lm_head.weight") if is_ignored else ()
         self.logits_scaling = config.logits_scaling
-        if config.tie_word_embeddings:
+        if config.tie_word_embeddings and has_logits:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def locate(self, name: str) -> tuple[str, str | None]:
@@ -71,6 +80,8 @@ class DecoderForCausalLM(nn.Module):
         for theirs, ours in TEXT_MODELS:
             if name.startswith(theirs):
                 name = ours + name.removeprefix(theirs)
+        if name.partition(".")[0] in BARE_PARTS:
+            name = f"model.{name}"
         *path, part, kind = (self.renamed_modules.get(part, part) for part in name.split("."))
         packed, shard = self.packed_modules_mapping.get(part, (part, None))
         if path[-2:-1] == ["experts"]:

@@ -12,6 +12,8 @@ from nanoinfer.layers.linear_attention.states import StateShape
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.execution import capture_largest_prefill
 from nanoinfer.models.sliced_prefill import PrefillGraphs
+from nanoinfer.pooling.dense import DenseLayer
+from nanoinfer.pooling.pooler import Pooler
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from nanoinfer.runner.step_tables import StepTables
@@ -51,6 +53,7 @@ class DeviceState:
     kv_cache: KVCache
     tables: StepTables
     sampler: Sampler
+    pooler: Pooler
     graphs: DecodeGraphs | None = field(default=None)
 
     @classmethod
@@ -60,6 +63,7 @@ class DeviceState:
         config: EngineConfig,
         model_config: ModelConfig,
         model: DecoderForCausalLM,
+        dense: list[DenseLayer],
         kv_dtype: torch.dtype,
         num_blocks: int,
         max_model_len: int,
@@ -70,6 +74,6 @@ class DeviceState:
         state_shape = StateShape.of(model_config, model.lm_head.weight.dtype, tp)
         states = state_shape.allocate(config.max_num_seqs, device) if state_shape else None
         tables = StepTables(config.max_num_seqs, max_model_len, kv_cache, states)
-        return cls(
-            buffers, kv_cache, tables, Sampler(tables.token_ids, tables.context_lens, model_config.vocab_size, tp)
-        )
+        sampler = Sampler(tables.token_ids, tables.context_lens, model_config.vocab_size, tp)
+        assert model_config.pooling is not None, "the folder was read, and with it how the model pools"
+        return cls(buffers, kv_cache, tables, sampler, Pooler(model, model_config.pooling, dense))

@@ -20,6 +20,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.device import computing, is_out_of_memory, select_device, select_dtype, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import DecodeRow, Header, Packet, PacketSections, read_header, split
+from nanoinfer.engine.prompt_states import FoundStates
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.block_copies import copy_cached_tokens
@@ -29,6 +30,7 @@ from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.layers.linear_attention.states import StateShape
 from nanoinfer.models.execution import sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.pooling.dense import load_dense
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_graph_sizes
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
@@ -55,6 +57,7 @@ class PendingStep(NamedTuple):
     rows: Tensor  # (num_sampled,) int64
     host_rows: list[int]  # the same on the host
     prompt_logprobs: list[PromptLogprobs]
+    states: list[FoundStates]
 
 
 class StepHandle(NamedTuple):
@@ -63,6 +66,7 @@ class StepHandle(NamedTuple):
     token_ids: Tensor  # (num_sampled,) int32
     logprobs: list[SampleLogprobs]
     prompt_logprobs: list[PromptLogprobs]
+    states: list[FoundStates]
     errors: dict[int, str]  # by line: why a user's function failed, which leaves that line without a token
     event: torch.cuda.Event | None  # None on a CPU, where a sampled step is done
 
@@ -111,6 +115,7 @@ class ModelRunner:
             on_host, on_device = split(packet, header), split(to_device(torch.from_numpy(packet), self.device), header)
             self.state.tables.update(header, on_device)
             self.state.sampler.admit(header, on_host, on_device)
+            self.state.pooler.admit(header, on_host)
             if header.num_block_copies:
                 copy_cached_tokens(self.state.kv_cache, on_device.block_copies)
             if header.num_chunks:
@@ -120,7 +125,7 @@ class ModelRunner:
             shared_prefixes = SharedPrefixes(num_shared_blocks, num_group_rows) if shares else None
             forward = self.state.graphs.replay if self.state.graphs else self.decode
             forward(rows, shared_prefixes)
-            return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=[])
+            return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=[], states=[])
 
     def sample(self, pending: PendingStep, masks: TokenMasks | None = None) -> StepHandle:
         """Draw the tokens of a launched step, as the masks allow, and start their copy to the host.
@@ -128,14 +133,21 @@ class ModelRunner:
         They come in the packet's order: chunks that sample, or decode rows.
         """
         with computing(self.device, self._num_threads):
+            if not self.model.generates:
+                return StepHandle(torch.empty(0, dtype=torch.int32), [], [], pending.states, {}, self._event())
             logits, first_id = self.state.buffers.logits[: len(pending.host_rows)], self.model.lm_head.vocab.start
             sampled = self.state.sampler.sample(logits, first_id, pending.rows, pending.host_rows, masks)
             to_host = sampled.token_ids.to("cpu", non_blocking=True)  # into pinned memory
-            event = None
-            if self.device.type == "cuda":
-                event = torch.cuda.Event()
-                event.record()
-            return StepHandle(to_host, sampled.logprobs, pending.prompt_logprobs, sampled.errors, event)
+            logprobs = sampled.logprobs, pending.prompt_logprobs
+            return StepHandle(to_host, *logprobs, pending.states, sampled.errors, self._event())
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Return the event that all work so far is done; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def wait(self, handle: StepHandle) -> list[int]:
         """Return the token ids of a sampled step, once they are there."""
@@ -190,12 +202,14 @@ class ModelRunner:
         assert not header.num_decode, "a step is prefill or decode: both would write the logits from line 0"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
         step = self._planned(self.state.tables.prefill_step(header, on_device.chunks, chunks))
-        hidden = self.state.buffers.prefill_graphs.get(len(step.token_ids), self.model)(step)
+        forward = self.state.buffers.prefill_graphs.get(len(step.token_ids), self.model)
+        hidden, states = self.state.pooler.run(forward, step, chunks)
         self._write_logits(step, hidden)
         return PendingStep(
             on_device.chunks[:num_samples, 0].long(),
             [row for row, _, _ in chunks[:num_samples]],
             self.state.sampler.prompt_logprobs(self.model, hidden, chunks),
+            states,
         )
 
     def decode(self, rows: Tensor, shared_prefixes: SharedPrefixes | None) -> None:
@@ -213,6 +227,8 @@ class ModelRunner:
         if self.tp.memory is not None:
             self.tp.memory.check_even()
         hidden = hidden if step.outputs is None else hidden[step.outputs]
+        if not self.model.generates:
+            return
         self.model.compute_logits(hidden, out=self.state.buffers.logits[: len(hidden)])
 
     def _set_up(self, folder: Path) -> None:
@@ -225,6 +241,8 @@ class ModelRunner:
             config, self.model_config, folder, self.backends, self.tp, longest, self.device, self.dtype
         )
         self.weights = ModelWeights(self.model)
+        assert self.model_config.pooling is not None, "the folder was read, and with it how the model pools"
+        self._dense = load_dense(self.model_config.pooling.dense, config.load_format == "dummy", self.device)
         free_before = free_at_start + self.tp.num_shared_bytes
         states = StateShape.of(self.model_config, self.dtype, self.tp)
         if states is not None and self.device.type == "cuda":
@@ -269,7 +287,8 @@ class ModelRunner:
 
     @property
     def uses_graphs(self) -> bool:
-        return self.device.type == "cuda" and not self.config.enforce_eager and not self.backends.needs_host
+        has_decode = self.model.generates and not self.backends.needs_host
+        return self.device.type == "cuda" and not self.config.enforce_eager and has_decode
 
     def _step_buffers(self) -> StepBuffers:
         return StepBuffers.allocate(self.config, self.model, self.max_step_tokens, self.uses_graphs)
@@ -277,7 +296,7 @@ class ModelRunner:
     def _allocate(self, buffers: StepBuffers, num_blocks: int, max_model_len: int) -> None:
         self._state = None  # its cache, if there is one, makes room
         self._state = DeviceState.allocate(
-            buffers, self.config, self.model_config, self.model, self.kv_dtype, num_blocks, max_model_len
+            buffers, self.config, self.model_config, self.model, self._dense, self.kv_dtype, num_blocks, max_model_len
         )
 
     def _capture_graphs(self) -> None:
@@ -300,7 +319,8 @@ class ModelRunner:
             step = self._planned(step)
             hidden = self.model(step)
             self._write_logits(step, hidden)
-            self.sample(PendingStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), []))
+            if self.model.generates:
+                self.sample(PendingStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), [], []))
             # What needs it is not run, since its kernels would have to be compiled for users who never ask for it.
             torch.empty(sampler.scratch_bytes, dtype=torch.uint8, device=self.device)
             del hidden

@@ -43,6 +43,7 @@ class PreparedRequest:
     priority: int = 0  # higher runs first
     prompt_logprobs_start: int = 1  # the first prompt token whose log-probability is wanted, if any are
     constraint: Any = None  # a ConstraintPlan: what else limits its tokens
+    prompt_states: Any = None  # PromptStates: what is wanted of its prompt's hidden states
     error: RequestError | None = None
 
 
@@ -59,7 +60,8 @@ class PromptProcessor:
     """Turns prompts into token ids, and checks that the model can serve them.
 
     tokenizer: None where the model has none; prompts must then be token ids. model: its name, for messages.
-    stop_token_ids: the model's own. One thread at a time may encode, because tokenizers do not serve two.
+    stop_token_ids: the model's own. min_new_tokens: room that prompts leave for a completion. refusal: why the model
+    completes none; None if it does. One thread at a time may encode, because tokenizers do not serve two.
     """
 
     def __init__(
@@ -69,10 +71,14 @@ class PromptProcessor:
         vocab_size: int,
         max_model_len: int,
         stop_token_ids: frozenset[int] = frozenset(),
+        min_new_tokens: int = 1,
+        refusal: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self.longest_prompt = max_model_len - min_new_tokens
+        self._refusal = refusal
         self._model = model
         self._stop_token_ids = stop_token_ids
 
@@ -94,6 +100,7 @@ class PromptProcessor:
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PreparedRequest]:
         """Return a request for each prompt, without constraint, and add to `errors` what is wrong with some."""
+        self._check_completes()
         priorities = as_priorities(priority, len(prompts))
         given = dict(enumerate(one_for_each(sampling_params, len(prompts))))
         checked = given | for_each_params(self.check_params, given, errors)
@@ -140,7 +147,7 @@ class PromptProcessor:
         options = tokenization_kwargs or {}
         check_names("tokenization_kwargs", options, TOKENIZATION_OPTIONS, {})
         add_special_tokens = options.get("add_special_tokens", add_special_tokens)
-        max_tokens = self._most_tokens(options.get("truncate_prompt_tokens"))
+        max_tokens = self.most_tokens(options.get("truncate_prompt_tokens"))
         given = self._tokenize(prompts, add_special_tokens, max_tokens, errors)
         all_ids = [list(ids) if isinstance(ids, (list, tuple)) else ids for ids in given]  # those given are the user's
         packed = self._pack_served({index: ids for index, ids in enumerate(all_ids) if index not in errors})
@@ -152,6 +159,13 @@ class PromptProcessor:
                     errors[index] = error
         return [[] if index in errors else ids for index, ids in enumerate(all_ids)], packed
 
+    def check(self, all_ids: list[list[int]]) -> tuple[list[list[int]], dict[int, bytes]]:
+        """Return token ids as they can be served, and most of them as int32. Raises RequestError for the others."""
+        errors: Errors = {}
+        checked = self._encode([*all_ids], False, "prompt", None, errors)
+        report(errors, len(all_ids))
+        return checked
+
     def _pack_served(self, all_ids: Mapping[int, list[int]]) -> dict[int, bytes]:
         """Return the packed ids of prompts that can be served, but for those that `_check_token_ids` has to look at."""
         given = {index: pack_ids(ids) for index, ids in all_ids.items()}
@@ -161,7 +175,7 @@ class PromptProcessor:
         lengths = np.array([len(ids) // 4 for ids in packed.values()])
         ids, starts = np.frombuffer(b"".join(packed.values()), np.int32), np.cumsum(lengths) - lengths
         lowest, highest = np.minimum.reduceat(ids, starts), np.maximum.reduceat(ids, starts)
-        fits = (lowest >= 0) & (highest < self.vocab_size) & (lengths < self.max_model_len)
+        fits = (lowest >= 0) & (highest < self.vocab_size) & (lengths <= self.longest_prompt)
         return {index: packed[index] for index, one_fits in zip(packed, fits.tolist(), strict=True) if one_fits}
 
     def tokenize(
@@ -203,6 +217,7 @@ class PromptProcessor:
 
         Two texts are tokenized as one; see `split_whole`. Raises RequestError for a pair that cannot be served.
         """
+        self._check_completes()
         if len(prompts) != len(completions):
             raise RequestError(f"{len(completions)} completions for {len(prompts)} prompts; give one for each")
         texts: list[Prompt] = [
@@ -238,7 +253,7 @@ class PromptProcessor:
         counts: dict[str, Any] = {name: self.vocab_size for name in LOGPROBS if getattr(sampling_params, name) == -1}
         return replace(sampling_params, **counts) if counts else sampling_params
 
-    def _most_tokens(self, truncate_prompt_tokens: Any) -> int | None:
+    def most_tokens(self, truncate_prompt_tokens: Any) -> int | None:
         """Return how many tokens of a prompt are kept, at most as many as leave room for one more; None is all."""
         number, limit = truncate_prompt_tokens, self.max_model_len
         if number is None:
@@ -248,7 +263,12 @@ class PromptProcessor:
                 f"truncate_prompt_tokens={number!r} must be a whole number of at least 1 and at most max_model_len="
                 f"{limit}; use -1 for as many tokens as the model takes"
             )
-        return limit - 1 if number == -1 else min(int(number), limit - 1)
+        return self.longest_prompt if number == -1 else min(int(number), self.longest_prompt)
+
+    def _check_completes(self) -> None:
+        """Raise RequestError where the model generates nothing."""
+        if self._refusal is not None:
+            raise RequestError(self._refusal)
 
     def _check_token_ids(self, token_ids: list[int], which: str) -> list[int]:
         """Return the ids of "prompt 0", say, as ints. Raises RequestError for what cannot be served."""
@@ -267,10 +287,11 @@ class PromptProcessor:
         if outside := [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]:
             limit = self.vocab_size - 1
             raise RequestError(f"{which} has token id {outside[0]}, outside the vocabulary; ids are 0 to {limit}")
-        if len(token_ids) >= self.max_model_len:
+        if len(token_ids) > self.longest_prompt:
+            exceeds = "and with one more exceeds" if self.longest_prompt < self.max_model_len else "more than"
             raise RequestError(
-                f"{which} has {len(token_ids)} tokens, and with one more exceeds max_model_len={self.max_model_len}; "
-                f"shorten it to {self.max_model_len - 1}, or raise max_model_len if model and KV cache allow"
+                f"{which} has {len(token_ids)} tokens, {exceeds} max_model_len={self.max_model_len}; "
+                f"shorten it to {self.longest_prompt}, or raise max_model_len if model and KV cache allow"
             )
         return token_ids
 

@@ -92,6 +92,27 @@ class Tokenizer:
             batch = [ids[1:] if text.startswith(bos) else ids for text, ids in zip(texts, batch, strict=True)]
         return [keep_last(ids, max_tokens, num_first=int(adds_bos)) for ids in batch]
 
+    def encode_whole(
+        self, texts: list[str], pairs: list[str] | None = None, max_tokens: int | None = None
+    ) -> tuple[list[list[int]], list[int | None]]:
+        """Encode texts in one batch, as for an encoder: with all special tokens, also where a text is cut.
+
+        pairs: second texts, one for each. max_tokens: the most tokens; the tokenizer cuts more off, by its own side.
+        Returns the token ids, and where the second text of each pair begins; None where the tokenizer does not say.
+        """
+        cut = {} if max_tokens is None else {"truncation": True, "max_length": max_tokens}
+        options: dict[str, Any] = {**IDS_ALONE, "return_token_type_ids": pairs is not None, **cut}
+        try:
+            batch = self.hf(texts, pairs, **options)
+        except PASSED_ON:
+            raise
+        except BaseException as error:
+            raise RequestError(f"the tokenizer cannot encode a prompt ({error}); shorten it") from error
+        types = batch.get("token_type_ids")
+        if pairs is None or types is None:
+            return batch["input_ids"], [None] * len(texts)
+        return batch["input_ids"], [found.index(1) if 1 in found else None for found in types]
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Decode a whole completion as `detokenizer` does bit by bit. Raises RequestError where that fails."""
         if self._byte_format:

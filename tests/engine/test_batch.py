@@ -45,7 +45,7 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
     packet = pack(batch)
     assert packet.dtype == np.int32
     # header + 2 row records of 5 + 9 known tokens + 4 new blocks, 1 copy, 2 chunks and 2 decode rows of 3
-    assert packet.shape == (13 + 2 * 5 + 9 + (4 + 1 + 2 + 2) * 3,)
+    assert packet.shape == (15 + 2 * 5 + 9 + (4 + 1 + 2 + 2) * 3,)
     header = read_header(packet)
     assert header._asdict() == {
         "num_prefill_blocks": 3,  # 40 is both's
@@ -61,10 +61,12 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
         "num_sampling_records": 0,
         "num_stop_ids": 0,
         "num_biases": 0,
+        "num_states_records": 0,
+        "num_layers": 0,
     }
     assert all(type(number) is int for number in header)
     assert [seq.row for seq in batch.sampled] == [2, 0, 7], "whole chunks, then decode rows"
-    assert pack(ScheduledBatch()).tolist() == [0] * 13
+    assert pack(ScheduledBatch()).tolist() == [0] * 15
     assert not ScheduledBatch()
 
 
@@ -140,9 +142,9 @@ def test_a_row_that_asks_for_nothing_more_has_no_sampling_record(options: dict) 
 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
-    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 1, 0, 0]
+    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 4, 0, 0, 1, 0, 0]
     sections = split(packet, read_header(packet))
-    shapes = [(0, 5), (0, 1), (0, 3), (0, 3), (0, 3), (2, 3), (0, 15), (0, 1), (0, 2)]
+    shapes = [(0, 5), (0, 1), (0, 3), (0, 3), (0, 3), (2, 3), (0, 15), (0, 1), (0, 2), (0, 6), (0, 1)]
     assert [section.shape for section in sections] == shapes
 
 
@@ -164,7 +166,7 @@ def test_a_prefix_group_tells_its_rows_how_many_blocks_they_share_and_the_first_
 def test_a_batch_that_cannot_be_is_noticed() -> None:
     cut, whole = sequence_in_row(0, [1, 2, 3]), sequence_in_row(1, [1, 2])
     chunks = [PrefillChunk(cut, 0, 2, samples=False), PrefillChunk(whole, 0, 2, samples=True)]
-    with pytest.raises(AssertionError, match="only the last chunk"):
+    with pytest.raises(AssertionError, match="chunks that sample come first"):
         pack(ScheduledBatch(prefill=chunks))
     with pytest.raises(AssertionError, match="sequence 6 is in a step and has no row"):
         pack(ScheduledBatch(prefill=[PrefillChunk(make_sequence(6, [1]), 0, 1, samples=True)]))
@@ -174,5 +176,5 @@ def test_a_packet_cut_short_is_noticed() -> None:
     packet = pack(prefill_and_decode())
     with pytest.raises((AssertionError, ValueError)):
         split(packet[:-1], read_header(packet))
-    with pytest.raises(AssertionError, match="a packet of 60 numbers has sections of 59"):
+    with pytest.raises(AssertionError, match="a packet of 62 numbers has sections of 61"):
         split(np.append(packet, np.int32(0)), read_header(packet))

@@ -1,0 +1,297 @@
+"""Requests that read a text once and generate nothing: embeddings, classes, rewards.
+
+They are prepared here, and what their users get is made here, of the vectors and logits that steps bring. Steps,
+batches and memory are those of all requests.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.pooling_config import PoolingConfig
+from nanoinfer.engine.prompt_states import PromptStates
+from nanoinfer.engine.request_queue import Inbox, RequestQueue
+from nanoinfer.errors import RequestError, check_names
+from nanoinfer.outputs import RequestOutput
+from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, RewardOutput
+from nanoinfer.pooling_params import PoolingParams
+from nanoinfer.progress import Progress
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.prompts import (
+    PreparedRequest,
+    Prompt,
+    PromptProcessor,
+    Prompts,
+    as_list_of_prompts,
+    find_bad_texts,
+)
+from nanoinfer.text.refusals import Errors, report
+from nanoinfer.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("nanoinfer")
+
+SAMPLES_NOTHING = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+PoolingArguments = PoolingParams | Sequence[PoolingParams] | None  # for all prompts, or one for each
+TOKENIZATION_OPTIONS = ("truncate_prompt_tokens",)
+Values = NDArray[np.float32]
+MIN_NORM = 1e-12  # a vector of zeros stays one
+
+
+class OnePass:
+    """Prepares requests that are pooled, and runs them.
+
+    config: how the model pools. size: values of a vector, or logits. prompts: checks texts, which leave no room for a
+    completion. shortest: the most tokens of a text. model: its name, for messages.
+    """
+
+    def __init__(
+        self, queue: RequestQueue, config: PoolingConfig, size: int, prompts: PromptProcessor, model: str
+    ) -> None:
+        self._queue, self._config, self._size, self._prompts, self._model = queue, config, size, prompts, model
+
+    @classmethod
+    def of(
+        cls,
+        queue: RequestQueue,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        model: str,
+        vocab_size: int,
+        max_model_len: int,
+    ) -> "OnePass":
+        """Return that of an engine: texts may be as long as the model and sentence-transformers' files allow."""
+        config = model_config.pooling
+        assert config is not None, "the folder was read, and with it how the model pools"
+        longest = min(max_model_len, config.max_tokens or max_model_len)
+        prompts = PromptProcessor(tokenizer, model, vocab_size, longest, min_new_tokens=0)
+        sizes = [model_config.hidden_size, *(layer.out_features for layer in config.dense)]
+        return cls(queue, config, len(config.labels) or sizes[-1], prompts, model)
+
+    def embed(
+        self,
+        prompts: Prompts,
+        params: PoolingArguments,
+        use_tqdm: bool,
+        prompt_name: str | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> list[PoolingRequestOutput]:
+        """Do what `LLM.embed` does."""
+        if self._config.is_classifier:
+            raise RequestError(f"embed needs an embedding model, and {self._model} is a classifier; use classify")
+        given = as_list_of_prompts(prompts)
+        all_params = _one_for_each(params, len(given))
+        for one in all_params:
+            self._check_dimensions(one.dimensions)
+        before = self._text_before(prompt_name)
+        if any(isinstance(prompt, str) for prompt in given) and before:
+            given = [before + prompt if isinstance(prompt, str) else prompt for prompt in given]
+        return self._run(self._prepare(given, all_params, self._embedding, tokenization_kwargs), use_tqdm)
+
+    def classify(
+        self,
+        prompts: Any,
+        params: PoolingArguments,
+        use_tqdm: bool,
+        tokenization_kwargs: Mapping[str, Any] | None,
+        rewards: bool = False,
+    ) -> list[PoolingRequestOutput]:
+        """Do what `LLM.classify` does, or `LLM.reward`."""
+        call = "reward" if rewards else "classify"
+        if not self._config.is_classifier:
+            raise RequestError(
+                f"{call} needs a classification head, and {self._model} has none; use embed, or a model such as one of "
+                "...ForSequenceClassification"
+            )
+        if rewards and len(self._config.labels) != 1:
+            raise RequestError(f"reward needs a head of one value, and this one has {len(self._config.labels)} classes")
+        given, pairs = split_pairs(prompts)
+        all_params = _one_for_each(params, len(given))
+        if any(one.dimensions is not None for one in all_params):
+            raise RequestError(f"dimensions is about embeddings, and {call} returns none; leave it out")
+        make = self._reward if rewards else self._classes
+        return self._run(self._prepare(given, all_params, make, tokenization_kwargs, pairs), use_tqdm)
+
+    def _prepare(
+        self,
+        prompts: list[Prompt],
+        all_params: list[PoolingParams],
+        make: Any,
+        tokenization_kwargs: Mapping[str, Any] | None,
+        pairs: dict[int, str] | None = None,
+    ) -> list[PreparedRequest]:
+        """Return a request for each prompt. Raises RequestError for those that cannot be served."""
+        self._queue.check_open()
+        options = check_names("tokenization_kwargs", tokenization_kwargs or {}, TOKENIZATION_OPTIONS, {})
+        with self._queue.lock:  # tokenizers do not serve two threads at once
+            ids, second_texts = self._tokenize(prompts, pairs or {}, options.get("truncate_prompt_tokens"))
+            encoded, packed = self._prompts.check([*ids])
+        requests = []
+        for index, (token_ids, params) in enumerate(zip(encoded, all_params, strict=True)):
+            first = len(token_ids) - 1 if self._config.method == "last" else 0
+            to_output = partial(self._output, make, params)
+            states = PromptStates(True, first, to_output, second_text=second_texts[index])
+            text = prompts[index] if isinstance(prompts[index], str) else None
+            requests.append(
+                PreparedRequest(
+                    prompt=text,  # type: ignore[arg-type]
+                    token_ids=token_ids,
+                    packed_ids=packed.get(index),
+                    sampling_params=SAMPLES_NOTHING,
+                    prompt_states=states,
+                )
+            )
+        return requests
+
+    def _tokenize(
+        self, prompts: list[Prompt], pairs: dict[int, str], truncate: int | None
+    ) -> tuple[list[Any], list[int | None]]:
+        """Return the token ids of all prompts, and where the second texts of pairs begin."""
+        max_tokens = self._prompts.most_tokens(truncate)
+        texts = {index: text for index, text in enumerate(prompts) if isinstance(text, str)}
+        errors: Errors = find_bad_texts(texts | pairs, len(max(texts.values(), key=len, default="")) + 1)
+        report(errors, len(prompts))
+        ids: list[Any] = [
+            prompt if isinstance(prompt, str) or max_tokens is None else prompt[:max_tokens] for prompt in prompts
+        ]
+        second_texts: list[int | None] = [None] * len(prompts)
+        for is_pair in (False, True):
+            indices = [index for index in texts if (index in pairs) == is_pair]
+            if not indices:
+                continue
+            given = [texts[index] for index in indices]
+            others = [pairs[index] for index in indices] if is_pair else None
+            if self._config.lower_cases:
+                given, others = [text.lower() for text in given], others and [text.lower() for text in others]
+            found = self._prompts.require_tokenizer().encode_whole(given, others, max_tokens)
+            for index, token_ids, second_text in zip(indices, *found, strict=True):
+                ids[index], second_texts[index] = token_ids, second_text
+        return ids, second_texts
+
+    def _run(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[PoolingRequestOutput]:
+        """Run requests to their end, in the order of their lengths; outputs come in the order of the requests."""
+        order = sorted(range(len(requests)), key=lambda index: -len(requests[index].token_ids))
+        inbox = Inbox()
+        try:
+            request_ids = self._queue.add_requests([requests[index] for index in order], inbox)
+            with Progress(self._queue.get_metrics, len(requests), use_tqdm, generates=False) as progress:
+                while not inbox.is_complete:
+                    self._queue.step()
+                    progress.show(len(inbox.outputs))
+        finally:
+            self._queue.drop(inbox)
+        places = dict(zip(request_ids, order, strict=True))
+        outputs: list[Any] = inbox.outputs
+        return sorted(outputs, key=lambda output: places[output.request_id])
+
+    def _check_dimensions(self, dimensions: int | None) -> None:
+        known = self._config.dimensions
+        if dimensions is None:
+            return
+        if dimensions > self._size or (known and dimensions not in known):
+            allowed = f"one of {', '.join(map(str, known))}" if known else f"at most {self._size}"
+            raise RequestError(f"dimensions={dimensions} is not what this model was made for; use {allowed}")
+
+    def _text_before(self, prompt_name: str | None) -> str:
+        """Return what texts begin with, by the name that sentence-transformers' files give it."""
+        name = self._config.default_prompt_name if prompt_name is None else prompt_name
+        if name is None:
+            return ""
+        if name not in self._config.prompts:
+            names = ", ".join(map(repr, self._config.prompts)) or "none"
+            raise RequestError(f"prompt_name={name!r} is not one of the prompts of {self._model}, which has {names}")
+        text = self._config.prompts[name]
+        if text and not self._config.includes_prompt and self._config.method == "mean":
+            raise RequestError(
+                f"prompt_name={name!r}: {self._model} leaves prompts out of its means (include_prompt), which is not "
+                "supported; use sentence-transformers"
+            )
+        return text
+
+    # -------- What users get ------------------------------------------------------------------------------------------
+
+    def _output(
+        self, make: Any, params: PoolingParams, output: RequestOutput, states: PromptStates
+    ) -> PoolingRequestOutput:
+        """Make the output of a request that has ended."""
+        parts = [part.numpy() for part in states.parts(None)]
+        is_whole = bool(parts) and output.finish_reason != "abort"
+        values = np.concatenate(parts) if is_whole else np.full((1, self._size), np.nan, np.float32)
+        if is_whole and not np.isfinite(values).all():
+            logger.warning("request %d: the model's values are NaN or infinite", output.request_id)
+        return PoolingRequestOutput(
+            output.request_id,
+            output.prompt,
+            output.prompt_token_ids,
+            output.num_cached_tokens,
+            make(values if self._config.method == "all" else values[0], params),
+            output.metrics,
+        )
+
+    def _embedding(self, vector: Values, params: PoolingParams) -> EmbeddingOutput:
+        vector = vector[: params.dimensions].astype(np.float32)
+        normalizes = self._config.activation == "normalize" if params.use_activation is None else params.use_activation
+        if normalizes:
+            vector /= max(np.sqrt(np.square(vector).sum()), MIN_NORM)
+        return EmbeddingOutput(vector)
+
+    def _classes(self, logits: Values, params: PoolingParams) -> ClassificationOutput:
+        activation = "identity" if params.use_activation is False else self._config.activation
+        return ClassificationOutput(activate(logits, activation), self._config.labels)
+
+    def _reward(self, logits: Values, params: PoolingParams) -> RewardOutput:
+        values = activate(logits, self._config.activation if params.use_activation else "identity")[..., 0]
+        return RewardOutput(float(values) if values.ndim == 0 else values)
+
+
+def calls_of(config: ModelConfig) -> str:
+    """Say which calls serve a model that generates nothing."""
+    return "classify or reward" if config.pooling and config.pooling.is_classifier else "embed"
+
+
+def activate(logits: Values, activation: str) -> Values:
+    """Return probabilities, over the last dimension: by "softmax", "sigmoid", or "identity" as they are."""
+    if activation == "softmax":
+        powers = np.exp(logits - logits.max(-1, keepdims=True))
+        return np.asarray(powers / powers.sum(-1, keepdims=True), np.float32)
+    if activation == "sigmoid":
+        return np.asarray(0.5 * (1 + np.tanh(0.5 * logits)), np.float32)  # which never overflows
+    return logits.copy()  # the memory that it came in is the runner's
+
+
+def split_pairs(prompts: Any) -> tuple[list[Prompt], dict[int, str]]:
+    """Return a prompt for each item, and by index the second texts of those that are pairs of texts.
+
+    A pair is a tuple, or {"text": ..., "text_pair": ...} as transformers' pipelines take it.
+    """
+    if _is_pair(prompts):
+        prompts = [prompts]
+    if not isinstance(prompts, (list, tuple)) or not any(map(_is_pair, prompts)):
+        return as_list_of_prompts(prompts), {}
+    firsts: list[Any] = []
+    pairs = {}
+    for index, item in enumerate(prompts):
+        if _is_pair(item):
+            item, pairs[index] = (item["text"], item["text_pair"]) if isinstance(item, Mapping) else item
+        firsts.append(item)
+    return as_list_of_prompts(firsts), pairs
+
+
+def _is_pair(item: Any) -> bool:
+    if isinstance(item, Mapping):
+        return item.keys() == {"text", "text_pair"} and all(isinstance(text, str) for text in item.values())
+    return isinstance(item, tuple) and len(item) == 2 and all(isinstance(text, str) for text in item)
+
+
+def _one_for_each(params: PoolingArguments, count: int) -> list[PoolingParams]:
+    if params is None or isinstance(params, PoolingParams):
+        return [params or PoolingParams()] * count
+    if not isinstance(params, (list, tuple)) or not all(isinstance(item, PoolingParams) for item in params):
+        raise RequestError(f"pooling_params={params!r}; give a PoolingParams for all prompts, or a list of them")
+    if len(params) != count:
+        raise RequestError(f"{len(params)} pooling_params for {count} prompts; give one for all, or one for each")
+    return list(params)

@@ -1,0 +1,157 @@
+"""Makes of a step's hidden states what requests want of them: pooled vectors and scores, or the states as they are.
+
+Only rank 0 keeps what it makes. The others run what they have to run with it: the forward pass, and exchanges.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.checkpoint.pooling_config import PoolingConfig
+from nanoinfer.device import to_device
+from nanoinfer.engine.batch import Header, PacketSections
+from nanoinfer.engine.prompt_states import FoundStates, StatesRecord
+from nanoinfer.layers.embed_head import VocabParallelEmbedding
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.pooling.captured_layers import captured_layers
+from nanoinfer.pooling.dense import DenseLayer
+
+Chunks = list[list[int]]  # (row, start, length) of each chunk of a step
+
+
+class Pooler:
+    """Knows what the rows of the step tables want of hidden states.
+
+    config: how they are pooled. dense: the layers after pooling. Sums of prompts in several chunks are kept in float32.
+    """
+
+    def __init__(self, model: DecoderForCausalLM, config: PoolingConfig, dense: list[DenseLayer]) -> None:
+        self._model, self._config, self._dense = model, config, dense
+        self._records: dict[int, StatesRecord] = {}  # by row
+        self._layers: dict[int, list[int]] = {}  # by row: whose hidden states are wanted
+        self._sums: dict[int, Tensor] = {}  # by row: (hidden_size,) float32 of the tokens so far
+
+    def admit(self, header: Header, on_host: PacketSections) -> None:
+        """Enter what the newly admitted rows of a packet want, in place of what was known of these rows."""
+        if self._records and header.num_admitted:
+            for row in on_host.row_records[:, 0].tolist():
+                self._records.pop(row, None)
+                self._sums.pop(row, None)
+        if header.num_states_records:
+            layers = on_host.layers[:, 0].tolist()
+            for numbers in on_host.states_records.tolist():
+                record = StatesRecord(*numbers)
+                self._records[record.row] = record
+                self._layers[record.row], layers = layers[: record.num_layers], layers[record.num_layers :]
+
+    def run(
+        self, forward: Callable[[ForwardStep], Tensor], step: ForwardStep, chunks: Chunks
+    ) -> tuple[Tensor, list[FoundStates]]:
+        """Run a prefill step; return its hidden states (num_tokens, hidden_size), and what its chunks want of them.
+
+        forward: the fastest way through the model. Where layers' own states are wanted, it is the common one instead.
+        """
+        if not self._records:
+            return forward(step), []
+        records = [self._records.get(row) for row, _, _ in chunks]
+        found: list[FoundStates] = []
+        layers = {layer for row, _, _ in chunks if row in self._records for layer in self._layers[row]}
+        if layers:
+            hidden, states = captured_layers(self._model.model, step, layers)
+            found += self._states(states, chunks)
+        else:
+            hidden = forward(step)
+        if any(record is not None and record.pools for record in records):
+            found += self._pool(hidden, chunks)
+        return hidden, found
+
+    def _states(self, states: dict[int, Tensor], chunks: Chunks) -> list[FoundStates]:
+        """Copy the hidden states that are wanted as they are to the host. states: by layer, of all tokens."""
+        found, offset = [], 0
+        for index, (row, start, length) in enumerate(chunks):
+            record = self._records.get(row)
+            if record is not None:
+                first, end = max(start, record.first), min(start + length, record.num_prompt_tokens)
+                for layer in self._layers[row] if first < end else []:
+                    part = states[layer][offset + first - start : offset + end - start]
+                    on_host = part.clone() if part.device.type == "cpu" else part.to("cpu", non_blocking=True)
+                    found.append(FoundStates(index, layer, first, on_host))
+            offset += length
+        return found
+
+    def _pool(self, hidden: Tensor, chunks: Chunks) -> list[FoundStates]:
+        if self._config.method == "all":
+            return self._of_each_token(hidden, chunks)
+        by_mean = self._config.method == "mean"
+        lines, indices, offset = [], [], 0
+        for index, (row, start, length) in enumerate(chunks):
+            record = self._records.get(row)
+            if record is not None and record.pools:
+                ends = start + length == record.num_prompt_tokens
+                if self._config.method == "cls" and start == 0:
+                    lines.append(index)
+                    indices.append(offset)
+                elif self._config.method == "last" and ends:
+                    lines.append(index)
+                    indices.append(offset + length - 1)
+                elif by_mean:
+                    lines.append(index)
+            offset += length
+        if not lines:
+            return []
+        if by_mean:
+            vectors = self._means(hidden, chunks, lines)
+        else:
+            vectors = hidden[to_device(torch.tensor(indices), hidden.device)]
+        values = self._after_pooling(vectors).to("cpu", non_blocking=True)
+        ended = [line for line in lines if not by_mean or self._ends(chunks[line])]
+        return [FoundStates(line, None, 0, values[place : place + 1]) for place, line in enumerate(ended)]
+
+    def _ends(self, chunk: list[int]) -> bool:
+        row, start, length = chunk
+        return start + length == self._records[row].num_prompt_tokens
+
+    def _means(self, hidden: Tensor, chunks: Chunks, lines: list[int]) -> Tensor:
+        """Return the means of those prompts that end in these chunks, (num_prompts, hidden_size) float32."""
+        lens = to_device(torch.tensor([length for _, _, length in chunks]), hidden.device)
+        sums = torch.segment_reduce(hidden.float(), "sum", lengths=lens, axis=0, unsafe=True)
+        means = []
+        for line in lines:
+            row, start, length = chunks[line]
+            total = sums[line] if start == 0 else sums[line] + self._sums[row]
+            if self._ends(chunks[line]):
+                means.append(total / (start + length))
+            else:
+                self._sums[row] = total
+        return torch.stack(means) if means else sums[:0]
+
+    def _of_each_token(self, hidden: Tensor, chunks: Chunks) -> list[FoundStates]:
+        found, offset = [], 0
+        for index, (row, start, length) in enumerate(chunks):
+            record = self._records.get(row)
+            if record is not None and record.pools:
+                values = self._after_pooling(hidden[offset : offset + length]).to("cpu", non_blocking=True)
+                found.append(FoundStates(index, None, start, values))
+            offset += length
+        return found
+
+    def _after_pooling(self, vectors: Tensor) -> Tensor:
+        """(num_vectors, hidden_size) -> embeddings or logits (num_vectors, size) float32."""
+        if self._config.token_ids:
+            return self._vocabulary_scores(vectors)
+        if self._model.score is not None:
+            return self._model.score(vectors)
+        vectors = vectors.float()
+        for layer in self._dense:
+            vectors = layer(vectors)
+        return vectors
+
+    def _vocabulary_scores(self, vectors: Tensor) -> Tensor:
+        """Return the logit of the token for yes, less that of the token for no if there is one: (num_vectors, 1)."""
+        head, ids = self._model.lm_head, torch.tensor(self._config.token_ids, device=vectors.device)
+        weights = VocabParallelEmbedding.forward(head, ids)  # of all ranks
+        logits = F.linear(vectors.float(), weights.float()) / self._model.logits_scaling
+        return logits[:, -1:] - logits[:, :1] if len(ids) > 1 else logits

@@ -1,0 +1,25 @@
+"""What `embed`, `classify` and `reward` take beside prompts, by vLLM's names."""
+
+from dataclasses import dataclass
+
+from nanoinfer.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """Says what becomes of a text's pooled vector or scores. Raises RequestError for a value out of range.
+
+    dimensions: to how many values an embedding is cut, before it is normalised; None for all.
+    use_activation: whether embeddings are normalised, and logits become probabilities; None for what the model's folder
+        says, and for rewards as they are.
+    """
+
+    dimensions: int | None = None
+    use_activation: bool | None = None
+
+    def __post_init__(self) -> None:
+        size = self.dimensions
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise RequestError(f"dimensions={size!r} must be a whole number of at least 1; leave it out for all")
+        if self.use_activation not in (None, True, False):
+            raise RequestError(f"use_activation={self.use_activation!r} is no bool; use True, False or None")
