@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nanoinfer.aio import AsyncCalls
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
@@ -36,6 +36,7 @@ from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.parallel_runner import ParallelRunner
+from nanoinfer.hidden_states import HiddenStates, OnHiddenStates
 from nanoinfer.models import REGISTRY
 from nanoinfer.one_pass import OnePass, PoolingArguments, calls_of
 from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
@@ -116,6 +117,7 @@ class LLM:
             on_failure.pop_all()
         self.max_model_len = runner.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = runner.info
+        self._num_layers, self._hidden_size = model_config.num_hidden_layers, model_config.hidden_size
         of_prompts = tokenizer, model, model_config.vocab_size
         refusal = None if model_config.head is None else f"{model} generates nothing; use {calls_of(model_config)}"
         prompts = PromptProcessor(*of_prompts, self.max_model_len, stop_token_ids, refusal=refusal)
@@ -160,6 +162,9 @@ class LLM:
         on_finish: OnFinish | None = None,
         on_error: OnError = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        hidden_states: Sequence[int] | None = None,
+        hidden_state_positions: Literal["prompt", "last"] = "prompt",
+        on_hidden_states: OnHiddenStates | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; the outputs come in the order of the prompts.
 
@@ -172,11 +177,21 @@ class LLM:
         False} adds none. Raises RequestError for prompts that cannot be served, or sampling_params of theirs; nothing
         is queued then, and nothing is left behind if the call fails later. on_error: with "return" these come back in
         their places, with finish_reason "error" and the reason in `outputs[0].error`, and the rest is answered.
+
+        hidden_states: layers whose hidden states of the prompts are wanted, numbered as in transformers: 0 is the
+        embedding, the last is after the final norm, negative ones count from the end. They come as
+        `output.hidden_states`, by layer; hidden_state_positions: of the whole "prompt", or of its "last" token.
+        on_hidden_states: called with (index of the prompt, layer, first token, states) as each chunk is launched; the
+        states are on the device, to be used in the order of its current stream, and nothing is kept.
         """
         check_on_finish(on_finish)
         prompts = as_list_of_prompts(prompts)
+        wanted = self._wanted_states(hidden_states, hidden_state_positions, on_hidden_states)
         options = priority, True, tokenization_kwargs, use_tqdm, on_error
-        return self._complete(self.queue.prepare(prompts, sampling_params, *options), use_tqdm, on_finish)
+        requests = self.queue.prepare(prompts, sampling_params, *options)
+        if wanted is not None:
+            wanted.add_to(requests)
+        return self._complete(requests, use_tqdm, on_finish)
 
     @with_vllm_names
     def chat(
@@ -272,6 +287,9 @@ class LLM:
         *,
         prompt_name: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        hidden_states: Sequence[int] | None = None,
+        hidden_state_positions: Literal["prompt", "last"] = "prompt",
+        on_hidden_states: OnHiddenStates | None = None,
     ) -> list[PoolingRequestOutput]:
         """Return the embedding of one text or many: `output.outputs.embedding`, an array (size,) of float32.
 
@@ -279,10 +297,12 @@ class LLM:
         folder say; without these by the last token of a decoder, and the mean of an encoder's, normalised.
         pooling_params: for all, or a list with one for each. prompt_name: which of the prompts of
         config_sentence_transformers.json texts begin with; None for its default, if it has one. tokenization_kwargs:
-        {"truncate_prompt_tokens": n} has the tokenizer cut texts of more tokens, -1 those that are too long. Raises
-        RequestError for texts that cannot be served, and where the model is a classifier.
+        {"truncate_prompt_tokens": n} has the tokenizer cut texts of more tokens, -1 those that are too long.
+        hidden_states and its like: as in `generate`. Raises RequestError for texts that cannot be served, and where the
+        model is a classifier.
         """
-        return self._one_pass.embed(prompts, pooling_params, use_tqdm, prompt_name, tokenization_kwargs)
+        wanted = self._wanted_states(hidden_states, hidden_state_positions, on_hidden_states)
+        return self._one_pass.embed(prompts, pooling_params, use_tqdm, prompt_name, tokenization_kwargs, wanted)
 
     def classify(
         self,
@@ -447,6 +467,12 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _wanted_states(
+        self, layers: Sequence[int] | None, positions: str, callback: OnHiddenStates | None
+    ) -> HiddenStates | None:
+        row_bytes = self._hidden_size * self._runner_info.dtype.itemsize
+        return HiddenStates.of(layers, positions, callback, self._num_layers, row_bytes)
 
     def _complete(
         self, requests: list[PreparedRequest], use_tqdm: bool, on_finish: OnFinish | None

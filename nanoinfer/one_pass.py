@@ -17,6 +17,7 @@ from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.engine.prompt_states import PromptStates
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.errors import RequestError, check_names
+from nanoinfer.hidden_states import HiddenStates
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, RewardOutput
 from nanoinfer.pooling_params import PoolingParams
@@ -79,8 +80,9 @@ class OnePass:
         use_tqdm: bool,
         prompt_name: str | None,
         tokenization_kwargs: Mapping[str, Any] | None,
+        wanted: HiddenStates | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Do what `LLM.embed` does."""
+        """Do what `LLM.embed` does. wanted: hidden states that are wanted, too."""
         if self._config.is_classifier:
             raise RequestError(f"embed needs an embedding model, and {self._model} is a classifier; use classify")
         given = as_list_of_prompts(prompts)
@@ -90,7 +92,10 @@ class OnePass:
         before = self._text_before(prompt_name)
         if any(isinstance(prompt, str) for prompt in given) and before:
             given = [before + prompt if isinstance(prompt, str) else prompt for prompt in given]
-        return self._run(self._prepare(given, all_params, self._embedding, tokenization_kwargs), use_tqdm)
+        requests = self._prepare(given, all_params, self._embedding, tokenization_kwargs)
+        if wanted is not None:
+            wanted.add_to(requests)
+        return self._run(requests, use_tqdm)
 
     def classify(
         self,

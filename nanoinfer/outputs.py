@@ -1,7 +1,7 @@
 """What a request hands back to its user, and how that looks in a console and in a notebook."""
 
 import html
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any, NamedTuple, SupportsIndex, overload
@@ -255,6 +255,8 @@ class RequestOutput:
     metrics: how long it took.
     prompt_logprobs: for each prompt token, where SamplingParams ask for them; None for the first, which nothing is
         known to come before.
+    hidden_states: of the prompt, where they are asked for: by layer, a tensor (num_prompt_tokens, hidden_size) on the
+        CPU, or of its last token alone.
 
     What follows from these is a field too, since pandas makes a column of each field: `pandas.DataFrame(outputs)` has a
     row for each output. `to_dict` gives the same without what is nested.
@@ -273,6 +275,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics = field(default=RequestMetrics(), repr=False)
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    hidden_states: Mapping[int, Any] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         first = self.outputs[0]

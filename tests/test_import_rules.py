@@ -58,12 +58,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"text", "engine.prompt_logprobs"},
-    "one_pass": EVERYBODY | {"engine", "text", "progress"},
+    "hidden_states": EVERYBODY | {"engine", "text"},
+    "one_pass": EVERYBODY | {"engine", "text", "progress", "hidden_states"},
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress"},
     "llm": EVERYBODY
     | {"constraints", "control", "engine", "executor", "runner", "models", "text", "progress", "scoring"}
-    | {"engine_options", "aio", "one_pass"},
+    | {"engine_options", "aio", "one_pass", "hidden_states"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "engine", "text", "progress"},
     "bench": EVERYBODY

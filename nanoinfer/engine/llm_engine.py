@@ -19,7 +19,7 @@ from nanoinfer.engine.interfaces import Constraints, Listener, Runner
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.logprobs import collect_logprobs, end_texts
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs
-from nanoinfer.engine.prompt_states import collect_states
+from nanoinfer.engine.prompt_states import collect_states, hand_over_states
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -228,7 +228,10 @@ class LLMEngine:
             self.listener.launching(batch, started)
             pending = runner.launch(pack(batch, awaits_masks=is_constrained))
             masks = self._masks(batch) if is_constrained else None
-            self._in_flight.append(Step(batch, runner.sample(pending, masks), started))
+            handle = runner.sample(pending, masks)
+            if handle.states:
+                hand_over_states(batch.prefill, handle.states)
+            self._in_flight.append(Step(batch, handle, started))
             self.listener.launched(batch)
         except BaseException:
             self._discard(batch)

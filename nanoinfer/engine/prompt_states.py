@@ -11,7 +11,8 @@ class StatesRecord(NamedTuple):
     row: int
     num_prompt_tokens: int
     pools: int  # 1: they are pooled, and no token is sampled
-    first: int  # the first token whose states are wanted, by `num_layers` and by pooling
+    layers_from: int  # the first token whose hidden states are wanted as they are
+    keeps_on_device: int  # 1: these stay on the device, for a function
     second_text: int  # where the second text of a pair begins; num_prompt_tokens where there is none
     num_layers: int  # hidden states of so many layers are wanted; their numbers follow in the packet
 
@@ -36,7 +37,8 @@ class PromptStates:
     pools: whether they are pooled, so that the request ends with its prompt. first: the first token whose states are
     wanted; those before it may come from the prefix cache. to_output: makes what the user gets of the request's
     RequestOutput and of this. layers: whose hidden states are wanted as they are, counted from 0, the embedding.
-    second_text: where the second text of a pair begins; None for one text.
+    layers_from: the first token of these. second_text: where the second text of a pair begins; None for one text. take:
+    is called with a layer, the first token and hidden states on the device, as they are computed; None keeps them here.
     found: by layer, the first token of each part and its values; a part that is computed again takes its old place.
     """
 
@@ -44,15 +46,20 @@ class PromptStates:
     first: int
     to_output: Callable[..., Any]
     layers: tuple[int, ...] = ()
+    layers_from: int = 0
     second_text: int | None = None
+    take: Callable[[int, int, Any], object] | None = None
     found: dict[int | None, dict[int, Any]] = field(default_factory=dict)
 
     def record(self, row: int, num_prompt_tokens: int) -> StatesRecord:
         second_text = num_prompt_tokens if self.second_text is None else self.second_text
-        return StatesRecord(row, num_prompt_tokens, int(self.pools), self.first, second_text, len(self.layers))
+        numbers = row, num_prompt_tokens, int(self.pools), self.layers_from, int(self.take is not None), second_text
+        return StatesRecord(*numbers, len(self.layers))
 
     def add(self, found: FoundStates) -> None:
-        if found.start <= self.first:  # the prompt is computed again, maybe in other chunks
+        if found.start <= (
+            0 if found.layer is None else self.layers_from
+        ):  # the prompt is computed again, maybe in other chunks
             self.found.pop(found.layer, None)
         self.found.setdefault(found.layer, {})[found.start] = found.values
 
@@ -62,12 +69,22 @@ class PromptStates:
         return [found[start] for start in sorted(found)]
 
 
+def hand_over_states(chunks: Sequence[Any], found: Sequence[FoundStates]) -> None:
+    """Call users' functions with the hidden states of a step that was launched."""
+    for one in found:
+        states = chunks[one.chunk].seq.prompt_states
+        if one.layer is not None and states is not None and states.take is not None:
+            states.take(one.layer, one.start, one.values)
+
+
 def collect_states(chunks: Sequence[Any], found: Sequence[FoundStates]) -> None:
     """Give the sequences of a step's chunks what the step has found of them."""
     for one in found:
-        seq = chunks[one.chunk].seq
-        if seq.prompt_states is not None:
-            seq.prompt_states.add(one)
+        states = chunks[one.chunk].seq.prompt_states
+        if states is not None and one.layer is None:
+            states.add(one)
+        elif states is not None and states.take is None:
+            states.add(one._replace(values=one.values.clone()))  # the memory that they came in is wanted again
     for seq, start, length, _ in chunks:
         if seq.prompt_states is not None and not seq.pools and start + length >= seq.num_prompt_tokens:
             seq.prompt_states = None  # all has come; if the prompt is computed again, then without

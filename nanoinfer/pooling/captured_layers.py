@@ -23,7 +23,8 @@ def captured_layers(decoder: Decoder, step: ForwardStep, layers: Set[int]) -> tu
             if index in layers:
 
                 def keep(_module: Any, _inputs: Any, outputs: tuple[Any, Tensor], index: int = index) -> None:
-                    states[index] = outputs[1]  # the residual stream, to which the layer before has been added
+                    # The residual stream, to which the layer before was added. One norm may serve twice in a layer.
+                    states.setdefault(index, outputs[1])
 
                 stack.callback(layer.input_layernorm.register_forward_hook(keep).remove)
         stack.enter_context(_whole_sums(decoder.tp.memory))

@@ -69,16 +69,17 @@ class Pooler:
         return hidden, found
 
     def _states(self, states: dict[int, Tensor], chunks: Chunks) -> list[FoundStates]:
-        """Copy the hidden states that are wanted as they are to the host. states: by layer, of all tokens."""
+        """Return the hidden states that are wanted as they are, most on their way to the host. states: by layer."""
         found, offset = [], 0
         for index, (row, start, length) in enumerate(chunks):
             record = self._records.get(row)
             if record is not None:
-                first, end = max(start, record.first), min(start + length, record.num_prompt_tokens)
+                first, end = max(start, record.layers_from), min(start + length, record.num_prompt_tokens)
                 for layer in self._layers[row] if first < end else []:
                     part = states[layer][offset + first - start : offset + end - start]
-                    on_host = part.clone() if part.device.type == "cpu" else part.to("cpu", non_blocking=True)
-                    found.append(FoundStates(index, layer, first, on_host))
+                    if not record.keeps_on_device:
+                        part = part.to("cpu", non_blocking=True)
+                    found.append(FoundStates(index, layer, first, part))
             offset += length
         return found
 

@@ -144,7 +144,7 @@ def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
     assert packet.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 4, 0, 0, 1, 0, 0]
     sections = split(packet, read_header(packet))
-    shapes = [(0, 5), (0, 1), (0, 3), (0, 3), (0, 3), (2, 3), (0, 15), (0, 1), (0, 2), (0, 6), (0, 1)]
+    shapes = [(0, 5), (0, 1), (0, 3), (0, 3), (0, 3), (2, 3), (0, 15), (0, 1), (0, 2), (0, 7), (0, 1)]
     assert [section.shape for section in sections] == shapes
 
 

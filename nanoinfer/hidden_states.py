@@ -1,0 +1,102 @@
+"""Hidden states of prompts as users ask for them: which layers, of which tokens, kept or handed to a function."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from nanoinfer.engine.prompt_states import PromptStates
+from nanoinfer.errors import RequestError
+from nanoinfer.text.prompts import PreparedRequest
+
+# Is called with the index of the prompt, the layer, the place of the first token, and the states on the device.
+OnHiddenStates = Callable[[int, int, int, torch.Tensor], object]
+POSITIONS = ("prompt", "last")
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """What a call asks for. layers: as the user gave them, and counted from 0. only_last: of the last token alone."""
+
+    layers: dict[int, int]
+    only_last: bool
+    callback: OnHiddenStates | None
+    row_bytes: int  # of a token's states of one layer
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[int] | None,
+        positions: str,
+        callback: OnHiddenStates | None,
+        num_layers: int,
+        row_bytes: int,
+    ) -> "HiddenStates | None":
+        """Return what is asked for; None for nothing. num_layers: of the model. Raises RequestError for what is not."""
+        if positions not in POSITIONS:
+            raise RequestError(f"hidden_state_positions={positions!r} is not known; use {' or '.join(POSITIONS)}")
+        if layers is None:
+            if callback is not None:
+                raise RequestError("on_hidden_states is given without hidden_states; say which layers, such as [-1]")
+            return None
+        if callback is not None and not callable(callback):
+            raise RequestError(f"on_hidden_states={callback!r} cannot be called; give a function")
+        count = num_layers + 1
+        if not isinstance(layers, (list, tuple)) or not layers or not all(type(layer) is int for layer in layers):
+            raise RequestError(f"hidden_states={layers!r} must be a list of layers, such as [0, 12, -1]")
+        if wrong := [layer for layer in layers if not -count <= layer < count]:
+            raise RequestError(
+                f"hidden_states has layer {wrong[0]}, and this model has 0 (the embedding) to {num_layers} (after the "
+                f"last norm), or {-count} to -1"
+            )
+        return cls({layer: layer % count for layer in layers}, positions == "last", callback, row_bytes)
+
+    def add_to(self, requests: Sequence[PreparedRequest]) -> None:
+        """Have requests ask for it, beside what they ask for. Raises RequestError where memory cannot hold it all."""
+        lens = [len(request.token_ids) for request in requests if request.error is None]
+        num_bytes = self.row_bytes * len(self.layers) * (len(lens) if self.only_last else sum(lens))
+        free = free_host_bytes()
+        if self.callback is None and free is not None and num_bytes > free:
+            raise RequestError(
+                f"hidden_states of these prompts take {num_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of host "
+                "memory are free; ask for fewer prompts or layers at a time, for hidden_state_positions='last', or "
+                "take them by on_hidden_states"
+            )
+        for index, request in enumerate(requests):
+            if request.error is None:
+                self._add(request, index)
+
+    def _add(self, request: PreparedRequest, index: int) -> None:
+        start = len(request.token_ids) - 1 if self.only_last else 0
+        layers = tuple(dict.fromkeys(self.layers.values()))
+        states: PromptStates | None = request.prompt_states
+        if states is None:
+            states = PromptStates(pools=False, first=start, to_output=lambda output, _: output)
+        states.layers, states.layers_from, states.first = layers, start, min(start, states.first)
+        states.take = None if self.callback is None else partial(self._hand_over, index)
+        if self.callback is None:
+            states.to_output = partial(self._with_states, states.to_output)
+        request.prompt_states = states
+
+    def _hand_over(self, index: int, layer: int, start: int, states: torch.Tensor) -> None:
+        assert self.callback is not None
+        for given, counted in self.layers.items():
+            if counted == layer:
+                self.callback(index, given, start, states)
+
+    def _with_states(self, to_output: Callable[..., Any], output: Any, states: PromptStates) -> Any:
+        """Return the output of a request, with the states of each layer in one tensor, on the host."""
+        parts = {given: states.parts(counted) for given, counted in self.layers.items()}
+        whole = {given: torch.cat(found) for given, found in parts.items() if found}  # none of what was aborted
+        return replace(to_output(output, states), hidden_states=whole)
+
+
+def free_host_bytes() -> int | None:
+    """Return how much memory of the host is free; None where the system does not say."""
+    with suppress(AttributeError, ValueError, OSError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None

@@ -1,0 +1,135 @@
+"""Hidden states against transformers' output_hidden_states, for random small models in float32 on a CPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from nanoinfer import LLM, RequestError, SamplingParams
+from nanoinfer import hidden_states as module
+from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts
+from tests.pooling.test_decoders import CHUNKED, SMALL, assert_close, write_modules
+
+__all__ = ["checkpoint"]  # a fixture
+Checkpoint = Callable[..., Path]
+PROMPTS = draw_prompts(0, (63, 29, 1, 16, 49, 17))  # 49 is a step of 48 tokens and one
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+@torch.inference_mode()
+def reference(folder: Path, prompts: list[list[int]]) -> list[tuple[torch.Tensor, ...]]:
+    model = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").float().eval()
+    outputs = [model(torch.tensor([ids]), output_hidden_states=True, use_cache=False) for ids in prompts]
+    return [tuple(states[0] for states in output.hidden_states) for output in outputs]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_hidden_states_are_those_of_transformers(checkpoint: Checkpoint, architecture: str) -> None:
+    """Of all layers, in chunks, and a second time, when a prefix cache knows the prompts."""
+    folder = checkpoint(architecture, 1)
+    expected = reference(folder, PROMPTS)
+    layers = list(range(-1, len(expected[0]) - 1))  # the last one is -1
+    error = 5e-5 if architecture in HYBRIDS else 1e-5
+    with LLM(folder, **CHUNKED) as llm:
+        plain = [output.token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+        for _ in range(2):
+            outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, hidden_states=layers)
+            assert [output.token_ids for output in outputs] == plain
+            for output, theirs in zip(outputs, expected, strict=True):
+                assert output.hidden_states is not None
+                assert [*output.hidden_states] == layers
+                for layer, ours in output.hidden_states.items():
+                    assert_close(ours, theirs[layer], error)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_states_of_the_last_token_leave_the_prefix_cache_its_use(checkpoint: Checkpoint, num_ranks: int) -> None:
+    even = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    folder = checkpoint("Qwen3ForCausalLM", 0, **even)
+    expected = reference(folder, PROMPTS)
+    with LLM(folder, tensor_parallel_size=num_ranks, **CHUNKED) as llm:
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        options: dict[str, Any] = {"hidden_states": [1, -1], "hidden_state_positions": "last", "use_tqdm": False}
+        outputs = llm.generate(PROMPTS, GREEDY, **options)
+    assert [output.num_cached_tokens for output in outputs][:2] == [62, 28]
+    for output, theirs in zip(outputs, expected, strict=True):
+        assert output.hidden_states is not None
+        for layer in (1, -1):
+            assert_close(output.hidden_states[layer], theirs[layer][-1:])
+
+
+@pytest.mark.parametrize("method", ["lasttoken", "mean"])
+def test_embeddings_come_with_hidden_states(checkpoint: Checkpoint, method: str) -> None:
+    folder = checkpoint("Qwen3ForCausalLM", 0)
+    write_modules(folder, "Pooling", Pooling={"pooling_mode": method})
+    expected = reference(folder, PROMPTS)
+    with LLM(folder, **CHUNKED) as llm:
+        plain = llm.embed(PROMPTS, use_tqdm=False)
+        for positions in ("last", "prompt"):
+            outputs = llm.embed(PROMPTS, use_tqdm=False, hidden_states=[0, -1], hidden_state_positions=positions)
+            for output, alone, theirs in zip(outputs, plain, expected, strict=True):
+                assert_close(output.embedding, alone.embedding)
+                assert output.hidden_states is not None
+                for layer in (0, -1):
+                    wanted = theirs[layer][-1:] if positions == "last" else theirs[layer]
+                    assert_close(output.hidden_states[layer], wanted)
+
+
+def test_preempted_prompts_have_whole_states(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("Qwen3ForCausalLM", 0)
+    expected = reference(folder, PROMPTS)
+    options = {**SMALL, "num_kvcache_blocks": 7, "max_model_len": 112, "max_num_batched_tokens": 48}
+    with LLM(folder, **options) as llm:
+        llm.engine.scheduler.reserved_tokens = 0
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False, hidden_states=[1])
+        assert llm.get_metrics().num_preemptions
+    for output, theirs in zip(outputs, expected, strict=True):
+        assert output.hidden_states is not None
+        assert_close(output.hidden_states[1], theirs[1])
+
+
+def test_a_function_gets_the_states_of_each_chunk_and_nothing_is_kept(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("Qwen3ForCausalLM", 0)
+    expected = reference(folder, PROMPTS)
+    taken: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}
+
+    def take(index: int, layer: int, start: int, states: torch.Tensor) -> None:
+        taken.setdefault((index, layer), []).append((start, states.clone()))
+
+    with LLM(folder, **CHUNKED) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, hidden_states=[1, -1], on_hidden_states=take)
+        assert all(output.hidden_states is None for output in outputs)
+    assert [start for start, _ in taken[0, 1]] == [0, 48], "the first prompt takes two steps"
+    for index, theirs in enumerate(expected):
+        for layer in (1, -1):
+            assert_close(torch.cat([states for _, states in taken[index, layer]]), theirs[layer])
+
+
+def test_what_memory_cannot_hold_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(checkpoint("Qwen3ForCausalLM", 0), **SMALL) as llm:
+        monkeypatch.setattr(module, "free_host_bytes", lambda: 1000)
+        with pytest.raises(RequestError, match=r"hidden_states of these prompts take 0\.0 GiB, and .* by on_hidden_"):
+            llm.generate(PROMPTS, GREEDY, hidden_states=[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden_states": [3]}, r"has layer 3, and this model has 0 \(the embedding\) to 2 \(after"),
+        ({"hidden_states": [-4]}, r"has layer -4, .* or -3 to -1"),
+        ({"hidden_states": []}, r"hidden_states=\[\] must be a list of layers"),
+        ({"hidden_states": 1}, "hidden_states=1 must be a list of layers"),
+        ({"hidden_states": [0], "hidden_state_positions": "all"}, "hidden_state_positions='all' is not known"),
+        ({"on_hidden_states": print}, "on_hidden_states is given without hidden_states"),
+        ({"hidden_states": [0], "on_hidden_states": 1}, "on_hidden_states=1 cannot be called"),
+    ],
+)
+def test_wrong_arguments_are_refused(checkpoint: Checkpoint, options: dict[str, Any], message: str) -> None:
+    with LLM(checkpoint("Qwen3ForCausalLM", 0, num_hidden_layers=2), **SMALL) as llm:
+        for call in (llm.generate, llm.embed):
+            with pytest.raises(RequestError, match=message):
+                call(PROMPTS, **options)
