@@ -37,8 +37,8 @@ from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.hidden_states import HiddenStates, OnHiddenStates
-from nanoinfer.models import REGISTRY
-from nanoinfer.one_pass import OnePass, PoolingArguments, calls_of
+from nanoinfer.models import SUPPORTED
+from nanoinfer.one_pass import OnePass, PoolingArguments, calls_of, finds_prefixes
 from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
 from nanoinfer.pooling_outputs import PoolingRequestOutput
 from nanoinfer.progress import Progress
@@ -91,10 +91,11 @@ class LLM:
         model, revision, download_dir = self.config.model, self.config.revision, self.config.download_dir
         folder = resolve_model_folder(model, not is_random, revision=revision, download_dir=download_dir)
         model_config = ModelConfig.from_folder(
-            folder, REGISTRY, self.config.hf_overrides, self.config.quantization, self.config.runner
+            folder, SUPPORTED, self.config.hf_overrides, self.config.quantization, self.config.runner
         )
-        if model_config.linear_attention is not None and self.config.enable_prefix_caching:
-            logger.info("prefix caching is off: it is not there yet for models with linear attention")
+        if self.config.enable_prefix_caching and not finds_prefixes(model_config):
+            if model_config.linear_attention is not None:
+                logger.info("prefix caching is off: it is not there yet for models with linear attention")
             self.config = replace(self.config, enable_prefix_caching=False)
         tokenizer_folder = find_tokenizer(self.config, folder)
         self._generation_config = read_json(folder / "generation_config.json")
@@ -122,7 +123,7 @@ class LLM:
         refusal = None if model_config.head is None else f"{model} generates nothing; use {calls_of(model_config)}"
         prompts = PromptProcessor(*of_prompts, self.max_model_len, stop_token_ids, refusal=refusal)
         self.queue = RequestQueue(self.engine, prompts, constraints)
-        self._one_pass = OnePass.of(self.queue, model_config, *of_prompts, self.max_model_len)
+        self._one_pass = OnePass.of(self.queue, model_config, self.config, *of_prompts, self.max_model_len)
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._weights = WeightControl(self.engine, self.queue.lock)
         self._step_callbacks = StepCallbacks(self.engine, runner.info.device)

@@ -5,6 +5,7 @@ batches and memory are those of all requests.
 """
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
+from nanoinfer.config import EngineConfig
 from nanoinfer.engine.prompt_states import PromptStates
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.errors import RequestError, check_names
@@ -60,16 +62,25 @@ class OnePass:
         cls,
         queue: RequestQueue,
         model_config: ModelConfig,
+        options: EngineConfig,
         tokenizer: Tokenizer | None,
         model: str,
         vocab_size: int,
         max_model_len: int,
     ) -> "OnePass":
-        """Return that of an engine: texts may be as long as the model and sentence-transformers' files allow."""
+        """Return that of an engine: texts may be as long as the model and sentence-transformers' files allow.
+
+        An encoder's have to fit into one step, too.
+        """
         config = model_config.pooling
         assert config is not None, "the folder was read, and with it how the model pools"
-        longest = min(max_model_len, config.max_tokens or max_model_len)
-        prompts = PromptProcessor(tokenizer, model, vocab_size, longest, min_new_tokens=0)
+        limits = {"max_model_len": max_model_len}
+        if config.max_tokens is not None:
+            limits["max_seq_length"] = config.max_tokens
+        if model_config.encoder is not None:
+            limits["max_num_batched_tokens"] = options.max_num_batched_tokens
+        limit = min(limits, key=lambda name: limits[name])
+        prompts = PromptProcessor(tokenizer, model, vocab_size, limits[limit], min_new_tokens=0, limit=limit)
         sizes = [model_config.hidden_size, *(layer.out_features for layer in config.dense)]
         return cls(queue, config, len(config.labels) or sizes[-1], prompts, model)
 
@@ -158,7 +169,10 @@ class OnePass:
         """Return the token ids of all prompts, and where the second texts of pairs begin."""
         max_tokens = self._prompts.most_tokens(truncate)
         texts = {index: text for index, text in enumerate(prompts) if isinstance(text, str)}
-        errors: Errors = find_bad_texts(texts | pairs, len(max(texts.values(), key=len, default="")) + 1)
+        errors: Errors = {}
+        for some in (texts, pairs):
+            if some:
+                errors |= find_bad_texts(some, sys.maxsize if max_tokens else self._prompts.longest_text)
         report(errors, len(prompts))
         ids: list[Any] = [
             prompt if isinstance(prompt, str) or max_tokens is None else prompt[:max_tokens] for prompt in prompts
@@ -251,6 +265,12 @@ class OnePass:
     def _reward(self, logits: Values, params: PoolingParams) -> RewardOutput:
         values = activate(logits, self._config.activation if params.use_activation else "identity")[..., 0]
         return RewardOutput(float(values) if values.ndim == 0 else values)
+
+
+def finds_prefixes(config: ModelConfig) -> bool:
+    """Return whether requests can use what was computed before: neither states nor encoders, nor all hidden states."""
+    pools_last = config.head is None or (config.pooling is not None and config.pooling.method == "last")
+    return config.linear_attention is None and config.encoder is None and pools_last
 
 
 def calls_of(config: ModelConfig) -> str:

@@ -36,6 +36,7 @@ class Layer:
     num_kv_heads: int = 2
     block_size: int = 16
     window: int | None = None
+    causal: bool = True
     scale: float = 0.1
     cache_dtype: torch.dtype | None = None  # of 8 bits; None for a cache in the layer's dtype
     dtype: torch.dtype = torch.float32
@@ -44,7 +45,7 @@ class Layer:
     @property
     def spec(self) -> AttentionSpec:
         num_heads = self.num_kv_heads * self.group_size
-        return AttentionSpec(num_heads, self.num_kv_heads, self.head_dim, self.scale, self.window)
+        return AttentionSpec(num_heads, self.num_kv_heads, self.head_dim, self.scale, self.window, self.causal)
 
 
 @dataclass
@@ -262,6 +263,17 @@ PREFILL_CASES = {
         for kind, dtype, _ in IN_8_BITS[::2]
     },
 }
+
+WHOLE = {"context_lens": (1, 40, 128, 17, 300), "query_lens": (1, 40, 128, 17, 300)}
+# Attention to both sides, of whole texts: in tiles of 128 keys, and of 16.
+PREFILL_CASES |= {
+    f"both sides, a window of {window}, blocks of {size}": Case(
+        Layer(1, 64, num_kv_heads=1, block_size=size, window=window, causal=False), **WHOLE
+    )
+    for window, size in [(None, 256), (None, 16), (1, 16), (9, 16), (65, 256), (65, 16), (150, 256), (1000, 16)]
+}
+PREFILL_CASES["both sides, groups of 2, head_dim 80"] = Case(Layer(2, 80, window=20, causal=False), **WHOLE)
+PREFILL_CASES["both sides, int8"] = Case(Layer(2, window=20, causal=False, cache_dtype=INT8), **WHOLE)
 
 SHARED_CASES = {
     # Row 1 has one token of its own, rows 5 and 6 are in no group, the last two are padding.

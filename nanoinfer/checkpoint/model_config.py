@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from nanoinfer.checkpoint.encoder_config import EncoderConfig, read_encoder
 from nanoinfer.checkpoint.hub import read_json
 from nanoinfer.checkpoint.hybrid_config import (
     LinearAttentionConfig,
@@ -122,6 +123,7 @@ class ModelConfig:
     moe: MoEConfig | None = None
     linear_attention: LinearAttentionConfig | None = None  # None: all layers attend to tokens
     quantization: QuantizationConfig | None = None  # None: all weights have 16 bits, or 32
+    encoder: EncoderConfig | None = None  # None: a decoder
     head: HeadConfig | None = None  # None: a language-model head
     # What becomes of hidden states; None until the folder was read, which says more than config.json.
     pooling: PoolingConfig | None = field(default=None, compare=False)
@@ -147,7 +149,8 @@ class ModelConfig:
         raw = read_json(folder / "config.json")
         config = read_overridden(raw, overrides, lambda fields: cls.from_dict(fields, supported, quantization))
         config = replace(config, head=choose_head(config.head, runner, folder))
-        return replace(config, pooling=read_pooling(folder, config.head, config.hidden_size, is_encoder=False))
+        is_encoder = config.encoder is not None
+        return replace(config, pooling=read_pooling(folder, config.head, config.hidden_size, is_encoder))
 
     @classmethod
     def from_dict(
@@ -162,7 +165,11 @@ class ModelConfig:
         if architecture not in supported:
             raise ModelError(explain_architecture(raw, architecture, supported))
         architecture = text_architecture(raw, architecture)
-        raw = text_part(raw)
+        encoder, raw = read_encoder(text_part(raw), architecture)
+        if encoder is not None and (quantization is not None or raw.get("quantization_config") is not None):
+            raise ModelError(
+                "encoders have their weights in 16 or 32 bits; leave quantization out, or take another checkpoint"
+            )
         for name, without in UNSUPPORTED_UNLESS.items():
             value = raw.get(name, without)
             if value not in (without, None):
@@ -202,6 +209,7 @@ class ModelConfig:
                 supported[architecture].packed_modules_mapping,
                 supported[architecture].renamed_modules,
             ),
+            encoder=encoder,
             head=head,
             **values,
         )
@@ -236,7 +244,9 @@ class ModelConfig:
 
     @property
     def num_attention_layers(self) -> int:
-        """Return how many layers keep keys and values."""
+        """Return how many layers keep keys and values. Those of an encoder keep none, and use the memory of one."""
+        if self.encoder is not None:
+            return 1
         return self.num_hidden_layers - (self.linear_attention.num_layers if self.linear_attention else 0)
 
     def is_linear(self, index: int) -> bool:

@@ -26,6 +26,7 @@ POOLING_FLAGS = {
 }
 DENSE_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")  # of torch.nn
 RUNNERS = ("auto", "generate", "pooling")
+NO_LENGTH = 10**9  # a tokenizer's model_max_length that is none is larger
 UNTRAINED_LABELS = 2  # that transformers takes where a config.json names none
 
 
@@ -36,13 +37,15 @@ class HeadConfig:
     kind: "none" for hidden states alone; "sequence" for a classifier of the whole text; "tokens" for one of each token;
     "vocabulary" for the logits of a few tokens after the text. labels: of the classes, in order. problem_type: as
     transformers has it; None where the config does not say. activation: what sentence-transformers' cross-encoders
-    apply to the logits; None where it is not said. vocabulary: the tokens of "vocabulary", as texts or ids.
+    apply to the logits; None where it is not said. pooling: "cls" or "mean"; None where the config does not say.
+    vocabulary: the tokens of "vocabulary", as texts or ids.
     """
 
     kind: str
     labels: tuple[str, ...] = ()
     problem_type: str | None = None
     activation: str | None = None
+    pooling: str | None = None
     vocabulary: tuple[str | int, ...] = ()
 
     @property
@@ -126,7 +129,10 @@ def read_head(raw: Mapping[str, Any], kind: str | None) -> HeadConfig | None:
     known = ("regression", "single_label_classification", "multi_label_classification", None)
     if problem_type not in known:
         raise ModelError(f"config.json has problem_type={problem_type!r}; it must be one of {known[:3]}")
-    return HeadConfig(kind, _read_labels(raw), problem_type, _read_activation(raw))
+    pooling = raw.get("classifier_pooling")
+    if pooling not in (None, "cls", "mean"):
+        raise ModelError(f"config.json has classifier_pooling={pooling!r}; it must be 'cls' or 'mean'")
+    return HeadConfig(kind, _read_labels(raw), problem_type, _read_activation(raw), pooling)
 
 
 def _read_labels(raw: Mapping[str, Any]) -> tuple[str, ...]:
@@ -190,7 +196,7 @@ def read_pooling(folder: Path, head: HeadConfig | None, hidden_size: int, is_enc
             return PoolingConfig(
                 "last", activation, head.labels, token_ids=_token_ids(folder, head.vocabulary), **names
             )
-        method = "all" if head.kind == "tokens" else "cls" if is_encoder else "last"
+        method = "all" if head.kind == "tokens" else (head.pooling or "cls") if is_encoder else "last"
         return PoolingConfig(method, activation, head.labels, **names)
     method, activation, dense = "mean" if is_encoder else "last", "normalize", []
     if (folder / "modules.json").exists():
@@ -267,6 +273,9 @@ def _read_names(folder: Path) -> dict[str, Any]:
     for name in ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json"):
         bert = bert or read_json(folder / name)
     prompts, default, length = found.get("prompts") or {}, found.get("default_prompt_name"), bert.get("max_seq_length")
+    if length is None and (folder / "modules.json").exists():  # newer versions leave it to the tokenizer
+        length = read_json(folder / "tokenizer_config.json").get("model_max_length")
+        length = length if isinstance(length, int) and length < NO_LENGTH else None
     if not isinstance(prompts, Mapping) or not all(isinstance(text, str) for text in prompts.values()):
         raise ModelError(f"{folder / 'config_sentence_transformers.json'} has prompts={prompts!r:.200}; texts by name")
     if default is not None and default not in prompts:

@@ -42,6 +42,7 @@ class Runner(Protocol):
     num_blocks: int  # of the KV cache
     max_num_seqs: int  # rows: as many as were asked for, or fewer where the memory for their states is short
     max_group_rows: int  # the most decode rows that attention can read a shared prefix for at once; 0 where it cannot
+    whole_prompts: bool  # whether a prompt is computed in one step, as an encoder has to
     computes_beside_host: bool  # whether a launched step is computed while the host goes on; on a CPU it is not
 
     @property

@@ -70,6 +70,7 @@ class LLMEngine:
             max_model_len=runner.max_model_len,
             stop_token_ids=stop_token_ids,
             max_group_rows=runner.max_group_rows,
+            whole_prompts=runner.whole_prompts,
         )
         self._launches_early = config.overlap and runner.computes_beside_host
         self.stats = EngineMetrics()

@@ -46,7 +46,7 @@ class Scheduler:
     max_model_len: a sequence of so many tokens is finished. stop_token_ids: the model's own, which end a completion.
     reserved_tokens: room in the cache that an admission leaves free for each running sequence to grow into, or less
     where the sequence will end before. max_group_rows: the most decode rows that attention can read a shared prefix for
-    at once; 0 where it cannot.
+    at once; 0 where it cannot. whole_prompts: whether a prompt is computed in one step, and never in chunks.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Scheduler:
         stop_token_ids: frozenset[int] = frozenset(),
         reserved_tokens: int = RESERVED_TOKENS,
         max_group_rows: int = 0,
+        whole_prompts: bool = False,
     ) -> None:
         capacity = block_manager.num_blocks * block_manager.block_size
         assert max_model_len <= capacity, f"a sequence of {max_model_len} tokens cannot end in a cache of {capacity}"
@@ -68,6 +69,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.stop_token_ids = stop_token_ids
         self.reserved_tokens = reserved_tokens
+        self.whole_prompts = whole_prompts
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
         self.min_awaited_in_all = MIN_AWAITED_IN_ALL
         self.shared_prefixes = PrefixGrouper(max_group_rows, block_manager.block_size)
@@ -248,6 +250,8 @@ class Scheduler:
         growth = sum(self._growth(seq) for seq in self.running) if self._waiting else 0
         while budget > 0 and self._waiting and (len(self._free_rows) > len(passed_over) or self.reclaim()):
             seq = self._waiting[0][1]
+            if self.whole_prompts and seq.num_tokens > budget:
+                break
             if self.running and self._blocked == (seq.seq_id, self.block_manager.num_frees):
                 break
             cached_block_ids = self.block_manager.find_cached_prefix(seq)

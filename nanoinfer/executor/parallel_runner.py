@@ -86,7 +86,7 @@ class ParallelRunner:
             self._fail(error)
         self.num_blocks, self.max_model_len = self._runner.num_blocks, self._runner.max_model_len
         self.max_group_rows, self.max_num_seqs = self._runner.max_group_rows, self._runner.max_num_seqs
-        self.computes_beside_host = self._runner.computes_beside_host
+        self.computes_beside_host, self.whole_prompts = self._runner.computes_beside_host, self._runner.whole_prompts
         self.info = self._runner.info
 
     def launch(self, packet: Packet) -> PendingStep:

@@ -1,4 +1,6 @@
-"""Paged prefill attention: prompts attend causally to their contexts in the cache. Twin: `TorchBackend.prefill`.
+"""Paged prefill attention: prompts attend to their contexts in the cache. Twin: `TorchBackend.prefill`.
+
+Attention is causal, or, for encoders, of whole texts to both sides.
 
 Keys and values are read through block tables, also those of the chunk itself, which are in the cache already. So a
 chunk gives the same result whether its prefix was computed in this step, in an earlier one or for another sequence.
@@ -87,6 +89,7 @@ def _attend(
     HEAD_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -104,7 +107,12 @@ def _attend(
         if k_scales_ptr is not None:
             scores *= tl.load(k_scales_ptr + line + key, mask=key < end - start, other=0.0)[None, :]
         if MASK:
-            visible = (start + key)[None, :] <= position[:, None]
+            if CAUSAL:
+                visible = (start + key)[None, :] <= position[:, None]
+            else:
+                visible = (start + key)[None, :] < end
+                if WINDOW is not None:
+                    visible &= (start + key)[None, :] < position[:, None] + WINDOW
             if WINDOW is not None:
                 visible &= (start + key)[None, :] > position[:, None] - WINDOW
             # Scaled before it is masked: below, a compiler that fuses product and difference would not round MASKED *
@@ -136,6 +144,7 @@ def _paged_prefill_kernel(
     v_scales_ptr,
     tiles_ptr,
     block_tables_ptr,
+    cu_lens_ptr,  # of the chunks; None where attention is causal
     out_ptr,
     scale_log2,  # scale * log2(e): the softmax is computed in powers of two
     q_token_stride,
@@ -148,6 +157,7 @@ def _paged_prefill_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,  # divides block_size, so a tile of keys lies within one block
     WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -169,13 +179,21 @@ def _paged_prefill_kernel(
         q = q.to(tl.float16)  # which a GPU makes of e4m3 faster than bfloat16
     position = first_position + tl.minimum(token, num_tokens - 1)
 
-    end = first_position + num_tokens
+    last_end = first_position + num_tokens  # behind the last query
     first_key = 0
     first_full = 0  # from here on, all queries see all keys, as far as
-    last_full = (first_position + 1) // KEYS * KEYS
+    if CAUSAL:
+        end = last_end
+        last_full = (first_position + 1) // KEYS * KEYS
+    else:
+        end = tl.load(cu_lens_ptr + chunk + 1) - tl.load(cu_lens_ptr + chunk)
+        last_full = end // KEYS * KEYS
+        if WINDOW is not None:
+            last_full = tl.minimum(end, first_position + WINDOW) // KEYS * KEYS
+            end = tl.minimum(end, last_end - 1 + WINDOW)
     if WINDOW is not None:
         first_key = tl.maximum(first_position + 1 - WINDOW, 0) // KEYS * KEYS
-        first_full = tl.cdiv(tl.maximum(end - WINDOW, 0), KEYS) * KEYS
+        first_full = tl.cdiv(tl.maximum(last_end - WINDOW, 0), KEYS) * KEYS
         last_full = tl.maximum(last_full, first_key)
         first_full = tl.minimum(first_full, last_full)
     state = (
@@ -187,17 +205,17 @@ def _paged_prefill_kernel(
         state = _attend(
             state, q, position, first_key, first_full, end,
             k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, scale_log2,
-            num_kv_heads, block_size, head_dim, HEAD_DIM, KEYS, WINDOW, True, STAGES,
+            num_kv_heads, block_size, head_dim, HEAD_DIM, KEYS, WINDOW, CAUSAL, True, STAGES,
         )  # fmt: skip
     state = _attend(
         state, q, position, first_full, last_full, end,
         k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, scale_log2,
-        num_kv_heads, block_size, head_dim, HEAD_DIM, KEYS, WINDOW, False, STAGES,
+        num_kv_heads, block_size, head_dim, HEAD_DIM, KEYS, WINDOW, CAUSAL, False, STAGES,
     )  # fmt: skip
     state = _attend(
         state, q, position, last_full, end, end,
         k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, scale_log2,
-        num_kv_heads, block_size, head_dim, HEAD_DIM, KEYS, WINDOW, True, 1,
+        num_kv_heads, block_size, head_dim, HEAD_DIM, KEYS, WINDOW, CAUSAL, True, 1,
     )  # fmt: skip
     _, total, acc = state
     out_stride = num_kv_heads * group_size * head_dim
@@ -235,6 +253,7 @@ def paged_prefill_attention(
     block_tables: Tensor,
     scale: float,
     window: int | None = None,
+    cu_lens: Tensor | None = None,
 ) -> Tensor:
     """Attend from all tokens of a step's chunks to their contexts; the result has the shape of q.
 
@@ -242,7 +261,8 @@ def paged_prefill_attention(
     head_dim at most 256. k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous; block_size a
     multiple of 16. k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits.
     tiles: from `plan_prefill`. block_tables: (num_chunks, max_blocks) int32. scale: of the scores. window: how many
-    tokens each one attends to, itself included; None for all.
+    tokens each one attends to, itself included; None for all. cu_lens: (num_chunks + 1,) int32, where texts begin and
+    end whose tokens attend to all others, or to those of the window on either side; None for causal attention.
     """
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
@@ -258,6 +278,7 @@ def paged_prefill_attention(
         v_scales,
         tiles,
         block_tables,
+        cu_lens,
         out,
         scale * math.log2(math.e),
         q.stride(0),
@@ -270,6 +291,7 @@ def paged_prefill_attention(
         ROWS=_tile_rows(group_size),
         KEYS=math.gcd(block_size, shape.keys),
         WINDOW=window,
+        CAUSAL=cu_lens is None,
         STAGES=shape.num_stages,
         num_warps=shape.num_warps,
         maxnreg=shape.max_registers,

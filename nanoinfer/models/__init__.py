@@ -3,8 +3,12 @@
 To add one, write a file beside qwen3.py that says how it differs from the common decoder, and enter its class here.
 """
 
+from typing import Any
+
 from nanoinfer.errors import ModelError
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.encoders.bert import BertModel
+from nanoinfer.models.encoders.modernbert import ModernBertModel
 from nanoinfer.models.gemma3 import Gemma3ForCausalLM
 from nanoinfer.models.granite import GraniteForCausalLM
 from nanoinfer.models.llama import LlamaForCausalLM
@@ -45,9 +49,18 @@ REGISTRY: dict[str, type[DecoderForCausalLM]] = {
     "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
 }
 
+# Encoders read texts and generate none. To the runner they are as decoders.
+ENCODERS: dict[str, Any] = {
+    "BertModel": BertModel,
+    "ModernBertModel": ModernBertModel,
+    "RobertaModel": BertModel,
+    "XLMRobertaModel": BertModel,
+}
+SUPPORTED: dict[str, type[DecoderForCausalLM]] = {**REGISTRY, **ENCODERS}
+
 
 def get_model_class(architecture: str) -> type[DecoderForCausalLM]:
     """Return the class of an architecture. Raises ModelError, which lists the supported ones."""
-    if architecture not in REGISTRY:
-        raise ModelError(f"architecture {architecture!r} is not supported; supported are {', '.join(REGISTRY)}")
-    return REGISTRY[architecture]
+    if architecture not in SUPPORTED:
+        raise ModelError(f"architecture {architecture!r} is not supported; supported are {', '.join(SUPPORTED)}")
+    return SUPPORTED[architecture]

@@ -23,6 +23,7 @@ class ForwardStep:
     outputs: Tensor | None = None  # (num_outputs,) int64: the tokens whose hidden states become logits; None for all
     states: RecurrentStates | None = None  # of layers with linear attention; None where there are none
     rows: Tensor | None = None  # (num_chunks,) or (num_rows,) int32: whose states they are; None where there are none
+    token_types: Tensor | None = None  # (num_tokens,) int32: 1 in the second text of a pair; None where all are 0
     row_mask: Tensor | None = None  # (num_tokens,) bool, False where a row is padding; None where no layer asks
 
     def with_row_mask(self) -> "ForwardStep":

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nanoinfer.distributed.symmetric_memory import SymmetricMemory
 from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.encoders.encoder import EncoderLayer
 from nanoinfer.models.forward_step import ForwardStep
 
 
@@ -20,7 +21,13 @@ def captured_layers(decoder: Decoder, step: ForwardStep, layers: Set[int]) -> tu
     states: dict[int, Tensor] = {}
     with ExitStack() as stack:
         for index, layer in enumerate(decoder.layers):
-            if index in layers:
+            if index in layers and isinstance(layer, EncoderLayer):
+
+                def keep_input(_module: Any, inputs: tuple[Any, ...], index: int = index) -> None:
+                    states[index] = inputs[0]
+
+                stack.callback(layer.register_forward_pre_hook(keep_input).remove)
+            elif index in layers:
 
                 def keep(_module: Any, _inputs: Any, outputs: tuple[Any, Tensor], index: int = index) -> None:
                     # The residual stream, to which the layer before was added. One norm may serve twice in a layer.

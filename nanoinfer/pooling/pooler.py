@@ -4,6 +4,7 @@ Only rank 0 keeps what it makes. The others run what they have to run with it: t
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ class Pooler:
 
     def __init__(self, model: DecoderForCausalLM, config: PoolingConfig, dense: list[DenseLayer]) -> None:
         self._model, self._config, self._dense = model, config, dense
+        self._has_token_types = getattr(model.model, "has_second_types", False)
         self._records: dict[int, StatesRecord] = {}  # by row
         self._layers: dict[int, list[int]] = {}  # by row: whose hidden states are wanted
         self._sums: dict[int, Tensor] = {}  # by row: (hidden_size,) float32 of the tokens so far
@@ -57,6 +59,7 @@ class Pooler:
         if not self._records:
             return forward(step), []
         records = [self._records.get(row) for row, _, _ in chunks]
+        step = self._with_token_types(step, chunks)
         found: list[FoundStates] = []
         layers = {layer for row, _, _ in chunks if row in self._records for layer in self._layers[row]}
         if layers:
@@ -67,6 +70,17 @@ class Pooler:
         if any(record is not None and record.pools for record in records):
             found += self._pool(hidden, chunks)
         return hidden, found
+
+    def _with_token_types(self, step: ForwardStep, chunks: Chunks) -> ForwardStep:
+        """Return the step with the kinds of its segments, where an encoder has any and a prompt is a pair."""
+        places = [self._records[row].second_text if row in self._records else 0 for row, _, _ in chunks]
+        ends = [start + length for _, start, length in chunks]
+        if not self._has_token_types or all(place >= end for place, end in zip(places, ends, strict=True)):
+            return step
+        numbers = to_device(torch.tensor([places, [length for _, _, length in chunks]]), step.positions.device)
+        num_tokens = len(step.positions)
+        second_texts = numbers[0].repeat_interleave(numbers[1], output_size=num_tokens)
+        return replace(step, token_types=(step.positions >= second_texts).int())
 
     def _states(self, states: dict[int, Tensor], chunks: Chunks) -> list[FoundStates]:
         """Return the hidden states that are wanted as they are, most on their way to the host. states: by layer."""

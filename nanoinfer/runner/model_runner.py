@@ -253,6 +253,7 @@ class ModelRunner:
         self.max_step_tokens = memory.max_step_tokens(config, self.model_config)
         self.max_group_rows = self.backends.max_group_rows
         self.computes_beside_host = self.device.type != "cpu"
+        self.whole_prompts = self.model_config.encoder is not None
         loaded = time.perf_counter()
         buffers = self._step_buffers()
         if self.device.type == "cpu" and sum(p.numel() for p in self.model.parameters()) < MIN_THREADED_PARAMETERS:

@@ -61,7 +61,8 @@ class PromptProcessor:
 
     tokenizer: None where the model has none; prompts must then be token ids. model: its name, for messages.
     stop_token_ids: the model's own. min_new_tokens: room that prompts leave for a completion. refusal: why the model
-    completes none; None if it does. One thread at a time may encode, because tokenizers do not serve two.
+    completes none; None if it does. limit: the option that sets max_model_len, for messages. One thread at a time may
+    encode, because tokenizers do not serve two.
     """
 
     def __init__(
@@ -73,12 +74,13 @@ class PromptProcessor:
         stop_token_ids: frozenset[int] = frozenset(),
         min_new_tokens: int = 1,
         refusal: str | None = None,
+        limit: str = "max_model_len",
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.longest_prompt = max_model_len - min_new_tokens
-        self._refusal = refusal
+        self._refusal, self._limit = refusal, limit
         self._model = model
         self._stop_token_ids = stop_token_ids
 
@@ -89,6 +91,11 @@ class PromptProcessor:
                 f"{self._model} has no tokenizer; give the prompt as a list of token ids, or name a tokenizer to LLM"
             )
         return self.tokenizer
+
+    @property
+    def longest_text(self) -> int:
+        """How many characters a text of max_model_len tokens has at most."""
+        return self.max_model_len * self.require_tokenizer().longest_token
 
     def prepare(
         self,
@@ -195,7 +202,7 @@ class PromptProcessor:
         encoded: dict[int, list[int]] = {}
         if texts:
             tokenizer = self.require_tokenizer()
-            longest = self.max_model_len * tokenizer.longest_token if max_tokens is None else sys.maxsize
+            longest = self.longest_text if max_tokens is None else sys.maxsize
             errors |= find_bad_texts(texts, longest)
             texts = {index: text for index, text in texts.items() if index not in errors}
             try:
@@ -289,9 +296,12 @@ class PromptProcessor:
             raise RequestError(f"{which} has token id {outside[0]}, outside the vocabulary; ids are 0 to {limit}")
         if len(token_ids) > self.longest_prompt:
             exceeds = "and with one more exceeds" if self.longest_prompt < self.max_model_len else "more than"
+            remedy = f"raise {self._limit} if model and KV cache allow"
+            if self.longest_prompt == self.max_model_len:
+                remedy += ", or have it cut by tokenization_kwargs={'truncate_prompt_tokens': -1}"
             raise RequestError(
-                f"{which} has {len(token_ids)} tokens, {exceeds} max_model_len={self.max_model_len}; "
-                f"shorten it to {self.longest_prompt}, or raise max_model_len if model and KV cache allow"
+                f"{which} has {len(token_ids)} tokens, {exceeds} {self._limit}={self.max_model_len}; "
+                f"shorten it to {self.longest_prompt}, or {remedy}"
             )
         return token_ids
 

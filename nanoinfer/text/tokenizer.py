@@ -101,7 +101,9 @@ class Tokenizer:
         Returns the token ids, and where the second text of each pair begins; None where the tokenizer does not say.
         """
         cut = {} if max_tokens is None else {"truncation": True, "max_length": max_tokens}
-        options: dict[str, Any] = {**IDS_ALONE, "return_token_type_ids": pairs is not None, **cut}
+        options: dict[str, Any] = {**IDS_ALONE, **cut}
+        if pairs is not None:  # whether the model tells texts apart is what the tokenizer says
+            options["return_token_type_ids"] = "token_type_ids" in self.hf.model_input_names
         try:
             batch = self.hf(texts, pairs, **options)
         except PASSED_ON:

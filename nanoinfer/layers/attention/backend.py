@@ -13,7 +13,8 @@ class AttentionSpec:
     """What a layer's attention computes. Layers with equal specs share a backend.
 
     num_heads, num_kv_heads: query heads, and KV heads, of this rank. scale: the factor of the scores. window: how many
-    tokens each token attends to, itself included; None for all before it.
+    tokens each token attends to, itself included; None for all before it. causal: whether it attends to those before it
+    alone; else to all of its text, or to as many of either side as the window says, itself counted on both.
     """
 
     num_heads: int
@@ -21,6 +22,7 @@ class AttentionSpec:
     head_dim: int
     scale: float
     window: int | None = None
+    causal: bool = True
 
     @property
     def group_size(self) -> int:
@@ -29,7 +31,7 @@ class AttentionSpec:
 
 
 class AttentionBackend(Protocol):
-    """Computes causal attention for the layers of one spec.
+    """Computes attention for the layers of one spec. What is not causal comes in prefill alone, and whole.
 
     Queries and results are (num_tokens, num_heads, head_dim). Keys and values of the step are in the cache already when
     a method is called.

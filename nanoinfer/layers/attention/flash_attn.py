@@ -109,7 +109,7 @@ def varlen_attention(
         NO_DROPOUT,
         spec.scale,
         False,  # zero_tensors
-        True,  # causal
+        spec.causal,
         *_window(spec),
         NO_SOFTCAP,
         False,  # return_softmax
@@ -120,4 +120,6 @@ def varlen_attention(
 
 def _window(spec: AttentionSpec) -> tuple[int, int]:
     """Return how many tokens before and after its own each token attends to; -1 for all."""
-    return (-1, -1) if spec.window is None else (spec.window - 1, 0)
+    if spec.window is None:
+        return -1, -1
+    return spec.window - 1, 0 if spec.causal else spec.window - 1

@@ -100,7 +100,7 @@ def _has_hopper_kernel(device: torch.device, dtype: torch.dtype, spec: Attention
     """Whether Hopper's own prefill kernel serves layers like this one."""
     from nanoinfer.kernels.device_properties import has_hopper_kernels
 
-    if spec.window is not None or not has_hopper_kernels(device):
+    if spec.window is not None or not spec.causal or not has_hopper_kernels(device):
         return False
     from nanoinfer.kernels.hopper_prefill_attention import serves
 

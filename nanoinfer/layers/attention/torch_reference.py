@@ -28,7 +28,8 @@ class TorchBackend(AttentionBackend):
             context_k, context_v = k[chunk], v[chunk]
             if query_len != context_len or cache.is_rounded:
                 context_k, context_v = gather_context(cache, metadata.block_tables[index], context_len, q.dtype)
-            out[chunk] = causal_attention(q[chunk], context_k, context_v, self.spec.scale, self.spec.window)
+            attend = causal_attention if self.spec.causal else full_attention
+            out[chunk] = attend(q[chunk], context_k, context_v, self.spec.scale, self.spec.window)
             start += query_len
         return out
 
@@ -88,6 +89,20 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int 
         mask = mask.triu(context_len - query_len - window + 1)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, heads, tokens, head_dim)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def full_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+    """Compute the attention of all tokens of a whole text to all of them.
+
+    window: how many tokens each one attends to on either side at most, itself included.
+    """
+    assert len(q) == len(k), f"{len(q)} queries and {len(k)} keys: attention to both sides is of whole texts"
+    mask = None
+    if window is not None:
+        mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(1 - window).tril(window - 1)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, heads, tokens, head_dim)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
 
 

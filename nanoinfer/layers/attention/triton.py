@@ -56,7 +56,7 @@ class TritonBackend(AttentionBackend):
         self.for_prefill = for_prefill
         self.has_hopper_kernel = has_hopper_kernel
         self.name = f"triton, {for_prefill.name} in prefill" if for_prefill else "triton"
-        self.max_group_rows = max_group_rows(spec.group_size) if spec.window is None else 0
+        self.max_group_rows = max_group_rows(spec.group_size) if spec.window is None and spec.causal else 0
 
     def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
         if isinstance(metadata, PrefillMetadata):
@@ -76,7 +76,8 @@ class TritonBackend(AttentionBackend):
             lens = metadata.cu_context_lens
             return hopper_prefill_attention(q, cache.k, cache.v, plan.tiles, plan.counters, tables, lens, scale)
         tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
-        return paged_prefill_attention(*tensors, plan.tiles, tables, scale, self.spec.window)
+        cu_lens = None if self.spec.causal else metadata.cu_context_lens
+        return paged_prefill_attention(*tensors, plan.tiles, tables, scale, self.spec.window, cu_lens)
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> Tensor:
         plan, shared = metadata.plans[self.spec], metadata.shared_prefixes

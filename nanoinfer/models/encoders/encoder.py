@@ -1,0 +1,247 @@
+"""The encoder that BERT, RoBERTa and ModernBERT are: attention to all of a text, and an MLP.
+
+BERT normalises what each of the two adds to (post-norm), ModernBERT what each of them reads (pre-norm). Keys and values
+are written to blocks of the cache that are a sequence's for one step, where the attention kernels find them. All layers
+use the same ones.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.checkpoint.encoder_config import EncoderConfig
+from nanoinfer.checkpoint.model_config import ModelConfig, RopeConfig
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.layers.attention.backend import AttentionSpec
+from nanoinfer.layers.attention.layer import Attention
+from nanoinfer.layers.attention.selection import AttentionBackends
+from nanoinfer.layers.embed_head import NoHead, VocabParallelEmbedding
+from nanoinfer.layers.layer_norm import ACTIVATIONS, LayerNorm, Table
+from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
+from nanoinfer.layers.rotary_embedding import RotaryEmbedding
+from nanoinfer.layers.score_head import ScoreHead
+from nanoinfer.models.decoder import LayerTraits
+from nanoinfer.models.forward_step import ForwardStep
+
+
+def encoder_config(config: ModelConfig) -> EncoderConfig:
+    assert config.encoder is not None, "an encoder's config.json was read as one"
+    return config.encoder
+
+
+def whole(sum_of_ranks: PartialSum) -> Tensor:
+    """Return the output of a row-parallel product, (num_tokens, hidden_size), added up on every rank."""
+    return sum_of_ranks.all_reduced().sum(0)
+
+
+class EncoderAttention(nn.Module):
+    """Attention of all tokens of a text to all others, or to those within a window to either side."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        window: int | None,
+        rotary_emb: RotaryEmbedding,
+        backends: AttentionBackends,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        num_heads, head_dim, bias = config.num_attention_heads, config.head_dim, config.attention_bias
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, head_dim, num_heads, num_heads, bias=bias, tp=tp)
+        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, bias, tp, is_sum_whole=True)
+        heads = tp.shard_size(num_heads, "attention heads")
+        spec = AttentionSpec(heads, heads, head_dim, config.attention_scale, window, causal=False)
+        self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(spec))
+
+    def forward(self, hidden: Tensor, step: ForwardStep) -> Tensor:
+        cache = step.memory.layer(0)
+        return whole(
+            self.o_proj(self.attn(self.qkv_proj(hidden), None, step.positions, cache, step.attention).flatten(1))
+        )
+
+
+class EncoderMLP(nn.Module):
+    """act(x W1) W2; with a gate, (act(x W1) * (x W3)) W2."""
+
+    def __init__(self, config: ModelConfig, is_gated: bool, tp: TensorParallel) -> None:
+        super().__init__()
+        size, self.is_gated = config.intermediate_size, is_gated
+        sizes = {"gate": size, "up": size} if is_gated else {"up": size}
+        self.activation = ACTIVATIONS[encoder_config(config).activation]
+        self.up_proj = ColumnParallelLinear(config.hidden_size, sizes, bias=config.mlp_bias, tp=tp)
+        self.down_proj = RowParallelLinear(size, config.hidden_size, config.mlp_bias, tp, is_sum_whole=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = self.up_proj(hidden)
+        if self.is_gated:
+            gate, up = inner.chunk(2, dim=-1)
+            return whole(self.down_proj(self.activation(gate) * up))
+        return whole(self.down_proj(self.activation(inner)))
+
+
+class EncoderLayer(nn.Module):
+    """A layer; ModernBERT's first one has no norm before its attention, since the embedding has one."""
+
+    # Steps go through it in one way alone.
+    traits: ClassVar[LayerTraits] = LayerTraits(frozenset(), is_common=False, has_plain_attention=False)
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        rotary_emb: RotaryEmbedding,
+        backends: AttentionBackends,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        encoder = encoder_config(config)
+        self.is_pre_norm = encoder.first_position is None
+        is_local = bool(encoder.local_layers) and encoder.local_layers[index]
+        self.attn = EncoderAttention(config, encoder.window if is_local else None, rotary_emb, backends, tp)
+        self.mlp = EncoderMLP(config, self.is_pre_norm, tp)
+        options = config.hidden_size, config.rms_norm_eps, encoder.norm_bias
+        self.attn_norm = nn.Identity() if self.is_pre_norm and index == 0 else LayerNorm(*options)
+        self.mlp_norm = LayerNorm(*options)
+
+    def forward(self, hidden: Tensor, step: ForwardStep) -> Tensor:
+        """(num_tokens, hidden_size) -> the same."""
+        if self.is_pre_norm:
+            hidden = hidden + self.attn(self.attn_norm(hidden), step)
+            return hidden + self.mlp(self.mlp_norm(hidden))
+        hidden = self.attn_norm(self.attn(hidden, step) + hidden)
+        return self.mlp_norm(self.mlp(hidden) + hidden)
+
+
+class Encoder(nn.Module):
+    """Embeddings, layers, and ModernBERT's last norm. It has what the runner asks of a decoder."""
+
+    layers: Sequence[EncoderLayer]
+
+    def __init__(
+        self, config: ModelConfig, max_positions: int, backends: AttentionBackends, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        encoder = encoder_config(config)
+        self.tp, size = tp, config.hidden_size
+        self.first_position = encoder.first_position
+        norm = size, config.rms_norm_eps, encoder.norm_bias
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, size, tp)
+        self.position_embeddings, self.token_type_embeddings = None, None
+        if encoder.first_position is not None:
+            self.position_embeddings = Table(encoder.first_position + config.max_position_embeddings, size)
+        if encoder.type_vocab_size:
+            self.token_type_embeddings = Table(encoder.type_vocab_size, size)
+        self.has_second_types = encoder.type_vocab_size > 1
+        self.embedding_norm = LayerNorm(*norm)
+        rotations = [
+            RotaryEmbedding(
+                replace(config, rope=RopeConfig("default", theta, {})),
+                max_positions,
+                rotates=encoder.first_position is None,
+            )
+            for theta in encoder.rope_thetas
+        ]
+        local = encoder.local_layers or (False,) * config.num_hidden_layers
+        layers = [
+            EncoderLayer(config, index, rotations[is_local], backends, tp) for index, is_local in enumerate(local)
+        ]
+        self.layers = cast(Sequence[EncoderLayer], nn.ModuleList(layers))
+        self.final_norm = nn.Identity() if self.position_embeddings is not None else LayerNorm(*norm)
+
+    def forward(self, step: ForwardStep) -> Tensor:
+        """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
+        hidden = self.embed_tokens(step.token_ids)
+        if self.token_type_embeddings is not None:
+            types = torch.zeros_like(step.token_ids) if step.token_types is None else step.token_types
+            hidden = hidden + self.token_type_embeddings(types)
+        if self.position_embeddings is not None and self.first_position is not None:
+            hidden = hidden + self.position_embeddings(step.positions + self.first_position)
+        hidden = self.embedding_norm(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, step)
+        return self.final_norm(hidden)
+
+
+class EncoderScore(nn.Module):
+    """Scores texts: a dense layer, perhaps with a norm after it, and a linear one; in float32.
+
+    kind: of the head. Tokens are scored without the dense layer, but by ModernBERT.
+    """
+
+    def __init__(self, config: ModelConfig, kind: str, num_labels: int) -> None:
+        super().__init__()
+        encoder, size = encoder_config(config), config.hidden_size
+        is_modern = encoder.first_position is None
+        self.activation = ACTIVATIONS[encoder.head_activation]
+        has_dense = kind == "sequence" or is_modern
+        self.dense = ScoreHead(size, size, encoder.head_bias) if has_dense else None
+        self.norm = LayerNorm(size, config.rms_norm_eps, encoder.norm_bias) if is_modern else None
+        self.out = ScoreHead(size, num_labels, has_bias=True)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(num_states, hidden_size) -> logits (num_states, num_labels) float32."""
+        if self.dense is not None:
+            states = self.activation(self.dense(states))
+        if self.norm is not None:
+            bias = None if self.norm.bias is None else self.norm.bias.float()
+            states = F.layer_norm(states, states.shape[-1:], self.norm.weight.float(), bias, self.norm.eps)
+        return self.out(states)
+
+
+class EncoderModel(nn.Module):
+    """An encoder, and the head of a classifier. It has what the runner asks of a DecoderForCausalLM.
+
+    An architecture is a subclass that says how a checkpoint calls the weights.
+    """
+
+    config_defaults: ClassVar[Mapping[str, Any]] = {}
+    special_fields: ClassVar[Set[str]] = frozenset()
+    renamed_modules: ClassVar[Mapping[str, str]] = {}
+    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    # How names of whole models begin, which those of encoders alone lack.
+    prefixes: ClassVar[tuple[str, ...]] = ()
+    # Parts of a checkpoint's names, and what they are here; in this order.
+    renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
+    unneeded: ClassVar[tuple[str, ...]] = ("cls.", "lm_head.", "decoder.")  # of the model that fills in masked words
+
+    def __init__(
+        self, config: ModelConfig, max_positions: int, backends: AttentionBackends, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.generates, self.logits_scaling = False, 1.0
+        self.model = Encoder(config, max_positions, backends, tp)
+        self.lm_head = NoHead(config.vocab_size, config.hidden_size, tp)
+        head = config.head
+        assert head is not None, "an encoder has no language-model head"
+        self.score = EncoderScore(config, head.kind, len(head.labels)) if head.is_classifier else None
+        self.ignored_weights = tuple(f"{prefix}embeddings.position_ids" for prefix in ("", *self.prefixes))
+        pooler = () if self.score is not None and self.score.dense is not None else ("pooler.",)
+        heads = () if self.score is not None else ("classifier.", "head.")
+        self.unused_prefixes = tuple(
+            prefix + name for prefix in ("", *self.prefixes) for name in (*self.unneeded, *pooler, *heads)
+        )
+
+    def locate(self, name: str) -> tuple[str, str | None]:
+        """Return which parameter a checkpoint's tensor belongs to, and which shard of it; None where it is whole."""
+        for prefix in self.prefixes:
+            name = name.removeprefix(prefix)
+        for theirs, ours in self.renamed:
+            name = name.replace(theirs, ours)
+        if not name.startswith("score."):
+            name = f"model.{name}"
+        *path, part, kind = name.split(".")
+        packed, shard = self.packed_modules_mapping.get(part, (part, None))
+        kind = {"gamma": "weight", "beta": "bias"}.get(kind, kind)  # as TensorFlow calls them
+        return ".".join((*path, packed, kind)), shard
+
+    def forward(self, step: ForwardStep) -> Tensor:
+        """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
+        return self.model(step)
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return logits of no token."""
+        return self.lm_head(hidden, out)
