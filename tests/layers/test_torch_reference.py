@@ -28,6 +28,8 @@ def naive_attention(step: Step) -> Tensor:
         k, v = (x.repeat_interleave(spec.group_size, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q.double(), k) * spec.scale
         distance = (length - len(q) + torch.arange(len(q)))[:, None] - torch.arange(length)  # of each key to a query
+        if not spec.causal:
+            distance = distance.abs()
         scores[:, (distance < 0) | (distance >= (spec.window or math.inf))] = -torch.inf
         results.append(torch.einsum("hqk,khd->qhd", scores.softmax(dim=2), v))
     return torch.cat(results)
