@@ -94,6 +94,14 @@ class AsyncCalls:
                     on_finish(outputs[num_reported - 1])
         return RequestOutputs(sorted(outputs, key=lambda output: output.request_id))
 
+    async def complete(self, prepare: Prepare) -> list[Any]:
+        """Run the requests that `prepare` returns to their end; return their outputs in the order of the requests."""
+        call = Call(prepare)
+        with self._served(call):
+            while not await call.news():
+                pass
+        return sorted(call.inbox.outputs, key=lambda output: output.request_id)
+
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> AsyncGenerator[StreamChunk, None]:
         """Complete one prompt or many, and yield what is new of each, as `LLM.stream` does."""
         scope = ExitStack()

@@ -123,7 +123,7 @@ class LLM:
         refusal = None if model_config.head is None else f"{model} generates nothing; use {calls_of(model_config)}"
         prompts = PromptProcessor(*of_prompts, self.max_model_len, stop_token_ids, refusal=refusal)
         self.queue = RequestQueue(self.engine, prompts, constraints)
-        self._one_pass = OnePass.of(self.queue, model_config, self.config, *of_prompts, self.max_model_len)
+        self.one_pass = OnePass.of(self.queue, model_config, self.config, *of_prompts, self.max_model_len)
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._weights = WeightControl(self.engine, self.queue.lock)
         self._step_callbacks = StepCallbacks(self.engine, runner.info.device)
@@ -303,7 +303,8 @@ class LLM:
         model is a classifier.
         """
         wanted = self._wanted_states(hidden_states, hidden_state_positions, on_hidden_states)
-        return self._one_pass.embed(prompts, pooling_params, use_tqdm, prompt_name, tokenization_kwargs, wanted)
+        options = prompt_name, tokenization_kwargs, wanted
+        return self.one_pass.run(self.one_pass.prepare_embeddings(prompts, pooling_params, *options), use_tqdm)
 
     def classify(
         self,
@@ -319,7 +320,7 @@ class LLM:
         probabilities by softmax or sigmoid, as config.json says; with PoolingParams(use_activation=False) they stay
         as they are. A model of ...ForTokenClassification has a row for each token. The rest is as in `embed`.
         """
-        return self._one_pass.classify(prompts, pooling_params, use_tqdm, tokenization_kwargs)
+        return self.one_pass.run(self.one_pass.prepare_classes(prompts, pooling_params, tokenization_kwargs), use_tqdm)
 
     def reward(
         self,
@@ -334,7 +335,28 @@ class LLM:
         It is an array with a value for each token where the model rewards tokens. The value is that of the head as it
         is, unless use_activation is True. The rest is as in `classify`.
         """
-        return self._one_pass.classify(prompts, pooling_params, use_tqdm, tokenization_kwargs, rewards=True)
+        options = pooling_params, tokenization_kwargs, True
+        return self.one_pass.run(self.one_pass.prepare_classes(prompts, *options), use_tqdm)
+
+    async def aembed(
+        self, prompts: Prompts, pooling_params: PoolingArguments = None, **options: Any
+    ) -> list[PoolingRequestOutput]:
+        """Do as `embed`, with prompt_name and tokenization_kwargs, while other tasks of the event loop run."""
+        prepare = partial(self.one_pass.prepare_embeddings, prompts, pooling_params, **options)
+        return await self._async_calls.complete(prepare)
+
+    async def aclassify(
+        self, prompts: Any, pooling_params: PoolingArguments = None, **options: Any
+    ) -> list[PoolingRequestOutput]:
+        """Do as `classify`, with tokenization_kwargs, while other tasks of the event loop run."""
+        prepare = partial(self.one_pass.prepare_classes, prompts, pooling_params, **options)
+        return await self._async_calls.complete(prepare)
+
+    async def areward(
+        self, prompts: Any, pooling_params: PoolingArguments = None, **options: Any
+    ) -> list[PoolingRequestOutput]:
+        """Do as `reward`, with tokenization_kwargs, while other tasks of the event loop run."""
+        return await self.aclassify(prompts, pooling_params, rewards=True, **options)
 
     def add_request(
         self, prompt: GivenPrompt, sampling_params: SamplingParams | None = None, *, priority: int = 0

@@ -84,39 +84,37 @@ class OnePass:
         sizes = [model_config.hidden_size, *(layer.out_features for layer in config.dense)]
         return cls(queue, config, len(config.labels) or sizes[-1], prompts, model)
 
-    def embed(
+    def prepare_embeddings(
         self,
         prompts: Prompts,
-        params: PoolingArguments,
-        use_tqdm: bool,
-        prompt_name: str | None,
-        tokenization_kwargs: Mapping[str, Any] | None,
+        params: PoolingArguments = None,
+        prompt_name: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         wanted: HiddenStates | None = None,
-    ) -> list[PoolingRequestOutput]:
-        """Do what `LLM.embed` does. wanted: hidden states that are wanted, too."""
+    ) -> list[PreparedRequest]:
+        """Return the requests of `LLM.embed`. wanted: hidden states that are wanted, too."""
         if self._config.is_classifier:
             raise RequestError(f"embed needs an embedding model, and {self._model} is a classifier; use classify")
         given = as_list_of_prompts(prompts)
         all_params = _one_for_each(params, len(given))
-        for one in all_params:
-            self._check_dimensions(one.dimensions)
+        for size in {one.dimensions for one in all_params}:
+            self._check_dimensions(size)
         before = self._text_before(prompt_name)
-        if any(isinstance(prompt, str) for prompt in given) and before:
+        if before:
             given = [before + prompt if isinstance(prompt, str) else prompt for prompt in given]
         requests = self._prepare(given, all_params, self._embedding, tokenization_kwargs)
         if wanted is not None:
             wanted.add_to(requests)
-        return self._run(requests, use_tqdm)
+        return requests
 
-    def classify(
+    def prepare_classes(
         self,
         prompts: Any,
-        params: PoolingArguments,
-        use_tqdm: bool,
-        tokenization_kwargs: Mapping[str, Any] | None,
+        params: PoolingArguments = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         rewards: bool = False,
-    ) -> list[PoolingRequestOutput]:
-        """Do what `LLM.classify` does, or `LLM.reward`."""
+    ) -> list[PreparedRequest]:
+        """Return the requests of `LLM.classify`, or of `LLM.reward`."""
         call = "reward" if rewards else "classify"
         if not self._config.is_classifier:
             raise RequestError(
@@ -130,7 +128,7 @@ class OnePass:
         if any(one.dimensions is not None for one in all_params):
             raise RequestError(f"dimensions is about embeddings, and {call} returns none; leave it out")
         make = self._reward if rewards else self._classes
-        return self._run(self._prepare(given, all_params, make, tokenization_kwargs, pairs), use_tqdm)
+        return self._prepare(given, all_params, make, tokenization_kwargs, pairs)
 
     def _prepare(
         self,
@@ -191,7 +189,7 @@ class OnePass:
                 ids[index], second_texts[index] = token_ids, second_text
         return ids, second_texts
 
-    def _run(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[PoolingRequestOutput]:
+    def run(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[PoolingRequestOutput]:
         """Run requests to their end, in the order of their lengths; outputs come in the order of the requests."""
         order = sorted(range(len(requests)), key=lambda index: -len(requests[index].token_ids))
         inbox = Inbox()

@@ -20,6 +20,7 @@ from nanoinfer.batch.job_files import BatchOutput, Line, read_lines
 from nanoinfer.batch.openai_format import (
     CHAT_OPTIONS,
     SAMPLING_FIELDS,
+    embeddings_body,
     params_to_echo,
     parse_body,
     parse_line,
@@ -29,6 +30,7 @@ from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.errors import JobError, RequestError
 from nanoinfer.outputs import RequestOutput
+from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
@@ -218,7 +220,7 @@ class Job:
             custom_id = content.pop("custom_id", None) or custom_id
             body = parse_body(content)
             params = replace(self._base, **{name: body[name] for name in SAMPLING_FIELDS if name in body})
-            if (num_prompts := len(body.get("prompt", ()))) * params.n > MAX_CHOICES:
+            if (num_prompts := len(body.get("prompt", body.get("input", ())))) * params.n > MAX_CHOICES:
                 what = f"{num_prompts} prompts with n={params.n}"
                 raise RequestError(f"{what} make more than {MAX_CHOICES} choices; give fewer in a line")
             compiling = self._compiled
@@ -243,12 +245,15 @@ class Job:
     def _prepare(self, question: Question) -> list[PreparedRequest]:
         """Return the requests of a line. Raises RequestError for what cannot be served."""
         body = question.body
+        if "input" in body:
+            params = PoolingParams(dimensions=body.get("dimensions"))
+            return self._llm.one_pass.prepare_embeddings(body["input"], params)
         if "messages" in body:
             options = {name: body[name] for name in CHAT_OPTIONS if name in body}
             return self._queue.prepare_chats([self._with_system(body["messages"])], self._params(question), options)
         self._queue.prompts.check_params(question.params)  # what is wrong with them is said once, not for each prompt
-        params = [self._params(question, index) for index in range(len(body["prompt"]))]
-        return self._queue.prepare(body["prompt"], params)
+        all_params = [self._params(question, index) for index in range(len(body["prompt"]))]
+        return self._queue.prepare(body["prompt"], all_params)
 
     def _params(self, question: Question, index: int = 0) -> SamplingParams:
         """Return the sampling parameters of one prompt of a line."""
@@ -272,6 +277,8 @@ class Job:
             return
         line, custom_id, body, params, _ = asked.question
         outputs = sorted(asked.outputs, key=lambda output: output.request_id)
+        if "input" in body:
+            return self._answer_embeddings(asked.question, outputs, summary)
         if reasons := [choice.error for output in outputs for choice in output.outputs if choice.error is not None]:
             return self._fail(line, custom_id, "model_error", reasons[0])
         entries = {"id": line.id, "model": self._llm.config.model, "created": int(time.time())}
@@ -281,6 +288,15 @@ class Job:
         self._output.write(line, {"custom_id": custom_id, "response": response, "error": None})
         summary.num_prompt_tokens += content["usage"]["prompt_tokens"]
         summary.num_generated_tokens += content["usage"]["completion_tokens"]
+
+    def _answer_embeddings(self, question: Question, outputs: list[Any], summary: Summary) -> None:
+        """Write the embeddings of a line."""
+        if not all(math.isfinite(output.embedding.sum()) for output in outputs):
+            return self._fail(question.line, question.custom_id, "model_error", "the embedding is NaN or infinite")
+        content = embeddings_body(outputs, question.body, self._llm.config.model)
+        response = {"status_code": 200, "request_id": str(outputs[0].request_id), "body": content}
+        self._output.write(question.line, {"custom_id": question.custom_id, "response": response, "error": None})
+        summary.num_prompt_tokens += content["usage"]["prompt_tokens"]
 
     def _text(self, token_ids: list[int]) -> str:
         """Return the text of a prompt that was given as token ids; "" where there is no tokenizer."""

@@ -5,9 +5,10 @@ one without text has its token_ids, and a body has prompt_logprobs where they ar
 not its types, the first token of an echoed prompt has null for its log-probability.
 """
 
+import base64
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any
@@ -19,7 +20,8 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.structured_outputs import StructuredOutputsParams
 from nanoinfer.text.prompts import as_list_of_prompts
 
-ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
+ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/embeddings": "input"}
+EMBEDDING_FIELDS = ("input", "dimensions", "encoding_format")
 IGNORED = {"model", "user", "metadata"}  # of a body
 CHAT_OPTIONS = ("tools", "chat_template_kwargs")
 SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name != "logits_processors"]
@@ -45,7 +47,7 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
     """Return what a line asks for, in OpenAI's batch format or plainly as a body alone. Raises RequestError.
 
     It has messages, perhaps with CHAT_OPTIONS, or a list of prompts as "prompt", perhaps with echo; and fields of
-    SamplingParams.
+    SamplingParams. Or it has a list of texts to embed as "input", and EMBEDDING_FIELDS.
     """
     body, needed = content, ""
     if "body" in content:
@@ -64,8 +66,10 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
     body = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     given = [name for name in ENDPOINTS.values() if name in body]
     if len(given) != 1 or needed not in ("", *given):
-        found = " and ".join(given) or "neither messages nor prompt"
+        found = " and ".join(given) or "neither messages nor prompt nor input"
         raise RequestError(f"there is {found}; give {needed or 'one of them'}")
+    if "input" in body:
+        return _embedding_body(body)
     if not isinstance(body.get("messages", []), list):
         raise RequestError(f"messages is a {type(body['messages']).__name__}; give a list of messages")
     if "prompt" in body:
@@ -87,6 +91,28 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
     if unknown := sorted(set(body) - {*SAMPLING_FIELDS, *others}):
         raise RequestError(f"unknown fields: {', '.join(unknown)}; known are {', '.join(sorted(SAMPLING_FIELDS))}")
     return body
+
+
+def _embedding_body(body: dict[str, Any]) -> dict[str, Any]:
+    if unknown := sorted(set(body) - {*EMBEDDING_FIELDS}):
+        raise RequestError(f"unknown fields: {', '.join(unknown)}; known are {', '.join(EMBEDDING_FIELDS)}")
+    if (encoding := body.get("encoding_format", "float")) not in ("float", "base64"):
+        raise RequestError(f"encoding_format={encoding!r} is not served; use 'float' or 'base64'")
+    return {**body, "input": as_list_of_prompts(body["input"]) or [[]]}
+
+
+def embeddings_body(outputs: Sequence[Any], body: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """Return the body of an answer with embeddings, the PoolingRequestOutputs of a line. body: the line's own."""
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    in_base64 = body.get("encoding_format") == "base64"
+    vectors = (output.embedding for output in outputs)
+    shown = (base64.b64encode(vector.tobytes()).decode() if in_base64 else vector.tolist() for vector in vectors)
+    return {
+        "object": "list",
+        "model": model,
+        "data": [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(shown)],
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
 
 
 def _structured_outputs(given: Any, response_format: Any) -> StructuredOutputsParams | None:

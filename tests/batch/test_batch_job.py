@@ -500,10 +500,10 @@ BAD_LINES = [
     (b'{"prompt": "\\ud800"}', "has a lone surrogate"),
     ({"custom_id": 7, "prompt": "a"}, "custom_id=7 is not a string"),
     ({"prompt": "a", "messages": QUESTION}, "there is messages and prompt; give one of them"),
-    ({"text": "a"}, "there is neither messages nor prompt; give one of them"),
+    ({"text": "a"}, "there is neither messages nor prompt nor input; give one of them"),
     ({"body": {"prompt": "a"}}, "url=None is not served; use /v1/chat/completions or /v1/completions"),
     ({"body": {"prompt": "a"}, "url": ["/v1/completions"]}, "url=['/v1/completions'] is not served; use"),
-    ({"body": {"input": "a"}, "url": "/v1/embeddings"}, "url='/v1/embeddings' is not served; use /v1/chat/completions"),
+    ({"body": {"input": "a"}, "url": "/v1/moderations"}, "url='/v1/moderations' is not served; use /v1/chat/complet"),
     ({"body": {"prompt": "a"}, "url": "/v1/completions", "method": "GET"}, "method='GET' is not served; use 'POST'"),
     ({"body": {"prompt": "a"}, "url": "/v1/chat/completions"}, "there is prompt; give messages"),
     ({"body": "a", "url": "/v1/chat/completions"}, "body is a str, not an object"),
@@ -715,27 +715,25 @@ def test_input_and_output_cannot_be_one_file_and_must_be_files(llm: LLM, tmp_pat
         job(llm, write(tmp_path / "in.jsonl", {"prompt": [1]}), max_errors=-1)
 
 
-def test_a_file_of_requests_for_embeddings_is_refused_before_the_model_is_loaded(
+def test_a_file_of_requests_that_are_not_served_is_refused_before_the_model_is_loaded(
     llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    embed = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": "a", "model": "m"}}
-    path = write(tmp_path / "in.jsonl", b"\n", embed, embed)
-    message = (
-        r"^line 2 of .*in\.jsonl: url='/v1/embeddings' is not served; use /v1/chat/completions or /v1/completions$"
-    )
+    other = {"custom_id": "a", "method": "POST", "url": "/v1/moderations", "body": {"input": "a", "model": "m"}}
+    path = write(tmp_path / "in.jsonl", b"\n", other, other)
+    message = r"^line 2 of .*in\.jsonl: url='/v1/moderations' is not served; use /v1/chat/completions or /v1/comp.*$"
     with pytest.raises(JobError, match=message):
         run_batch(lambda: 1 / 0, path, tmp_path / "in.out")  # type: ignore[arg-type,return-value]
     assert not (tmp_path / "in.out").exists()
     assert run_main("--model", tiny_model_path(), "-i", path, "-o", tmp_path / "in.out") == 2
     assert capsys.readouterr().err.count("\n") == 1
-    path = write(tmp_path / "in.jsonl", {"prompt": [1], **GREEDY}, embed)
+    path = write(tmp_path / "in.jsonl", {"prompt": [1], **GREEDY}, other)
     assert job(llm, path).num_errors == 1, "a line among others is an error of its own"
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([{"text": "a"}] * 3, "line 1 of {}: there is neither messages nor prompt; give one of them"),
+        ([{"text": "a"}] * 3, "line 1 of {}: there is neither messages nor prompt nor input; give one of them"),
         ([b"name,age\n", b"Ada,36\n"], "line 1 of {}: the line is not valid JSON"),
         ([b"[\n", b'{"prompt": "a"},\n', b"]\n"], "line 1 of {}: the line is not valid JSON"),
         ([b"\n", "text"], "line 2 of {}: the line holds a str, not an object"),
