@@ -16,6 +16,7 @@ from nanoinfer.config import KV_CACHE_DTYPES, QUANTIZATIONS
 from nanoinfer.errors import ConfigError, NanoinferError
 
 NAMES = LOADS["cuda"].keys()
+EMBEDDERS = ("qwen3-0.6B", "bert-base", "modernbert-large", "tiny")
 WHICH_LOADS = """\
 loads, with how many requests and tokens (far fewer on a CPU):
   default  256 requests of 100 to 1,024 tokens in and out: nano-vllm's benchmark
@@ -57,6 +58,7 @@ def add_parser(subparsers: Any) -> None:
         "draw a whole run as a page, and trace single steps from its middle, host and GPU",
         WHICH_LOADS,
     )
+    embed = add("embed", run_embed, "time embeddings of texts, with sentence-transformers beside it if it is installed")
     kernels = add("kernels", run_kernels, "time attention and products on a GPU, or all-reduces over several")
     start = add("start", run_start, "time the first start, which compiles all kernels, and later ones")
     host = add(
@@ -87,7 +89,13 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument("--runs", type=positive, default=1, help="timed runs, each with the next seed (1)")
     text.add_argument("--tokenizer", metavar="FOLDER", help="a folder with a tokenizer, for random weights")
     text.set_defaults(top_k=20, top_p=0.95)  # what Qwen3 recommends
-    for parser in (throughput, loads, text, trace, start, host):
+    embed.add_argument("--model", choices=EMBEDDERS, dest="embedding_model", help="whose sizes (Qwen3-0.6B's on a GPU)")
+    embed.add_argument(
+        "--texts", choices=("short", "long"), action="append", help="of 20 to 60 tokens, or 512 to 2,048"
+    )
+    embed.add_argument("--max-num-seqs", type=positive, default=512, metavar="N", help="the most texts of a step (512)")
+    embed.add_argument("--seed", type=int, default=0, help="seed of weights and texts (0)")
+    for parser in (throughput, loads, text, trace, start, host, embed):
         parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures here")
 
 
@@ -173,6 +181,12 @@ def run_text(args: argparse.Namespace) -> dict[str, Any]:
     from nanoinfer.bench import text
 
     return text.run(find_device(), args)
+
+
+def run_embed(args: argparse.Namespace) -> dict[str, Any]:
+    from nanoinfer.bench import embed
+
+    return embed.run(find_device(), args)
 
 
 def run_trace(args: argparse.Namespace) -> dict[str, Any]:

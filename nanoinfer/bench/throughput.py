@@ -150,7 +150,7 @@ def describe_machine(device: str) -> dict[str, Any]:
         hardware |= {"gpu": gpu.name, "gpu_gib": round(gpu.total_memory / GIB, 1), "cuda": torch.version.cuda}
         hardware["gpus_seen"] = torch.cuda.device_count()
     versions = {"python": platform.python_version(), "nanoinfer": nanoinfer_version}
-    for package in ("torch", "triton", "transformers", "flash-attn", "nano-vllm", "vllm"):
+    for package in ("torch", "triton", "transformers", "flash-attn", "nano-vllm", "vllm", "sentence-transformers"):
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return {"date": date.today().isoformat(), "commit": find_commit(), "hardware": hardware, "versions": versions}
