@@ -62,7 +62,8 @@ class MoEConfig:
     norm_topk_prob: whether the weights of a token's experts are made to sum to 1. has_experts: whether a layer has
     experts, by layer; the others have a dense MLP. shared_size: the inner size of the expert that computes all tokens;
     None: there is none. num_groups, num_chosen_groups: experts are in groups, and a token's come from a few of these.
-    scaling_factor: what the weights of a token's experts are multiplied by.
+    scaling_factor: what the weights of a token's experts are multiplied by. swiglu_limit, swiglu_alpha: where gate and
+    up are clamped, and the slope of the gate's sigmoid, see `layers/clamped_experts.py`; None: plain SwiGLU.
     """
 
     num_experts: int
@@ -74,6 +75,8 @@ class MoEConfig:
     num_groups: int = 1
     num_chosen_groups: int = 1
     scaling_factor: float = 1.0
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,8 @@ class ModelConfig:
                 raise ModelError(f"config.json has {name}={value!r}, which is not supported; use a model without it")
         defaults = {**DEFAULTS, **supported[architecture].config_defaults}
         special = {name: defaults.get(name) for name in supported[architecture].special_fields}
+        if raw.get("rope_scaling"):
+            defaults.pop("rope_parameters", None)
         raw = {**defaults, **raw}
         raw_of_windows = None
         if "rope_local_base_freq" in special:
@@ -202,6 +207,11 @@ class ModelConfig:
         length = config.max_model_len
         if not 0 < length <= MAX_SIZE:
             raise ModelError(f"config.json stretches the context to {length} tokens; check its RoPE factor")
+        if quantization is not None and config.moe is not None and config.moe.swiglu_limit is not None:
+            raise ModelError(
+                f"quantization={quantization!r} rounds experts without biases, and {architecture} has biases; leave "
+                "quantization out, or use a checkpoint in MXFP4"
+            )
         if cut := config._cut_blocks(1):
             raise ModelError(f"{cut}, and weights of different scales are packed in one; use the checkpoint in 16 bits")
         return config
@@ -407,6 +417,8 @@ def _read_moe(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: in
         num_groups=num_groups,
         num_chosen_groups=num_chosen,
         scaling_factor=_number(raw, scale, float, 1.0) if (scale := "routed_scaling_factor") in special else 1.0,
+        swiglu_limit=_number(raw, "swiglu_limit", float) if "swiglu_limit" in special else None,
+        swiglu_alpha=_number(raw, "swiglu_alpha", float) if "swiglu_limit" in special else 1.0,
     )
 
 

@@ -6,7 +6,7 @@ the tokens are spread over the experts.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -154,17 +154,21 @@ class PackedExperts(nn.Module):
             dim = spec.input_dim if self.is_row_parallel else spec.output_dim
             share = tensor if dim is None else self.tp.shard(tensor, dim)
             size = share.shape[spec.output_dim]
+            share = self.quant_method.pack_share(place, share)
             place[int(expert)].narrow(spec.output_dim, self.parts.index(part) * size, size).copy_(share)
 
 
 class Experts(nn.Module):
     """The experts' weights, under the names that checkpoints give them."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, tp: TensorParallel) -> None:
+    projection: ClassVar[type[PackedExperts]] = PackedExperts
+
+    def __init__(self, hidden_size: int, moe: MoEConfig, tp: TensorParallel) -> None:
         super().__init__()
         # (num_experts, 2 * local inner size, hidden_size) and (num_experts, hidden_size, local inner size)
-        self.gate_up_proj = PackedExperts(num_experts, ("gate", "up"), (intermediate_size, hidden_size), 0, tp)
-        self.down_proj = PackedExperts(num_experts, ("down",), (hidden_size, intermediate_size), 1, tp)
+        inner_size = moe.intermediate_size
+        self.gate_up_proj = self.projection(moe.num_experts, ("gate", "up"), (inner_size, hidden_size), 0, tp)
+        self.down_proj = self.projection(moe.num_experts, ("down",), (hidden_size, inner_size), 1, tp)
 
     def forward(self, hidden: Activations, routing: Routing) -> Tensor:
         """Return terms to be added up, (num_terms, num_tokens, hidden_size): one for each choice, or their sum."""
@@ -226,12 +230,13 @@ class SparseMoE(nn.Module):
         moe: MoEConfig,
         tp: TensorParallel,
         router: Callable[[int, MoEConfig], nn.Module] = Router,
+        experts: type[Experts] = Experts,
         is_shared_gated: bool = True,
     ) -> None:
         super().__init__()
         self.tp = tp
         self.gate = router(hidden_size, moe)
-        self.experts = Experts(hidden_size, moe.intermediate_size, moe.num_experts, tp)
+        self.experts = experts(hidden_size, moe, tp)
         self.shared_expert: SharedExpert | None = None
         if moe.shared_size is not None:
             self.shared_expert = SharedExpert(hidden_size, moe.shared_size, tp)

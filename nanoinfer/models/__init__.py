@@ -7,6 +7,7 @@ from nanoinfer.errors import ModelError
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.gemma3 import Gemma3ForCausalLM
 from nanoinfer.models.glm4_moe import Glm4MoeForCausalLM
+from nanoinfer.models.gpt_oss import GptOssForCausalLM
 from nanoinfer.models.granite import GraniteForCausalLM
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.minimax_m2 import MiniMaxM2ForCausalLM
@@ -26,6 +27,7 @@ REGISTRY: dict[str, type[DecoderForCausalLM]] = {
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
     "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
+    "GptOssForCausalLM": GptOssForCausalLM,
     "GraniteForCausalLM": GraniteForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,

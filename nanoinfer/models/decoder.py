@@ -20,6 +20,7 @@ from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.layer import Attention
 from nanoinfer.layers.attention.selection import AttentionBackends
+from nanoinfer.layers.attention.sinks import AttentionSinks
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
@@ -44,6 +45,7 @@ class DecoderSpec:
     norms_sums: whether what attention and MLP add to the residual stream is normalised before it is added.
     norms_inputs: whether the inputs of attention and MLP are normalised.
     o_bias: whether the output product of attention has a bias if config.json has attention_bias.
+    has_sinks: whether each query head has a sink, see `AttentionSpec`.
     has_gates: whether attention's output is multiplied by the sigmoid of gates, which q_proj computes too.
     interleaves_linear: whether checkpoints interleave the weights of linear attention by key heads.
     norm, embedding, activation, experts: the classes of all norms and of the embedding, the function between the two
@@ -56,6 +58,7 @@ class DecoderSpec:
     norms_sums: bool = False
     norms_inputs: bool = True
     o_bias: bool = True
+    has_sinks: bool = False
     has_gates: bool = False
     interleaves_linear: bool = False
     norm: type[RMSNorm] = RMSNorm
@@ -119,7 +122,9 @@ class DecoderAttention(nn.Module):
             head_dim=head_dim,
             scale=config.attention_scale,
             window=window,
+            has_sinks=spec.has_sinks,
         )
+        self.sinks = AttentionSinks(num_heads, tp) if spec.has_sinks else None
         self.heads_size = attention.num_heads * head_dim
         scales = query_scales(config, max_positions)
         self.register_buffer("query_scales", scales, persistent=False)
@@ -146,7 +151,8 @@ class DecoderAttention(nn.Module):
         else:
             norm_weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
         cache = step.memory.layer(self.index)
-        return self.attn(qkv, norm_weights, step.positions, cache, step.attention).flatten(1)
+        sinks = None if self.sinks is None else self.sinks.weight
+        return self.attn(qkv, norm_weights, step.positions, cache, step.attention, sinks).flatten(1)
 
     def _normed_wholly(self, qkv: Tensor) -> Tensor:
         qkv = qkv.sum(0) if qkv.dim() == 3 else qkv

@@ -110,6 +110,14 @@ def draw_options(architecture: str, seed: int) -> dict[str, Any]:
         options |= {"head_dim": head_dim, "num_local_experts": rng.choice((3, 8)), "num_experts_per_tok": 2}
         factor = rng.choice((1.0, 0.5))
         options["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": factor}
+    elif architecture == "GptOssForCausalLM":
+        options |= {"head_dim": head_dim, "num_local_experts": rng.choice((3, 8)), "num_experts_per_tok": 2}
+        options |= {"sliding_window": window or 16, "attention_bias": rng.random() < 0.5}
+        options |= {"swiglu_limit": rng.choice((0.5, 7.0)), "swiglu_alpha": rng.choice((1.0, 1.702))}
+        if rng.random() < 0.5:
+            options |= {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]}
+        yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+        options["rope_parameters"] = {**yarn, "truncate": rng.random() < 0.5}
     elif architecture == "Olmo2ForCausalLM":
         options |= {"attention_bias": rng.random() < 0.5, "pad_token_id": 0}
     elif architecture == "Olmo3ForCausalLM":
