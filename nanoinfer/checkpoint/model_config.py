@@ -12,6 +12,7 @@ from nanoinfer.checkpoint.hybrid_config import (
     text_architecture,
     text_part,
 )
+from nanoinfer.checkpoint.int4_config import Mxfp4Config
 from nanoinfer.checkpoint.other_models import explain_architecture, explain_folder
 from nanoinfer.checkpoint.overrides import read_overridden
 from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, Fp8Config, read_quantization
@@ -301,6 +302,8 @@ class ModelConfig:
         if self.linear_attention is not None:
             shares["the linear key heads"] = self.linear_attention.key_size // size
             shares["the linear value heads"] = self.linear_attention.value_size // size
+        if isinstance(self.quantization, Mxfp4Config):  # of experts alone
+            shares = {name: share for name, share in shares.items() if name == "moe_intermediate_size"}
         multiple = self.quantization.shard_multiple if size > 1 else 1  # a whole row may end in a smaller group
         if isinstance(self.quantization, Fp8Config) and self.quantization.weights == "block":
             multiple = BLOCK_SIZE
