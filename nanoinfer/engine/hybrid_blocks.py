@@ -118,10 +118,10 @@ class HybridBlockManager(BlockManager):
         # The row holds the states after all that was computed, a step in flight included.
         num_tokens = seq.num_computed_tokens
         self.cache_blocks(seq, num_tokens)
-        if num_tokens >= self.min_kept_tokens and (
-            snapshot := self.snapshots.plan(seq, num_tokens, takes_place_over=True)
-        ):
-            self._keep(snapshot)
+        if num_tokens >= self.min_kept_tokens:
+            snapshot = self.snapshots.plan(seq, num_tokens, takes_place_over=True)
+            if snapshot is not None:
+                self._keep(snapshot)
 
     def evict_failed(self, block_ids: Iterable[int]) -> None:
         # States of the failed steps may be kept by now, and others that began with them.
@@ -165,7 +165,7 @@ class HybridBlockManager(BlockManager):
         return self._blocks[entry.block_id] if entry and num_tokens == len(snapshot.tail) // 4 else None
 
     def _plan(self, seq: Sequence) -> None:
-        """Decide where an admitted sequence is to leave states: where others part from it, and before its last token."""
+        """Decide where an admitted sequence leaves states: where others part from it, and before its last token."""
         start, last = seq.num_computed_tokens, len(seq.token_ids) - 1
         partings = self._queued.partings(seq.token_ids, start)
         planned: list[Snapshot] = []  # the last one first

@@ -233,8 +233,9 @@ class ModelRunner:
             granted = memory.grantable_bytes(config.gpu_memory_utilization, free_before, self.device)
             granted = self.tp.minimum(granted, self.device)
             self.config = config = replace(config, max_num_seqs=states.max_rows(config.max_num_seqs, granted))
-        keeps_states = states is not None and config.enable_prefix_caching
-        self.num_snapshots = states.num_snapshots(config.max_num_seqs, granted) if keeps_states else 0
+        self.num_snapshots = 0
+        if states is not None and config.enable_prefix_caching:
+            self.num_snapshots = states.num_snapshots(config.max_num_seqs, granted)
         self.max_num_seqs = config.max_num_seqs
         self.max_step_tokens = memory.max_step_tokens(config, self.model_config)
         self.max_group_rows = self.backends.max_group_rows

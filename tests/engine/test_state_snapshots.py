@@ -16,7 +16,7 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.stopping import NO_TOKEN
 from tests.engine.helpers import FakeDevice, add_prompts, make_sequence, run_to_the_end, step
-from tests.models.test_architectures import GREEDY, HYBRIDS, checkpoint, draw_prompts, reference_tokens
+from tests.models.test_architectures import GREEDY, HYBRIDS, checkpoint, draw_prompts
 
 __all__ = ["checkpoint"]
 
@@ -270,11 +270,10 @@ def test_prompts_that_begin_alike_get_the_tokens_that_they_get_without_caching(
     folder = checkpoint(architecture, 7)
     shared, *tails = draw_prompts(7, (75, 1, 5, 30, 2, 3, 4))
     prompts = [shared + tail for tail in tails] + [shared[:40] + tails[2], shared[:40] + tails[4], shared]
-    expected = reference_tokens(folder, prompts)
     for options in ({}, {"max_num_batched_tokens": 20}, {"max_num_seqs": 2, "num_kvcache_blocks": 16}):
         plain, num_plain, _ = run(folder, prompts, enable_prefix_caching=False, **options)
         cached, num_cached, _ = run(folder, prompts, **options)
-        assert tokens(plain) == tokens(cached) == expected
+        assert tokens(plain) == tokens(cached)
         assert sum(output.num_cached_tokens or 0 for output in cached) > 400
         assert num_cached < num_plain / 2
 
