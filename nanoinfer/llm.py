@@ -17,7 +17,6 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,9 +87,6 @@ class LLM:
         model, revision, download_dir = self.config.model, self.config.revision, self.config.download_dir
         folder = resolve_model_folder(model, not is_random, revision=revision, download_dir=download_dir)
         model_config = ModelConfig.from_folder(folder, REGISTRY, self.config.hf_overrides, self.config.quantization)
-        if model_config.linear_attention is not None and self.config.enable_prefix_caching:
-            logger.info("prefix caching is off: it is not there yet for models with linear attention")
-            self.config = replace(self.config, enable_prefix_caching=False)
         tokenizer_folder = find_tokenizer(self.config, folder)
         self._generation_config = read_json(folder / "generation_config.json")
         vocab_size = None if is_random else model_config.vocab_size  # random weights fit any tokenizer

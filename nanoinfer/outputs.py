@@ -147,7 +147,8 @@ class EngineMetrics:
     num_prompt_tokens: tokens of the prompts that were begun, once for each sample. cached_tokens: those whose keys and
     values came from the prefix cache; prefix_hit_rate: their share. num_generated_tokens: tokens out. prefill_tokens:
     prompt tokens computed. decode_tokens: tokens generated in decode steps; a request's first comes out of its prefill.
-    num_preemptions: how often a request had to give its blocks up. Seconds are those of the steps, from launch to
+    num_preemptions: how often a request had to give its blocks up. num_snapshots: recurrent states that are kept for
+    prefix hits, of models that have any. Seconds are those of the steps, from launch to
     collection, without overlap.
     """
 
@@ -163,6 +164,7 @@ class EngineMetrics:
     num_preemptions: int = 0
     num_used_blocks: int = 0
     num_blocks: int = 0
+    num_snapshots: int = 0
 
     __repr__ = short_repr
 

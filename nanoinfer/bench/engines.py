@@ -72,7 +72,7 @@ def load_nanoinfer(model: Model, options: dict[str, Any], args: argparse.Namespa
 
     def metrics() -> dict[str, float]:
         totals = asdict(llm.get_metrics())
-        del totals["num_used_blocks"], totals["num_blocks"]  # which are no totals
+        del totals["num_used_blocks"], totals["num_blocks"], totals["num_snapshots"]  # which are no totals
         return totals
 
     return Engine(generate, metrics, llm.reset_prefix_cache, llm.close)

@@ -15,6 +15,7 @@ import xxhash
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.interfaces import Constraints, Listener, Runner
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.logprobs import collect_logprobs, end_texts
@@ -61,7 +62,10 @@ class LLMEngine:
         self.constraints = constraints
         self.runner: Runner | None = runner
         self.tokenizer = tokenizer
-        self.block_manager = BlockManager(runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
+        sizes = runner.num_blocks, config.kvcache_block_size
+        self.block_manager = BlockManager(*sizes, config.enable_prefix_caching)
+        if runner.num_snapshots > 0:
+            self.block_manager = HybridBlockManager(*sizes, runner.max_num_seqs, runner.num_snapshots)
         self.scheduler = Scheduler(
             self.block_manager,
             max_num_seqs=runner.max_num_seqs,
@@ -194,6 +198,7 @@ class LLMEngine:
             num_preemptions=self.scheduler.num_preemptions,
             num_used_blocks=self.block_manager.num_used_blocks,
             num_blocks=self.block_manager.num_blocks,
+            num_snapshots=self.block_manager.num_snapshots,
         )
 
     def close(self) -> None:
