@@ -41,7 +41,7 @@ from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Scor
 from nanoinfer.progress import Progress
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scoring import score, scoring_request
+from nanoinfer.scoring import check_scores, score, scoring_request
 from nanoinfer.text.chat import Conversation
 from nanoinfer.text.prompts import (
     GivenPrompt,
@@ -112,7 +112,8 @@ class LLM:
             on_failure.pop_all()
         self.max_model_len = runner.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = runner.info
-        prompts = PromptProcessor(tokenizer, model, model_config.vocab_size, self.max_model_len, stop_token_ids)
+        sizes = model_config.vocab_size, self.max_model_len
+        prompts = PromptProcessor(tokenizer, model, *sizes, stop_token_ids, self.config.max_logprobs)
         self.queue = RequestQueue(self.engine, prompts, constraints)
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._weights = WeightControl(self.engine, self.queue.lock)
@@ -249,9 +250,11 @@ class LLM:
         model would read them: the completion's tokens are those of the whole from where it differs from the prompt's
         own, so that a token across the border is the completion's. Where nothing of the prompt would be left before
         it, and where either is given as token ids, both are tokenized by themselves. Prompts that begin alike share
-        the computation of what is alike. Raises RequestError for a pair that cannot be served, or is empty.
+        the computation of what is alike. Raises RequestError for a pair that cannot be served, or is empty, and where
+        `logprobs_mode` is one of logits.
         """
         self.queue.check_open()
+        check_scores(self.config.logprobs_mode)
         with self.queue.lock:
             pairs = self.queue.prompts.encode_pairs(as_list_of_prompts(prompts), as_list_of_prompts(completions))
         outputs = self._complete([*map(scoring_request, pairs)], use_tqdm, on_finish=None)

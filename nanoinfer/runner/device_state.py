@@ -70,6 +70,6 @@ class DeviceState:
         state_shape = StateShape.of(model_config, model.lm_head.weight.dtype, tp)
         states = state_shape.allocate(config.max_num_seqs, device) if state_shape else None
         tables = StepTables(config.max_num_seqs, max_model_len, kv_cache, states)
-        return cls(
-            buffers, kv_cache, tables, Sampler(tables.token_ids, tables.context_lens, model_config.vocab_size, tp)
-        )
+        vocab_size, mode = model_config.vocab_size, config.logprobs_mode
+        sampler = Sampler(tables.token_ids, tables.context_lens, vocab_size, tp, mode)
+        return cls(buffers, kv_cache, tables, sampler)

@@ -34,7 +34,8 @@ from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_grap
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
 from nanoinfer.runner.setup import build_model, measure_free_bytes
 from nanoinfer.runner.step_tables import PADDING_ROW
-from nanoinfer.sampling.sampler import PromptLogprobs, SampleLogprobs
+from nanoinfer.sampling.drawn_logprobs import SampleLogprobs
+from nanoinfer.sampling.sampler import PromptLogprobs
 
 MIN_THREADED_PARAMETERS = 2**24  # threads slow the steps of smaller models down
 
