@@ -19,6 +19,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8", "int4")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+SLEEP_TAGS = ("weights", "kv_cache")  # what wakes up, in order: the cache comes with graphs, which read the weights
 MAY_BE_NEGATIVE = ("seed", "max_logprobs")
 
 

@@ -332,9 +332,11 @@ class LLM:
         named_tensors: a dict or an iterable of the checkpoint's names and whole tensors, on any device; all or some.
         Raises ModelError, with close names, for one that does not fit, and for what is no pair: nothing of a dict is
         copied then; what came before it in an iterable stays. Raises EngineStateError while requests are unfinished, or
-        the engine sleeps.
+        the weights sleep.
         """
         self._weights.update_weights(named_tensors)
+
+    load_weights = update_weights  # what trainers call on vLLM's models
 
     def sleep(self, level: int = 1) -> None:
         """Give the device's memory back until `wake_up`; calls that need the model raise EngineStateError meanwhile.
@@ -344,9 +346,13 @@ class LLM:
         """
         self._weights.sleep(level)
 
-    def wake_up(self) -> None:
-        """Take the memory again. Raises ConfigError where it is not free; the engine sleeps on then, if on one GPU."""
-        self._weights.wake_up()
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take the memory again. Raises ConfigError where it is not free; the engine sleeps on then, if on one GPU.
+
+        tags: ["weights"], then ["kv_cache"], to take it in two parts, with `update_weights` between them; None is both.
+        Raises ConfigError for other tags, EngineStateError for the cache before the weights.
+        """
+        self._weights.wake_up(tags)
 
     @property
     def tokenizer(self) -> Any:

@@ -7,6 +7,7 @@ the device; `wait` does, usually while the next step runs.
 
 import gc
 import time
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -91,7 +92,8 @@ class ModelRunner:
         self.backends = AttentionBackends(backend, self.device, self.dtype, block_size, self.kv_dtype != self.dtype)
         self._state: DeviceState | None = None  # None while it sleeps
         self.closed = False
-        self.sleep_level: int | None = None  # None while awake
+        self.asleep: frozenset[str] = frozenset()  # "weights" and "kv_cache", or one of them
+        self._sleep_level = 1  # of the last sleep
         self._num_threads: int | None = None  # the user's own number of CPU threads
         try:
             with computing(self.device, self._num_threads):
@@ -147,26 +149,40 @@ class ModelRunner:
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
         with computing(self.device, self._num_threads):
-            self.weights.leave_device(keep=level == 1)
-        self.sleep_level = level
+            if "weights" not in self.asleep:
+                self.weights.leave_device(keep=level == 1)
+                self._sleep_level = level
+        self.asleep = frozenset(("weights", "kv_cache"))
         self._free_state()
 
-    def wake_up(self) -> None:
-        """Take the memory again and capture the graphs again. If memory is short, the runner sleeps on and raises."""
+    def wake_up(self, tags: Set[str]) -> None:
+        """Take the memory of "weights", then of the "kv_cache", and capture the graphs again, as `tags` say.
+
+        If memory is short, both sleep on where the weights were to wake up, else the cache, and this raises.
+        """
+        slept = self.asleep
         try:
             with computing(self.device, self._num_threads):
-                self.weights.return_to_device()
-                self._allocate(self._step_buffers(), self.num_blocks, self.max_model_len)
-                self._capture_graphs()
+                if "weights" in slept & tags:
+                    self.weights.return_to_device()
+                    self.asleep -= {"weights"}
+                if "kv_cache" in slept & tags:
+                    self._allocate(self._step_buffers(), self.num_blocks, self.max_model_len)
+                    self._capture_graphs()
+                    self.asleep -= {"kv_cache"}
         except BaseException:
-            self.sleep(self.sleep_level or 1)
+            if "weights" in slept:
+                self.asleep -= {"weights"}  # some of them may be awake
+                self.sleep(self._sleep_level)
+            self._free_state()
             raise
-        self.sleep_level = None
 
     @property
     def unready(self) -> str | None:
         """Why no step can run now, and what to do; None if one can."""
-        return self.weights.explain_missing() if self.sleep_level is None else "this engine sleeps; call wake_up first"
+        if self.asleep == {"kv_cache"}:
+            return "the KV cache of this engine sleeps; call wake_up(tags=['kv_cache']) first"
+        return "this engine sleeps; call wake_up first" if self.asleep else self.weights.explain_missing()
 
     def close(self) -> None:
         """Give the device's memory back. The runner cannot be used any more; closing twice is fine."""
