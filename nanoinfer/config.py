@@ -100,6 +100,9 @@ class EngineConfig:
     max_logprobs: int = option(
         -1, "The most `logprobs` and `prompt_logprobs` that a request may ask for; -1 is as many as the vocabulary has."
     )
+    enable_return_routed_experts: bool = option(
+        False, "Return which experts computed each token, as `routed_experts` of every completion."
+    )
     revision: str | None = option(
         None,
         "The branch, tag or commit of the model on the hub; if not given, the main branch. The tokenizer's too, unless "

@@ -34,7 +34,7 @@ from nanoinfer.device import host_array
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.engine_options import EngineOptions
-from nanoinfer.errors import ModelError, RequestError
+from nanoinfer.errors import ConfigError, ModelError, RequestError
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import REGISTRY
 from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
@@ -91,6 +91,8 @@ class LLM:
         if model_config.linear_attention is not None and self.config.enable_prefix_caching:
             logger.info("prefix caching is off: it is not there yet for models with linear attention")
             self.config = replace(self.config, enable_prefix_caching=False)
+        if self.config.enable_return_routed_experts and model_config.moe is None:
+            raise ConfigError(f"enable_return_routed_experts=True, and {model} has no experts; leave it out")
         tokenizer_folder = find_tokenizer(self.config, folder)
         self._generation_config = read_json(folder / "generation_config.json")
         vocab_size = None if is_random else model_config.vocab_size  # random weights fit any tokenizer

@@ -4,7 +4,10 @@ import html
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
-from typing import Any, NamedTuple, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MAX_SHOWN = 80  # characters of a text or a list in a repr
 MAX_HTML = 2000  # characters of a text in a notebook
@@ -91,6 +94,9 @@ class CompletionOutput:
     logprobs: for each of `token_ids`, where SamplingParams ask for them: a list, or FlatLogprobs; their sum for these
         is cumulative_logprob.
     error: why it ended with "error"; None for all other ends.
+    routed_experts: where the LLM has enable_return_routed_experts, which experts computed each token: an array of whole
+        numbers (num_tokens - 1, num_layers, num_experts_per_tok), the prompt's tokens from routed_experts_prompt_start
+        on first. The last token was never computed. Layers without experts have zeros.
     """
 
     index: int
@@ -101,6 +107,7 @@ class CompletionOutput:
     logprobs: Sequence[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
     error: str | None = None
+    routed_experts: "NDArray[Any] | None" = field(default=None, repr=False, compare=False)
 
     __repr__ = short_repr
 

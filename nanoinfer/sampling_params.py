@@ -38,6 +38,7 @@ INTS: dict[str, tuple[int, float, str]] = {
     "n": (1, 10_000, "a request has one sample or more; for more than these, ask again"),
     "top_k": (-1, math.inf, "use 0 for all tokens"),
     "min_tokens": (0, math.inf, "use 0 for no such limit"),
+    "routed_experts_prompt_start": (0, math.inf, "use 0 for all of the prompt"),
     **dict.fromkeys(LOGPROBS, (-1, math.inf, LOGPROBS_REMEDY)),
     "seed": (-(2**63), 2**63 - 1, "it must fit in 64 bits; use None for any"),
 }
@@ -77,6 +78,7 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens, always of the model's own distribution.
     logprob_token_ids: for each generated token, its log-probability and those of these tokens, at most 128, in place of
         the likeliest; if `logprobs` is given too, it must be their number. Kept as a tuple.
+    routed_experts_prompt_start: of an LLM that returns them, from which token of the prompt on.
     flat_logprobs: return log-probabilities as FlatLogprobs, in arrays and not in dicts.
     spaces_between_special_tokens: keep the spaces that the tokenizer writes between special tokens side by side, where
         the text has these. Tokenizers of most models write none.
@@ -119,6 +121,7 @@ class SamplingParams:
     logits_processors: Sequence[Callable[[list[int], Any], Any]] | None = field(default=None, hash=False)
     logprob_token_ids: Sequence[int] | None = None
     flat_logprobs: bool = False
+    routed_experts_prompt_start: int = 0
 
     def __post_init__(self) -> None:
         for name, (is_in_range, rule, remedy) in FLOATS.items():

@@ -65,6 +65,9 @@ class Runner(Protocol):
     def wait(self, handle: Any) -> list[int]:
         """Return the token ids of a sampled step, once they are there."""
 
+    def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> Any:
+        """Start to copy those of positions [start, end) of a sequence with these blocks; `to_array` waits for it."""
+
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
 

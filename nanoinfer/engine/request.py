@@ -36,6 +36,7 @@ class Completion:
     output: CompletionOutput | None = None  # once it has finished
     begun: float | None = None  # when its first step was launched (perf_counter)
     first_token: float | None = None  # when that was collected
+    routed_experts: Any = None  # the runner's, where they are asked for
     _text: CompletionText | None = None
 
     def __post_init__(self) -> None:
@@ -88,7 +89,9 @@ class Completion:
         if reason == "error":
             limits = seq.constraint.error if seq.constraint else None
             error = seq.error or limits or f"the logits are NaN or infinite after {len(token_ids)} tokens"
-        self.output = CompletionOutput(seq.sample, str(text), token_ids, reason, stop_reason, logprobs, total, error)
+        routed = None if self.routed_experts is None else self.routed_experts.to_array()
+        ends = reason, stop_reason, logprobs, total, error
+        self.output = CompletionOutput(seq.sample, str(text), token_ids, *ends, routed_experts=routed)
         return self.output
 
     def _read(self, token_ids: list[int], final: bool = False) -> bool:

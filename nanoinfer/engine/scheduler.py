@@ -133,6 +133,7 @@ class Scheduler:
             if reason in ("stop", "length"):
                 # A step in flight may have computed the newest token, and may still fail.
                 self.block_manager.cache_last_block(seq, len(seq.token_ids) - 1)
+            seq.final_blocks, seq.num_final_tokens = seq.block_table.copy(), seq.num_computed_tokens
             self._release(seq, SequenceStatus.FINISHED)
         if reasons:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]

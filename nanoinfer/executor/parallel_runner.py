@@ -15,7 +15,7 @@ from collections.abc import Iterator, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -124,6 +124,10 @@ class ParallelRunner:
             return self._runner.wait(handle)
         except Exception as error:
             self._fail(error)
+
+    def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> Any:
+        """Start to copy them from rank 0, which routes as all ranks do."""
+        return self._runner.read_routed_experts(block_ids, start, end)
 
     def sleep(self, level: int) -> None:
         """Give the devices' memory back; return when all ranks have."""

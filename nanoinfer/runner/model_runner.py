@@ -28,6 +28,7 @@ from nanoinfer.layers.attention.kv_rounding import select_kv_cache_dtype
 from nanoinfer.layers.attention.metadata import PrefillMetadata, SharedPrefixes
 from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.layers.linear_attention.states import StateShape
+from nanoinfer.layers.routed_experts import RoutedExperts, RoutingOnHost
 from nanoinfer.models.execution import sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.runner import memory
@@ -116,6 +117,8 @@ class ModelRunner:
             self.state.sampler.admit(header, on_host, on_device)
             if header.num_block_copies:
                 copy_cached_tokens(self.state.kv_cache, on_device.block_copies)
+                if self.state.routed_experts is not None:
+                    self.state.routed_experts.copy_blocks(on_device.block_copies)
             if header.num_chunks:
                 return self._launch_prefill(header, on_host, on_device)
             rows, num_shared_blocks, num_group_rows = on_device.decode_rows.unbind(1)
@@ -145,6 +148,12 @@ class ModelRunner:
         if handle.event is not None:
             handle.event.synchronize()
         return handle.token_ids.tolist()
+
+    def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> RoutingOnHost:
+        """Start to copy those of positions [start, end) of a sequence with these blocks to the host."""
+        assert self.state.routed_experts is not None, "nobody asked for routed experts when the engine was made"
+        with computing(self.device, self._num_threads):
+            return self.state.routed_experts.read(block_ids, start, end)
 
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
@@ -224,11 +233,14 @@ class ModelRunner:
 
     def _planned(self, step: ForwardStep) -> ForwardStep:
         """Return the step with what the attention backends prepare once for all layers."""
-        return replace(step, attention=self.backends.plan(step.attention, step.memory))
+        routed: list[Tensor] | None = [] if self.config.enable_return_routed_experts else None
+        return replace(step, attention=self.backends.plan(step.attention, step.memory), routed=routed)
 
     def _write_logits(self, step: ForwardStep, hidden: Tensor) -> None:
         if self.tp.memory is not None:
             self.tp.memory.check_even()
+        if step.routed and self.state.routed_experts is not None:
+            self.state.routed_experts.write(step.attention.slot_mapping, step.routed)
         hidden = hidden if step.outputs is None else hidden[step.outputs]
         self.model.compute_logits(hidden, out=self.state.buffers.logits[: len(hidden)])
 
@@ -270,7 +282,10 @@ class ModelRunner:
             )
         block_size = config.kvcache_block_size
         if num_blocks is None:
-            num_blocks = memory.num_blocks_in(free_bytes, self.model_config, block_size, self.kv_dtype, self.tp)
+            moe = self.model_config.moe if config.enable_return_routed_experts else None
+            routing_bytes = RoutedExperts.num_bytes(moe, block_size) if moe else 0
+            sizes = self.model_config, block_size, self.kv_dtype, self.tp, routing_bytes
+            num_blocks = memory.num_blocks_in(free_bytes, *sizes)
         self.num_blocks = num_blocks = self.tp.minimum(num_blocks, self.device)
         self.max_model_len = memory.resolve_max_model_len(config.max_model_len, longest, num_blocks, block_size)
         self._allocate(buffers, num_blocks, self.max_model_len)
