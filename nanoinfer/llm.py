@@ -33,14 +33,14 @@ from nanoinfer.device import host_array
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.engine_options import EngineOptions
-from nanoinfer.errors import ModelError, RequestError
+from nanoinfer.errors import ConfigError, ModelError, RequestError
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import REGISTRY
 from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
 from nanoinfer.progress import Progress
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scoring import score, scoring_request
+from nanoinfer.scoring import check_scores, score, scoring_request
 from nanoinfer.text.chat import Conversation
 from nanoinfer.text.prompts import (
     GivenPrompt,
@@ -87,6 +87,8 @@ class LLM:
         model, revision, download_dir = self.config.model, self.config.revision, self.config.download_dir
         folder = resolve_model_folder(model, not is_random, revision=revision, download_dir=download_dir)
         model_config = ModelConfig.from_folder(folder, REGISTRY, self.config.hf_overrides, self.config.quantization)
+        if self.config.enable_return_routed_experts and model_config.moe is None:
+            raise ConfigError(f"enable_return_routed_experts=True, and {model} has no experts; leave it out")
         tokenizer_folder = find_tokenizer(self.config, folder)
         self._generation_config = read_json(folder / "generation_config.json")
         vocab_size = None if is_random else model_config.vocab_size  # random weights fit any tokenizer
@@ -108,7 +110,8 @@ class LLM:
             on_failure.pop_all()
         self.max_model_len = runner.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = runner.info
-        prompts = PromptProcessor(tokenizer, model, model_config.vocab_size, self.max_model_len, stop_token_ids)
+        sizes = model_config.vocab_size, self.max_model_len
+        prompts = PromptProcessor(tokenizer, model, *sizes, stop_token_ids, self.config.max_logprobs)
         self.queue = RequestQueue(self.engine, prompts, constraints)
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._weights = WeightControl(self.engine, self.queue.lock)
@@ -245,9 +248,11 @@ class LLM:
         model would read them: the completion's tokens are those of the whole from where it differs from the prompt's
         own, so that a token across the border is the completion's. Where nothing of the prompt would be left before
         it, and where either is given as token ids, both are tokenized by themselves. Prompts that begin alike share
-        the computation of what is alike. Raises RequestError for a pair that cannot be served, or is empty.
+        the computation of what is alike. Raises RequestError for a pair that cannot be served, or is empty, and where
+        `logprobs_mode` is one of logits.
         """
         self.queue.check_open()
+        check_scores(self.config.logprobs_mode)
         with self.queue.lock:
             pairs = self.queue.prompts.encode_pairs(as_list_of_prompts(prompts), as_list_of_prompts(completions))
         outputs = self._complete([*map(scoring_request, pairs)], use_tqdm, on_finish=None)
@@ -325,9 +330,11 @@ class LLM:
         named_tensors: a dict or an iterable of the checkpoint's names and whole tensors, on any device; all or some.
         Raises ModelError, with close names, for one that does not fit, and for what is no pair: nothing of a dict is
         copied then; what came before it in an iterable stays. Raises EngineStateError while requests are unfinished, or
-        the engine sleeps.
+        the weights sleep.
         """
         self._weights.update_weights(named_tensors)
+
+    load_weights = update_weights  # what trainers call on vLLM's models
 
     def sleep(self, level: int = 1) -> None:
         """Give the device's memory back until `wake_up`; calls that need the model raise EngineStateError meanwhile.
@@ -337,9 +344,13 @@ class LLM:
         """
         self._weights.sleep(level)
 
-    def wake_up(self) -> None:
-        """Take the memory again. Raises ConfigError where it is not free; the engine sleeps on then, if on one GPU."""
-        self._weights.wake_up()
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take the memory again. Raises ConfigError where it is not free; the engine sleeps on then, if on one GPU.
+
+        tags: ["weights"], then ["kv_cache"], to take it in two parts, with `update_weights` between them; None is both.
+        Raises ConfigError for other tags, EngineStateError for the cache before the weights.
+        """
+        self._weights.wake_up(tags)
 
     @property
     def tokenizer(self) -> Any:

@@ -94,10 +94,11 @@ def _read_layers(raw: Mapping[str, Any], interval: int, num_layers: int) -> tupl
 def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the text model of a config.json, without what only images need."""
     text = raw.get("text_config")
-    if text is not None and "num_hidden_layers" not in raw:
+    if text is not None:
         if not isinstance(text, Mapping):
             raise ModelError(f"config.json has text_config={text!r:.99}; it must be a JSON object")
-        raw = {**text, **{name: raw[name] for name in OF_THE_WHOLE if raw.get(name) is not None}}
+        if "num_hidden_layers" not in raw:  # else the text model's fields are here
+            raw = {**text, **{name: raw[name] for name in OF_THE_WHOLE if raw.get(name) is not None}}
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := raw.get(name), Mapping):
             rope = {key: value for key, value in rope.items() if key not in IMAGE_POSITIONS}

@@ -248,13 +248,18 @@ class SparseMoE(nn.Module):
         experts = self.experts.gate_up_proj.input_format
         return experts and replace(experts, keeps_wide=True)
 
-    def forward(self, hidden: Activations, row_mask: Tensor | None = None) -> PartialSum:
+    def forward(
+        self, hidden: Activations, row_mask: Tensor | None = None, routed: list[Tensor] | None = None
+    ) -> PartialSum:
         """(num_tokens, hidden_size) -> the same, to be added up by the next norm.
 
         row_mask: (num_tokens,) bool, False for rows without a token, such as the padding of a CUDA graph. No expert is
-        read for them, and their sums are zero. None: all rows have tokens.
+        read for them, and their sums are zero. None: all rows have tokens. routed: is given the tokens' experts.
         """
-        terms = self.experts(hidden, self.gate(wide_rows(hidden), row_mask))
+        routing = self.gate(wide_rows(hidden), row_mask)
+        if routed is not None:
+            routed.append(routing.expert_ids)
+        terms = self.experts(hidden, routing)
         if self.shared_expert is not None:
             shared = self.shared_expert(hidden)
             if self.shared_expert_gate is not None:

@@ -176,7 +176,7 @@ class DecoderMLP(nn.Module):
     def input_format(self) -> RowFormat | None:
         return self.gate_up_proj.input_format
 
-    def forward(self, hidden: Activations, _row_mask: Tensor | None = None) -> PartialSum:
+    def forward(self, hidden: Activations, _row_mask: Tensor | None = None, _routed: Any = None) -> PartialSum:
         return self.down_proj(self.activation(self.gate_up_proj(hidden), self.down_proj.input_format))
 
 
@@ -257,7 +257,7 @@ class DecoderLayer(nn.Module):
         if norm_of_attention is not None:
             hidden = norm_of_attention.of_sum(hidden)
         normed, residual = norm_before_mlp(hidden, residual, self.mlp.input_format)
-        hidden = self._scaled(self.mlp(normed, step.row_mask))
+        hidden = self._scaled(self.mlp(normed, step.row_mask, step.routed))
         return hidden if norm_of_mlp is None else norm_of_mlp.of_sum(hidden), residual
 
     def _scaled(self, hidden: PartialSum) -> PartialSum:
