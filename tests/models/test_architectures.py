@@ -118,6 +118,12 @@ def draw_options(architecture: str, seed: int) -> dict[str, Any]:
             options |= {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]}
         yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
         options["rope_parameters"] = {**yarn, "truncate": rng.random() < 0.5}
+    elif architecture == "SeedOssForCausalLM":
+        options |= {"head_dim": head_dim, "attention_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5}
+    elif architecture == "Exaone4ForCausalLM":
+        options |= {"sliding_window": window, "pad_token_id": 0}
+        options |= {"sliding_window_pattern": 2} if window else {"layer_types": ["full_attention"] * 3}
+        options["num_hidden_layers"] = 3
     elif architecture == "Olmo2ForCausalLM":
         options |= {"attention_bias": rng.random() < 0.5, "pad_token_id": 0}
     elif architecture == "Olmo3ForCausalLM":
