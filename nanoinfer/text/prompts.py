@@ -74,7 +74,7 @@ class PromptProcessor:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self._model = model
-        self._stop_token_ids = stop_token_ids
+        self.stop_token_ids = stop_token_ids
 
     def require_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises RequestError where the model has none."""
@@ -234,7 +234,7 @@ class PromptProcessor:
         for name, remedy in NEED_TOKENIZER.items():
             if self.tokenizer is None and (value := getattr(sampling_params, name)):
                 raise RequestError(f"{name}={value!r} is about text, and {self._model} has no tokenizer; {remedy}")
-        check_against_model(sampling_params, self.vocab_size, self._stop_token_ids)
+        check_against_model(sampling_params, self.vocab_size, self.stop_token_ids)
         counts: dict[str, Any] = {name: self.vocab_size for name in LOGPROBS if getattr(sampling_params, name) == -1}
         return replace(sampling_params, **counts) if counts else sampling_params
 
