@@ -139,7 +139,7 @@ def wait_until_ready(replicas: list[Replica]) -> list[Ready]:
             try:
                 message = replica.connection.recv()
             except (EOFError, OSError):
-                raise WorkerError(explain_end(replica)) from None
+                raise WorkerError(str(explain_end(replica))) from None
             match message:
                 case Ready():
                     ready[replica.index] = message

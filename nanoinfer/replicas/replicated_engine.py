@@ -20,7 +20,7 @@ from nanoinfer.engine.request_queue import TURN_SECONDS
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import EngineClosedError, EngineStateError, WorkerError
 from nanoinfer.executor.shm_ring import Ring
-from nanoinfer.executor.workers import EXIT_SECONDS, EXPLANATION_SECONDS, Workers
+from nanoinfer.executor.workers import EXIT_SECONDS, EXPLANATION_SECONDS, Failure, Workers
 from nanoinfer.loading import FoundModel
 from nanoinfer.outputs import CompletionOutput, EngineMetrics, RequestOutput, StreamChunk, refused
 from nanoinfer.replicas.callbacks import ReplicaCallbacks
@@ -362,13 +362,13 @@ class ReplicatedEngine:
 
         A stream that has tokens of it ends with an error, so that nothing comes twice.
         """
-        failure = explain_end(replica)
+        end = explain_end(replica)
         replica.is_alive = False
         replica.connection.close()
         replica.workers.close(patience=0.0)
         self.ring.num_read[replica.index] = 2**62  # nobody waits for it
         if not self.alive():
-            raise WorkerError(failure)
+            raise WorkerError(str(end))
         lost = [one for one in self._requests.values() if one.queued.replica == replica.index]
         self.dispatcher.close(replica.index)
         num_ended = 0
@@ -377,7 +377,7 @@ class ReplicatedEngine:
             self.dispatcher.finish(queued)
             if request.streamed:
                 num_ended += 1
-                self._end_with_error(request, failure)
+                self._end_with_error(request, end.ended)
             elif queued.request_id in self._paused:
                 self._held_back[queued.request_id] = queued
             else:
@@ -385,7 +385,8 @@ class ReplicatedEngine:
                 if queued.request_id in self._aborting:
                     self._marked.append((Scheduler.abort, queued.request_id))
         ended = f", and {num_ended} streams end with an error" if num_ended else ""
-        loss = f"{failure}; {len(lost) - num_ended} requests go to the {len(self.alive())} other replicas{ended}"
+        others = len(self.alive())
+        loss = f"{end.ended}; {len(lost) - num_ended} of its requests go to the {others} others{ended}{end.details}"
         logger.warning("%s", loss)
         self._losses.append(loss)
 
@@ -401,13 +402,13 @@ class ReplicatedEngine:
         request.inbox.append(RequestOutput(request_id, prepared.prompt, prepared.token_ids, 0, outputs))
 
 
-def explain_end(replica: Replica) -> str:
+def explain_end(replica: Replica) -> Failure:
     """Say why a replica has ended; its socket may show that a moment after its pipe."""
     deadline = time.monotonic() + EXPLANATION_SECONDS
     while replica.workers.failure is None and time.monotonic() < deadline:
         time.sleep(0.001)
     failure = replica.workers.failure
-    return f"replica {replica.index} has ended" if failure is None else str(failure)
+    return failure or Failure(f"replica {replica.index} has ended")
 
 
 def end_replicas(replicas: list[Replica], patience: float = EXIT_SECONDS) -> None:
