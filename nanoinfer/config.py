@@ -43,15 +43,15 @@ class EngineConfig:
     )
     data_parallel_size: int = option(
         1,
-        "The number of replicas: engines in processes of their own, each with the whole model, that share the requests "
-        "of this one. Each has tensor_parallel_size GPUs, counted from `device` on.",
+        "The number of replicas: engines in processes of their own, each with the whole model, that share the requests. "
+        "Each has tensor_parallel_size GPUs, counted from `device` on, and runs up to max_num_seqs sequences.",
     )
     max_model_len: int | None = option(
         None,
         "The most tokens in a sequence, prompt and completion together; if not given, the model's own limit, lowered "
         "to what the KV cache can hold.",
     )
-    max_num_seqs: int = option(512, "The most sequences that run at the same time; with replicas, on each.")
+    max_num_seqs: int = option(512, "The most sequences that run at the same time.")
     max_num_batched_tokens: int = option(
         16384, "The most prompt tokens in one step; longer prompts are computed in chunks."
     )

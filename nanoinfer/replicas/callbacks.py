@@ -3,9 +3,10 @@
 from collections import deque
 from collections.abc import Callable
 
-from nanoinfer.control.step_events import StepCallback
 from nanoinfer.errors import RequestError
 from nanoinfer.outputs import StepEvent
+
+StepCallback = Callable[[StepEvent], object]
 
 
 class ReplicaCallbacks:

@@ -101,7 +101,7 @@ def load_replicas(found: FoundModel) -> Loaded:
     max_model_len = min(one.max_model_len for one in ready)
     for text in ready[0].warnings:
         warnings.warn(text, stacklevel=3)
-    engine = ReplicatedEngine(found, replicas, ring, max_model_len)
+    engine = ReplicatedEngine(config, replicas, ring, max_model_len)
     engine.call("limit", max_model_len)
     prompts = found.make_prompts(tokenizer, max_model_len)
     constraints = CheckedConstraints(tokenizer, model_config.vocab_size, prompts.stop_token_ids)

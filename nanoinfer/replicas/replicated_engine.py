@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from nanoinfer.config import EngineConfig
 from nanoinfer.engine.interrupts import StepGuard, postponed_interrupt
 from nanoinfer.engine.request_queue import TURN_SECONDS
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import EngineClosedError, EngineStateError, WorkerError
 from nanoinfer.executor.shm_ring import Ring
 from nanoinfer.executor.workers import EXIT_SECONDS, EXPLANATION_SECONDS, Failure, Workers
-from nanoinfer.loading import FoundModel
 from nanoinfer.outputs import CompletionOutput, EngineMetrics, RequestOutput, StreamChunk, refused
 from nanoinfer.replicas.callbacks import ReplicaCallbacks
 from nanoinfer.replicas.dispatch import Dispatcher, QueuedRequest, expected_work
@@ -45,7 +45,6 @@ from nanoinfer.text.prompts import PreparedRequest
 logger = logging.getLogger("nanoinfer")
 
 MAX_MESSAGES = 64  # that are taken from a replica at a time, so that none waits for another one
-RING_SLOTS, RING_SLOT_SIZE = 16, 2**18  # 16 MiB for new weights
 
 
 @dataclass(slots=True, eq=False)
@@ -107,11 +106,11 @@ def sum_metrics(replicas: list[EngineMetrics]) -> ReplicaMetrics:
 class ReplicatedEngine:
     """Does what an LLMEngine does, on several of them.
 
-    replicas: their processes, which have loaded the model.
+    replicas: their processes, which have loaded the model. ring: brings new weights to them.
     """
 
-    def __init__(self, found: FoundModel, replicas: list[Replica], ring: Ring, max_model_len: int) -> None:
-        self.config = found.config
+    def __init__(self, config: EngineConfig, replicas: list[Replica], ring: Ring, max_model_len: int) -> None:
+        self.config = config
         self.guard = StepGuard()
         self.replicas = replicas
         self.dispatcher = Dispatcher(len(replicas), self.config.max_num_seqs)
