@@ -43,7 +43,7 @@ class EngineConfig:
     )
     data_parallel_size: int = option(
         1,
-        "The number of replicas: engines in processes of their own, each with the whole model, that share the requests. "
+        "The number of replicas: engines in processes of their own, each with the whole model, that share requests. "
         "Each has tensor_parallel_size GPUs, counted from `device` on, and runs up to max_num_seqs sequences.",
     )
     max_model_len: int | None = option(
