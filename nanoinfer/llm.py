@@ -29,7 +29,7 @@ from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Scor
 from nanoinfer.progress import Progress
 from nanoinfer.replicas.loading import load_replicas
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scoring import score, scoring_request
+from nanoinfer.scoring import check_scores, score, scoring_request
 from nanoinfer.text.chat import Conversation
 from nanoinfer.text.prompts import (
     GivenPrompt,
@@ -214,9 +214,11 @@ class LLM:
         model would read them: the completion's tokens are those of the whole from where it differs from the prompt's
         own, so that a token across the border is the completion's. Where nothing of the prompt would be left before
         it, and where either is given as token ids, both are tokenized by themselves. Prompts that begin alike share
-        the computation of what is alike. Raises RequestError for a pair that cannot be served, or is empty.
+        the computation of what is alike. Raises RequestError for a pair that cannot be served, or is empty, and where
+        `logprobs_mode` is one of logits.
         """
         self.queue.check_open()
+        check_scores(self.config.logprobs_mode)
         with self.queue.lock:
             pairs = self.queue.prompts.encode_pairs(as_list_of_prompts(prompts), as_list_of_prompts(completions))
         outputs = self._complete([*map(scoring_request, pairs)], use_tqdm, on_finish=None)
@@ -294,9 +296,11 @@ class LLM:
         named_tensors: a dict or an iterable of the checkpoint's names and whole tensors, on any device; all or some.
         Raises ModelError, with close names, for one that does not fit, and for what is no pair: nothing of a dict is
         copied then; what came before it in an iterable stays. Raises EngineStateError while requests are unfinished, or
-        the engine sleeps.
+        the weights sleep.
         """
         self._control.update_weights(named_tensors)
+
+    load_weights = update_weights  # what trainers call on vLLM's models
 
     def sleep(self, level: int = 1) -> None:
         """Give the device's memory back until `wake_up`; calls that need the model raise EngineStateError meanwhile.
@@ -306,9 +310,13 @@ class LLM:
         """
         self._control.sleep(level)
 
-    def wake_up(self) -> None:
-        """Take the memory again. Raises ConfigError where it is not free; the engine sleeps on then, if on one GPU."""
-        self._control.wake_up()
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take the memory again. Raises ConfigError where it is not free; the engine sleeps on then, if on one GPU.
+
+        tags: ["weights"], then ["kv_cache"], to take it in two parts, with `update_weights` between them; None is both.
+        Raises ConfigError for other tags, EngineStateError for the cache before the weights.
+        """
+        self._control.wake_up(tags)
 
     @property
     def tokenizer(self) -> Any:

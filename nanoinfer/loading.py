@@ -3,10 +3,10 @@
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +22,7 @@ from nanoinfer.device import host_array
 from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.request_queue import RequestQueue
+from nanoinfer.errors import ConfigError
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import REGISTRY
 from nanoinfer.runner.model_runner import ModelRunner, RunnerInfo
@@ -35,7 +36,7 @@ logger = logging.getLogger("nanoinfer")
 class FoundModel:
     """Holds what is known of a model before its weights are read.
 
-    config: as it was given, without what this model has not. folder, tokenizer_folder: of files that are here.
+    folder, tokenizer_folder: of files that are here.
     """
 
     config: EngineConfig
@@ -52,7 +53,12 @@ class FoundModel:
         """Return what checks and tokenizes prompts of at most so many tokens."""
         stop_token_ids = read_stop_token_ids(self.folder, tokenizer)
         return PromptProcessor(
-            tokenizer, self.config.model, self.model_config.vocab_size, max_model_len, stop_token_ids
+            tokenizer,
+            self.config.model,
+            self.model_config.vocab_size,
+            max_model_len,
+            stop_token_ids,
+            self.config.max_logprobs,
         )
 
 
@@ -63,7 +69,7 @@ class Control(Protocol):
 
     def sleep(self, level: int) -> None: ...
 
-    def wake_up(self) -> None: ...
+    def wake_up(self, tags: Collection[str] | None) -> None: ...
 
 
 class Callbacks(Protocol):
@@ -93,9 +99,8 @@ def find_model(config: EngineConfig) -> FoundModel:
         config.model, not is_random, revision=config.revision, download_dir=config.download_dir
     )
     model_config = ModelConfig.from_folder(folder, REGISTRY, config.hf_overrides, config.quantization)
-    if model_config.linear_attention is not None and config.enable_prefix_caching:
-        logger.info("prefix caching is off: it is not there yet for models with linear attention")
-        config = replace(config, enable_prefix_caching=False)
+    if config.enable_return_routed_experts and model_config.moe is None:
+        raise ConfigError(f"enable_return_routed_experts=True, and {config.model} has no experts; leave it out")
     return FoundModel(config, folder, model_config, find_tokenizer(config, folder))
 
 

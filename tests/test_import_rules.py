@@ -20,6 +20,7 @@ EVERYBODY = {
     "config",
     "device",
     "outputs",
+    "flat_logprobs",
     "structured_outputs",
     "sampling_params",
     "checkpoint",
@@ -32,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine_options": set(),
     "device": {"errors"},
     "outputs": {"errors"},
+    "flat_logprobs": {"outputs"},
     "structured_outputs": {"errors"},
     "sampling_params": {"errors", "vllm_names", "structured_outputs"},
     "checkpoint": {"errors", "config", "device"},
@@ -62,6 +64,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "__version__",
         "control",
         "engine",
+        "executor.shm_ring",
+        "replicas",
+        "text",
         "models",
         "layers",
         "quantization",
@@ -74,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "cli", "terminal_chat", "batch", "bench"},
 }
 WITHOUT_TORCH = {"constraints", "engine", "config", "sampling_params"}
-WITHOUT_TORCH |= {"outputs", "errors", "vllm_names", "cli"}
+WITHOUT_TORCH |= {"outputs", "flat_logprobs", "errors", "vllm_names", "cli"}
 CUDA_ONLY = ("kernels.", "distributed.copy_engines", "layers.attention.flash_attn", "layers.attention.triton")
 
 

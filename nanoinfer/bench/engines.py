@@ -74,7 +74,7 @@ def load_nanoinfer(model: Model, options: dict[str, Any], args: argparse.Namespa
 
     def metrics() -> dict[str, float]:
         totals = asdict(llm.get_metrics())
-        for name in ("num_used_blocks", "num_blocks", "replicas"):  # which are no totals
+        for name in ("num_used_blocks", "num_blocks", "num_snapshots", "replicas"):  # which are no totals
             totals.pop(name, None)
         return totals
 

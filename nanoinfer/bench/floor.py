@@ -66,9 +66,13 @@ def compute_replica_floor(
     floors = []
     for start in range(min(num_replicas, len(order))):
         indices = order[start::num_replicas]
-        own = {name: [getattr(work, name)[index] for index in indices] for name in ("prompts", "max_tokens")}
-        own |= {"answers": [work.answers[index] for index in indices]} if work.answers else {}
-        floors.append(compute_floor(config, replace(work, **own), rates, max_num_seqs, kv_cache_dtype))
+        share = replace(
+            work,
+            prompts=[work.prompts[index] for index in indices],
+            max_tokens=[work.max_tokens[index] for index in indices],
+            answers=[work.answers[index] for index in indices] if work.answers else [],
+        )
+        floors.append(compute_floor(config, share, rates, max_num_seqs, kv_cache_dtype))
     return max(floors, key=lambda floor: floor.seconds)
 
 

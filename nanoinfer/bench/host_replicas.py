@@ -92,8 +92,9 @@ def read_all(connections: Sequence[Connection], received: "SimpleQueue[Any]") ->
     left: list[Any] = [*connections]
     while left:
         for connection in wait(left):
+            assert isinstance(connection, Connection)
             try:
-                received.put((connection, connection.recv()))  # type: ignore[union-attr]
+                received.put((connection, connection.recv()))
             except (EOFError, OSError):
                 left.remove(connection)
     received.put(None)

@@ -137,7 +137,8 @@ class ModelWeights:
     def names(self) -> list[str]:
         """Return the names under which checkpoints hold the weights, packed ones under both their names."""
         whole = {name for name, shard in self._homes if shard and "." not in shard}  # not of experts
-        return [*(checkpoint_name(self._model, place) for place in self._homes), *sorted(whole)]
+        of_experts = {checkpoint_name(self._model, (name, None)) for name, shard in self._homes if shard}
+        return [*(checkpoint_name(self._model, place) for place in self._homes), *sorted(whole | of_experts)]
 
     # -------- Off the device, and back --------------------------------------------------------------------------------
 
@@ -185,6 +186,9 @@ def checkpoint_name(model: Any, place: Place) -> str:
     name, shard = place
     packed_names = {packed: name for name, packed in model.packed_modules_mapping.items()}
     given_names = {ours: name for name, ours in model.renamed_modules.items()}
+    for theirs, ours in model.renamed_endings.items():
+        if shard is None and name.endswith(ours):
+            name = name.removesuffix(ours) + theirs
     *path, packed, kind = name.split(".")
     if shard is not None:
         expert, _, shard = shard.rpartition(".")

@@ -45,12 +45,13 @@ class Runner(Protocol):
     max_model_len: int  # tokens of the longest sequence
     num_blocks: int  # of the KV cache
     max_num_seqs: int  # rows: as many as were asked for, or fewer where the memory for their states is short
+    num_snapshots: int  # recurrent states that can be kept for prefix hits; 0 where the model has none, or caches none
     max_group_rows: int  # the most decode rows that attention can read a shared prefix for at once; 0 where it cannot
     computes_beside_host: bool  # whether a launched step is computed while the host goes on; on a CPU it is not
 
     @property
-    def sleep_level(self) -> int | None:
-        """1 or 2, as in `sleep`; None while awake."""
+    def asleep(self) -> abc.Set[str]:
+        """Which of SLEEP_TAGS sleep: none while awake, and at most "kv_cache" alone."""
 
     @property
     def weights(self) -> Weights:
@@ -69,11 +70,14 @@ class Runner(Protocol):
     def wait(self, handle: Any) -> list[int]:
         """Return the token ids of a sampled step, once they are there."""
 
+    def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> Any:
+        """Start to copy those of positions [start, end) of a sequence with these blocks; `to_array` waits for it."""
+
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
 
-    def wake_up(self) -> None:
-        """Take the memory again, and be ready for steps."""
+    def wake_up(self, tags: abc.Set[str]) -> None:
+        """Take the memory of these again; those that are awake stay so. With all awake, steps can run."""
 
     def close(self) -> None:
         """Free the model and the cache."""
@@ -114,7 +118,7 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free the model and the cache."""
 
-    def check_open(self) -> object:
+    def check_open(self, is_for_steps: bool = True) -> object:
         """Raise EngineClosedError where the engine was closed, EngineStateError where it cannot run steps."""
 
 

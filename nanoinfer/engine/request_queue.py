@@ -182,7 +182,7 @@ class RequestQueue:
 
     def reset_prefix_cache(self) -> None:
         with self.lock:
-            self._engine.check_open()
+            self._engine.check_open(is_for_steps=False)  # a trainer calls it while the cache sleeps
             self._engine.reset_prefix_cache()
 
     def close(self) -> None:

@@ -6,8 +6,11 @@ To add one, write a file beside qwen3.py that says how it differs from the commo
 from nanoinfer.errors import ModelError
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.gemma3 import Gemma3ForCausalLM
+from nanoinfer.models.glm4_moe import Glm4MoeForCausalLM
+from nanoinfer.models.gpt_oss import GptOssForCausalLM
 from nanoinfer.models.granite import GraniteForCausalLM
 from nanoinfer.models.llama import LlamaForCausalLM
+from nanoinfer.models.minimax_m2 import MiniMaxM2ForCausalLM
 from nanoinfer.models.ministral3 import Ministral3ForCausalLM
 from nanoinfer.models.mistral import MistralForCausalLM
 from nanoinfer.models.mixtral import MixtralForCausalLM
@@ -23,8 +26,11 @@ from nanoinfer.models.smollm3 import SmolLM3ForCausalLM
 REGISTRY: dict[str, type[DecoderForCausalLM]] = {
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
+    "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
+    "GptOssForCausalLM": GptOssForCausalLM,
     "GraniteForCausalLM": GraniteForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
+    "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
     "Ministral3ForCausalLM": Ministral3ForCausalLM,
     "Mistral3ForConditionalGeneration": MistralForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,

@@ -24,6 +24,7 @@ class ForwardStep:
     states: RecurrentStates | None = None  # of layers with linear attention; None where there are none
     rows: Tensor | None = None  # (num_chunks,) or (num_rows,) int32: whose states they are; None where there are none
     row_mask: Tensor | None = None  # (num_tokens,) bool, False where a row is padding; None where no layer asks
+    routed: list[Tensor] | None = None  # layers add the experts of each token, (num_tokens, k); None: nobody asks
 
     def with_row_mask(self) -> "ForwardStep":
         return replace(self, row_mask=self.attention.slot_mapping >= 0)

@@ -1,7 +1,7 @@
 """What a trainer does to all replicas between rounds of sampling: gives them new weights, and takes their memory."""
 
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from threading import RLock
 from typing import Any
 
@@ -51,10 +51,10 @@ class ReplicaControl:
             self._check_idle("sleep")
             self._call("sleep", level)
 
-    def wake_up(self) -> None:
+    def wake_up(self, tags: Collection[str] | None) -> None:
         with self._lock:
             self._check_idle("wake_up")
-            self._call("wake_up")
+            self._call("wake_up", tags)
 
     def _check_idle(self, call: str) -> None:
         """Raise EngineStateError where requests are unfinished."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.errors import RequestError
+from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
 from nanoinfer.outputs import (
     CompletionOutput,
     EngineMetrics,
@@ -31,6 +32,7 @@ from nanoinfer.text.prompts import PreparedRequest
 
 REASONS = ("stop", "length", "abort", "error")  # finish_reason by number
 NO_REASON = len(REASONS)  # of a chunk that is not the last
+NO_OTHERS = (None,) * 5
 
 
 # -------- To a replica ------------------------------------------------------------------------------------------------
@@ -131,7 +133,7 @@ class Outputs(NamedTuple):
     samples: NDArray[np.int32]  # (num_samples, 2), of all requests: number of tokens, index in REASONS
     token_ids: NDArray[np.int32]  # of all samples, one after the other
     texts: list[str]  # of each sample
-    others: dict[int, tuple[Any, ...]]  # stop_reason, logprobs, their sum and error, of samples that have one of these
+    others: dict[int, tuple[Any, ...]]  # of samples that have any: stop_reason, logprobs, their sum, error and routing
     prompt_logprobs: dict[int, Any]  # of requests that asked, by their line: packed, or as arrays
 
 
@@ -141,7 +143,7 @@ class Chunks(NamedTuple):
     columns: NDArray[np.int64]  # (num_chunks, 4): request id, sample, number of tokens, index in REASONS
     token_ids: NDArray[np.int32]
     texts: list[str]
-    logprobs: dict[int, PackedLogprobs]  # of chunks that have them
+    logprobs: dict[int, "PackedLogprobs | FlatLogprobs"]  # of chunks that have them
 
 
 # -------- Packing and unpacking ---------------------------------------------------------------------------------------
@@ -229,8 +231,8 @@ def pack_outputs(outputs: Sequence[RequestOutput]) -> Outputs:
     samples = [sample for output in outputs for sample in output.outputs]
     others = {}
     for line, sample in enumerate(samples):
-        logprobs = None if sample.logprobs is None else pack_logprobs(sample.logprobs)
-        found = sample.stop_reason, logprobs, sample.cumulative_logprob, sample.error
+        logprobs = pack_logprobs(sample.logprobs)
+        found = sample.stop_reason, logprobs, sample.cumulative_logprob, sample.error, sample.routed_experts
         if any(item is not None for item in found):
             others[line] = found
     metrics = [output.metrics for output in outputs]
@@ -243,7 +245,7 @@ def pack_outputs(outputs: Sequence[RequestOutput]) -> Outputs:
         [one.text for one in samples],
         others,
         {
-            line: _pack_prompt_logprobs(output.prompt_logprobs)
+            line: pack_logprobs(output.prompt_logprobs)
             for line, output in enumerate(outputs)
             if output.prompt_logprobs is not None
         },
@@ -266,12 +268,10 @@ def unpack_outputs(
         for index in range(num_samples):
             (count, reason), text = next(lines)
             start, end = end, end + count
-            stop_reason, logprobs, total, error = message.others.get(line, (None, None, None, None))
+            stop_reason, logprobs, total, error, routed = message.others.get(line, NO_OTHERS)
             line += 1
-            entries = None if logprobs is None else _known(unpack_logprobs(logprobs))
-            samples.append(
-                CompletionOutput(index, text, ids[start:end], REASONS[reason], stop_reason, entries, total, error)
-            )
+            ends = REASONS[reason], stop_reason, unpack_logprobs(logprobs), total, error
+            samples.append(CompletionOutput(index, text, ids[start:end], *ends, routed_experts=routed))
         if request is None:
             found.append(None)
             continue
@@ -289,7 +289,7 @@ def unpack_outputs(
                     None if first is None else first + seconds,
                     per_token,
                 ),
-                prompt_logprobs=None if of_prompt is None else _unpack_prompt_logprobs(of_prompt),
+                prompt_logprobs=unpack_logprobs(of_prompt),
             )
         )
     return found
@@ -323,45 +323,39 @@ def unpack_chunks(message: Chunks, index_of: dict[int, int]) -> list[StreamChunk
                     token_ids[start:end],
                     None if reason == NO_REASON else REASONS[reason],
                     sample,
-                    _known(unpack_logprobs(message.logprobs[line])) if line in message.logprobs else None,
+                    unpack_logprobs(message.logprobs.get(line)),
                     request_id=request_id,
                 )
             )
     return chunks
 
 
-def pack_logprobs(places: Sequence[TokenLogprobs | None]) -> PackedLogprobs:
+def pack_logprobs(places: Sequence[TokenLogprobs | None] | None) -> Any:
+    """Return log-probabilities for a message; they come out of `unpack_logprobs` as they were."""
+    if places is None or isinstance(places, FlatLogprobs):
+        return places
+    if isinstance(places, PromptLogprobs):
+        return places.ranks, places.token_ids, places.logprobs
     entries = [item for place in places if place for item in place.items()]
     return PackedLogprobs(
         np.array([len(place) if place else 0 for place in places], np.int32),
         np.array([token_id for token_id, _ in entries], np.int32),
-        np.array([entry.rank for _, entry in entries], np.int32),
+        np.array([NO_RANK if entry.rank is None else entry.rank for _, entry in entries], np.int32),
         np.array([entry.logprob for _, entry in entries], np.float64),
         [entry.decoded_token for _, entry in entries],
     )
 
 
-def unpack_logprobs(packed: PackedLogprobs) -> list[TokenLogprobs | None]:
-    columns = packed.logprobs.tolist(), packed.ranks.tolist(), packed.texts
-    entries = [*zip(packed.token_ids.tolist(), map(Logprob, *columns), strict=True)]
-    counts = packed.counts.tolist()
-    return [dict(entries[end - count : end]) or None for count, end in zip(counts, accumulate(counts), strict=True)]
-
-
-def _known(places: list[TokenLogprobs | None]) -> list[TokenLogprobs]:
-    return [place for place in places if place is not None]
-
-
-def _pack_prompt_logprobs(places: Sequence[TokenLogprobs | None]) -> Any:
-    if isinstance(places, PromptLogprobs):
-        return places.ranks, places.token_ids, places.logprobs
-    return pack_logprobs(places)
-
-
-def _unpack_prompt_logprobs(packed: Any) -> Sequence[TokenLogprobs | None]:
+def unpack_logprobs(packed: Any) -> Any:
     if isinstance(packed, PackedLogprobs):
-        return unpack_logprobs(packed)
-    ranks, token_ids, logprobs = packed
-    found = PromptLogprobs(len(ranks), token_ids.shape[1] - 1)
-    found.fill(0, ranks, token_ids, logprobs)
-    return found
+        ranks = [None if rank == NO_RANK else rank for rank in packed.ranks.tolist()]
+        found = map(Logprob, packed.logprobs.tolist(), ranks, packed.texts)
+        entries = [*zip(packed.token_ids.tolist(), found, strict=True)]
+        counts = packed.counts.tolist()
+        return [dict(entries[end - count : end]) or None for count, end in zip(counts, accumulate(counts), strict=True)]
+    if isinstance(packed, tuple):
+        ranks, token_ids, logprobs = packed
+        of_prompt = PromptLogprobs(len(ranks), token_ids.shape[1] - 1)
+        of_prompt.fill(0, ranks, token_ids, logprobs)
+        return of_prompt
+    return packed

@@ -22,9 +22,10 @@ from nanoinfer import (
     tiny_model_path,
 )
 from nanoinfer.batch.batch_job import run_batch
+from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, StepEvent
 
-PROMPTS = [f"{a}+{b}=?" for a in range(4) for b in range(3)]
+PROMPTS = [f"{a}+{b}=?" for a in range(7) for b in range(2)]
 LONG = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
 
 
@@ -64,8 +65,8 @@ def rounded(value: Any) -> Any:
             return round(value, 3)
         case dict():
             return {key: rounded(item) for key, item in value.items()}
-        case list():
-            return [*map(rounded, value)]
+        case list() | FlatLogprobs():
+            return [type(value).__name__, *map(rounded, value)]
     return value
 
 
@@ -96,6 +97,8 @@ MIXED = [
     SamplingParams(max_tokens=4, logits_processors=[favour_the_prompt_length]),
     SamplingParams(max_tokens=None, temperature=0),
     SamplingParams(max_tokens=6, logit_bias={20: 5.0}, presence_penalty=1.0, min_tokens=4),
+    SamplingParams(temperature=0, max_tokens=4, logprobs=1, prompt_logprobs=1, flat_logprobs=True),
+    SamplingParams(temperature=0, max_tokens=4, logprob_token_ids=[15, 16]),
 ]
 
 
@@ -118,8 +121,8 @@ def test_both_replicas_work_and_their_metrics_are_summed(two: LLM) -> None:
         now.num_generated_tokens - then.num_generated_tokens
         for now, then in zip(after.replicas, before.replicas, strict=True)
     ]
-    assert generated == [60, 60]
-    assert after.num_generated_tokens - before.num_generated_tokens == 120
+    assert generated == [70, 70]
+    assert after.num_generated_tokens - before.num_generated_tokens == 140
     assert after.num_blocks == 128
     assert after.num_used_blocks == 0
     assert after.decode_seconds < sum(replica.decode_seconds for replica in after.replicas)
@@ -132,7 +135,7 @@ def test_streams_bring_the_same_texts_side_by_side(one: LLM, two: LLM) -> None:
         parts: dict[tuple[int, int, int], list[Any]] = {}
         for chunk in llm.stream(PROMPTS[:4], params):
             part = parts.setdefault((chunk.index, chunk.sample, chunk.request_id), ["", [], [], None])
-            for place, new in enumerate((chunk.text, chunk.token_ids, rounded(chunk.logprobs))):
+            for place, new in enumerate((chunk.text, chunk.token_ids, [*map(rounded, chunk.logprobs or [])])):
                 part[place] += new
             part[3] = chunk.finish_reason
         streams.append(parts)
@@ -285,7 +288,7 @@ def test_a_job_in_a_file_gets_the_answers_of_one_engine(one: LLM, two: LLM, tmp_
 
         path = tmp_path / f"{name}.jsonl"
         summary = run_batch(Kept, tmp_path / "in.jsonl", path, use_tqdm=False)  # type: ignore[arg-type]
-        assert (summary.num_done, summary.num_errors) == (12, 0)
+        assert (summary.num_done, summary.num_errors) == (14, 0)
         records = [json.loads(line) for line in path.read_text().splitlines()]
         found.append(
             {
@@ -294,7 +297,7 @@ def test_a_job_in_a_file_gets_the_answers_of_one_engine(one: LLM, two: LLM, tmp_
                 if "custom_id" in record
             }
         )
-    assert len(found[0]) == 12
+    assert len(found[0]) == 14
     assert found[0] == found[1]
 
 
