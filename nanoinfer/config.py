@@ -44,6 +44,11 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         1, "The number of GPUs that the model is split over, counted from `device` on; on a CPU, of processes."
     )
+    data_parallel_size: int = option(
+        1,
+        "The number of replicas: engines in processes of their own, each with the whole model, that share requests. "
+        "Each has tensor_parallel_size GPUs, counted from `device` on, and runs up to max_num_seqs sequences.",
+    )
     max_model_len: int | None = option(
         None,
         "The most tokens in a sequence, prompt and completion together; if not given, the model's own limit, lowered "

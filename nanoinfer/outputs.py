@@ -241,6 +241,7 @@ class StepEvent:
     num_cached_blocks: int  # blocks, in use or free, that the prefix cache would find
     num_free_blocks: int  # blocks that can be handed out; free and used ones are all there are
     changes: tuple[RequestChange, ...]  # what happened to requests since the event before, in order
+    replica: int = 0  # whose step it was; each counts its own
 
     @property
     def host_seconds(self) -> float:

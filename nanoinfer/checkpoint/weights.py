@@ -108,14 +108,7 @@ class ModelWeights:
 
     def check(self, name: str, tensor: Any) -> dict[Place, Tensor]:
         """Return where a tensor goes: nowhere, if it is not needed. Raises ModelError for one that does not fit."""
-        if not isinstance(name, str):
-            raise ModelError(
-                f"{name!r:.100} is no name of a weight; give pairs of a name and a tensor, or a dict of these"
-            )
-        if not isinstance(tensor, Tensor):
-            raise ModelError(f"{name!r} cannot be updated: it is a {type(tensor).__name__}; give a tensor")
-        if why := why_not_plain(tensor):
-            raise ModelError(f"{name!r} cannot be updated: it {why}; give a plain dense tensor")
+        check_plain(name, tensor)
         if not self.is_needed(name):
             return {}
         try:
@@ -202,6 +195,16 @@ def checkpoint_name(model: Any, place: Place) -> str:
         packed = packed_names.get((packed, shard), packed)
         path += [expert] if expert else []
     return ".".join(given_names.get(part, part) for part in (*path, packed, kind))
+
+
+def check_plain(name: Any, tensor: Any) -> None:
+    """Raise ModelError for what is no name of a weight, or no tensor whose values can be copied."""
+    if not isinstance(name, str):
+        raise ModelError(f"{name!r:.100} is no name of a weight; give pairs of a name and a tensor, or a dict of these")
+    if not isinstance(tensor, Tensor):
+        raise ModelError(f"{name!r} cannot be updated: it is a {type(tensor).__name__}; give a tensor")
+    if why := why_not_plain(tensor):
+        raise ModelError(f"{name!r} cannot be updated: it {why}; give a plain dense tensor")
 
 
 def check_shape(full: Tensor, expected: tuple[int, ...]) -> None:

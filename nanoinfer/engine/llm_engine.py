@@ -101,14 +101,16 @@ class LLMEngine:
         inbox: list[RequestOutput],
         chunks: deque[StreamChunk] | None = None,
         index: int = 0,
+        request_id: int | None = None,
     ) -> int:
         """Queue a request and return its id; one that has an error ends with it at once.
 
         inbox: where a step puts its output. chunks: where a stream finds what is new of it, under this `index`.
+        request_id: its number, where somebody else counts; draws depend on it.
         """
         self.guard.check()
         params = prepared.sampling_params
-        request_id = self._num_requests
+        request_id = self._num_requests if request_id is None else request_id
         self._num_requests += 1
         if prepared.error is not None:
             inbox.append(refused(request_id, prepared.prompt, params.n, str(prepared.error)))
@@ -191,6 +193,15 @@ class LLMEngine:
     def is_finished(self) -> bool:
         """Return whether every request has finished and was handed over."""
         return self.scheduler.is_finished() and not self.scheduler.paused and not self._finished
+
+    def num_only_paused(self) -> int:
+        """Return how many requests are paused, if none but these are left; else 0."""
+        scheduler = self.scheduler
+        return len({seq.request_id for seq in scheduler.paused}) if scheduler.is_finished() else 0
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.block_manager.reset_prefix_cache()
 
     def metrics(self) -> EngineMetrics:
         """Return the work done so far, and what is held now."""
