@@ -100,3 +100,9 @@ def free_host_bytes() -> int | None:
     with suppress(AttributeError, ValueError, OSError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
+
+
+def refuse_replicas(count: int, what: str) -> None:
+    """Raise RequestError where there are several replicas, to which such requests do not go yet."""
+    if count > 1:
+        raise RequestError(f"{what} with data_parallel_size={count} is not there yet; use data_parallel_size=1")

@@ -19,7 +19,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.prompt_states import PromptStates
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.errors import RequestError, check_names
-from nanoinfer.hidden_states import HiddenStates
+from nanoinfer.hidden_states import HiddenStates, refuse_replicas
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, RewardOutput
 from nanoinfer.pooling_params import PoolingParams
@@ -34,7 +34,6 @@ from nanoinfer.text.prompts import (
     find_bad_texts,
 )
 from nanoinfer.text.refusals import Errors, report
-from nanoinfer.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nanoinfer")
 
@@ -49,29 +48,22 @@ class OnePass:
     """Prepares requests that are pooled, and runs them.
 
     config: how the model pools. size: values of a vector, or logits. prompts: checks texts, which leave no room for a
-    completion. shortest: the most tokens of a text. model: its name, for messages.
+    completion. options: those of the engine.
     """
 
     def __init__(
-        self, queue: RequestQueue, config: PoolingConfig, size: int, prompts: PromptProcessor, model: str
+        self, queue: RequestQueue, config: PoolingConfig, size: int, prompts: PromptProcessor, options: EngineConfig
     ) -> None:
-        self._queue, self._config, self._size, self._prompts, self._model = queue, config, size, prompts, model
+        self._queue, self._config, self._size, self._prompts = queue, config, size, prompts
+        self._model, self._num_replicas = options.model, options.data_parallel_size
 
     @classmethod
-    def of(
-        cls,
-        queue: RequestQueue,
-        model_config: ModelConfig,
-        options: EngineConfig,
-        tokenizer: Tokenizer | None,
-        model: str,
-        vocab_size: int,
-        max_model_len: int,
-    ) -> "OnePass":
+    def of(cls, queue: RequestQueue, model_config: ModelConfig, options: EngineConfig, max_model_len: int) -> "OnePass":
         """Return that of an engine: texts may be as long as the model and sentence-transformers' files allow.
 
         An encoder's have to fit into one step, too.
         """
+        tokenizer, model, vocab_size = queue.prompts.tokenizer, options.model, model_config.vocab_size
         config = model_config.pooling
         assert config is not None, "the folder was read, and with it how the model pools"
         limits = {"max_model_len": max_model_len}
@@ -82,7 +74,7 @@ class OnePass:
         limit = min(limits, key=lambda name: limits[name])
         prompts = PromptProcessor(tokenizer, model, vocab_size, limits[limit], min_new_tokens=0, limit=limit)
         sizes = [model_config.hidden_size, *(layer.out_features for layer in config.dense)]
-        return cls(queue, config, len(config.labels) or sizes[-1], prompts, model)
+        return cls(queue, config, len(config.labels) or sizes[-1], prompts, options)
 
     def prepare_embeddings(
         self,
@@ -140,6 +132,7 @@ class OnePass:
     ) -> list[PreparedRequest]:
         """Return a request for each prompt. Raises RequestError for those that cannot be served."""
         self._queue.check_open()
+        refuse_replicas(self._num_replicas, "embed, classify and reward")
         options = check_names("tokenization_kwargs", tokenization_kwargs or {}, TOKENIZATION_OPTIONS, {})
         with self._queue.lock:  # tokenizers do not serve two threads at once
             ids, second_texts = self._tokenize(prompts, pairs or {}, options.get("truncate_prompt_tokens"))
@@ -263,17 +256,6 @@ class OnePass:
     def _reward(self, logits: Values, params: PoolingParams) -> RewardOutput:
         values = activate(logits, self._config.activation if params.use_activation else "identity")[..., 0]
         return RewardOutput(float(values) if values.ndim == 0 else values)
-
-
-def finds_prefixes(config: ModelConfig) -> bool:
-    """Return whether requests can use what was computed before: neither states nor encoders, nor all hidden states."""
-    pools_last = config.head is None or (config.pooling is not None and config.pooling.method == "last")
-    return config.linear_attention is None and config.encoder is None and pools_last
-
-
-def calls_of(config: ModelConfig) -> str:
-    """Say which calls serve a model that generates nothing."""
-    return "classify or reward" if config.pooling and config.pooling.is_classifier else "embed"
 
 
 def activate(logits: Values, activation: str) -> Values:

@@ -20,6 +20,7 @@ EVERYBODY = {
     "config",
     "device",
     "outputs",
+    "flat_logprobs",
     "structured_outputs",
     "sampling_params",
     "pooling_params",
@@ -39,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine_options": set(),
     "device": {"errors"},
     "outputs": {"errors"},
+    "flat_logprobs": {"outputs"},
     "structured_outputs": {"errors"},
     "sampling_params": {"errors", "vllm_names", "structured_outputs"},
     "pooling_params": {"errors"},
@@ -62,9 +64,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "one_pass": EVERYBODY | {"engine", "text", "progress", "hidden_states"},
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress"},
+    "loading": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "models", "text"},
+    "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
     "llm": EVERYBODY
-    | {"constraints", "control", "engine", "executor", "runner", "models", "text", "progress", "scoring"}
-    | {"engine_options", "aio", "one_pass", "hidden_states"},
+    | {"control.step_events", "engine", "text", "progress", "scoring", "engine_options", "aio", "loading", "replicas"}
+    | {"one_pass", "hidden_states"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "engine", "text", "progress"},
     "bench": EVERYBODY
@@ -73,6 +77,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "__version__",
         "control",
         "engine",
+        "executor.shm_ring",
+        "replicas",
+        "text",
         "models",
         "layers",
         "quantization",
@@ -85,7 +92,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "cli", "terminal_chat", "batch", "bench"},
 }
 WITHOUT_TORCH = {"constraints", "engine", "config", "sampling_params"}
-WITHOUT_TORCH |= {"outputs", "errors", "vllm_names", "cli"}
+WITHOUT_TORCH |= {"outputs", "flat_logprobs", "errors", "vllm_names", "cli"}
 CUDA_ONLY = ("kernels.", "distributed.copy_engines", "layers.attention.flash_attn", "layers.attention.triton")
 
 

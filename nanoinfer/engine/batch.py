@@ -18,9 +18,17 @@ from numpy.typing import NDArray
 
 from nanoinfer.engine.partial_hits import BlockCopy
 from nanoinfer.engine.prompt_states import StatesRecord
-from nanoinfer.engine.row_options import SamplingRecord, TokenBias, biases_of, sampling_record, stop_ids_of
+from nanoinfer.engine.row_options import (
+    SamplingRecord,
+    TokenBias,
+    biases_of,
+    logprob_ids_of,
+    sampling_record,
+    stop_ids_of,
+)
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.shared_prefixes import PrefixGroup
+from nanoinfer.engine.state_snapshots import StateCopy
 
 Packet = NDArray[np.int32]
 
@@ -28,8 +36,8 @@ Packet = NDArray[np.int32]
 class PrefillChunk(NamedTuple):
     """Tokens [start, start + length) of one sequence, to be computed in this step.
 
-    samples: whether the chunk ends with the last known token, so that the step samples the next one. Chunks that do not
-    come last in a step: those of sequences that pool, and one that is cut short where the step's token budget ends.
+    samples: whether the chunk ends with the last known token, so that the step samples the next one. One that does not
+    is of a sequence that pools, or is cut short where the step's token budget ends, or where a recurrent state is kept.
     """
 
     seq: Sequence
@@ -57,7 +65,9 @@ class ScheduledBatch:
     admitted: list[Sequence] = field(default_factory=list)  # sequences that got a row in this step
     new_blocks: list[NewBlock] = field(default_factory=list)  # those of admitted sequences included
     block_copies: list[BlockCopy] = field(default_factory=list)  # made before anything is computed
-    prefill: list[PrefillChunk] = field(default_factory=list)
+    kept_states: list[StateCopy] = field(default_factory=list)  # likewise, of what earlier steps computed
+    restored_states: list[StateCopy] = field(default_factory=list)  # likewise, after those that are kept
+    prefill: list[PrefillChunk] = field(default_factory=list)  # those that sample come first
     decode: list[Sequence] = field(default_factory=list)  # each computes its last known token and samples the next
     prefix_groups: list[PrefixGroup] = field(default_factory=list)  # they come first in `decode`, without gaps
 
@@ -84,18 +94,21 @@ class Header(NamedTuple):
     """The first numbers of a packet: what the host must know to launch, then the length of each section."""
 
     num_prefill_tokens: int
-    num_prefill_samples: int  # chunks that sample a token; they come first
+    num_prefill_samples: int  # chunks that sample a token: the first ones
     num_prefill_blocks: int  # different blocks of the chunks' sequences
     awaits_masks: int  # 1: what the step may draw is said when it is sampled, so no rank is to sample before
     num_admitted: int
     num_known_tokens: int  # of all admitted sequences together
     num_new_blocks: int
     num_block_copies: int
+    num_kept_states: int
+    num_restored_states: int
     num_chunks: int
     num_decode: int
     num_sampling_records: int
     num_stop_ids: int  # of all sampling records together
     num_biases: int
+    num_logprob_ids: int
     num_states_records: int
     num_layers: int  # of all states records together
 
@@ -140,11 +153,14 @@ class PacketSections(NamedTuple):
     known_tokens: Any  # one column: the ids of the admitted sequences, one sequence after another
     new_blocks: Any  # NewBlock
     block_copies: Any  # BlockCopy
+    kept_states: Any  # StateCopy
+    restored_states: Any  # StateCopy
     chunks: Any  # Chunk; the first num_prefill_samples of them sample a token
     decode_rows: Any  # DecodeRow
     sampling_records: Any  # SamplingRecord
     stop_ids: Any  # one column: those of the sampling records, one record after another
     biases: Any  # TokenBias; likewise
+    logprob_ids: Any  # one column; likewise
     states_records: Any  # StatesRecord
     layers: Any  # one column: the layers whose hidden states are wanted, one record after another
 
@@ -160,11 +176,14 @@ SECTION_DTYPES = PacketSections(
     known_tokens=np.dtype(np.int32),
     new_blocks=record_dtype(NewBlock),
     block_copies=record_dtype(BlockCopy),
+    kept_states=record_dtype(StateCopy),
+    restored_states=record_dtype(StateCopy),
     chunks=record_dtype(Chunk),
     decode_rows=record_dtype(DecodeRow),
     sampling_records=record_dtype(SamplingRecord),
     stop_ids=np.dtype(np.int32),
     biases=record_dtype(TokenBias),
+    logprob_ids=np.dtype(np.int32),
     states_records=record_dtype(StatesRecord),
     layers=np.dtype(np.int32),
 )
@@ -172,8 +191,6 @@ SECTION_DTYPES = PacketSections(
 
 def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
     """Write `batch` as a packet: the header and its sections."""
-    samples = [chunk.samples for chunk in batch.prefill]
-    assert samples == sorted(samples, reverse=True), "chunks that sample come first"
     wanted = [(seq, seq.prompt_states) for seq in batch.admitted if seq.prompt_states is not None]
     records = [(seq, record) for seq in batch.admitted if (record := sampling_record(seq)) is not None]
     sections = PacketSections(
@@ -181,15 +198,19 @@ def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
         known_tokens=_known_tokens(batch),
         new_blocks=batch.new_blocks,
         block_copies=batch.block_copies,
+        kept_states=batch.kept_states,
+        restored_states=batch.restored_states,
         chunks=[Chunk(_row(chunk.seq), chunk.start, chunk.length) for chunk in batch.prefill],
         decode_rows=_decode_rows(batch),
         sampling_records=[record for _, record in records],
         stop_ids=[token_id for seq, _ in records for token_id in stop_ids_of(seq)],
         biases=[bias for seq, _ in records for bias in biases_of(seq)],
+        logprob_ids=[token_id for seq, _ in records for token_id in logprob_ids_of(seq)],
         states_records=[states.record(_row(seq), seq.num_prompt_tokens) for seq, states in wanted],
         layers=[layer for _, states in wanted for layer in states.layers],
     )
-    num_samples = sum(samples)
+    num_samples = sum(chunk.samples for chunk in batch.prefill)
+    assert all(chunk.samples for chunk in batch.prefill[:num_samples]), "the chunks that sample a token come first"
     num_blocks = len(set().union(*(chunk.seq.block_table for chunk in batch.prefill)))
     header = Header(batch.num_prefill_tokens, num_samples, num_blocks, int(awaits_masks), *map(len, sections))
     parts = [np.array(lines, dtype) for lines, dtype in zip(sections, SECTION_DTYPES, strict=True) if len(lines)]

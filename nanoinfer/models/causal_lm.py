@@ -42,6 +42,8 @@ class DecoderForCausalLM(nn.Module):
         *("vision_tower.", "multi_modal_projector.", "visual."),
         *("model.vision_tower.", "model.multi_modal_projector.", "model.visual."),
     )
+    # How names of parameters end in the checkpoint -> in ours, where the last part is no module's own.
+    renamed_endings: ClassVar[Mapping[str, str]] = {}
     # Name of a module in the checkpoint -> ours, where they differ.
     renamed_modules: ClassVar[Mapping[str, str]] = {}
     # Name in the checkpoint -> (our packed module, the shard of it that the weight fills).
@@ -82,6 +84,9 @@ class DecoderForCausalLM(nn.Module):
                 name = ours + name.removeprefix(theirs)
         if name.partition(".")[0] in BARE_PARTS:
             name = f"model.{name}"
+        for theirs, ours in self.renamed_endings.items():
+            if name.endswith(theirs):
+                name = name.removesuffix(theirs) + ours
         *path, part, kind = (self.renamed_modules.get(part, part) for part in name.split("."))
         packed, shard = self.packed_modules_mapping.get(part, (part, None))
         if path[-2:-1] == ["experts"]:

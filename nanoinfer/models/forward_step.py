@@ -25,6 +25,7 @@ class ForwardStep:
     rows: Tensor | None = None  # (num_chunks,) or (num_rows,) int32: whose states they are; None where there are none
     token_types: Tensor | None = None  # (num_tokens,) int32: 1 in the second text of a pair; None where all are 0
     row_mask: Tensor | None = None  # (num_tokens,) bool, False where a row is padding; None where no layer asks
+    routed: list[Tensor] | None = None  # layers add the experts of each token, (num_tokens, k); None: nobody asks
 
     def with_row_mask(self) -> "ForwardStep":
         return replace(self, row_mask=self.attention.slot_mapping >= 0)

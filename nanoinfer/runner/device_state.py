@@ -9,6 +9,7 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.layers.attention.metadata import KVCache
 from nanoinfer.layers.linear_attention.states import StateShape
+from nanoinfer.layers.routed_experts import RoutedExperts
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.execution import capture_largest_prefill
 from nanoinfer.models.sliced_prefill import PrefillGraphs
@@ -37,7 +38,8 @@ class StepBuffers:
     ) -> "StepBuffers":
         graphs: dict[int, PrefillGraphs] = {}
         # Where rows or lengths limit a step, and not its budget, hardly any has just so many tokens.
-        if uses_graphs and max_step_tokens == config.max_num_batched_tokens:
+        is_usual = max_step_tokens == config.max_num_batched_tokens and not config.enable_return_routed_experts
+        if uses_graphs and is_usual:
             graphs = capture_largest_prefill(model.model, max_step_tokens)
         return cls(model.lm_head.weight.new_empty(config.max_num_seqs, model.lm_head.vocab.size), graphs)
 
@@ -46,7 +48,8 @@ class StepBuffers:
 class DeviceState:
     """The buffers of steps, the cache, and what is remembered of its rows.
 
-    graphs: of decode steps; None without CUDA graphs, and until they are captured.
+    routed_experts: None unless they are asked for. graphs: of decode steps; None without CUDA graphs, and until they
+    are captured.
     """
 
     buffers: StepBuffers
@@ -54,6 +57,7 @@ class DeviceState:
     tables: StepTables
     sampler: Sampler
     pooler: Pooler
+    routed_experts: RoutedExperts | None
     graphs: DecodeGraphs | None = field(default=None)
 
     @classmethod
@@ -67,13 +71,19 @@ class DeviceState:
         kv_dtype: torch.dtype,
         num_blocks: int,
         max_model_len: int,
+        num_snapshots: int,
     ) -> "DeviceState":
         tp, device = model.model.tp, model.lm_head.weight.device
         shape = memory.cache_shape(model_config, num_blocks, config.kvcache_block_size, tp)
         kv_cache = memory.allocate_kv_cache(shape, kv_dtype, device)
         state_shape = StateShape.of(model_config, model.lm_head.weight.dtype, tp)
-        states = state_shape.allocate(config.max_num_seqs, device) if state_shape else None
+        states = state_shape.allocate(config.max_num_seqs + num_snapshots, device) if state_shape else None
         tables = StepTables(config.max_num_seqs, max_model_len, kv_cache, states)
-        sampler = Sampler(tables.token_ids, tables.context_lens, model_config.vocab_size, tp)
+        vocab_size, mode = model_config.vocab_size, config.logprobs_mode
+        sampler = Sampler(tables.token_ids, tables.context_lens, vocab_size, tp, mode)
         assert model_config.pooling is not None, "the folder was read, and with it how the model pools"
-        return cls(buffers, kv_cache, tables, sampler, Pooler(model, model_config.pooling, dense))
+        pooler = Pooler(model, model_config.pooling, dense)
+        routed_experts = None
+        if config.enable_return_routed_experts and model_config.moe is not None:
+            routed_experts = RoutedExperts(model_config.moe, num_blocks, config.kvcache_block_size, device)
+        return cls(buffers, kv_cache, tables, sampler, pooler, routed_experts)

@@ -50,9 +50,19 @@ def grantable_bytes(share: float, free_at_start: int, device: torch.device) -> i
     return int(min(total * share, free_at_start * MAX_FREE_SHARE)) - (free_at_start - free)
 
 
-def num_blocks_in(free_bytes: int, config: ModelConfig, block_size: int, dtype: torch.dtype, tp: TensorParallel) -> int:
-    """Return how many blocks fit into `free_bytes`. Raises ConfigError if not even one does."""
-    bytes_per_block = num_cache_bytes(cache_shape(config, 1, block_size, tp), dtype)
+def num_blocks_in(
+    free_bytes: int,
+    config: ModelConfig,
+    block_size: int,
+    dtype: torch.dtype,
+    tp: TensorParallel,
+    other_bytes: int = 0,
+) -> int:
+    """Return how many blocks fit into `free_bytes`. Raises ConfigError if not even one does.
+
+    other_bytes: what a block takes beside its keys and values.
+    """
+    bytes_per_block = num_cache_bytes(cache_shape(config, 1, block_size, tp), dtype) + other_bytes
     if free_bytes < bytes_per_block:
         raise ConfigError(
             f"{max(free_bytes, 0) / GIB:.2f} GiB are left for the KV cache, and one block of {block_size} tokens takes "

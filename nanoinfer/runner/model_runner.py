@@ -7,6 +7,7 @@ the device; `wait` does, usually while the next step runs.
 
 import gc
 import time
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from nanoinfer.layers.attention.kv_rounding import select_kv_cache_dtype
 from nanoinfer.layers.attention.metadata import PrefillMetadata, SharedPrefixes
 from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.layers.linear_attention.states import StateShape
+from nanoinfer.layers.routed_experts import RoutedExperts, RoutingOnHost
 from nanoinfer.models.execution import sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.pooling.dense import load_dense
@@ -36,7 +38,8 @@ from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_grap
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
 from nanoinfer.runner.setup import build_model, measure_free_bytes
 from nanoinfer.runner.step_tables import PADDING_ROW
-from nanoinfer.sampling.sampler import PromptLogprobs, SampleLogprobs
+from nanoinfer.sampling.drawn_logprobs import SampleLogprobs
+from nanoinfer.sampling.sampler import PromptLogprobs
 
 MIN_THREADED_PARAMETERS = 2**24  # threads slow the steps of smaller models down
 
@@ -94,7 +97,8 @@ class ModelRunner:
         self.backends = AttentionBackends(backend, self.device, self.dtype, block_size, self.kv_dtype != self.dtype)
         self._state: DeviceState | None = None  # None while it sleeps
         self.closed = False
-        self.sleep_level: int | None = None  # None while awake
+        self.asleep: frozenset[str] = frozenset()  # "weights" and "kv_cache", or one of them
+        self._sleep_level = 1  # of the last sleep
         self._num_threads: int | None = None  # the user's own number of CPU threads
         try:
             with computing(self.device, self._num_threads):
@@ -118,6 +122,10 @@ class ModelRunner:
             self.state.pooler.admit(header, on_host)
             if header.num_block_copies:
                 copy_cached_tokens(self.state.kv_cache, on_device.block_copies)
+                if self.state.routed_experts is not None:
+                    self.state.routed_experts.copy_blocks(on_device.block_copies)
+            if header.num_kept_states or header.num_restored_states:
+                self.state.tables.copy_states(on_host)
             if header.num_chunks:
                 return self._launch_prefill(header, on_host, on_device)
             rows, num_shared_blocks, num_group_rows = on_device.decode_rows.unbind(1)
@@ -155,29 +163,49 @@ class ModelRunner:
             handle.event.synchronize()
         return handle.token_ids.tolist()
 
+    def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> RoutingOnHost:
+        """Start to copy those of positions [start, end) of a sequence with these blocks to the host."""
+        assert self.state.routed_experts is not None, "nobody asked for routed experts when the engine was made"
+        with computing(self.device, self._num_threads):
+            return self.state.routed_experts.read(block_ids, start, end)
+
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
         with computing(self.device, self._num_threads):
-            self.weights.leave_device(keep=level == 1)
-        self.sleep_level = level
+            if "weights" not in self.asleep:
+                self.weights.leave_device(keep=level == 1)
+                self._sleep_level = level
+        self.asleep = frozenset(("weights", "kv_cache"))
         self._free_state()
 
-    def wake_up(self) -> None:
-        """Take the memory again and capture the graphs again. If memory is short, the runner sleeps on and raises."""
+    def wake_up(self, tags: Set[str]) -> None:
+        """Take the memory of "weights", then of the "kv_cache", and capture the graphs again, as `tags` say.
+
+        If memory is short, both sleep on where the weights were to wake up, else the cache, and this raises.
+        """
+        slept = self.asleep
         try:
             with computing(self.device, self._num_threads):
-                self.weights.return_to_device()
-                self._allocate(self._step_buffers(), self.num_blocks, self.max_model_len)
-                self._capture_graphs()
+                if "weights" in slept & tags:
+                    self.weights.return_to_device()
+                    self.asleep -= {"weights"}
+                if "kv_cache" in slept & tags:
+                    self._allocate(self._step_buffers(), self.num_blocks, self.max_model_len)
+                    self._capture_graphs()
+                    self.asleep -= {"kv_cache"}
         except BaseException:
-            self.sleep(self.sleep_level or 1)
+            if "weights" in slept:
+                self.asleep -= {"weights"}  # some of them may be awake
+                self.sleep(self._sleep_level)
+            self._free_state()
             raise
-        self.sleep_level = None
 
     @property
     def unready(self) -> str | None:
         """Why no step can run now, and what to do; None if one can."""
-        return self.weights.explain_missing() if self.sleep_level is None else "this engine sleeps; call wake_up first"
+        if self.asleep == {"kv_cache"}:
+            return "the KV cache of this engine sleeps; call wake_up(tags=['kv_cache']) first"
+        return "this engine sleeps; call wake_up first" if self.asleep else self.weights.explain_missing()
 
     def close(self) -> None:
         """Give the device's memory back. The runner cannot be used any more; closing twice is fine."""
@@ -221,11 +249,14 @@ class ModelRunner:
 
     def _planned(self, step: ForwardStep) -> ForwardStep:
         """Return the step with what the attention backends prepare once for all layers."""
-        return replace(step, attention=self.backends.plan(step.attention, step.memory))
+        routed: list[Tensor] | None = [] if self.config.enable_return_routed_experts else None
+        return replace(step, attention=self.backends.plan(step.attention, step.memory), routed=routed)
 
     def _write_logits(self, step: ForwardStep, hidden: Tensor) -> None:
         if self.tp.memory is not None:
             self.tp.memory.check_even()
+        if step.routed and self.state.routed_experts is not None:
+            self.state.routed_experts.write(step.attention.slot_mapping, step.routed)
         hidden = hidden if step.outputs is None else hidden[step.outputs]
         if not self.model.generates:
             return
@@ -244,11 +275,14 @@ class ModelRunner:
         assert self.model_config.pooling is not None, "the folder was read, and with it how the model pools"
         self._dense = load_dense(self.model_config.pooling.dense, config.load_format == "dummy", self.device)
         free_before = free_at_start + self.tp.num_shared_bytes
-        states = StateShape.of(self.model_config, self.dtype, self.tp)
+        states, granted = StateShape.of(self.model_config, self.dtype, self.tp), memory.CPU_CACHE_BYTES
         if states is not None and self.device.type == "cuda":
             granted = memory.grantable_bytes(config.gpu_memory_utilization, free_before, self.device)
-            max_num_seqs = states.max_rows(config.max_num_seqs, self.tp.minimum(granted, self.device))
-            self.config = config = replace(config, max_num_seqs=max_num_seqs)
+            granted = self.tp.minimum(granted, self.device)
+            self.config = config = replace(config, max_num_seqs=states.max_rows(config.max_num_seqs, granted))
+        self.num_snapshots = 0
+        if states is not None and config.enable_prefix_caching:
+            self.num_snapshots = states.num_snapshots(config.max_num_seqs, granted)
         self.max_num_seqs = config.max_num_seqs
         self.max_step_tokens = memory.max_step_tokens(config, self.model_config)
         self.max_group_rows = self.backends.max_group_rows
@@ -272,7 +306,10 @@ class ModelRunner:
             )
         block_size = config.kvcache_block_size
         if num_blocks is None:
-            num_blocks = memory.num_blocks_in(free_bytes, self.model_config, block_size, self.kv_dtype, self.tp)
+            moe = self.model_config.moe if config.enable_return_routed_experts else None
+            routing_bytes = RoutedExperts.num_bytes(moe, block_size) if moe else 0
+            sizes = self.model_config, block_size, self.kv_dtype, self.tp, routing_bytes
+            num_blocks = memory.num_blocks_in(free_bytes, *sizes)
         self.num_blocks = num_blocks = self.tp.minimum(num_blocks, self.device)
         self.max_model_len = memory.resolve_max_model_len(config.max_model_len, longest, num_blocks, block_size)
         self._allocate(buffers, num_blocks, self.max_model_len)
@@ -297,7 +334,17 @@ class ModelRunner:
     def _allocate(self, buffers: StepBuffers, num_blocks: int, max_model_len: int) -> None:
         self._state = None  # its cache, if there is one, makes room
         self._state = DeviceState.allocate(
-            buffers, self.config, self.model_config, self.model, self._dense, self.kv_dtype, num_blocks, max_model_len
+            *(
+                buffers,
+                self.config,
+                self.model_config,
+                self.model,
+                self._dense,
+                self.kv_dtype,
+                num_blocks,
+                max_model_len,
+            ),
+            num_snapshots=self.num_snapshots,
         )
 
     def _capture_graphs(self) -> None:

@@ -172,9 +172,9 @@ def test_a_checkpoint_without_a_head_and_without_its_prefix_loads(tmp_path: Path
         expected = embeddings(llm, PROMPTS)
     with LLM(bare, **SMALL) as llm:
         assert_close(np.stack(embeddings(llm, PROMPTS)), np.stack(expected))
-        with pytest.raises(RequestError, match="generates nothing; use embed"):
+        with pytest.raises(RequestError, match="has no language-model head here; use embed"):
             llm.generate(PROMPTS)
-        with pytest.raises(RequestError, match="generates nothing; use embed"):
+        with pytest.raises(RequestError, match="has no language-model head here; use embed"):
             llm.score(PROMPTS, PROMPTS)
         with pytest.raises(RequestError, match="classify needs a classification head"):
             llm.classify(PROMPTS)

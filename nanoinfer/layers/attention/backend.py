@@ -13,8 +13,10 @@ class AttentionSpec:
     """What a layer's attention computes. Layers with equal specs share a backend.
 
     num_heads, num_kv_heads: query heads, and KV heads, of this rank. scale: the factor of the scores. window: how many
-    tokens each token attends to, itself included; None for all before it. causal: whether it attends to those before it
-    alone; else to all of its text, or to as many of either side as the window says, itself counted on both.
+    tokens each token attends to, itself included; None for all before it. has_sinks: whether each query head has a
+    sink, a score of its own without a value: exp(sink) is added to the sum that the softmax divides by (StreamingLLM,
+    Xiao et al. 2023; learned as in gpt-oss). causal: whether a token attends to those before it alone; else to all of
+    its text, or to as many of either side as the window says, itself counted on both.
     """
 
     num_heads: int
@@ -22,6 +24,7 @@ class AttentionSpec:
     head_dim: int
     scale: float
     window: int | None = None
+    has_sinks: bool = False
     causal: bool = True
 
     @property
@@ -46,12 +49,14 @@ class AttentionBackend(Protocol):
         """Return `metadata` with what this backend prepares once for all layers of the step; by default nothing."""
         return metadata
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend from the step's chunks to their contexts.
 
         k, v: (num_tokens, num_kv_heads, head_dim), those of the chunks, which suffice where no chunk has a prefix in
-        the cache and the cache holds them unrounded.
+        the cache and the cache holds them unrounded. sinks: (num_heads,), if the spec has them.
         """
 
-    def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> Tensor:
+    def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
         """Attend from one token of each row. The result of a row without context is undefined, but never an error."""
