@@ -30,11 +30,12 @@ class HiddenStates:
     @classmethod
     def of(
         cls,
+        num_layers: int,
+        row_bytes: int,
+        num_replicas: int,
         layers: Sequence[int] | None,
         positions: str,
         callback: OnHiddenStates | None,
-        num_layers: int,
-        row_bytes: int,
     ) -> "HiddenStates | None":
         """Return what is asked for; None for nothing. num_layers: of the model. Raises RequestError for what is not."""
         if positions not in POSITIONS:
@@ -43,6 +44,7 @@ class HiddenStates:
             if callback is not None:
                 raise RequestError("on_hidden_states is given without hidden_states; say which layers, such as [-1]")
             return None
+        refuse_replicas(num_replicas, "hidden_states")
         if callback is not None and not callable(callback):
             raise RequestError(f"on_hidden_states={callback!r} cannot be called; give a function")
         count = num_layers + 1

@@ -25,7 +25,7 @@ from nanoinfer.control.step_events import StepCallback
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import ModelError, RequestError
-from nanoinfer.hidden_states import HiddenStates, OnHiddenStates, refuse_replicas
+from nanoinfer.hidden_states import HiddenStates, OnHiddenStates
 from nanoinfer.loading import find_model, load_engine
 from nanoinfer.one_pass import OnePass, PoolingArguments
 from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
@@ -83,7 +83,9 @@ class LLM:
         self.max_model_len = loaded.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = loaded.info
         self.one_pass = OnePass.of(self.queue, found.model_config, self.config, self.max_model_len)
-        self._num_layers, self._hidden_size = found.model_config.num_hidden_layers, found.model_config.hidden_size
+        row_bytes = found.model_config.hidden_size * loaded.info.dtype.itemsize
+        sizes = found.model_config.num_hidden_layers, row_bytes, self.config.data_parallel_size
+        self._wanted_states = partial(HiddenStates.of, *sizes)
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._control, self._step_callbacks = loaded.control, loaded.callbacks
         self._async_calls = AsyncCalls(self.queue)
@@ -459,14 +461,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _wanted_states(
-        self, layers: Sequence[int] | None, positions: str, callback: OnHiddenStates | None
-    ) -> HiddenStates | None:
-        if layers is not None:
-            refuse_replicas(self.config.data_parallel_size, "hidden_states")
-        row_bytes = self._hidden_size * self._runner_info.dtype.itemsize
-        return HiddenStates.of(layers, positions, callback, self._num_layers, row_bytes)
 
     def _complete(
         self, requests: list[PreparedRequest], use_tqdm: bool, on_finish: OnFinish | None
