@@ -65,12 +65,15 @@ class DecoderForCausalLM(nn.Module):
         """Return which parameter a checkpoint's tensor belongs to, and which shard of it; None where it is whole.
 
         All experts of a layer are packed in one parameter, so that "experts.7.gate_proj.weight" is the shard "7.gate".
+        A tensor of all of them, as transformers 5 has in memory, is "experts.gate_up_proj".
         """
         if "." not in name:
             return name, None
         for theirs, ours in TEXT_MODELS:
             if name.startswith(theirs):
                 name = ours + name.removeprefix(theirs)
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # of all experts, in one tensor
+            return f"{name}.weight", None
         *path, part, kind = (self.renamed_modules.get(part, part) for part in name.split("."))
         packed, shard = self.packed_modules_mapping.get(part, (part, None))
         if path[-2:-1] == ["experts"]:

@@ -32,10 +32,7 @@ class Qwen3_5ForCausalLM(DecoderForCausalLM):  # noqa: N801 (as in config.json)
 
     def locate(self, name: str) -> tuple[str, str | None]:
         """Do as elsewhere. A model with a vision model calls its text model `model.language_model`."""
-        name = name.replace("model.language_model.", "model.", 1)
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # of all experts, in one tensor
-            return f"{name}.weight", None
-        return super().locate(name)
+        return super().locate(name.replace("model.language_model.", "model.", 1))
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801
