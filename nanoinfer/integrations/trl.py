@@ -84,7 +84,7 @@ class Rollout:
         # Two processes may have rows of the same prompt, which must not draw the same tokens.
         source = random.Random(f"{args.seed} {trainer.accelerator.process_index} {self._num_rows}")
         self._num_rows += len(prompts)
-        changes = {"logprobs": 0, "flat_logprobs": True, "detokenize": bool(params.stop)}
+        changes: dict[str, Any] = {"logprobs": 0, "flat_logprobs": True, "detokenize": bool(params.stop)}
         of_rows = [replace(params, **changes, seed=source.getrandbits(63)) for _ in prompts]
         if isinstance(prompts[0], str):
             return self._llm.generate(prompts, of_rows, use_tqdm=False)
