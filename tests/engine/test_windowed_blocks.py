@@ -67,7 +67,7 @@ def test_a_long_prompt_holds_the_window_and_a_chunk() -> None:
 
 def test_as_many_sequences_run_as_their_windows_have_room() -> None:
     """Of 41 pages, sequences of 40 tokens would take 20 each if they kept all."""
-    scheduler, manager = windowed_scheduler(num_pages=42, window=4, max_num_batched_tokens=4)
+    scheduler, _ = windowed_scheduler(num_pages=42, window=4, max_num_batched_tokens=4)
     add_prompts(scheduler, *([number] * 37 for number in range(5)), max_tokens=3)
     most = 0
     while not scheduler.is_finished():
@@ -105,7 +105,7 @@ def test_a_prefix_whose_windows_were_handed_out_again_is_found_no_more_and_compu
 
 
 def test_copies_within_a_block_are_made_in_every_group() -> None:
-    scheduler, manager = windowed_scheduler(window=5, num_groups=2)
+    scheduler, _ = windowed_scheduler(window=5, num_groups=2)
     add_prompts(scheduler, [1, 2, 3, 4, 5, 6, 7], max_tokens=1)
     run_to_the_end(scheduler)
     follower = make_sequence(1, [1, 2, 3, 4, 5, 6, 9])
@@ -150,7 +150,8 @@ def test_gemma_3_27b_holds_more_sequences_of_32k_tokens() -> None:
 
 
 def test_models_of_one_kind_have_one_group() -> None:
-    for config in (config_of("Qwen3ForCausalLM"), config_of("MistralForCausalLM", sliding_window=16)):
+    plain = config_of("Qwen3ForCausalLM", num_hidden_layers=3)
+    for config in (plain, config_of("MistralForCausalLM", num_hidden_layers=3, sliding_window=16)):
         groups = LayerGroups.of(config, 4096)
         assert (groups.window, groups.num_groups) == (None, 1)
         assert groups.layers_per_page == config.num_hidden_layers

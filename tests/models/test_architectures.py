@@ -11,6 +11,7 @@ import transformers
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.engine.windowed_blocks import WindowedBlockManager
 from nanoinfer.errors import ModelError
 from nanoinfer.models import REGISTRY
 
@@ -188,7 +189,8 @@ def test_greedy_tokens_equal_those_of_transformers(
                 outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
                 assert [output.token_ids for output in outputs] == expected
             metrics = llm.get_metrics()
-            assert metrics.num_preemptions if num_blocks == 7 else architecture in HYBRIDS or metrics.cached_tokens
+            gives_blocks_back = isinstance(llm.engine.block_manager, WindowedBlockManager)  # so 7 suffice
+            assert metrics.num_preemptions or gives_blocks_back if num_blocks == 7 else metrics.cached_tokens
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
