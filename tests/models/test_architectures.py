@@ -189,8 +189,10 @@ def test_greedy_tokens_equal_those_of_transformers(
                 outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
                 assert [output.token_ids for output in outputs] == expected
             metrics = llm.get_metrics()
-            gives_blocks_back = isinstance(llm.engine.block_manager, WindowedBlockManager)  # so 7 suffice
-            assert metrics.num_preemptions or gives_blocks_back if num_blocks == 7 else metrics.cached_tokens
+            if num_blocks == 7:  # which suffice where layers give blocks back
+                assert metrics.num_preemptions or isinstance(llm.engine.block_manager, WindowedBlockManager)
+            else:  # hybrids keep too few states for so many prompts
+                assert metrics.cached_tokens or architecture in HYBRIDS
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
