@@ -292,9 +292,9 @@ class ModelRunner:
         block_size, chunk = self.config.kvcache_block_size, self.config.max_num_batched_tokens
         within = self.num_windowed_groups * -(-self.window // block_size)
         return (
-            f"in {self.groups.layers_per_page} layers each (one sequence of up to "
-            f"{self.groups.max_tokens(self.num_blocks, block_size, chunk)} tokens, or windows of {self.window} tokens "
-            f"of {self.num_blocks // within} sequences) "
+            f"of {self.groups.layers_per_page} layers (one sequence of up to "
+            f"{self.groups.max_tokens(self.num_blocks, block_size, chunk)} tokens, or the windows of "
+            f"{self.num_blocks // within} sequences, {self.window} tokens each) "
         )
 
     @property
