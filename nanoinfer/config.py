@@ -44,6 +44,12 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         1, "The number of GPUs that the model is split over, counted from `device` on; on a CPU, of processes."
     )
+    distributed_executor_backend: str = option(
+        "mp",
+        '"mp" starts a process for each further GPU; with "external_launcher" the processes are there (torchrun), and '
+        "those that share a model all make the same calls.",
+        ("mp", "external_launcher"),
+    )
     max_model_len: int | None = option(
         None,
         "The most tokens in a sequence, prompt and completion together; if not given, the model's own limit, lowered "
@@ -131,6 +137,8 @@ class EngineConfig:
         object.__setattr__(self, "model", str(self.model))
         object.__setattr__(self, "device", str(self.device))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        if self.distributed_executor_backend is None:  # as vLLM's users may write
+            object.__setattr__(self, "distributed_executor_backend", "mp")
         if self.hf_overrides is not None:
             object.__setattr__(self, "hf_overrides", _as_json(self.hf_overrides))
         for item in fields(self):

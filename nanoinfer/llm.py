@@ -35,6 +35,7 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import ConfigError, ModelError, RequestError
+from nanoinfer.executor.external_runner import ExternalRunner
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import REGISTRY
 from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
@@ -100,8 +101,12 @@ class LLM:
             # What the tokenizer imports takes as long as loading the weights, so both happen at the same time.
             with ThreadPoolExecutor(1) as background:
                 loading = background.submit(load_tokenizer, tokenizer_folder, vocab_size)
-                runner_class = ModelRunner if self.config.tensor_parallel_size == 1 else ParallelRunner
-                runner: ModelRunner | ParallelRunner = runner_class(self.config, model_config, folder)
+                runner_class: type[ModelRunner | ParallelRunner] = ParallelRunner
+                if self.config.tensor_parallel_size == 1:
+                    runner_class = ModelRunner
+                if self.config.distributed_executor_backend == "external_launcher":
+                    runner_class = ExternalRunner
+                runner = runner_class(self.config, model_config, folder)
                 on_failure.callback(runner.close)
                 loaded = time.perf_counter()
                 tokenizer = loading.result()
