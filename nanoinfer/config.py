@@ -50,6 +50,11 @@ class EngineConfig:
         "those that share a model all make the same calls.",
         ("mp", "external_launcher"),
     )
+    data_parallel_size: int = option(
+        1,
+        "The number of replicas: engines in processes of their own, each with the whole model, that share requests. "
+        "Each has tensor_parallel_size GPUs, counted from `device` on, and runs up to max_num_seqs sequences.",
+    )
     max_model_len: int | None = option(
         None,
         "The most tokens in a sequence, prompt and completion together; if not given, the model's own limit, lowered "
@@ -169,6 +174,11 @@ class EngineConfig:
         if self.quantization not in (None, *QUANTIZATIONS):
             known = ", ".join(map(repr, QUANTIZATIONS))
             raise ConfigError(f"quantization={self.quantization!r} is not known; use {known} or None")
+        if self.distributed_executor_backend != "mp" and self.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={self.data_parallel_size} starts processes, and with distributed_executor_backend="
+                "'external_launcher' they are there already; use 1, and each process has an engine of its own"
+            )
         if self.max_model_len == 1:
             raise ConfigError("max_model_len=1 has no room for a prompt and a completion; use at least 2")
         if self.trace is not None:

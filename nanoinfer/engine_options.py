@@ -14,6 +14,7 @@ class EngineOptions(TypedDict, total=False):
     device: str | torch.device
     tensor_parallel_size: int
     distributed_executor_backend: Literal["mp", "external_launcher"]
+    data_parallel_size: int
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -156,7 +156,8 @@ class EngineMetrics:
     num_prompt_tokens: tokens of the prompts that were begun, once for each sample. cached_tokens: those whose keys and
     values came from the prefix cache; prefix_hit_rate: their share. num_generated_tokens: tokens out. prefill_tokens:
     prompt tokens computed. decode_tokens: tokens generated in decode steps; a request's first comes out of its prefill.
-    num_preemptions: how often a request had to give its blocks up. Seconds are those of the steps, from launch to
+    num_preemptions: how often a request had to give its blocks up. num_snapshots: recurrent states that are kept for
+    prefix hits, of models that have any. Seconds are those of the steps, from launch to
     collection, without overlap.
     """
 
@@ -172,6 +173,7 @@ class EngineMetrics:
     num_preemptions: int = 0
     num_used_blocks: int = 0
     num_blocks: int = 0
+    num_snapshots: int = 0
 
     __repr__ = short_repr
 
@@ -239,6 +241,7 @@ class StepEvent:
     num_cached_blocks: int  # blocks, in use or free, that the prefix cache would find
     num_free_blocks: int  # blocks that can be handed out; free and used ones are all there are
     changes: tuple[RequestChange, ...]  # what happened to requests since the event before, in order
+    replica: int = 0  # whose step it was; each counts its own
 
     @property
     def host_seconds(self) -> float:

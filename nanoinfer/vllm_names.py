@@ -27,8 +27,8 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
         cpu_offload_gb kv_offloading_size long_prefill_token_threshold num_lookahead_slots tokenizer_pool_size
     """: (0,),
     """
-        data_parallel_size decode_context_parallel_size max_long_partial_prefills max_num_partial_prefills nnodes
-        num_scheduler_steps pipeline_parallel_size prefill_context_parallel_size stream_interval
+        decode_context_parallel_size max_long_partial_prefills max_num_partial_prefills nnodes num_scheduler_steps
+        pipeline_parallel_size prefill_context_parallel_size stream_interval
     """: (1,),
     "config_format guided_decoding_backend model_impl tokenizer_mode": ("auto",),
     """

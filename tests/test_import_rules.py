@@ -52,9 +52,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scoring": EVERYBODY | {"text", "engine.prompt_logprobs"},
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress"},
+    "loading": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "models", "text"},
+    "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
     "llm": EVERYBODY
-    | {"constraints", "control", "engine", "executor", "runner", "models", "text", "progress", "scoring"}
-    | {"engine_options", "aio"},
+    | {"control.step_events", "engine", "text", "progress", "scoring", "engine_options", "aio", "loading", "replicas"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "engine", "text", "progress"},
     "bench": EVERYBODY
@@ -63,6 +64,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "__version__",
         "control",
         "engine",
+        "executor.shm_ring",
+        "replicas",
+        "text",
         "models",
         "layers",
         "quantization",

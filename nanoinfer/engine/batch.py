@@ -27,6 +27,7 @@ from nanoinfer.engine.row_options import (
 )
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.shared_prefixes import PrefixGroup
+from nanoinfer.engine.state_snapshots import StateCopy
 
 Packet = NDArray[np.int32]
 
@@ -34,8 +35,8 @@ Packet = NDArray[np.int32]
 class PrefillChunk(NamedTuple):
     """Tokens [start, start + length) of one sequence, to be computed in this step.
 
-    samples: whether the chunk ends with the last known token, so that the step samples the next one. Only the last
-    chunk of a step may not: it is cut short where the step's token budget ends.
+    samples: whether the chunk ends with the last known token, so that the step samples the next one. One that does not
+    is cut short where the step's token budget ends, or where a recurrent state is kept.
     """
 
     seq: Sequence
@@ -63,7 +64,9 @@ class ScheduledBatch:
     admitted: list[Sequence] = field(default_factory=list)  # sequences that got a row in this step
     new_blocks: list[NewBlock] = field(default_factory=list)  # those of admitted sequences included
     block_copies: list[BlockCopy] = field(default_factory=list)  # made before anything is computed
-    prefill: list[PrefillChunk] = field(default_factory=list)
+    kept_states: list[StateCopy] = field(default_factory=list)  # likewise, of what earlier steps computed
+    restored_states: list[StateCopy] = field(default_factory=list)  # likewise, after those that are kept
+    prefill: list[PrefillChunk] = field(default_factory=list)  # those that sample come first
     decode: list[Sequence] = field(default_factory=list)  # each computes its last known token and samples the next
     prefix_groups: list[PrefixGroup] = field(default_factory=list)  # they come first in `decode`, without gaps
 
@@ -84,13 +87,15 @@ class Header(NamedTuple):
     """The first numbers of a packet: what the host must know to launch, then the length of each section."""
 
     num_prefill_tokens: int
-    num_prefill_samples: int  # chunks that sample a token: all, or all but the last
+    num_prefill_samples: int  # chunks that sample a token: the first ones
     num_prefill_blocks: int  # different blocks of the chunks' sequences
     awaits_masks: int  # 1: what the step may draw is said when it is sampled, so no rank is to sample before
     num_admitted: int
     num_known_tokens: int  # of all admitted sequences together
     num_new_blocks: int
     num_block_copies: int
+    num_kept_states: int
+    num_restored_states: int
     num_chunks: int
     num_decode: int
     num_sampling_records: int
@@ -139,6 +144,8 @@ class PacketSections(NamedTuple):
     known_tokens: Any  # one column: the ids of the admitted sequences, one sequence after another
     new_blocks: Any  # NewBlock
     block_copies: Any  # BlockCopy
+    kept_states: Any  # StateCopy
+    restored_states: Any  # StateCopy
     chunks: Any  # Chunk; the first num_prefill_samples of them sample a token
     decode_rows: Any  # DecodeRow
     sampling_records: Any  # SamplingRecord
@@ -158,6 +165,8 @@ SECTION_DTYPES = PacketSections(
     known_tokens=np.dtype(np.int32),
     new_blocks=record_dtype(NewBlock),
     block_copies=record_dtype(BlockCopy),
+    kept_states=record_dtype(StateCopy),
+    restored_states=record_dtype(StateCopy),
     chunks=record_dtype(Chunk),
     decode_rows=record_dtype(DecodeRow),
     sampling_records=record_dtype(SamplingRecord),
@@ -169,13 +178,14 @@ SECTION_DTYPES = PacketSections(
 
 def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
     """Write `batch` as a packet: the header and its sections."""
-    assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk of a step may be cut short"
     records = [(seq, record) for seq in batch.admitted if (record := sampling_record(seq)) is not None]
     sections = PacketSections(
         row_records=[_row_record(seq) for seq in batch.admitted],
         known_tokens=_known_tokens(batch),
         new_blocks=batch.new_blocks,
         block_copies=batch.block_copies,
+        kept_states=batch.kept_states,
+        restored_states=batch.restored_states,
         chunks=[Chunk(_row(chunk.seq), chunk.start, chunk.length) for chunk in batch.prefill],
         decode_rows=_decode_rows(batch),
         sampling_records=[record for _, record in records],
@@ -184,6 +194,7 @@ def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
         logprob_ids=[token_id for seq, _ in records for token_id in logprob_ids_of(seq)],
     )
     num_samples = sum(chunk.samples for chunk in batch.prefill)
+    assert all(chunk.samples for chunk in batch.prefill[:num_samples]), "the chunks that sample a token come first"
     num_blocks = len(set().union(*(chunk.seq.block_table for chunk in batch.prefill)))
     header = Header(batch.num_prefill_tokens, num_samples, num_blocks, int(awaits_masks), *map(len, sections))
     parts = [np.array(lines, dtype) for lines, dtype in zip(sections, SECTION_DTYPES, strict=True) if len(lines)]

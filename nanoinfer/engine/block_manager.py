@@ -20,6 +20,7 @@ import xxhash
 
 from nanoinfer.engine.partial_hits import BlockCopy, CacheEntry, PartialHits
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.state_snapshots import StateCopy
 
 ROOT_SERIAL = 0  # the parent of every first block
 MIN_COPIED_TOKENS = 8  # so prompts that have nothing but their first token in common copy nothing
@@ -82,9 +83,24 @@ class BlockManager:
         """Blocks with an entry in the prefix cache, whether in use or free."""
         return len(self._entries)
 
+    @property
+    def num_snapshots(self) -> int:
+        """Recurrent states that are kept for prefix hits; of models that have any, see `hybrid_blocks.py`."""
+        return 0
+
     def start_step(self) -> None:
         """Let the next step copy what the steps before it compute."""
         self._partial_hits.start_step()
+
+    def take_state_copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
+        """Return the copies of recurrent states that the scheduled step begins with: to snapshots, then from them."""
+        return [], []
+
+    def enqueue(self, seq: Sequence) -> None:
+        """Note that a sequence waits for blocks."""
+
+    def dequeue(self, seq: Sequence) -> None:
+        """Note that a sequence waits no more."""
 
     def find_cached_prefix(self, seq: Sequence) -> list[int]:
         """Return the ids of the full blocks that hold the longest cached prefix of `seq`, which may be empty."""
@@ -92,7 +108,7 @@ class BlockManager:
             return []
         found: list[int] = []
         parent_serial = ROOT_SERIAL
-        for index in range(_max_cached_tokens(seq) // self.block_size):
+        for index in range(max_cached_tokens(seq) // self.block_size):
             entry = self._find(seq, index, parent_serial)
             if entry is None:
                 break
@@ -136,6 +152,10 @@ class BlockManager:
             return None
         seq.num_computed_tokens += num_tokens
         return BlockCopy(source.block_id, seq.block_table[len(cached_block_ids)], num_tokens)
+
+    def chunk_end(self, seq: Sequence, end: int) -> int:
+        """Return where a chunk that could compute the tokens before `end` is to end."""
+        return end
 
     def needs_block(self, seq: Sequence) -> bool:
         """Return whether the next token to compute lies past the blocks of `seq`."""
@@ -182,8 +202,17 @@ class BlockManager:
         parent_serial = seq.prefix_serials[-1] if seq.prefix_serials else ROOT_SERIAL
         self._add_entry(seq.block_table[index], None, parent_serial, tokens)
 
+    def cache_end(self, seq: Sequence) -> None:
+        """Cache what is left of a sequence that ends."""
+        # A step in flight may have computed the newest token, and may still fail.
+        self.cache_last_block(seq, len(seq.token_ids) - 1)
+
+    def evict_failed(self, block_ids: Iterable[int]) -> None:
+        """Remove what failed steps were to write to these blocks from the prefix cache, or what they wrote as NaN."""
+        self.evict_blocks(block_ids)
+
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Remove these blocks from the prefix cache, for example because the step that was to fill them failed."""
+        """Remove these blocks from the prefix cache."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.entry is not None:
@@ -259,7 +288,7 @@ class BlockManager:
     def _next_tokens(self, seq: Sequence, index: int) -> bytes:
         """Return the tokens of block `index` that may come from the cache."""
         start = index * self.block_size
-        return seq.token_ids[start : min(start + self.block_size, _max_cached_tokens(seq))].tobytes()
+        return seq.token_ids[start : min(start + self.block_size, max_cached_tokens(seq))].tobytes()
 
     def _find(self, seq: Sequence, index: int, parent_serial: int) -> CacheEntry | None:
         """Return the entry that block `index` of `seq` hits, if the block before it has hit `parent_serial`."""
@@ -274,7 +303,7 @@ class BlockManager:
         return entry if entry and (entry.parent_serial, entry.tokens) == (parent_serial, tokens) else None
 
 
-def _max_cached_tokens(seq: Sequence) -> int:
+def max_cached_tokens(seq: Sequence) -> int:
     """Return how many tokens may come from the cache.
 
     The last token is always left to compute, since its logits are needed. If log-probabilities of prompt tokens are

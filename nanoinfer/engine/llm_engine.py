@@ -15,6 +15,7 @@ import xxhash
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import ScheduledBatch, pack
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.interfaces import Constraints, Listener, Runner
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.logprobs import collect_logprobs, end_texts
@@ -62,7 +63,10 @@ class LLMEngine:
         self.constraints = constraints
         self.runner: Runner | None = runner
         self.tokenizer = tokenizer
-        self.block_manager = BlockManager(runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
+        sizes = runner.num_blocks, config.kvcache_block_size
+        self.block_manager = BlockManager(*sizes, config.enable_prefix_caching)
+        if runner.num_snapshots > 0:
+            self.block_manager = HybridBlockManager(*sizes, runner.max_num_seqs, runner.num_snapshots)
         self.scheduler = Scheduler(
             self.block_manager,
             max_num_seqs=runner.max_num_seqs,
@@ -97,14 +101,16 @@ class LLMEngine:
         inbox: list[RequestOutput],
         chunks: deque[StreamChunk] | None = None,
         index: int = 0,
+        request_id: int | None = None,
     ) -> int:
         """Queue a request and return its id; one that has an error ends with it at once.
 
         inbox: where a step puts its output. chunks: where a stream finds what is new of it, under this `index`.
+        request_id: its number, where somebody else counts; draws depend on it.
         """
         self.guard.check()
         params = prepared.sampling_params
-        request_id = self._num_requests
+        request_id = self._num_requests if request_id is None else request_id
         self._num_requests += 1
         if prepared.error is not None:
             inbox.append(refused(request_id, prepared.prompt, params.n, str(prepared.error)))
@@ -188,6 +194,15 @@ class LLMEngine:
         """Return whether every request has finished and was handed over."""
         return self.scheduler.is_finished() and not self.scheduler.paused and not self._finished
 
+    def num_only_paused(self) -> int:
+        """Return how many requests are paused, if none but these are left; else 0."""
+        scheduler = self.scheduler
+        return len({seq.request_id for seq in scheduler.paused}) if scheduler.is_finished() else 0
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.block_manager.reset_prefix_cache()
+
     def metrics(self) -> EngineMetrics:
         """Return the work done so far, and what is held now."""
         return replace(
@@ -195,6 +210,7 @@ class LLMEngine:
             num_preemptions=self.scheduler.num_preemptions,
             num_used_blocks=self.block_manager.num_used_blocks,
             num_blocks=self.block_manager.num_blocks,
+            num_snapshots=self.block_manager.num_snapshots,
         )
 
     def close(self) -> None:

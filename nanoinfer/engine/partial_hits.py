@@ -32,6 +32,7 @@ class CacheEntry:
     tokens: bytes  # ids as int32, block_size of them if it is full
 
 
+Buffer = bytes | memoryview  # of token ids as int32
 Siblings = list[tuple[bytes, int, CacheEntry]]  # entries after their tokens and serials, sorted
 
 
@@ -81,13 +82,13 @@ def _longest(siblings: Siblings | None, tokens: bytes) -> tuple[CacheEntry | Non
     if siblings:
         index = bisect_left(siblings, (tokens,))
         for its_tokens, _, entry in siblings[max(0, index - 1) : index + 1]:
-            count = _num_common(its_tokens, tokens)
+            count = num_common(its_tokens, tokens)
             if count > found[1]:
                 found = entry, count
     return found
 
 
-def _num_common(one: bytes, other: bytes) -> int:
+def num_common(one: Buffer, other: Buffer) -> int:
     """Return how many token ids two texts have in common before they part."""
     if one[:4] != other[:4]:
         return 0  # nearly always

@@ -16,6 +16,7 @@ priority: it arrived before all that still wait.
 """
 
 import heapq
+from itertools import chain
 
 from nanoinfer.engine.batch import NewBlock, PrefillChunk, ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
@@ -90,6 +91,7 @@ class Scheduler:
         params = seq.sampling_params
         seq.stopping = Stopping.of(params, seq.num_prompt_tokens, self.stop_token_ids, self.max_model_len)
         heapq.heappush(self._waiting, (seq.rank, seq))
+        self.block_manager.enqueue(seq)
 
     def schedule(self, in_flight: bool = False) -> ScheduledBatch:
         """Choose the next step and advance its sequences by it.
@@ -99,7 +101,10 @@ class Scheduler:
         are known.
         """
         self.block_manager.start_step()
-        return self._schedule_prefill() or self._schedule_decode(in_flight)
+        batch = self._schedule_prefill() or self._schedule_decode(in_flight)
+        if batch:
+            batch.kept_states, batch.restored_states = self.block_manager.take_state_copies()
+        return batch
 
     def update(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
         """Append the sampled tokens, one for each of `batch.sampled`; return the sequences that finished.
@@ -111,13 +116,13 @@ class Scheduler:
         block_size = self.block_manager.block_size
         self.block_manager.release(batch.block_copies)
         for seq, token_id in zip(batch.sampled, token_ids, strict=True):
+            if token_id == NO_TOKEN:
+                # What it wrote to the cache may be NaN as well, so nobody may find it there.
+                self.block_manager.evict_failed(seq.block_table)
             if seq.status is SequenceStatus.FINISHED:
                 continue
             seq.num_pending_tokens -= 1
-            if token_id == NO_TOKEN:
-                # What it wrote to the cache may be NaN as well, so nobody may find it there.
-                self.block_manager.evict_blocks(seq.block_table)
-            else:
+            if token_id != NO_TOKEN:
                 seq.token_ids.append(token_id)
                 num_computed = len(seq.token_ids) - 1  # by this step and those before it
                 if num_computed % block_size == 0:
@@ -131,8 +136,7 @@ class Scheduler:
         for seq, reason in reasons:
             seq.finish_reason = reason
             if reason in ("stop", "length"):
-                # A step in flight may have computed the newest token, and may still fail.
-                self.block_manager.cache_last_block(seq, len(seq.token_ids) - 1)
+                self.block_manager.cache_end(seq)
             seq.final_blocks, seq.num_final_tokens = seq.block_table.copy(), seq.num_computed_tokens
             self._release(seq, SequenceStatus.FINISHED)
         if reasons:
@@ -143,8 +147,8 @@ class Scheduler:
         """Undo steps that failed: their sequences go back to the queue, and what they were to cache is forgotten."""
         block_size = self.block_manager.block_size
         chunks = [chunk for batch in batches for chunk in batch.prefill]
-        for chunk in chunks:
-            self.block_manager.evict_blocks(chunk.seq.block_table[chunk.start // block_size :])
+        tables = (chunk.seq.block_table[chunk.start // block_size :] for chunk in chunks)
+        self.block_manager.evict_failed(chain.from_iterable(tables))
         for batch in batches:
             self.block_manager.release(batch.block_copies)
         for seq in [chunk.seq for chunk in chunks] + [seq for batch in batches for seq in batch.decode]:
@@ -194,7 +198,10 @@ class Scheduler:
 
     def _withdraw(self, seq_ids: set[int]) -> list[Sequence]:
         """Take these sequences from the queue and from the paused ones; return them."""
-        taken = [seq for seq in self.paused + [seq for _, seq in self._waiting] if seq.seq_id in seq_ids]
+        waiting = [seq for _, seq in self._waiting if seq.seq_id in seq_ids]
+        for seq in waiting:
+            self.block_manager.dequeue(seq)
+        taken = [seq for seq in self.paused if seq.seq_id in seq_ids] + waiting
         self.paused = [seq for seq in self.paused if seq.seq_id not in seq_ids]
         self._waiting = [item for item in self._waiting if item[1].seq_id not in seq_ids]
         heapq.heapify(self._waiting)
@@ -222,6 +229,7 @@ class Scheduler:
         budget, awaited = self._admit(batch, budget, MAX_PASSED_OVER)
         if budget > 0 and 0 < awaited < self.min_awaited_in_all:
             self._admit(batch, budget, max_passed_over=0)
+        batch.prefill.sort(key=lambda chunk: not chunk.samples)
         return batch
 
     def _admit(self, batch: ScheduledBatch, budget: int, max_passed_over: int) -> tuple[int, int]:
@@ -304,6 +312,7 @@ class Scheduler:
                 self._blocked = (seq.seq_id, manager.num_frees)
                 return False
         heapq.heappop(self._waiting)
+        manager.dequeue(seq)
         if copy := manager.allocate(seq, cached_block_ids):
             batch.block_copies.append(copy)
         self.shared_prefixes.forget()  # if it ran before, it now has another block table
@@ -319,7 +328,7 @@ class Scheduler:
     def _add_chunk(self, batch: ScheduledBatch, seq: Sequence, budget: int) -> int:
         """Schedule as much of `seq` as the budget allows; return the number of tokens."""
         start = seq.num_computed_tokens
-        length = min(budget, seq.num_tokens - start)
+        length = self.block_manager.chunk_end(seq, start + min(budget, seq.num_tokens - start)) - start
         samples = start + length == seq.num_tokens
         batch.prefill.append(PrefillChunk(seq, start, length, samples))
         seq.num_computed_tokens += length

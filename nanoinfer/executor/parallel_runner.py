@@ -86,6 +86,7 @@ class ParallelRunner:
             self._fail(error)
         self.num_blocks, self.max_model_len = self._runner.num_blocks, self._runner.max_model_len
         self.max_group_rows, self.max_num_seqs = self._runner.max_group_rows, self._runner.max_num_seqs
+        self.num_snapshots = self._runner.num_snapshots
         self.computes_beside_host = self._runner.computes_beside_host
         self.info = self._runner.info
 

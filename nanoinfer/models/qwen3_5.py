@@ -29,10 +29,9 @@ class Qwen3_5ForCausalLM(DecoderForCausalLM):  # noqa: N801 (as in config.json)
         "in_proj_b": ("in_proj_ba", "b"),
         "in_proj_a": ("in_proj_ba", "a"),
     }
-
-    def locate(self, name: str) -> tuple[str, str | None]:
-        """Do as elsewhere. A model with a vision model calls its text model `model.language_model`."""
-        return super().locate(name.replace("model.language_model.", "model.", 1))
+    renamed_endings: ClassVar = {  # all experts in one tensor
+        f"experts.{name}_proj": f"experts.{name}_proj.weight" for name in ("gate_up", "down")
+    }
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801

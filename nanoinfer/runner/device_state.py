@@ -67,12 +67,13 @@ class DeviceState:
         kv_dtype: torch.dtype,
         num_blocks: int,
         max_model_len: int,
+        num_snapshots: int,
     ) -> "DeviceState":
         tp, device = model.model.tp, model.lm_head.weight.device
         shape = memory.cache_shape(model_config, num_blocks, config.kvcache_block_size, tp)
         kv_cache = memory.allocate_kv_cache(shape, kv_dtype, device)
         state_shape = StateShape.of(model_config, model.lm_head.weight.dtype, tp)
-        states = state_shape.allocate(config.max_num_seqs, device) if state_shape else None
+        states = state_shape.allocate(config.max_num_seqs + num_snapshots, device) if state_shape else None
         tables = StepTables(config.max_num_seqs, max_model_len, kv_cache, states)
         vocab_size, mode = model_config.vocab_size, config.logprobs_mode
         sampler = Sampler(tables.token_ids, tables.context_lens, vocab_size, tp, mode)

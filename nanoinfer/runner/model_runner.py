@@ -119,6 +119,8 @@ class ModelRunner:
                 copy_cached_tokens(self.state.kv_cache, on_device.block_copies)
                 if self.state.routed_experts is not None:
                     self.state.routed_experts.copy_blocks(on_device.block_copies)
+            if header.num_kept_states or header.num_restored_states:
+                self.state.tables.copy_states(on_host)
             if header.num_chunks:
                 return self._launch_prefill(header, on_host, on_device)
             rows, num_shared_blocks, num_group_rows = on_device.decode_rows.unbind(1)
@@ -255,11 +257,14 @@ class ModelRunner:
         )
         self.weights = ModelWeights(self.model)
         free_before = free_at_start + self.tp.num_shared_bytes
-        states = StateShape.of(self.model_config, self.dtype, self.tp)
+        states, granted = StateShape.of(self.model_config, self.dtype, self.tp), memory.CPU_CACHE_BYTES
         if states is not None and self.device.type == "cuda":
             granted = memory.grantable_bytes(config.gpu_memory_utilization, free_before, self.device)
-            max_num_seqs = states.max_rows(config.max_num_seqs, self.tp.minimum(granted, self.device))
-            self.config = config = replace(config, max_num_seqs=max_num_seqs)
+            granted = self.tp.minimum(granted, self.device)
+            self.config = config = replace(config, max_num_seqs=states.max_rows(config.max_num_seqs, granted))
+        self.num_snapshots = 0
+        if states is not None and config.enable_prefix_caching:
+            self.num_snapshots = states.num_snapshots(config.max_num_seqs, granted)
         self.max_num_seqs = config.max_num_seqs
         self.max_step_tokens = memory.max_step_tokens(config, self.model_config)
         self.max_group_rows = self.backends.max_group_rows
@@ -309,7 +314,8 @@ class ModelRunner:
     def _allocate(self, buffers: StepBuffers, num_blocks: int, max_model_len: int) -> None:
         self._state = None  # its cache, if there is one, makes room
         self._state = DeviceState.allocate(
-            buffers, self.config, self.model_config, self.model, self.kv_dtype, num_blocks, max_model_len
+            *(buffers, self.config, self.model_config, self.model, self.kv_dtype, num_blocks, max_model_len),
+            num_snapshots=self.num_snapshots,
         )
 
     def _capture_graphs(self) -> None:

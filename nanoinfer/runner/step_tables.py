@@ -54,6 +54,12 @@ class StepTables:
             rows, columns, block_ids = sections.new_blocks.long().unbind(1)
             self.block_tables[rows, columns] = block_ids.int()
 
+    def copy_states(self, sections: PacketSections) -> None:
+        """Keep states of rows that earlier steps computed, then give rows theirs; `sections` are on the host."""
+        assert self.states is not None, "states are copied for a model that has none"
+        self.states.copy(sections.kept_states.tolist())
+        self.states.copy(sections.restored_states.tolist())
+
     def prefill_step(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> ForwardStep:
         """Return the step that computes the tokens of all chunks, end to end.
 
@@ -73,7 +79,7 @@ class StepTables:
             block_tables=self.block_tables[rows],
             num_blocks=header.num_prefill_blocks,
         )
-        # Only the last chunk of a step may be cut short, so those that sample are the first ones.
+        # The chunks that sample a token are the first ones.
         last_tokens = cu_query_lens[1 : header.num_prefill_samples + 1].long() - 1
         token_ids, states = self.token_ids[token_rows, positions], self.states
         return ForwardStep(token_ids, positions, self.memory, attention, last_tokens, states, chunks[:, 0])

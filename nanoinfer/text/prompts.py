@@ -76,7 +76,7 @@ class PromptProcessor:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self._model = model
-        self._stop_token_ids = stop_token_ids
+        self.stop_token_ids = stop_token_ids
         self._max_logprobs = max_logprobs
 
     def require_tokenizer(self) -> Tokenizer:
@@ -237,7 +237,7 @@ class PromptProcessor:
         for name, remedy in NEED_TOKENIZER.items():
             if self.tokenizer is None and (value := getattr(sampling_params, name)):
                 raise RequestError(f"{name}={value!r} is about text, and {self._model} has no tokenizer; {remedy}")
-        check_against_model(sampling_params, self.vocab_size, self._stop_token_ids, self._max_logprobs)
+        check_against_model(sampling_params, self.vocab_size, self.stop_token_ids, self._max_logprobs)
         counts: dict[str, Any] = {name: self.vocab_size for name in LOGPROBS if getattr(sampling_params, name) == -1}
         return replace(sampling_params, **counts) if counts else sampling_params
 

@@ -207,8 +207,10 @@ def test_a_checkpoint_in_8_bits_is_updated_by_weights_and_scales(
 
 def test_without_a_mistake_names_invert_where_tensors_go(tmp_path: Path) -> None:
     for architecture in REGISTRY:
+        if architecture.endswith("ForConditionalGeneration"):
+            continue  # names of a text part are tested with the others
         folder = save_random(tmp_path / architecture, architecture, 0)
-        with LLM(folder, device="cpu", num_kvcache_blocks=2) as llm:
+        with LLM(folder, device="cpu", num_kvcache_blocks=2, max_model_len=32) as llm:
             model = llm.engine.runner.model
             weights = ModelWeights(model)
             assert all(model.locate(checkpoint_name(model, place)) == place for place in weights._homes)

@@ -7,6 +7,7 @@ from random import Random
 
 from nanoinfer.engine.batch import ScheduledBatch, pack, read_header, split
 from nanoinfer.engine.block_manager import MIN_COPIED_TOKENS, BlockManager
+from nanoinfer.engine.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.partial_hits import BlockCopy
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -98,12 +99,14 @@ class FakeDevice:
 
     A slot holds the fingerprint of the whole text it was computed from, a key's or value's true dependence. So a step
     that reads a slot of another text, a stale one or one not written yet fails, and the next token, which depends on
-    the whole text, is right only if everything else was.
+    the whole text, is right only if everything else was. So is the state of a row, if the model has states.
     """
 
-    def __init__(self, block_size: int, vocab_size: int) -> None:
+    def __init__(self, block_size: int, vocab_size: int, has_states: bool = False) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self.has_states = has_states
+        self.states: dict[int, int | None] = {}  # by place, the first ones of rows -> text up to and including a token
         self.slots: dict[tuple[int, int], int | None] = {}  # (block_id, offset) -> text up to and including that token
         self.token_ids: dict[int, list[int]] = {}  # by row
         self.block_tables: dict[int, dict[int, int]] = {}  # by row and column
@@ -125,6 +128,8 @@ class FakeDevice:
             for offset in range(num_tokens)
         }
         self.slots.update(copied)
+        for source, target in [*sections.kept_states.tolist(), *sections.restored_states.tolist()]:
+            self.states[target] = None if fails else self.states.get(source)
 
         decode_rows = sections.decode_rows[:, 0].tolist()
         chunks = sections.chunks.tolist() + [[row, len(self.token_ids[row]) - 1, 1] for row in decode_rows]
@@ -132,6 +137,11 @@ class FakeDevice:
             texts = fingerprints(self.token_ids[row])
             for position in range(start, start + length):
                 self.slots[self.slot(row, position)] = None if fails else texts[position]
+            if self.has_states:
+                assert fails or start == 0 or self.states[row] == texts[start - 1], (
+                    f"the state of row {row} is that of another text than its first {start} tokens"
+                )
+                self.states[row] = None if fails else texts[start + length - 1]
         if fails:
             return []
         self.check_prefix_groups(sections.decode_rows.tolist())
@@ -196,7 +206,8 @@ def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool) ->
     assert not (batch.prefill and batch.decode)
     assert batch.num_prefill_tokens <= scheduler.max_num_batched_tokens
     assert all(chunk.length > 0 for chunk in batch.prefill)
-    assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk may be cut"
+    if not isinstance(scheduler.block_manager, HybridBlockManager):
+        assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk may be cut"
     if batch.decode:
         assert all(seq.num_tokens <= seq.stopping.max_num_tokens for seq in batch.decode), "longer than it may be"
         left_out = [seq for seq in scheduler.running if seq not in batch.decode]
@@ -247,6 +258,24 @@ def check_invariants(
         assert all(text == texts[0] for text in texts), "a block is shared by different texts"
     assert manager.num_used_blocks == len(users.keys() | {copy.source for copy in copies})
     assert manager.num_free_blocks + manager.num_used_blocks == manager.num_blocks
+    if isinstance(manager, HybridBlockManager):
+        check_snapshots(manager, seqs)
+
+
+def check_snapshots(manager: HybridBlockManager, seqs: list[Sequence]) -> None:
+    """Every place has one snapshot, kept or planned, or is free; what waits is known, and nothing else."""
+    snapshots = manager.snapshots
+    planned = [snapshot for plan in manager._plans.values() for snapshot in plan]
+    places = [snapshot.place for snapshot in [*planned, *snapshots._kept]] + snapshots._free
+    assert len({*places}) == len(places) == snapshots.num_places
+    holding = {seq for seq in seqs if seq.row is not None}
+    assert {*manager._plans} <= holding, "a sequence without a row is to leave states"
+    found = [snapshot for children in snapshots._children.values() for snapshot in children.values()]
+    assert {*found} == {*snapshots._kept}
+    awaited = [snapshot for by_text in snapshots._awaited.values() for snapshot in by_text.values()]
+    assert {*awaited} <= {*planned, *snapshots._new}
+    waiting = sorted(seq.token_ids for seq in seqs if seq.status is SequenceStatus.WAITING)
+    assert manager._queued._sorted() == waiting, (manager._queued._sorted(), waiting)
 
 
 def check_cache_contents(manager: BlockManager, device: FakeDevice, seqs: list[Sequence]) -> None:

@@ -16,6 +16,7 @@ from nanoinfer.engine.batch import (
 from nanoinfer.engine.partial_hits import BlockCopy
 from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.state_snapshots import StateCopy
 from nanoinfer.engine.stopping import Stopping
 from nanoinfer.sampling_params import SamplingParams
 from tests.engine.helpers import make_sequence
@@ -35,6 +36,8 @@ def prefill_and_decode() -> ScheduledBatch:
         admitted=[whole, cut],
         new_blocks=[NewBlock(2, 0, 40), NewBlock(2, 1, 41), NewBlock(5, 0, 42), NewBlock(7, 3, 43)],
         block_copies=[BlockCopy(30, 42, 2)],
+        kept_states=[StateCopy(3, 9)],
+        restored_states=[StateCopy(9, 1), StateCopy(8, 0)],
         prefill=[PrefillChunk(whole, 0, 3, samples=True), PrefillChunk(cut, 2, 3, samples=False)],
         decode=[sequence_in_row(0, [1]), sequence_in_row(7, [2])],
     )
@@ -44,8 +47,9 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
     batch = prefill_and_decode()
     packet = pack(batch)
     assert packet.dtype == np.int32
-    # header + 2 row records of 5 + 9 known tokens + 4 new blocks, 1 copy, 2 chunks and 2 decode rows of 3
-    assert packet.shape == (14 + 2 * 5 + 9 + (4 + 1 + 2 + 2) * 3,)
+    # header + 2 row records of 5 + 9 known tokens + 3 copies of states of 2
+    # + 4 new blocks, 1 copy, 2 chunks and 2 decode rows of 3
+    assert packet.shape == (16 + 2 * 5 + 9 + 3 * 2 + (4 + 1 + 2 + 2) * 3,)
     header = read_header(packet)
     assert header._asdict() == {
         "num_prefill_blocks": 3,  # 40 is both's
@@ -53,6 +57,8 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
         "num_known_tokens": 9,
         "num_new_blocks": 4,
         "num_block_copies": 1,
+        "num_kept_states": 1,
+        "num_restored_states": 2,
         "num_chunks": 2,
         "num_prefill_tokens": 6,
         "num_prefill_samples": 1,
@@ -65,7 +71,7 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
     }
     assert all(type(number) is int for number in header)
     assert [seq.row for seq in batch.sampled] == [2, 0, 7], "whole chunks, then decode rows"
-    assert pack(ScheduledBatch()).tolist() == [0] * 14
+    assert pack(ScheduledBatch()).tolist() == [0] * 16
     assert not ScheduledBatch()
 
 
@@ -76,6 +82,8 @@ def test_a_packet_is_read_back_as_it_was_written() -> None:
     assert sections.known_tokens[:, 0].tolist() == [10, 11, 12, 20, 21, 22, 23, 24, 25]
     assert sections.new_blocks.tolist() == [[2, 0, 40], [2, 1, 41], [5, 0, 42], [7, 3, 43]]
     assert sections.block_copies.tolist() == [[30, 42, 2]]
+    assert sections.kept_states.tolist() == [[3, 9]]
+    assert sections.restored_states.tolist() == [[9, 1], [8, 0]]
     assert sections.chunks.tolist() == [[2, 0, 3], [5, 2, 3]]
     assert sections.decode_rows.tolist() == [[0, 0, 0], [7, 0, 0]]
 
@@ -83,7 +91,7 @@ def test_a_packet_is_read_back_as_it_was_written() -> None:
 def test_sections_are_views_of_the_packet() -> None:
     packet = pack(prefill_and_decode())
     sections = [section for section in split(packet, read_header(packet)) if section.size]
-    assert len(sections) == 6
+    assert len(sections) == 8
     assert all(np.shares_memory(section, packet) for section in sections)
 
 
@@ -148,9 +156,9 @@ def test_a_row_that_asks_for_nothing_more_has_no_sampling_record(options: dict) 
 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
-    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 4, 0, 0, 1, 0, 0]
+    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 4, 0, 0, 1, 0, 0]
     sections = split(packet, read_header(packet))
-    shapes = [(0, 5), (0, 1), (0, 3), (0, 3), (0, 3), (2, 3), (0, 16), (0, 1), (0, 2), (0, 1)]
+    shapes = [(0, 5), (0, 1), (0, 3), (0, 3), (0, 2), (0, 2), (0, 3), (2, 3), (0, 16), (0, 1), (0, 2), (0, 1)]
     assert [section.shape for section in sections] == shapes
 
 
@@ -172,7 +180,7 @@ def test_a_prefix_group_tells_its_rows_how_many_blocks_they_share_and_the_first_
 def test_a_batch_that_cannot_be_is_noticed() -> None:
     cut, whole = sequence_in_row(0, [1, 2, 3]), sequence_in_row(1, [1, 2])
     chunks = [PrefillChunk(cut, 0, 2, samples=False), PrefillChunk(whole, 0, 2, samples=True)]
-    with pytest.raises(AssertionError, match="only the last chunk"):
+    with pytest.raises(AssertionError, match="the chunks that sample a token come first"):
         pack(ScheduledBatch(prefill=chunks))
     with pytest.raises(AssertionError, match="sequence 6 is in a step and has no row"):
         pack(ScheduledBatch(prefill=[PrefillChunk(make_sequence(6, [1]), 0, 1, samples=True)]))
@@ -182,5 +190,5 @@ def test_a_packet_cut_short_is_noticed() -> None:
     packet = pack(prefill_and_decode())
     with pytest.raises((AssertionError, ValueError)):
         split(packet[:-1], read_header(packet))
-    with pytest.raises(AssertionError, match="a packet of 61 numbers has sections of 60"):
+    with pytest.raises(AssertionError, match="a packet of 69 numbers has sections of 68"):
         split(np.append(packet, np.int32(0)), read_header(packet))

@@ -8,6 +8,7 @@ import xxhash
 
 from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from tests.engine.helpers import (
@@ -28,16 +29,29 @@ MAX_STEPS = 2000  # the end of a history needs a few hundred
 class History:
     """An engine of random options without a model; after each event everything that can be checked is checked."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, is_hybrid: bool = False) -> None:
         self.random = random
         num_blocks, block_size = random.randint(2, 24), random.randint(1, 6)
         hash_function = random.choice([xxhash.xxh64_intdigest, always_seven])
-        self.manager = BlockManager(
-            num_blocks, block_size, hash_function=hash_function, min_copied_tokens=random.choice([1, 1, 2, 100])
-        )
+        max_num_seqs = random.randint(1, 6)
+        self.manager: BlockManager
+        if is_hybrid:
+            self.manager = HybridBlockManager(
+                num_blocks,
+                block_size,
+                max_num_seqs,
+                num_snapshots=random.choice([1, 2, 5, 20]),
+                hash_function=hash_function,
+                min_spared_tokens=random.choice([1, 1, 4]),
+                min_kept_tokens=random.choice([1, 1, 4, 100]),
+            )
+        else:
+            self.manager = BlockManager(
+                num_blocks, block_size, hash_function=hash_function, min_copied_tokens=random.choice([1, 1, 2, 100])
+            )
         self.scheduler = Scheduler(
             self.manager,
-            max_num_seqs=random.randint(1, 6),
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=random.randint(1, 16),
             max_model_len=num_blocks * block_size,
             stop_token_ids=frozenset({STOP_TOKEN_ID}),
@@ -47,7 +61,7 @@ class History:
         self.scheduler.min_awaited_tokens = random.choice([1, 3, 1000])
         self.scheduler.min_awaited_in_all = random.choice([1, 8])
         self.scheduler.shared_prefixes.min_saved_tokens = random.choice([0, 2 * block_size])
-        self.device = FakeDevice(block_size, VOCAB_SIZE)
+        self.device = FakeDevice(block_size, VOCAB_SIZE, has_states=is_hybrid)
         self.overlap = random.random() < 0.5  # a step is scheduled and run before the last one's tokens are collected
         self.in_flight: list[tuple[ScheduledBatch, list[int] | None]] = []  # None: it failed
         self.seqs: list[Sequence] = []
@@ -127,8 +141,7 @@ class History:
         steps = [batch, *(batch for batch, _ in self.in_flight)]
         copies = [copy for one in steps for copy in one.block_copies]
         check_invariants(self.scheduler, self.seqs, self.overtaken, copies)
-        computing = [chunk.seq for chunk in batch.prefill] + batch.decode
-        assert not {*computing} & {*self.scheduler.paused}, "what is paused computes nothing"
+        assert not {*self.seqs_of(batch)} & {*self.scheduler.paused}, "what is paused computes nothing"
         self.first_admissions += [seq.seq_id for seq in batch.admitted if seq.seq_id not in self.first_admissions]
         if batch:
             fails = fails or any(token_ids is None for _, token_ids in self.in_flight)  # what follows a failure fails
@@ -139,6 +152,8 @@ class History:
             self.seen["chunks cut"] += any(not chunk.samples for chunk in batch.prefill)
             self.seen["prefix groups"] += bool(batch.prefix_groups)
             self.seen["copies"] += bool(batch.block_copies)
+            self.seen["states kept"] += bool(batch.kept_states)
+            self.seen["states restored"] += bool(batch.restored_states)
             self.seen["overlaps"] += in_flight
             self.seen["failures"] += fails
             self.in_flight.append((batch, None if fails else token_ids))
@@ -147,12 +162,19 @@ class History:
     def collect_all_but(self, max_in_flight: int) -> None:
         while len(self.in_flight) > max_in_flight:
             if self.in_flight[0][1] is None:
-                self.scheduler.discard([batch for batch, _ in self.in_flight])
+                batches = [batch for batch, _ in self.in_flight]
+                self.scheduler.discard(batches)
+                if self.device.has_states:  # a cut prompt may fail while a later one, which is computed, runs on
+                    self.resumed |= {seq.seq_id for batch in batches for seq in self.seqs_of(batch)}
                 self.in_flight.clear()
                 return
             for seq in self.scheduler.update(*self.in_flight.pop(0)):
                 expected = completion_alone(seq, self.scheduler, VOCAB_SIZE)
                 assert (seq.completion_token_ids, seq.finish_reason) == expected
+
+    @staticmethod
+    def seqs_of(batch: ScheduledBatch) -> list[Sequence]:
+        return [chunk.seq for chunk in batch.prefill] + batch.decode
 
     def finish(self) -> None:
         """Run what is left, then what is paused; nothing may leak."""
@@ -179,12 +201,15 @@ class History:
 
 
 @pytest.mark.parametrize("num_histories", [60, pytest.param(8000, marks=pytest.mark.slow)])
-def test_in_random_histories_every_request_gets_the_answer_it_would_get_alone(num_histories: int) -> None:
+@pytest.mark.parametrize("is_hybrid", [False, True], ids=["plain", "hybrid"])
+def test_in_random_histories_every_request_gets_the_answer_it_would_get_alone(
+    is_hybrid: bool, num_histories: int
+) -> None:
     """Histories of 5 to 400 steps each; the seed of one that fails is in the error."""
     seen: Counter[str] = Counter()
     num_steps = 0
     for seed in range(num_histories):
-        history, length = History(Random(seed)), [5, 20, 100, 400][seed % 4]
+        history, length = History(Random(seed), is_hybrid), [5, 20, 100, 400][seed % 4]
         try:
             history.play(length)
         except Exception as error:
@@ -202,4 +227,5 @@ def test_in_random_histories_every_request_gets_the_answer_it_would_get_alone(nu
         "copies",
     )
     wanted += ("paused", "resumed with its blocks", "resumed without blocks")
+    wanted += ("states kept", "states restored") if is_hybrid else ()
     assert all(seen[event] >= num_steps / 250 for event in wanted), f"the histories are too tame: {seen}"

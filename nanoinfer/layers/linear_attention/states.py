@@ -1,7 +1,8 @@
 """What layers with linear attention remember of a sequence: a matrix for each head, and the convolution's last inputs.
 
 It has the same size however long a sequence is. Each row of the step tables has a place of its own here, so states need
-no tables, and a CUDA graph finds them by the row alone.
+no tables, and a CUDA graph finds them by the row alone. Behind them are places for states that are kept for other
+sequences, which begin with a copy.
 """
 
 import logging
@@ -16,6 +17,8 @@ from nanoinfer.device import zeros
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 
 logger = logging.getLogger("nanoinfer")
+
+SNAPSHOT_SHARE = 0.1  # of the memory beside the weights, the most that snapshots take
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,8 @@ class LayerStates:
 class RecurrentStates:
     """Holds all layers' states: those of LayerStates, by layer with linear attention.
 
-    The places are the rows of the step tables, then the spare row that padding writes to. So -1 is the spare one.
+    The places are the rows of the step tables, then those of snapshots, then the spare row that padding writes to. So
+    -1 is the spare one.
     """
 
     matrices: Tensor
@@ -44,6 +48,12 @@ class RecurrentStates:
     @property
     def num_bytes(self) -> int:
         return self.matrices.nbytes + self.conv_inputs.nbytes
+
+    def copy(self, copies: list[list[int]]) -> None:
+        """Copy states from place to place, one after another. copies: sources and targets, as `StateCopy`."""
+        for tensor in (self.matrices, self.conv_inputs):
+            for source, target in copies:
+                tensor[:, target].copy_(tensor[:, source])
 
     def layer(self, index: int) -> LayerStates:
         return LayerStates(self.matrices[index], self.conv_inputs[index])
@@ -77,7 +87,7 @@ class StateShape:
     def max_rows(self, requested: int, free_bytes: int) -> int:
         """Return how many rows get a state: as many as are asked for, or as half of the free memory holds, but one.
 
-        The other half is left to keys and values.
+        The other half is left to keys and values, and to snapshots.
         """
         rows = max(1, min(requested, free_bytes // 2 // self.num_bytes))
         if rows < requested:
@@ -88,8 +98,12 @@ class StateShape:
             )
         return rows
 
-    def allocate(self, num_rows: int, device: torch.device) -> RecurrentStates:
-        """Return states of zeros for so many rows, and for the spare row."""
-        places = self.num_layers, num_rows + 1
+    def num_snapshots(self, num_rows: int, free_bytes: int) -> int:
+        """Return how many states are kept for prefix hits: as many as rows, or as a tenth of the free memory holds."""
+        return max(1, min(num_rows, int(free_bytes * SNAPSHOT_SHARE) // self.num_bytes))
+
+    def allocate(self, num_states: int, device: torch.device) -> RecurrentStates:
+        """Return states of zeros for rows and snapshots, so many together, and for the spare row."""
+        places = self.num_layers, num_states + 1
         matrices = zeros((*places, *self.matrices), torch.float32, device)
         return RecurrentStates(matrices, zeros((*places, *self.conv_inputs), self.dtype, device))

@@ -1,0 +1,196 @@
+"""Keeps recurrent states of places in texts, so that prompts of hybrids can begin there (prefix caching of states).
+
+Keys and values of a prefix serve any text that begins with it, wherever the two part. A recurrent state holds all
+tokens before one place and cannot be cut, so a hit has to end where a state was kept. An offline engine knows its
+prompts beforehand: it ends a chunk where they part, and keeps the state of that place (`hybrid_blocks.py`).
+
+A snapshot hangs in the chain of the prefix cache: under the serial number of the entry of the last full block before
+it, with the tokens after that block. Serial numbers are never used again, so it is verified as blocks are.
+
+States are copied on the device, in the order of the steps. What a step computes is copied before the next one computes
+anything. So a snapshot is found from the step after that of its text on, and its row may be given away at once.
+"""
+
+from array import array
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from nanoinfer.engine.queued_prompts import QueuedPrompts
+from nanoinfer.engine.sequence import Sequence, SequenceStatus
+
+MAX_COMPARED = 16  # snapshots that are looked at for one to give its place up
+
+
+class StateCopy(NamedTuple):
+    """Says that a step begins with a copy of the states of a sequence, of all layers, from place to place."""
+
+    source: int
+    target: int
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """The states after the tokens of `text`, kept or still to be computed.
+
+    place: where they are, or will be, among the states on the device. seq: who computes them. parent_serial, tail: once
+    they are kept, the entry that they hang under, and the tokens after it (ids as int32). block: who else has the
+    keys and values of the tail, as the block manager says it. step: the number of the step that computes them.
+    """
+
+    text: "array[int]"
+    place: int
+    seq: Sequence
+    parent_serial: int = 0
+    tail: bytes = b""
+    block: tuple[int, int] | None = None
+    step: int = 0
+
+
+class StateSnapshots:
+    """Gives places to snapshots, and finds them.
+
+    first_place, num_places: which places of the states on the device are theirs. queued: says who waits for a snapshot.
+    """
+
+    def __init__(self, first_place: int, num_places: int, queued: QueuedPrompts) -> None:
+        self.num_places = num_places
+        self._queued = queued
+        self._free = list(range(first_place + num_places - 1, first_place - 1, -1))
+        self._kept: OrderedDict[Snapshot, None] = OrderedDict()  # the least recently used first
+        self._children: defaultdict[int, dict[bytes, Snapshot]] = defaultdict(dict)  # by the parent's serial, and tail
+        self._awaited: defaultdict[int, dict[bytes, Snapshot]] = defaultdict(dict)  # by length, and text
+        self._new: list[Snapshot] = []  # kept since the last step began
+        self._step = 0
+        self._kept_next: list[StateCopy] = []  # what the last step computes
+        self._to_keep: list[StateCopy] = []
+        self._to_restore: list[tuple[Snapshot, Sequence]] = []
+
+    def __len__(self) -> int:
+        """Return how many snapshots can be found."""
+        return len(self._kept)
+
+    def start_step(self) -> None:
+        """Let the next step find what the steps before it compute."""
+        self._step += 1
+        self._to_keep += self._kept_next
+        self._kept_next = []
+        for snapshot in self._new:
+            self._await_no_more(snapshot)
+        self._new = []
+
+    def take_copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
+        """Return what the step begins with: copies to snapshots, and then those from snapshots to rows."""
+        restored = []
+        for snapshot, seq in self._to_restore:
+            assert seq.row is not None, f"sequence {seq.seq_id} gets a state and has no row"
+            restored.append(StateCopy(snapshot.place, seq.row))
+        kept, self._to_keep, self._to_restore = self._to_keep, [], []
+        return kept, restored
+
+    def plan(self, seq: Sequence, num_tokens: int, takes_place_over: bool = False) -> Snapshot | None:
+        """Return the snapshot that `seq` is to leave after so many tokens; None where there is no free place for it.
+
+        takes_place_over: whether a snapshot that nobody waits for may make room.
+        """
+        if not self._free and not (takes_place_over and self._make_room(1)):
+            return None
+        return Snapshot(seq.token_ids[:num_tokens], self._free.pop(), seq)
+
+    def plan_awaited(self, seq: Sequence, num_tokens: int, num_users: int) -> Snapshot | None:
+        """Do as `plan` for a snapshot that so many texts wait for, which makes room of those that spare less.
+
+        None if another sequence computes it, too.
+        """
+        text = seq.token_ids[:num_tokens]
+        if text.tobytes() in self._awaited.get(num_tokens, ()):
+            return None
+        if not self._free and not self._make_room(num_users * num_tokens):
+            return None
+        snapshot = Snapshot(text, self._free.pop(), seq)
+        self._awaited[num_tokens][text.tobytes()] = snapshot
+        return snapshot
+
+    def drop_plan(self, snapshot: Snapshot) -> None:
+        """Forget a snapshot that will not be computed."""
+        self._await_no_more(snapshot)
+        self._free.append(snapshot.place)
+
+    def keep(self, snapshot: Snapshot, parent_serial: int, tail: bytes, block: tuple[int, int] | None) -> None:
+        """Keep what the row of its sequence holds after the step that is being scheduled, or was scheduled last."""
+        row = snapshot.seq.row
+        assert row is not None, f"sequence {snapshot.seq.seq_id} leaves a state and has no row"
+        older = self._children[parent_serial].get(tail)
+        if older is not None:
+            self.drop(older)
+        snapshot.parent_serial, snapshot.tail, snapshot.block, snapshot.step = parent_serial, tail, block, self._step
+        self._children[parent_serial][tail] = snapshot
+        self._kept[snapshot] = None
+        self._new.append(snapshot)
+        self._kept_next.append(StateCopy(row, snapshot.place))
+
+    def find(self, parent_serial: int, tokens: bytes) -> Iterator[Snapshot]:
+        """Yield the snapshots that hang under this entry and go on with the first of `tokens`, the longest first."""
+        children = self._children.get(parent_serial)
+        if children:
+            for tail in sorted(filter(tokens.startswith, children), key=len, reverse=True):
+                if children[tail].step < self._step:
+                    yield children[tail]
+
+    def find_later(self, seq: Sequence, max_tokens: int) -> int:
+        """Return where the longest snapshot ends that `seq` can begin with once others have computed it; 0: nowhere."""
+        for length in sorted(self._awaited, reverse=True):
+            if length <= max_tokens:
+                snapshot = self._awaited[length].get(seq.token_ids[:length].tobytes())
+                if snapshot is not None and (snapshot in self._kept or snapshot.seq.status is SequenceStatus.RUNNING):
+                    return length
+        return 0
+
+    def restore(self, snapshot: Snapshot, seq: Sequence) -> None:
+        """Have the step that is being scheduled begin with a copy of the snapshot to the row of `seq`."""
+        self._kept.move_to_end(snapshot)
+        self._to_restore.append((snapshot, seq))
+
+    def drop(self, snapshot: Snapshot) -> None:
+        """Forget a snapshot. Copies that are due are made all the same: the place is written later, if at all."""
+        del self._kept[snapshot]
+        siblings = self._children[snapshot.parent_serial]
+        del siblings[snapshot.tail]
+        if not siblings:
+            del self._children[snapshot.parent_serial]
+        self._await_no_more(snapshot)
+        self._free.append(snapshot.place)
+
+    def drop_children(self, parent_serial: int) -> None:
+        """Forget what hangs under an entry that is removed: nobody can find it any more."""
+        for snapshot in list(self._children.get(parent_serial, {}).values()):
+            self.drop(snapshot)
+
+    def clear(self) -> None:
+        """Forget all that is kept."""
+        for snapshot in list(self._kept):
+            self.drop(snapshot)
+        self._kept_next, self._to_keep = [], []
+
+    def _await_no_more(self, snapshot: Snapshot) -> None:
+        length, key = len(snapshot.text), snapshot.text.tobytes()
+        if self._awaited.get(length, {}).get(key) is snapshot:
+            del self._awaited[length][key]
+            if not self._awaited[length]:
+                del self._awaited[length]
+
+    def _make_room(self, worth: int) -> bool:
+        """Drop the snapshot that spares the least, the least recently used among equals; False if all spare more."""
+        least: Snapshot | None = None
+        for snapshot in islice(self._kept, MAX_COMPARED):
+            spares = self._queued.num_beginning_with(snapshot.text) * len(snapshot.text)
+            if spares < worth:
+                least, worth = snapshot, spares
+            if spares == 0:
+                break
+        if least is None:
+            return False
+        self.drop(least)
+        return True
