@@ -40,6 +40,11 @@ def rollout_func(
             f"logprobs_mode={llm.config.logprobs_mode!r} of this LLM does not give the log-probabilities that tokens "
             f"are drawn with; make it with logprobs_mode={MODE!r}"
         )
+    if llm.config.distributed_executor_backend != "mp" and llm.config.tensor_parallel_size > 1:
+        raise ConfigError(
+            "the processes of a trainer have different prompts, and those of this LLM share one model; use "
+            "tensor_parallel_size=1 with distributed_executor_backend='external_launcher'"
+        )
     if sleep_level not in (None, 1, 2):
         raise ConfigError(f"sleep_level={sleep_level!r} is not known; use None to stay awake, 1 or 2 as in LLM.sleep")
     if sampling_params is not None:
