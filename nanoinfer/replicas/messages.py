@@ -20,6 +20,7 @@ from nanoinfer.outputs import (
     CompletionOutput,
     EngineMetrics,
     Logprob,
+    RequestChange,
     RequestMetrics,
     RequestOutput,
     StepEvent,
@@ -113,6 +114,12 @@ class Event(NamedTuple):
     """What a step did, where somebody listens."""
 
     event: StepEvent
+
+
+class Changes(NamedTuple):
+    """What happened to requests after the last event, where somebody listens."""
+
+    changes: list[RequestChange]
 
 
 class PackedLogprobs(NamedTuple):

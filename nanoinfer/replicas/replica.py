@@ -31,6 +31,7 @@ from nanoinfer.outputs import RequestOutput, StepEvent, StreamChunk
 from nanoinfer.replicas.messages import (
     Act,
     Call,
+    Changes,
     Drop,
     Event,
     Listen,
@@ -195,6 +196,10 @@ class Replica:
         if self._chunks:
             self._send(pack_chunks(self._chunks))
             self._chunks.clear()
+        if self._end_events is not None and self._engine.is_finished():
+            changes, _ = self._loaded.callbacks.events().take_rest()
+            if changes:
+                self._send(Changes(changes))
         now = time.monotonic()
         if self._outputs or self._engine.is_finished() or now - self._told > METRICS_SECONDS:
             self._send(Metrics(self._engine.metrics()))

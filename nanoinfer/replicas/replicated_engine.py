@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -28,6 +28,7 @@ from nanoinfer.replicas.dispatch import Dispatcher, QueuedRequest, expected_work
 from nanoinfer.replicas.messages import (
     Act,
     Call,
+    Changes,
     Chunks,
     Drop,
     Event,
@@ -333,7 +334,9 @@ class ReplicatedEngine:
             case Reply():
                 replica.replies.append(message)
             case Event(event):
-                self.callbacks.events.append(replace(event, replica=replica.index))
+                self.callbacks.arrive(replica.index, event)
+            case Changes(changes):
+                self.callbacks.add_changes(replica.index, changes)
             case Logged(level, text):
                 logger.log(level, "replica %d: %s", replica.index, text)
 
