@@ -25,7 +25,6 @@ import torch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import NanoinferError
 from nanoinfer.executor.shm_ring import Ring, RingReader
-from nanoinfer.executor.workers import PASSED
 from nanoinfer.loading import FoundModel, Loaded, load_engine
 from nanoinfer.outputs import RequestOutput, StepEvent, StreamChunk
 from nanoinfer.replicas.messages import (
@@ -87,7 +86,6 @@ def run_replica(
     sender.send(
         Ready(loaded.max_model_len, str(loaded.info.device), dtype, loaded.info.description, loaded.seconds, texts)
     )
-    link.sendall(PASSED)
     replica = Replica(loaded, connection, sender, RingReader(ring, index, link))
     replica.run()
     loaded.engine.close()
