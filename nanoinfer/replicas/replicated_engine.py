@@ -247,9 +247,9 @@ class ReplicatedEngine:
     def settle(self) -> int:
         """Hand over what was aborted; return how many requests are unfinished even then."""
         self._act_on_marked()
-        while self._aborting & self._requests.keys():
+        while self._aborting:
             self.receive(TURN_SECONDS)
-        self._aborting.clear()
+            self._act_on_marked()  # of a replica that has ended
         return len(self._requests)
 
     def receive(self, seconds: float, replicas: list[Replica] | None = None) -> None:
@@ -302,10 +302,14 @@ class ReplicatedEngine:
                 self._paused.add(request_id)
                 if self.dispatcher.remove(request_id):
                     self._held_back[request_id] = queued
+                elif queued.replica is not None:
+                    self.dispatcher.pause(queued)
             elif action is Scheduler.resume:
                 self._paused.discard(request_id)
                 if self._held_back.pop(request_id, None):
                     self.dispatcher.add(queued)
+                elif queued.replica is not None:
+                    self.dispatcher.resume(queued)
             else:
                 self._aborting.add(request_id)
                 self._paused.discard(request_id)
@@ -353,6 +357,7 @@ class ReplicatedEngine:
         request_id = request.queued.request_id
         del self._requests[request_id]
         self._paused.discard(request_id)
+        self._aborting.discard(request_id)
         self._held_back.pop(request_id, None)
         if self.dispatcher.remove(request_id) is None and request.queued.replica is not None:
             self.dispatcher.finish(request.queued)
@@ -368,6 +373,7 @@ class ReplicatedEngine:
         replica.is_alive = False
         replica.connection.close()
         replica.workers.close(patience=0.0)
+        replica.metrics.num_used_blocks = replica.metrics.num_blocks = 0
         self.ring.num_read[replica.index] = 2**62  # nobody waits for it
         if not self.alive():
             raise WorkerError(str(end))

@@ -207,9 +207,9 @@ class ReadNowhere:
 
 
 def test_a_function_that_no_replica_can_read_ends_its_request_with_an_error(two: LLM) -> None:
-    params = [SamplingParams(max_tokens=2, logits_processors=[ReadNowhere()]), SamplingParams(max_tokens=2)]
+    params = [SamplingParams(max_tokens=2, n=3, logits_processors=[ReadNowhere()]), SamplingParams(max_tokens=2)]
     first, second = two.generate(PROMPTS[:2], params, use_tqdm=False)
-    assert first.finish_reason == "error"
+    assert [sample.finish_reason for sample in first.outputs] == ["error"] * 3
     assert "logits_processors cannot be read by a replica (ValueError" in str(first.error)
     assert second.finish_reason == "length"
 
