@@ -11,6 +11,7 @@ import transformers
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.engine.windowed_blocks import WindowedBlockManager
 from nanoinfer.errors import ModelError
 from nanoinfer.models import REGISTRY
 
@@ -217,7 +218,10 @@ def test_greedy_tokens_equal_those_of_transformers(
                 outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
                 assert [output.token_ids for output in outputs] == expected
             metrics = llm.get_metrics()
-            assert metrics.num_preemptions if num_blocks == 7 else architecture in HYBRIDS or metrics.cached_tokens
+            if num_blocks == 7:  # which suffice where layers give blocks back
+                assert metrics.num_preemptions or isinstance(llm.engine.block_manager, WindowedBlockManager)
+            else:  # hybrids keep too few states for so many prompts
+                assert metrics.cached_tokens or architecture in HYBRIDS
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
