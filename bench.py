@@ -18,7 +18,7 @@ from time import perf_counter
 import torch
 
 from nanoinfer import LLM, NanoinferError, SamplingParams
-from nanoinfer.bench.floor import compute_floor, measure_rates
+from nanoinfer.bench.floor import compute_replica_floor, measure_rates
 from nanoinfer.bench.workloads import LOADS, SIZES, choose_model, draw_workload
 
 
@@ -35,12 +35,11 @@ def main(argv: list[str] | None = None) -> None:
             model.folder,
             **model.options,  # load_format="dummy" draws random weights
             max_model_len=min(4096, model.config.max_model_len),
-            tensor_parallel_size=args.tensor_parallel_size,
-            kv_cache_dtype=args.kv_cache_dtype,
+            **{name: getattr(args, name) for name in ("tensor_parallel_size", "data_parallel_size", "kv_cache_dtype")},
         )
         with llm:
             options = {"temperature": 0.6, "top_k": args.top_k, "top_p": args.top_p, "ignore_eos": True}
-            llm.generate([[1, 2, 3]], SamplingParams(**options), use_tqdm=False)  # warms up
+            llm.generate([[1, 2, 3]] * args.data_parallel_size, SamplingParams(**options), use_tqdm=False)  # warms up
             for seed in range(args.runs):
                 workload = draw_workload(seed, load, model.config.vocab_size)
                 params = [SamplingParams(max_tokens=max_tokens, **options) for max_tokens in workload.max_tokens]
@@ -49,8 +48,8 @@ def main(argv: list[str] | None = None) -> None:
                 outputs = llm.generate(workload.prompts, params, use_tqdm=False)
                 seconds = perf_counter() - started
                 num_tokens = sum(len(output.token_ids) for output in outputs)
-                # The floor: the least time in which this hardware can read and multiply all that the workload needs.
-                floor = compute_floor(model.config, workload, rates, kv_cache_dtype=args.kv_cache_dtype).seconds
+                replicas = args.data_parallel_size, args.kv_cache_dtype
+                floor = compute_replica_floor(model.config, workload, rates, *replicas).seconds
                 print(
                     f"{model}, seed {seed}: {len(outputs)} requests, {workload.num_input_tokens:,} tokens in, "
                     f"{num_tokens:,} out in {seconds:.2f} s, {num_tokens / seconds:,.0f} tokens/s; "
@@ -70,6 +69,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quantization", choices=["fp8"], help="round the weights of linear layers to 8 bits")
     parser.add_argument("--kv-cache-dtype", choices=["fp8", "int8"], default="auto", help="keys and values in 8 bits")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="number of GPUs (1)")
+    parser.add_argument("--data-parallel-size", type=int, default=1, metavar="N", help="number of replicas (1)")
     return parser.parse_args(argv)
 
 

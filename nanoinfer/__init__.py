@@ -19,6 +19,7 @@ from nanoinfer.errors import (
     RequestError,
     WorkerError,
 )
+from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.outputs import (
     CompletionOutput,
     EngineMetrics,
@@ -45,6 +46,7 @@ __all__ = [
     "EngineClosedError",
     "EngineMetrics",
     "EngineStateError",
+    "FlatLogprobs",
     "JobError",
     "Logprob",
     "ModelError",

@@ -18,6 +18,9 @@ from nanoinfer.vllm_names import LLM_NAMES as VLLM_NAMES
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8", "int4")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+SLEEP_TAGS = ("weights", "kv_cache")  # what wakes up, in order: the cache comes with graphs, which read the weights
+MAY_BE_NEGATIVE = ("seed", "max_logprobs")
 
 
 def option(default: Any, explained: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -40,6 +43,11 @@ class EngineConfig:
     device: str = option("auto", '"cpu", "cuda", "cuda:N", or "auto": CUDA if there is a GPU, else the CPU.')
     tensor_parallel_size: int = option(
         1, "The number of GPUs that the model is split over, counted from `device` on; on a CPU, of processes."
+    )
+    data_parallel_size: int = option(
+        1,
+        "The number of replicas: engines in processes of their own, each with the whole model, that share requests. "
+        "Each has tensor_parallel_size GPUs, counted from `device` on, and runs up to max_num_seqs sequences.",
     )
     max_model_len: int | None = option(
         None,
@@ -87,6 +95,19 @@ class EngineConfig:
         '"fp8" rounds the weights of linear layers to 8 bits while they are loaded, "int4" to 4. A checkpoint that has '
         "them in 8 or 4 bits says how they are read, and needs no option.",
     )
+    logprobs_mode: str = option(
+        "raw_logprobs",
+        'What log-probabilities are of: "raw_logprobs" is the model\'s own distribution, "processed_logprobs" the one '
+        'that tokens are drawn from, after biases, penalties, forms, temperature and filters; "raw_logits" and '
+        '"processed_logits" are the logits of either, in the same places.',
+        LOGPROBS_MODES,
+    )
+    max_logprobs: int = option(
+        -1, "The most `logprobs` and `prompt_logprobs` that a request may ask for; -1 is as many as the vocabulary has."
+    )
+    enable_return_routed_experts: bool = option(
+        False, "Return which experts computed each token, as `routed_experts` of every completion."
+    )
     revision: str | None = option(
         None,
         "The branch, tag or commit of the model on the hub; if not given, the main branch. The tokenizer's too, unless "
@@ -127,7 +148,7 @@ class EngineConfig:
                 if not isinstance(value, str | Path) or not str(value):
                     raise ConfigError(f"{name}={value!r} is no text; use a string that is not empty")
                 object.__setattr__(self, name, str(value))
-            is_count = int in (item.type, *get_args(item.type)) and name != "seed"
+            is_count = int in (item.type, *get_args(item.type)) and name not in MAY_BE_NEGATIVE
             if is_count and (value is not None or item.default is not None):
                 if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 2**31:
                     raise ConfigError(f"{name}={value!r} must be a whole number of at least 1, and below 2**31")
@@ -135,6 +156,10 @@ class EngineConfig:
         if isinstance(self.seed, bool) or not isinstance(self.seed, Integral) or not -(2**63) <= int(self.seed) < 2**63:
             raise ConfigError(f"seed={self.seed!r} is not an int of 64 bits; use a whole number such as 0")
         object.__setattr__(self, "seed", int(self.seed))
+        most = self.max_logprobs
+        if isinstance(most, bool) or not isinstance(most, Integral) or not -1 <= int(most) < 2**31:
+            raise ConfigError(f"max_logprobs={most!r} must be a whole number of at least -1; use -1 for no limit")
+        object.__setattr__(self, "max_logprobs", int(most))
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r} must lie in (0, 1]; 0.9 suits a GPU of your own")

@@ -13,6 +13,7 @@ class EngineOptions(TypedDict, total=False):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | torch.dtype
     device: str | torch.device
     tensor_parallel_size: int
+    data_parallel_size: int
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -26,6 +27,9 @@ class EngineOptions(TypedDict, total=False):
     overlap: bool
     load_format: Literal["auto", "safetensors", "dummy"]
     quantization: Literal["fp8", "int4"] | None
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+    max_logprobs: int
+    enable_return_routed_experts: bool
     revision: str | None
     tokenizer: str | Path | None
     download_dir: str | Path | None

@@ -13,41 +13,29 @@ if "torch" not in sys.modules and {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}.isdisjoi
 
 import inspect
 import logging
-import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.aio import AsyncCalls
-from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
-from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.hub import read_json
 from nanoinfer.config import EngineConfig, describe_options
-from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.control.run_trace import start_trace
-from nanoinfer.control.step_events import StepCallback, StepCallbacks
-from nanoinfer.control.weight_control import WeightControl
-from nanoinfer.device import host_array
-from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.request_queue import Inbox, RequestQueue
+from nanoinfer.control.step_events import StepCallback
+from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import ModelError, RequestError
-from nanoinfer.executor.parallel_runner import ParallelRunner
-from nanoinfer.models import REGISTRY
+from nanoinfer.loading import find_model, load_engine
 from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
 from nanoinfer.progress import Progress
-from nanoinfer.runner.model_runner import ModelRunner
+from nanoinfer.replicas.loading import load_replicas
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scoring import score, scoring_request
+from nanoinfer.scoring import check_scores, score, scoring_request
 from nanoinfer.text.chat import Conversation
 from nanoinfer.text.prompts import (
     GivenPrompt,
     OnFinish,
     Params,
     PreparedRequest,
-    PromptProcessor,
     Prompts,
     as_list_of_prompts,
     as_prompt,
@@ -55,7 +43,6 @@ from nanoinfer.text.prompts import (
     check_streamable,
 )
 from nanoinfer.text.refusals import OnError
-from nanoinfer.text.tokenizer import find_tokenizer, load_tokenizer, read_stop_token_ids
 from nanoinfer.vllm_names import with_vllm_names
 
 if TYPE_CHECKING:
@@ -78,48 +65,28 @@ class LLM:
     Calls from several threads are served together; their steps take turns.
     Raises TypeError for an unknown option, ConfigError for a value out of range, ModelError for a model that cannot
     be used. Any call raises WorkerError where a process of a tensor-parallel engine has ended; that closes the engine.
+    Replicas (data_parallel_size) go on without one that has ended, and raise it when the last one has.
     """
 
     def __init__(self, model: str | Path, **options: "Unpack[EngineOptions]") -> None:
         started = time.perf_counter()
-        self.config = EngineConfig.from_options(model, options)
-        is_random = self.config.load_format == "dummy"
-        model, revision, download_dir = self.config.model, self.config.revision, self.config.download_dir
-        folder = resolve_model_folder(model, not is_random, revision=revision, download_dir=download_dir)
-        model_config = ModelConfig.from_folder(folder, REGISTRY, self.config.hf_overrides, self.config.quantization)
-        tokenizer_folder = find_tokenizer(self.config, folder)
-        self._generation_config = read_json(folder / "generation_config.json")
-        vocab_size = None if is_random else model_config.vocab_size  # random weights fit any tokenizer
-        with ExitStack() as on_failure:
-            # What the tokenizer imports takes as long as loading the weights, so both happen at the same time.
-            with ThreadPoolExecutor(1) as background:
-                loading = background.submit(load_tokenizer, tokenizer_folder, vocab_size)
-                runner_class = ModelRunner if self.config.tensor_parallel_size == 1 else ParallelRunner
-                runner: ModelRunner | ParallelRunner = runner_class(self.config, model_config, folder)
-                on_failure.callback(runner.close)
-                loaded = time.perf_counter()
-                tokenizer = loading.result()
-            stop_token_ids = read_stop_token_ids(folder, tokenizer)
-            new_bits = partial(host_array, device=runner.info.device)
-            constraints = Constraints(tokenizer, model_config.vocab_size, stop_token_ids, new_bits)
-            self.engine = LLMEngine(self.config, runner, tokenizer, stop_token_ids, constraints)
-            if isinstance(runner, ParallelRunner):
-                weakref.finalize(self.engine, runner.close)  # when the engine is forgotten, and when the script ends
-            on_failure.pop_all()
-        self.max_model_len = runner.max_model_len  # tokens of a prompt and its completion together
-        self._runner_info = runner.info
-        prompts = PromptProcessor(tokenizer, model, model_config.vocab_size, self.max_model_len, stop_token_ids)
-        self.queue = RequestQueue(self.engine, prompts, constraints)
+        found = find_model(EngineConfig.from_options(model, options))
+        self.config = found.config
+        self._generation_config = read_json(found.folder / "generation_config.json")
+        loaded = load_engine(found) if self.config.data_parallel_size == 1 else load_replicas(found)
+        self.engine: Any = loaded.engine  # an LLMEngine, or ReplicatedEngine
+        self.queue = loaded.queue
+        self.max_model_len = loaded.max_model_len  # tokens of a prompt and its completion together
+        self._runner_info = loaded.info
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
-        self._weights = WeightControl(self.engine, self.queue.lock)
-        self._step_callbacks = StepCallbacks(self.engine, runner.info.device)
+        self._control, self._step_callbacks = loaded.control, loaded.callbacks
         self._async_calls = AsyncCalls(self.queue)
         self._write_trace: Callable[[], object] = lambda: None
         if self.config.trace is not None:
-            self._write_trace = start_trace(self.config.trace, repr(self), self.engine, self._step_callbacks)
+            self._write_trace = loaded.start_trace(self.config.trace, repr(self))
         imports = import_seconds.copy()
         import_seconds.clear()
-        self._log_start(imports | runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded}, started)
+        self._log_start(imports | loaded.seconds, started)
 
     def _log_start(self, parts: dict[str, float], started: float) -> None:
         """Log what was loaded, and how long each part of that took; the tokenizer's is what was left to wait for."""
@@ -133,7 +100,9 @@ class LLM:
 
     def __repr__(self) -> str:
         device, dtype = self._runner_info.device, str(self._runner_info.dtype).removeprefix("torch.")
-        return f"LLM({self.config.model!r}, {device}, {dtype}, max_model_len={self.max_model_len})"
+        size = self.config.data_parallel_size
+        replicas = f", data_parallel_size={size}" if size > 1 else ""
+        return f"LLM({self.config.model!r}, {device}, {dtype}, max_model_len={self.max_model_len}{replicas})"
 
     def _repr_html_(self) -> str:
         return engine_html(repr(self), self._runner_info.description, self.get_metrics())
@@ -245,9 +214,11 @@ class LLM:
         model would read them: the completion's tokens are those of the whole from where it differs from the prompt's
         own, so that a token across the border is the completion's. Where nothing of the prompt would be left before
         it, and where either is given as token ids, both are tokenized by themselves. Prompts that begin alike share
-        the computation of what is alike. Raises RequestError for a pair that cannot be served, or is empty.
+        the computation of what is alike. Raises RequestError for a pair that cannot be served, or is empty, and where
+        `logprobs_mode` is one of logits.
         """
         self.queue.check_open()
+        check_scores(self.config.logprobs_mode)
         with self.queue.lock:
             pairs = self.queue.prompts.encode_pairs(as_list_of_prompts(prompts), as_list_of_prompts(completions))
         outputs = self._complete([*map(scoring_request, pairs)], use_tqdm, on_finish=None)
@@ -325,9 +296,11 @@ class LLM:
         named_tensors: a dict or an iterable of the checkpoint's names and whole tensors, on any device; all or some.
         Raises ModelError, with close names, for one that does not fit, and for what is no pair: nothing of a dict is
         copied then; what came before it in an iterable stays. Raises EngineStateError while requests are unfinished, or
-        the engine sleeps.
+        the weights sleep.
         """
-        self._weights.update_weights(named_tensors)
+        self._control.update_weights(named_tensors)
+
+    load_weights = update_weights  # what trainers call on vLLM's models
 
     def sleep(self, level: int = 1) -> None:
         """Give the device's memory back until `wake_up`; calls that need the model raise EngineStateError meanwhile.
@@ -335,11 +308,15 @@ class LLM:
         level: 1 keeps the weights in host memory; 2 drops them, to be given to `update_weights` after `wake_up`. Raises
         EngineStateError while requests are unfinished.
         """
-        self._weights.sleep(level)
+        self._control.sleep(level)
 
-    def wake_up(self) -> None:
-        """Take the memory again. Raises ConfigError where it is not free; the engine sleeps on then, if on one GPU."""
-        self._weights.wake_up()
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take the memory again. Raises ConfigError where it is not free; the engine sleeps on then, if on one GPU.
+
+        tags: ["weights"], then ["kv_cache"], to take it in two parts, with `update_weights` between them; None is both.
+        Raises ConfigError for other tags, EngineStateError for the cache before the weights.
+        """
+        self._control.wake_up(tags)
 
     @property
     def tokenizer(self) -> Any:

@@ -4,7 +4,10 @@ import html
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
-from typing import Any, NamedTuple, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MAX_SHOWN = 80  # characters of a text or a list in a repr
 MAX_HTML = 2000  # characters of a text in a notebook
@@ -55,23 +58,24 @@ def html_table(rows: Iterable[Sequence[str]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Says how likely the model found one token at one place, by its own distribution (temperature 1, no penalties).
+    """Says how likely one token is at one place, in the distribution that `logprobs_mode` of the LLM names.
 
-    Under structured_outputs that is the distribution over the tokens that these allow; all others have -inf.
-    logprob: natural logarithm of its probability. rank: 1 is the likeliest of all; of equal ones the lower id comes
-    first, as in greedy decoding. decoded_token: the text that this token adds at its place, or would add; None where
-    there is no text. Joined, the texts of a completion's tokens are its text, beside special tokens, which are left out
-    there and not here. A token that is part of a character adds "", and the last part adds the character.
+    logprob: natural logarithm of its probability, or its logit. rank: 1 is the likeliest of all; of equal ones the
+    lower id comes first, as in greedy decoding; None for logprob_token_ids other than the sampled one. decoded_token:
+    the text that this token adds at its place, or would add; None where there is no text. Joined, the texts of a
+    completion's tokens are its text, beside special tokens, which are left out there and not here. A token that is
+    part of a character adds "", and the last part adds the character.
     """
 
     logprob: float
-    rank: int
+    rank: int | None
     decoded_token: str | None = None
 
     __repr__ = short_repr
 
 
-TokenLogprobs = dict[int, Logprob]  # at one place, by token id: the token that is there, then the likeliest
+# At one place, by token id: the token that is there, then the likeliest, or those of logprob_token_ids.
+TokenLogprobs = dict[int, Logprob]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,12 @@ class CompletionOutput:
         a logits processor failed; the tokens before that are kept).
     stop_reason: the string of `stop` or the id of the stop token that ended it; None for all other ends, the
         tokenizer's own EOS among them.
-    logprobs: for each of `token_ids`, where SamplingParams ask for them; their sum for these is cumulative_logprob.
+    logprobs: for each of `token_ids`, where SamplingParams ask for them: a list, or FlatLogprobs; their sum for these
+        is cumulative_logprob.
     error: why it ended with "error"; None for all other ends.
+    routed_experts: where the LLM has enable_return_routed_experts, which experts computed each token: an array of whole
+        numbers (num_tokens - 1, num_layers, num_experts_per_tok), the prompt's tokens from routed_experts_prompt_start
+        on first. The last token was never computed. Layers without experts have zeros.
     """
 
     index: int
@@ -96,9 +104,10 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str
     stop_reason: str | int | None = None
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: Sequence[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
     error: str | None = None
+    routed_experts: "NDArray[Any] | None" = field(default=None, repr=False, compare=False)
 
     __repr__ = short_repr
 
@@ -119,7 +128,7 @@ class StreamChunk:
     token_ids: list[int]
     finish_reason: str | None
     sample: int = 0
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: Sequence[TokenLogprobs] | None = None
     request_id: int = field(kw_only=True)
 
     __repr__ = short_repr
@@ -232,6 +241,7 @@ class StepEvent:
     num_cached_blocks: int  # blocks, in use or free, that the prefix cache would find
     num_free_blocks: int  # blocks that can be handed out; free and used ones are all there are
     changes: tuple[RequestChange, ...]  # what happened to requests since the event before, in order
+    replica: int = 0  # whose step it was; each counts its own
 
     @property
     def host_seconds(self) -> float:

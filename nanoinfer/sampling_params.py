@@ -15,6 +15,7 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  
 MAX_TEMPERATURE = 1e6  # far past where every token is as likely as any other
 TOKEN_ID = re.compile("[0-9]{1,10}")
 MAX_BIAS = 1e30  # a logit stays finite with it, in float32
+MAX_LOGPROB_TOKEN_IDS = 128
 
 # Each number has a test of its range, the rule in words, and what to use instead.
 FLOATS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
@@ -37,6 +38,7 @@ INTS: dict[str, tuple[int, float, str]] = {
     "n": (1, 10_000, "a request has one sample or more; for more than these, ask again"),
     "top_k": (-1, math.inf, "use 0 for all tokens"),
     "min_tokens": (0, math.inf, "use 0 for no such limit"),
+    "routed_experts_prompt_start": (0, math.inf, "use 0 for all of the prompt"),
     **dict.fromkeys(LOGPROBS, (-1, math.inf, LOGPROBS_REMEDY)),
     "seed": (-(2**63), 2**63 - 1, "it must fit in 64 bits; use None for any"),
 }
@@ -71,10 +73,13 @@ class SamplingParams:
     presence_penalty: taken off the logit of each token generated before; frequency_penalty: once for each time.
     repetition_penalty: logits of tokens in the prompt or generated before are divided by it where they are positive,
         and multiplied where they are negative; 1 is none.
-    logprobs: for each generated token, its log-probability and those of this many of the likeliest tokens, by the
-        model's own distribution (temperature 1, no penalties), under structured_outputs among the tokens that these
-        allow. -1 is all of the vocabulary, True is 1.
-        prompt_logprobs: the same for the prompt's tokens.
+    logprobs: for each generated token, its log-probability and those of this many of the likeliest tokens, of the
+        distribution that `logprobs_mode` of the LLM names. -1 is all of the vocabulary, True is 1.
+        prompt_logprobs: the same for the prompt's tokens, always of the model's own distribution.
+    logprob_token_ids: for each generated token, its log-probability and those of these tokens, at most 128, in place of
+        the likeliest; if `logprobs` is given too, it must be their number. Kept as a tuple.
+    routed_experts_prompt_start: of an LLM that returns them, from which token of the prompt on.
+    flat_logprobs: return log-probabilities as FlatLogprobs, in arrays and not in dicts.
     spaces_between_special_tokens: keep the spaces that the tokenizer writes between special tokens side by side, where
         the text has these. Tokenizers of most models write none.
     logit_bias: a number for each of some token ids, added to their logits; kept as a dict of int to float, and no part
@@ -114,6 +119,9 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     structured_outputs: StructuredOutputsParams | None = field(default=None, hash=False)
     logits_processors: Sequence[Callable[[list[int], Any], Any]] | None = field(default=None, hash=False)
+    logprob_token_ids: Sequence[int] | None = None
+    flat_logprobs: bool = False
+    routed_experts_prompt_start: int = 0
 
     def __post_init__(self) -> None:
         for name, (is_in_range, rule, remedy) in FLOATS.items():
@@ -147,6 +155,11 @@ class SamplingParams:
         self._check_stops()
         self._check_rules()
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Return how many log-probabilities each generated token comes with beside its own; None where without any."""
+        return len(self.logprob_token_ids) if self.logprob_token_ids and self.logprobs is None else self.logprobs
+
     def __repr__(self) -> str:
         values = {item.name: (getattr(self, item.name), item.default) for item in fields(self)}
         differ = [f"{name}={value!r}" for name, (value, default) in values.items() if value not in (default, ())]
@@ -178,6 +191,18 @@ class SamplingParams:
     def _check_rules(self) -> None:
         """Check what limits the tokens beside their probability; what is empty becomes None."""
         object.__setattr__(self, "logit_bias", self._bias())
+        wanted = self._token_ids("logprob_token_ids")
+        if len(wanted) > MAX_LOGPROB_TOKEN_IDS:
+            raise RequestError(
+                f"logprob_token_ids has {len(wanted)} token ids, and at most {MAX_LOGPROB_TOKEN_IDS} can be asked for; "
+                "use logprobs=-1 for all of the vocabulary"
+            )
+        if self.logprob_token_ids is not None and self.logprobs not in (None, len(wanted)):
+            raise RequestError(
+                f"logprobs={self.logprobs} with {len(wanted)} logprob_token_ids: these take the place of the likeliest "
+                "tokens; leave logprobs out"
+            )
+        object.__setattr__(self, "logprob_token_ids", wanted or None)
         if self.allowed_token_ids is not None:
             allowed = self._token_ids("allowed_token_ids")
             if not allowed:
@@ -227,13 +252,22 @@ class SamplingParams:
         return tuple(map(int, ids))
 
 
-def check_against_model(params: SamplingParams, vocab_size: int, stop_token_ids: Collection[int]) -> None:
-    """Raise RequestError for what no model with this vocabulary and these stop tokens can serve."""
+def check_against_model(
+    params: SamplingParams, vocab_size: int, stop_token_ids: Collection[int], max_logprobs: int = -1
+) -> None:
+    """Raise RequestError for what no model with this vocabulary and these stop tokens can serve.
+
+    max_logprobs: the engine's option; -1 is no limit.
+    """
     for name in LOGPROBS:
         value = getattr(params, name) or 0
         if value > vocab_size:
             raise RequestError(f"{name}={value} is more than the vocabulary of {vocab_size} tokens; use 20, say")
-    for name in ("logit_bias", "allowed_token_ids"):
+        if 0 <= max_logprobs < (vocab_size if value == -1 else value):
+            raise RequestError(
+                f"{name}={value} is more than max_logprobs={max_logprobs} of this LLM; ask for fewer, or raise that"
+            )
+    for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
         if outside := [token_id for token_id in getattr(params, name) or () if token_id >= vocab_size]:
             raise RequestError(
                 f"{name} has token id {outside[0]}, outside the vocabulary; ids are 0 to {vocab_size - 1}"

@@ -3,11 +3,20 @@
 import math
 
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs
+from nanoinfer.errors import RequestError
 from nanoinfer.outputs import RequestOutput, Score
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import EncodedPair, PreparedRequest
 
 SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+
+
+def check_scores(logprobs_mode: str) -> None:
+    """Raise RequestError where the prompts' log-probabilities are logits, of which there is no likelihood."""
+    if logprobs_mode.endswith("logits"):
+        raise RequestError(
+            f"score needs log-probabilities, and this LLM has logprobs_mode={logprobs_mode!r}; use 'raw_logprobs'"
+        )
 
 
 def scoring_request(pair: EncodedPair) -> PreparedRequest:

@@ -19,7 +19,7 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
     """
         aggregate_engine_logging calculate_kv_scales data_parallel_external_lb data_parallel_hybrid_lb
         disable_sliding_window enable_dbo enable_elastic_ep enable_eplb enable_expert_parallel enable_lora
-        enable_mm_embeds enable_prompt_adapter enable_prompt_embeds enable_return_routed_experts fully_sharded_loras
+        enable_mm_embeds enable_prompt_adapter enable_prompt_embeds fully_sharded_loras
         interleave_mm_strings kv_cache_metrics kv_sharing_fast_prefill ray_workers_use_nsight skip_mm_profiling
         skip_tokenizer_init trust_remote_code use_tqdm_on_load
     """: (False,),
@@ -27,8 +27,8 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
         cpu_offload_gb kv_offloading_size long_prefill_token_threshold num_lookahead_slots tokenizer_pool_size
     """: (0,),
     """
-        data_parallel_size decode_context_parallel_size max_long_partial_prefills max_num_partial_prefills nnodes
-        num_scheduler_steps pipeline_parallel_size prefill_context_parallel_size stream_interval
+        decode_context_parallel_size max_long_partial_prefills max_num_partial_prefills nnodes num_scheduler_steps
+        pipeline_parallel_size prefill_context_parallel_size stream_interval
     """: (1,),
     "config_format guided_decoding_backend model_impl tokenizer_mode": ("auto",),
     """
@@ -76,8 +76,6 @@ LLM_NAMES: Foreigners = {
     "hf_token": only(why="the hub's library reads the variable HF_TOKEN"),
     "ignore_patterns": only("original/**/*", why="only what is needed is downloaded"),
     "logits_processors": only(why="functions of one request are SamplingParams(logits_processors=[...])"),
-    "logprobs_mode": only("raw_logprobs", why="log-probabilities are those of the model"),
-    "max_logprobs": only(-1, why="logprobs may be as many as the vocabulary"),
     "max_seq_len_to_capture": only(why="CUDA graphs serve sequences of any length"),
     "preemption_mode": only("recompute", why="preempted sequences are computed again"),
     "scheduling_policy": only("fcfs", "priority", why="the order is that of priorities, then of arrival"),
@@ -121,9 +119,9 @@ SAMPLING_NAMES: Foreigners = {
     "typical_p": only(1),
     "output_kind": only(why=f"{NOT_SUPPORTED}: generate returns whole outputs, and stream yields what is new"),
     "skip_reading_prefix_cache": only(False, why=f"{NOT_SUPPORTED}, but LLM(enable_prefix_caching=False)"),
-    **dict.fromkeys(("output_text_buffer_length", "routed_experts_prompt_start"), only(0)),
-    **dict.fromkeys(("early_stopping", "flat_logprobs", "skip_clone", "use_beam_search"), only(False)),
-    **dict.fromkeys(("extra_args", "logprob_token_ids", "repetition_detection", "thinking_token_budget")),
+    "output_text_buffer_length": only(0),
+    **dict.fromkeys(("early_stopping", "skip_clone", "use_beam_search"), only(False)),
+    **dict.fromkeys(("extra_args", "repetition_detection", "thinking_token_budget")),
 }
 
 

@@ -37,6 +37,7 @@ class Layer:
     block_size: int = 16
     window: int | None = None
     scale: float = 0.1
+    has_sinks: bool = False
     cache_dtype: torch.dtype | None = None  # of 8 bits; None for a cache in the layer's dtype
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
@@ -44,7 +45,7 @@ class Layer:
     @property
     def spec(self) -> AttentionSpec:
         num_heads = self.num_kv_heads * self.group_size
-        return AttentionSpec(num_heads, self.num_kv_heads, self.head_dim, self.scale, self.window)
+        return AttentionSpec(num_heads, self.num_kv_heads, self.head_dim, self.scale, self.window, self.has_sinks)
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Step:
     v: Tensor
     cache: LayerCache
     metadata: PrefillMetadata | DecodeMetadata
+    sinks: Tensor | None = None
 
     def run(self, backend: AttentionBackend) -> Tensor:
         cache = self.cache
@@ -65,8 +67,8 @@ class Step:
         metadata = backend.plan(self.metadata, kv_cache)
         torch.empty(1, device=self.q.device).zero_()  # as in a model, another kernel comes between the two
         if isinstance(metadata, PrefillMetadata):
-            return backend.prefill(self.q, self.k, self.v, cache, metadata)
-        return backend.decode(self.q, cache, metadata)
+            return backend.prefill(self.q, self.k, self.v, cache, metadata, self.sinks)
+        return backend.decode(self.q, cache, metadata, self.sinks)
 
     def run_twin(self) -> Tensor:
         """What plain PyTorch says in float32. It reads all keys for each row, whatever rows share."""
@@ -117,9 +119,14 @@ def random_step(
         num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, generator=generator, device=device
     ).to(layer.dtype)
     q = qkv[:, : spec.num_heads]
+    sinks = None
+    if layer.has_sinks:  # some outweigh all else
+        sinks = (4 * torch.randn(spec.num_heads, generator=generator, device=device)).to(layer.dtype)
     if query_lens is None:
         nothing = q[:0, : spec.num_kv_heads]
-        return Step(spec, q, nothing, nothing, cache, _decode_metadata(context_lens, block_tables, prefix_groups))
+        return Step(
+            spec, q, nothing, nothing, cache, _decode_metadata(context_lens, block_tables, prefix_groups), sinks
+        )
     chunks = [seq_slots[-length:] for seq_slots, length in zip(slots, query_lens, strict=True)]
     metadata = _prefill_metadata(query_lens, context_lens, torch.cat(chunks), block_tables)
     if layer.cache_dtype:  # those before they were rounded, which nobody may attend to
@@ -127,7 +134,7 @@ def random_step(
     else:
         blocks, offsets = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
         k, v = cache.k[blocks, :, offsets], cache.v[blocks, :, offsets]
-    return Step(spec, q, k, v, cache, metadata)
+    return Step(spec, q, k, v, cache, metadata, sinks)
 
 
 def shared_prefixes(groups: Sequence[PrefixGroup], num_rows: int, device: str) -> SharedPrefixes:
@@ -238,6 +245,9 @@ DECODE_CASES = {
         )
         for kind, dtype, _ in IN_8_BITS[::2]
     },
+    "sinks": Case(Layer(3, has_sinks=True), (1, 20, 0, 33)),
+    "sinks, a window of 7": Case(Layer(8, num_kv_heads=1, window=7, has_sinks=True), (1, 6, 8, 50, 100, 97)),
+    "sinks, int8": Case(Layer(8, cache_dtype=INT8, has_sinks=True), (1, 20, 33)),
 }
 
 MIXED = {"context_lens": (1, 40, 50, 64, 3), "query_lens": (1, 40, 1, 17, 3)}  # fresh, and after 49 and 47 tokens
@@ -261,6 +271,9 @@ PREFILL_CASES = {
         f"{kind}, a window of 20, head_dim 96": Case(Layer(head_dim=96, window=20, cache_dtype=dtype), **MIXED)
         for kind, dtype, _ in IN_8_BITS[::2]
     },
+    "sinks": Case(Layer(3, has_sinks=True), **MIXED),
+    "sinks, a window of 7": Case(Layer(8, num_kv_heads=1, window=7, has_sinks=True), **MIXED),
+    "sinks, int8": Case(Layer(8, cache_dtype=INT8, has_sinks=True), **MIXED),
 }
 
 SHARED_CASES = {
@@ -275,6 +288,7 @@ SHARED_CASES = {
             "head_dim 256": Layer(1, 256, num_kv_heads=1),
             "int8": Layer(2, 80, cache_dtype=INT8),
             "fp8": Layer(2, 80, cache_dtype=FP8),
+            "sinks": Layer(4, num_kv_heads=1, has_sinks=True),
         }.items()
     },
     "blocks of 256": Case(

@@ -90,7 +90,7 @@ def quick_workers() -> Iterator[None]:
         yield
         return
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["nanoinfer.executor.parallel_runner"])
+    server.set_forkserver_preload(["nanoinfer.executor.parallel_runner", "nanoinfer.replicas.replica"])
     with pytest.MonkeyPatch.context() as patch:
         patched = SimpleNamespace(**{**vars(multiprocessing), "get_context": lambda _: server})
         patch.setattr(workers, "multiprocessing", patched)

@@ -285,13 +285,21 @@ def test_an_answer_that_is_cut_says_length(llm: LLM) -> None:
     assert (len(output.token_ids), output.finish_reason) == (2, "stop"), "complete with the last token that may come"
 
 
-def test_the_logprobs_of_a_form_are_those_under_its_mask(llm: LLM) -> None:
+def test_the_logprobs_of_a_form_are_the_models_own_and_processed_ones_those_under_its_mask(llm: LLM) -> None:
     params = replace(GREEDY, logprobs=-1, prompt_logprobs=1, **form(regex="[ab]{4}"))
-    plain = replace(GREEDY, max_tokens=1, prompt_logprobs=1)
+    plain = replace(GREEDY, max_tokens=1, logprobs=-1, prompt_logprobs=1)
     output, expected = llm.generate(["Sort 3, 1, 2"] * 2, [params, plain], use_tqdm=False)
     assert output.prompt_logprobs == expected.prompt_logprobs, "a prompt has no form"
-    assert output.outputs[0].cumulative_logprob == pytest.approx(0.0, abs=9.0)
-    for place in output.outputs[0].logprobs or []:
+    found, its_own = ((some.outputs[0].logprobs or [])[0] for some in (output, expected))
+    assert {its_id: entry.logprob for its_id, entry in found.items()} == pytest.approx(
+        {its_id: entry.logprob for its_id, entry in its_own.items()}, abs=1e-4
+    )
+    unlike = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 256, "logprobs_mode": "processed_logprobs"}
+    with LLM(tiny_model_path(), **unlike) as processed:
+        [under_mask] = processed.generate("Sort 3, 1, 2", params, use_tqdm=False)
+    assert under_mask.token_ids == output.token_ids
+    assert list(under_mask.prompt_logprobs or []) == list(output.prompt_logprobs or [])
+    for place in under_mask.outputs[0].logprobs or []:
         possible = [entry for entry in place.values() if entry.logprob > -1e9]
         assert 1 <= len(possible) < 9
         assert {*"".join(str(entry.decoded_token) for entry in possible)} <= {"a", "b"}

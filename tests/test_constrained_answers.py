@@ -20,10 +20,18 @@ BIAS = {220: -2.5, 23: 1.25, 300: 6.0, 17: -100.0}
 ALLOWED = [*range(10, 60), *range(220, 400, 3)]
 
 
+OPTIONS: dict[str, Any] = {"kvcache_block_size": 16, "max_num_seqs": 128, "num_kvcache_blocks": 4096}
+
+
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    options: dict[str, Any] = {"kvcache_block_size": 16, "max_num_seqs": 128, "num_kvcache_blocks": 4096}
-    with LLM(tiny_model_path(), device="cpu", max_model_len=512, **options) as llm:
+    with LLM(tiny_model_path(), device="cpu", max_model_len=512, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def processed() -> Iterator[LLM]:
+    with LLM(tiny_model_path(), device="cpu", max_model_len=512, logprobs_mode="processed_logprobs", **OPTIONS) as llm:
         yield llm
 
 
@@ -116,16 +124,17 @@ def allowed_in(llm: LLM, pattern: str) -> list[int]:
     return [token_id for token_id in range(1024) if re.fullmatch(pattern, llm.decode(token_id))]
 
 
-def test_logprobs_under_a_mask_are_the_log_softmax_of_what_it_allows(
-    llm: LLM, next_logits: Callable[[list[int]], Tensor]
+def test_processed_logprobs_under_a_mask_are_the_log_softmax_of_what_it_allows(
+    processed: LLM, next_logits: Callable[[list[int]], Tensor]
 ) -> None:
     pytest.importorskip("llguidance")
     form = StructuredOutputsParams(regex="[a-z]{12}")
     params = replace(GREEDY, temperature=1.0, seed=3, logprobs=4, logit_bias={300: 2.0}, structured_outputs=form)
+    llm = processed
     for output in llm.generate(PROMPTS, params, use_tqdm=False):
         token_ids, num_left, total = output.prompt_token_ids, 12, 0.0
         for token_id, place in zip(output.token_ids, output.outputs[0].logprobs or [], strict=True):
-            logits = next_logits(token_ids)
+            logits = add_bias({300: 2.0})([], next_logits(token_ids))
             ids = allowed_in(llm, f"[a-z]{{1,{num_left}}}")
             expected = allow(ids)([], logits).log_softmax(dim=0)
             assert {*expected.topk(4).indices.tolist()} <= {*place}

@@ -20,6 +20,7 @@ EVERYBODY = {
     "config",
     "device",
     "outputs",
+    "flat_logprobs",
     "structured_outputs",
     "sampling_params",
     "checkpoint",
@@ -32,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine_options": set(),
     "device": {"errors"},
     "outputs": {"errors"},
+    "flat_logprobs": {"outputs"},
     "structured_outputs": {"errors"},
     "sampling_params": {"errors", "vllm_names", "structured_outputs"},
     "checkpoint": {"errors", "config", "device"},
@@ -50,9 +52,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scoring": EVERYBODY | {"text", "engine.prompt_logprobs"},
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress"},
+    "loading": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "models", "text"},
+    "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
     "llm": EVERYBODY
-    | {"constraints", "control", "engine", "executor", "runner", "models", "text", "progress", "scoring"}
-    | {"engine_options", "aio"},
+    | {"control.step_events", "engine", "text", "progress", "scoring", "engine_options", "aio", "loading", "replicas"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "engine", "text", "progress"},
     "bench": EVERYBODY
@@ -61,6 +64,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "__version__",
         "control",
         "engine",
+        "executor.shm_ring",
+        "replicas",
+        "text",
         "models",
         "layers",
         "quantization",
@@ -73,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "cli", "terminal_chat", "batch", "bench"},
 }
 WITHOUT_TORCH = {"constraints", "engine", "config", "sampling_params"}
-WITHOUT_TORCH |= {"outputs", "errors", "vllm_names", "cli"}
+WITHOUT_TORCH |= {"outputs", "flat_logprobs", "errors", "vllm_names", "cli"}
 CUDA_ONLY = ("kernels.", "distributed.copy_engines", "layers.attention.flash_attn", "layers.attention.triton")
 
 

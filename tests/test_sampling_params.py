@@ -131,7 +131,7 @@ def test_an_unknown_option_is_a_type_error_that_names_what_was_meant(written: st
 
 def test_a_field_of_vllm_or_transformers_that_says_what_is_so_anyway_is_accepted() -> None:
     so_anyway = {"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False}
-    so_anyway |= {"do_sample": True, "num_beams": 1, "guided_decoding": None, "extra_args": {}, "flat_logprobs": False}
+    so_anyway |= {"do_sample": True, "num_beams": 1, "guided_decoding": None, "extra_args": {}, "skip_clone": False}
     assert SamplingParams(top_p=0.5, **so_anyway) == SamplingParams(top_p=0.5)
     with pytest.raises(TypeError, match="did you mean 'structured_outputs=StructuredOutputsParams"):
         SamplingParams(guided_json={})  # type: ignore[call-arg]

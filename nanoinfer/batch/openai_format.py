@@ -136,7 +136,7 @@ def response_body(
     choices = [_with_prompt(output, sample, echo) if echo else sample for output, sample in samples]
     num_in = sum(len(output.prompt_token_ids) for output in outputs)
     num_out = sum(len(sample.token_ids) for _, sample in samples)
-    num_best = math.inf if params.logprobs == -1 else params.logprobs or 0
+    num_best = math.inf if params.logprobs == -1 else params.num_logprobs or 0
     body = {
         **entries,
         "object": "chat.completion" if is_chat else "text_completion",
@@ -157,7 +157,7 @@ def _with_prompt(
     text = decode(token_ids) if output.prompt is None else output.prompt
     if logprobs is not None:
         first = {token_ids[0]: Logprob(math.nan, 0, decode(token_ids[:1]) or None)}
-        logprobs = [entry or first for entry in output.prompt_logprobs or []] + logprobs
+        logprobs = [entry or first for entry in output.prompt_logprobs or []] + [*logprobs]
     return replace(sample, text=text + sample.text, token_ids=token_ids + sample.token_ids, logprobs=logprobs)
 
 
@@ -173,11 +173,13 @@ def _choice(choice: CompletionOutput, is_chat: bool, num_best: float) -> dict[st
     return {**text, **token_ids, "logprobs": logprobs, **reasons}
 
 
-def _chat_logprobs(token_ids: list[int], logprobs: list[TokenLogprobs], num_best: float) -> dict[str, Any]:
+def _chat_logprobs(token_ids: list[int], logprobs: Sequence[TokenLogprobs], num_best: float) -> dict[str, Any]:
     """Give each token an entry, with the likeliest ones in it."""
     content = []
     for token_id, found in zip(token_ids, logprobs, strict=True):
-        top_logprobs = [_chat_entry(its_id, entry) for its_id, entry in _by_rank(found) if entry.rank <= num_best]
+        top_logprobs = [
+            _chat_entry(its_id, entry) for its_id, entry in _by_rank(found) if (entry.rank or 0) <= num_best
+        ]
         content.append({**_chat_entry(token_id, found[token_id]), "top_logprobs": top_logprobs})
     return {"content": content, "refusal": None}
 
@@ -189,7 +191,7 @@ def _chat_entry(token_id: int, entry: Logprob) -> dict[str, Any]:
     return {"token": _token_text(token_id, entry), "logprob": _number(entry), "bytes": bytes_of}
 
 
-def _completion_logprobs(text: str, token_ids: list[int], logprobs: list[TokenLogprobs]) -> dict[str, Any]:
+def _completion_logprobs(text: str, token_ids: list[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """Give lists with an element for each token; text_offset counts the characters of the tokens before it.
 
     A special token that the tokenizer has put before the text has none: it is in `tokens` alone.
@@ -219,7 +221,8 @@ def _numbers_by_text(found: TokenLogprobs) -> dict[str, float | None]:
 
 
 def _by_rank(found: TokenLogprobs) -> list[tuple[int, Logprob]]:
-    return sorted(found.items(), key=lambda pair: pair[1].rank)
+    """Return what was found, the likeliest first; what a request has named has no rank, and comes as it was named."""
+    return sorted(found.items(), key=lambda pair: pair[1].rank or 0)
 
 
 def _token_text(token_id: int, entry: Logprob) -> str:

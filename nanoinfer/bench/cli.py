@@ -62,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
     host = add(
         "host",
         run_host,
-        "time what decode steps and few-shot prompts cost the host, without GPU, model and PyTorch",
+        "time what decode steps, few-shot prompts and replicas cost the host, without GPU, model and PyTorch",
     )
     report = add("report", run_report, "print one Markdown table of the figures that --json wrote")
 
@@ -109,6 +109,7 @@ def add_model_and_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="top-k filtering (off); Qwen3 recommends 20")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="top-p filtering (off); Qwen3's is 0.95")
     parser.add_argument("--tensor-parallel-size", type=positive, default=1, metavar="N", help="number of GPUs (1)")
+    parser.add_argument("--data-parallel-size", type=positive, default=1, metavar="N", help="number of replicas (1)")
     parser.add_argument(
         "--quantization", choices=QUANTIZATIONS, help="round the weights of linear layers to 8 bits, or 4"
     )
@@ -179,6 +180,8 @@ def run_trace(args: argparse.Namespace) -> dict[str, Any]:
     from nanoinfer import LLM
     from nanoinfer.bench.trace import trace
 
+    if args.data_parallel_size > 1:
+        raise ConfigError("a trace shows the GPU of one engine; leave --data-parallel-size out")
     device = find_device()
     _, load = loads_of(args, device)[-1]
     with tempfile.TemporaryDirectory() as scratch:
@@ -211,10 +214,12 @@ def run_start(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_host(_args: argparse.Namespace) -> dict[str, Any]:
-    from nanoinfer.bench import host
+    from nanoinfer.bench import host, host_replicas
 
-    [fewshot] = LOADS["cuda"]["fewshot"]
-    return {"host": host.measure(), "fewshot": host.measure_job(fewshot), **describe_machine("cpu")}
+    loads = LOADS["cuda"]
+    figures = {"host": host.measure(), "fewshot": host.measure_job(loads["fewshot"][0])}
+    replicas = {name: host_replicas.measure(loads[name][0]) for name in ("steady", "fewshot", "short")}
+    return {**figures, "replicas": replicas, **describe_machine("cpu")}
 
 
 def run_report(args: argparse.Namespace) -> dict[str, Any]:
@@ -239,6 +244,8 @@ def check_engine(args: argparse.Namespace, loads: list[tuple[str, Load]]) -> Non
         raise ConfigError(f"--attention-backend is an option of nanoinfer; leave it out for --engine {args.engine}")
     if args.engine == "nanovllm" and (args.top_k, args.top_p) != (0, 1):
         raise ConfigError("--engine nanovllm has no --top-k and --top-p; leave them out")
+    if args.engine != "nanoinfer" and args.data_parallel_size > 1:
+        raise ConfigError(f"--data-parallel-size is an option of nanoinfer; leave it out for --engine {args.engine}")
     if args.engine in ("nanovllm", "transformers") and args.quantization:
         raise ConfigError(f"--engine {args.engine} has no --quantization; leave it out")
     if args.engine == "vllm" and args.quantization == "int4":

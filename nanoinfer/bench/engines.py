@@ -34,12 +34,14 @@ def engine_options(model: Model, load: Load, args: argparse.Namespace) -> dict[s
         lengths = "--input-len and --output-len" if load.shared_prefix == 0 else "--shared-prefix and both lengths"
         raise ConfigError(f"{lengths} add up to {longest}, and {model.name} takes {limit}; ask for fewer tokens")
     cache = {} if args.kv_cache_dtype == "auto" else {"kv_cache_dtype": args.kv_cache_dtype}
+    replicas = {"data_parallel_size": args.data_parallel_size} if args.data_parallel_size > 1 else {}
     return {
         "max_model_len": min(max(4096, longest), limit),  # 4096 is what nano-vllm's benchmark sets
         "max_num_seqs": load.max_num_seqs,
         "tensor_parallel_size": args.tensor_parallel_size,
         "enforce_eager": args.enforce_eager,
         **cache,
+        **replicas,
     }
 
 
@@ -72,7 +74,8 @@ def load_nanoinfer(model: Model, options: dict[str, Any], args: argparse.Namespa
 
     def metrics() -> dict[str, float]:
         totals = asdict(llm.get_metrics())
-        del totals["num_used_blocks"], totals["num_blocks"], totals["num_snapshots"]  # which are no totals
+        for name in ("num_used_blocks", "num_blocks", "num_snapshots", "replicas"):  # which are no totals
+            totals.pop(name, None)
         return totals
 
     return Engine(generate, metrics, llm.reset_prefix_cache, llm.close)

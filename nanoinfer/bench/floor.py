@@ -6,7 +6,7 @@ what is counted. A run can come close to its floor and never below it, so its sh
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import comb
 from time import perf_counter
@@ -51,6 +51,29 @@ class Floor:
     @property
     def seconds(self) -> float:
         return self.prefill_seconds + self.decode_seconds
+
+
+def compute_replica_floor(
+    config: ModelConfig,
+    work: Workload,
+    rates: Rates,
+    num_replicas: int,
+    kv_cache_dtype: str = "auto",
+    max_num_seqs: int = 512,
+) -> Floor:
+    """Return the floor of the replica that has most to do, if each has an equal share of the requests."""
+    order = sorted(range(len(work.prompts)), key=lambda index: -work.max_tokens[index])
+    floors = []
+    for start in range(min(num_replicas, len(order))):
+        indices = order[start::num_replicas]
+        share = replace(
+            work,
+            prompts=[work.prompts[index] for index in indices],
+            max_tokens=[work.max_tokens[index] for index in indices],
+            answers=[work.answers[index] for index in indices] if work.answers else [],
+        )
+        floors.append(compute_floor(config, share, rates, max_num_seqs, kv_cache_dtype))
+    return max(floors, key=lambda floor: floor.seconds)
 
 
 def compute_floor(

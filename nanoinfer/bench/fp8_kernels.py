@@ -12,6 +12,7 @@ from torch import nn
 from nanoinfer.bench.kernels import HEAD_DIM, KV_HEADS, MODELS, MOE_MODELS, MOE_TOKENS, microseconds, randn
 from nanoinfer.bench.report import describe_source, print_row
 from nanoinfer.bench.throughput import describe_machine
+from nanoinfer.checkpoint.model_config import MoEConfig
 from nanoinfer.checkpoint.quantization_config import Fp8Config
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
@@ -91,7 +92,8 @@ def experts(name: str, config: Fp8Config) -> None:
     print_row(f"experts of {name}, us / floor; tokens", *MOE_TOKENS)
     for model, (hidden, inner, num_experts, num_choices) in MOE_MODELS.items():
         tp, figures = TensorParallel(), []
-        layers = quantized([Experts(hidden, inner, num_experts, tp).bfloat16() for _ in range(4)], config)
+        moe = MoEConfig(num_experts, num_choices, inner, norm_topk_prob=True, has_experts=(True,))
+        layers = quantized([Experts(hidden, moe, tp).bfloat16() for _ in range(4)], config)
         for num_tokens in MOE_TOKENS:
             x, calls, num_read = layers[0].gate_up_proj.quant_method.round_input(randn(num_tokens, hidden)), [], 0
             for layer in layers:

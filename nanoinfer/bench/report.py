@@ -15,6 +15,7 @@ from nanoinfer.errors import ConfigError
 # Options that change what is measured, with the value that is not worth a word.
 OPTIONS = {
     "tensor_parallel_size": 1,
+    "data_parallel_size": 1,
     "quantization": None,
     "kv_cache_dtype": "auto",
     "top_k": 0,

@@ -17,7 +17,7 @@ from typing import Any
 
 from nanoinfer import __version__ as nanoinfer_version
 from nanoinfer.bench.engines import Engine, engine_options, load_engine
-from nanoinfer.bench.floor import GIB, Floor, Rates, compute_floor, measure_rates
+from nanoinfer.bench.floor import GIB, Floor, Rates, compute_replica_floor, measure_rates
 from nanoinfer.bench.workloads import Load, Model, Workload, choose_model, draw_workload
 
 
@@ -42,7 +42,8 @@ def benchmark(loads: list[tuple[str, Load]], device: str, args: argparse.Namespa
                 load_seconds = perf_counter() - started
                 cache = "" if args.kv_cache_dtype == "auto" else f", KV cache in {args.kv_cache_dtype}"
                 print(f"{model}{cache}, {args.engine} on {where}: loaded in {load_seconds:.1f} s")
-                engine.generate(Workload(seed=0, prompts=[list(range(8))], max_tokens=[16]))  # warms up
+                size = args.data_parallel_size
+                engine.generate(Workload(seed=0, prompts=[list(range(8))] * size, max_tokens=[16] * size))  # warms up
                 for _, name, load in group:
                     timed = time_load(engine, model, name, load, rates, args)
                     figures.append({"name": name, "load": asdict(load), "load_seconds": load_seconds, **timed})
@@ -62,7 +63,7 @@ def time_load(
         short, unused_seed = replace(load, output_len=(2, 2)), args.seed + args.runs
         engine.generate(draw_workload(unused_seed, short, model.config.vocab_size))
     seeds = range(args.seed, args.seed + args.runs)
-    runs = [time_run(engine, model, name, load, rates, seed, args.kv_cache_dtype) for seed in seeds]
+    runs = [time_run(engine, model, name, load, rates, seed, args) for seed in seeds]
     median, median_of_prompts = (
         statistics.median(run[f"{kind}_tokens_per_second"] for run in runs) for kind in ("output", "prompt")
     )
@@ -75,14 +76,15 @@ def time_load(
 
 
 def time_run(
-    engine: Engine, model: Model, name: str, load: Load, rates: Rates, seed: int, kv_cache_dtype: str = "auto"
+    engine: Engine, model: Model, name: str, load: Load, rates: Rates, seed: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Time and print one run, and return its figures; `metrics` are the engine's own, empty where it has none.
 
     Raises RuntimeError if a sample got another number of tokens than its request asked for.
     """
     workload = draw_workload(seed, load, model.config.vocab_size)
-    floor = compute_floor(model.config, workload, rates, load.max_num_seqs, kv_cache_dtype)
+    options = args.data_parallel_size, args.kv_cache_dtype, load.max_num_seqs
+    floor = compute_replica_floor(model.config, workload, rates, *options)
     engine.reset()
     before = engine.metrics()
     started = perf_counter()
@@ -91,7 +93,7 @@ def time_run(
     metrics = {metric: after - before[metric] for metric, after in engine.metrics().items()}
     if counts != workload.output_lens:
         raise RuntimeError(f"{sum(counts)} tokens came out where {workload.num_output_tokens} were asked for")
-    print_run(name, workload, floor, seconds, metrics)
+    print_run(name, workload, floor, seconds, metrics, args.data_parallel_size)
     return {
         "seed": seed,
         "input_tokens": workload.num_input_tokens,
@@ -106,7 +108,9 @@ def time_run(
     }
 
 
-def print_run(name: str, work: Workload, floor: Floor, seconds: float, metrics: dict[str, float]) -> None:
+def print_run(
+    name: str, work: Workload, floor: Floor, seconds: float, metrics: dict[str, float], num_replicas: int
+) -> None:
     """Print the speed of a run, what the engine says of its phases, and the floor."""
     print(
         f"{name}, seed {work.seed}: {describe_requests(len(work.prompts), work.num_samples)}, "
@@ -119,7 +123,7 @@ def print_run(name: str, work: Workload, floor: Floor, seconds: float, metrics: 
         tokens, spent, steps = metrics[f"{phase}_tokens"], metrics[f"{phase}_seconds"], metrics[f"num_{phase}_steps"]
         print(
             f"  {phase}: {spent:.2f} s, {tokens:,} tokens in {steps:,} steps, {tokens / max(spent, 1e-9):,.0f} "
-            f"tokens/s, {1e3 * spent / max(steps, 1):.2f} ms a step"
+            f"tokens/s, {1e3 * spent * num_replicas / max(steps, 1):.2f} ms a step"
         )
     if (work.shared_prefix or work.num_samples > 1 or work.answers) and metrics:
         cached, prompt_tokens = metrics["cached_tokens"], metrics["num_prompt_tokens"]  # those of all samples

@@ -97,7 +97,8 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
     if text is not None:
         if not isinstance(text, Mapping):
             raise ModelError(f"config.json has text_config={text!r:.99}; it must be a JSON object")
-        raw = {**text, **{name: raw[name] for name in OF_THE_WHOLE if raw.get(name) is not None}}
+        if "num_hidden_layers" not in raw:  # else the text model's fields are here
+            raw = {**text, **{name: raw[name] for name in OF_THE_WHOLE if raw.get(name) is not None}}
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := raw.get(name), Mapping):
             rope = {key: value for key, value in rope.items() if key not in IMAGE_POSITIONS}

@@ -13,6 +13,7 @@ from nanoinfer.checkpoint.quantization_fields import (
 )
 
 GROUP_SIZES = (32, 64, 128)
+MXFP4_GROUP = 32  # inputs that share a scale
 # Fields of AutoAWQ, AutoGPTQ and GPTQModel that say how a checkpoint was made.
 WITHOUT_EFFECT = {
     *("meta", "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "modules_in_block"),
@@ -46,6 +47,18 @@ class Int4Config(QuantizationConfig):
         if self.orders_inputs:
             return "the groups of inputs are spread over all of them (desc_act)"
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Config(QuantizationConfig):
+    """Describes experts in MXFP4, as gpt-oss has them; all else has 16 bits."""
+
+    def covers(self, module: str) -> bool:
+        return ".experts." in module
+
+    @property
+    def shard_multiple(self) -> int:
+        return MXFP4_GROUP
 
 
 def read_awq(raw: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from nanoinfer.checkpoint.hybrid_config import (
     text_architecture,
     text_part,
 )
+from nanoinfer.checkpoint.int4_config import Mxfp4Config
 from nanoinfer.checkpoint.other_models import explain_architecture, explain_folder
 from nanoinfer.checkpoint.overrides import read_overridden
 from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, Fp8Config, read_quantization
@@ -30,6 +31,7 @@ UNSUPPORTED_UNLESS = {
     "use_bidirectional_attention": False,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
+    "attention_out_bias": False,
 }
 # What config.json may leave out, where an architecture has no default of its own. Null means the same for numbers,
 # except for those that may be absent: without num_key_value_heads, each query head has a KV head of its own; without
@@ -48,8 +50,9 @@ class Architecture(Protocol):
     config_defaults: Mapping[str, Any]  # what config.json may leave out, by the values that transformers then takes
     # The fields that count for this architecture though not for all: sliding_window, use_sliding_window,
     # max_window_layers, sliding_window_pattern, partial_rotary_factor, query_pre_attn_scalar, rope_local_base_freq,
-    # no_rope_layers, llama_4_scaling_beta, the four MULTIPLIERS, shared_expert_intermediate_size, and num_experts and
-    # linear_num_key_heads with all that belongs to them.
+    # no_rope_layers, llama_4_scaling_beta, use_qk_norm, rotary_dim, the four MULTIPLIERS, what says how experts are
+    # chosen and shared, and num_experts and linear_num_key_heads with all that belongs to them. And one that is none:
+    # rotates_windows_alone, where layers without a window know no positions if others have one.
     special_fields: Set[str]
     packed_modules_mapping: Mapping[str, tuple[str, str]]  # a checkpoint's name -> our packed module, and its shard
     renamed_modules: Mapping[str, str]  # a checkpoint's name -> ours
@@ -61,7 +64,9 @@ class MoEConfig:
 
     norm_topk_prob: whether the weights of a token's experts are made to sum to 1. has_experts: whether a layer has
     experts, by layer; the others have a dense MLP. shared_size: the inner size of the expert that computes all tokens;
-    None: there is none.
+    None: there is none. num_groups, num_chosen_groups: experts are in groups, and a token's come from a few of these.
+    scaling_factor: what the weights of a token's experts are multiplied by. swiglu_limit, swiglu_alpha: where gate and
+    up are clamped, and the slope of the gate's sigmoid, see `layers/clamped_experts.py`; None: plain SwiGLU.
     """
 
     num_experts: int
@@ -70,6 +75,11 @@ class MoEConfig:
     norm_topk_prob: bool
     has_experts: tuple[bool, ...]
     shared_size: int | None = None
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    scaling_factor: float = 1.0
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,7 @@ class ModelConfig:
     attention_scale: float  # the factor of the scores
     windows: tuple[int | None, ...]  # how many tokens each token attends to, by layer; None for all before it
     unrotated: tuple[bool, ...]  # which layers know no positions
+    qk_norm: bool | None = None  # whether each head of queries and keys is normalised; None: the architecture says
     query_scaling_beta: float | None = None  # of queries far from the start, see `layers/query_scales.py`; None: none
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
@@ -152,6 +163,8 @@ class ModelConfig:
                 raise ModelError(f"config.json has {name}={value!r}, which is not supported; use a model without it")
         defaults = {**DEFAULTS, **supported[architecture].config_defaults}
         special = {name: defaults.get(name) for name in supported[architecture].special_fields}
+        if raw.get("rope_scaling"):
+            defaults.pop("rope_parameters", None)
         raw = {**defaults, **raw}
         raw_of_windows = None
         if "rope_local_base_freq" in special:
@@ -176,6 +189,7 @@ class ModelConfig:
             attention_scale=_read_attention_scale(raw, special, values["head_dim"]),
             windows=_read_windows(raw, special, values["num_hidden_layers"]),
             unrotated=_read_unrotated(raw, special, values["num_hidden_layers"]),
+            qk_norm=_flag(raw, "use_qk_norm", False) if "use_qk_norm" in special else None,
             query_scaling_beta=_read_query_scaling(raw, special),
             moe=_read_moe(raw, special, values["num_hidden_layers"]) if "num_experts" in special else None,
             linear_attention=_read_linear_attention(raw, special, values["num_hidden_layers"]),
@@ -196,6 +210,11 @@ class ModelConfig:
         length = config.max_model_len
         if not 0 < length <= MAX_SIZE:
             raise ModelError(f"config.json stretches the context to {length} tokens; check its RoPE factor")
+        if quantization is not None and config.moe is not None and config.moe.swiglu_limit is not None:
+            raise ModelError(
+                f"quantization={quantization!r} rounds experts without biases, and {architecture} has biases; leave "
+                "quantization out, or use a checkpoint in MXFP4"
+            )
         if cut := config._cut_blocks(1):
             raise ModelError(f"{cut}, and weights of different scales are packed in one; use the checkpoint in 16 bits")
         return config
@@ -285,6 +304,8 @@ class ModelConfig:
         if self.linear_attention is not None:
             shares["the linear key heads"] = self.linear_attention.key_size // size
             shares["the linear value heads"] = self.linear_attention.value_size // size
+        if isinstance(self.quantization, Mxfp4Config):  # of experts alone
+            shares = {name: share for name, share in shares.items() if name == "moe_intermediate_size"}
         multiple = self.quantization.shard_multiple if size > 1 else 1  # a whole row may end in a smaller group
         if isinstance(self.quantization, Fp8Config) and self.quantization.weights == "block":
             multiple = BLOCK_SIZE
@@ -344,6 +365,8 @@ def _read_windows(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers
 
 def _read_unrotated(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     """Read which layers know no positions: in `no_rope_layers` they have 0."""
+    if "rotates_windows_alone" in special and raw.get("sliding_window") is not None:
+        return tuple(window is None for window in _read_windows(raw, special, num_layers))
     if "no_rope_layers" not in special:
         return (False,) * num_layers
     layers = raw.get("no_rope_layers")
@@ -368,7 +391,8 @@ def _read_query_scaling(raw: Mapping[str, Any], special: Mapping[str, Any]) -> f
 
 def _read_moe(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int) -> MoEConfig:
     """Read the sizes of the experts, and which layers have any."""
-    name = "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"  # Mixtral's name for it
+    names = ("n_routed_experts", "num_local_experts")  # GLM's and Mixtral's
+    name = next((name for name in names if raw.get(name) is not None), "num_experts")
     num_experts = _number(raw, name, int, special["num_experts"])
     per_token = _number(raw, "num_experts_per_tok", int)
     if per_token > num_experts:
@@ -377,14 +401,42 @@ def _read_moe(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: in
     if not isinstance(dense, list) or not all(type(index) is int for index in dense):
         raise ModelError(f"config.json has mlp_only_layers={dense!r:.200}; it must be a list of layers")
     step = _number(raw, "decoder_sparse_step", int, 1)
+    num_dense = raw.get("first_k_dense_replace", 0) if "first_k_dense_replace" in special else 0
+    if isinstance(num_dense, bool) or not isinstance(num_dense, int) or num_dense < 0:
+        raise ModelError(f"config.json has first_k_dense_replace={num_dense!r}; it must be a whole number")
+    num_groups, num_chosen = (
+        _number(raw, name, int, 1) if name in special else 1 for name in ("n_group", "topk_group")
+    )
+    if num_experts % num_groups or num_chosen > num_groups or per_token > num_chosen * (num_experts // num_groups):
+        raise ModelError(
+            f"config.json has n_group={num_groups} and topk_group={num_chosen}, which {num_experts} experts, "
+            f"{per_token} for each token, cannot have"
+        )
     return MoEConfig(
         num_experts=num_experts,
         num_experts_per_tok=per_token,
         intermediate_size=_number(raw, "moe_intermediate_size", int, raw.get("intermediate_size")),
         norm_topk_prob=_flag(raw, "norm_topk_prob", False),
-        has_experts=tuple(index not in dense and (index + 1) % step == 0 for index in range(num_layers)),
-        shared_size=_number(raw, shared, int) if (shared := "shared_expert_intermediate_size") in special else None,
+        has_experts=tuple(
+            index not in dense and index >= num_dense and (index + 1) % step == 0 for index in range(num_layers)
+        ),
+        shared_size=_read_shared_size(raw, special),
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen,
+        scaling_factor=_number(raw, scale, float, 1.0) if (scale := "routed_scaling_factor") in special else 1.0,
+        swiglu_limit=_number(raw, "swiglu_limit", float) if "swiglu_limit" in special else None,
+        swiglu_alpha=_number(raw, "swiglu_alpha", float) if "swiglu_limit" in special else 1.0,
     )
+
+
+def _read_shared_size(raw: Mapping[str, Any], special: Mapping[str, Any]) -> int | None:
+    """Read the inner size of the expert that computes all tokens; of several, which are one, that of all."""
+    if "shared_expert_intermediate_size" in special:
+        return _number(raw, "shared_expert_intermediate_size", int)
+    if "n_shared_experts" not in special or raw.get("n_shared_experts") in (0, None):
+        return None
+    size: int = _number(raw, "n_shared_experts", int) * _number(raw, "moe_intermediate_size", int)
+    return size
 
 
 def _read_linear_attention(
@@ -400,6 +452,11 @@ def _read_linear_attention(
 
 def _read_rotary_dim(raw: Mapping[str, Any], special: Mapping[str, Any], head_dim: int) -> int:
     """Read which share of a head's dimensions is rotated."""
+    if "rotary_dim" in special and raw.get("rotary_dim") is not None:  # the older spelling
+        rotary_dim: int = _number(raw, "rotary_dim", int)
+        if rotary_dim > head_dim:
+            raise ModelError(f"config.json has rotary_dim={rotary_dim}, more than a head's {head_dim} dimensions")
+        return rotary_dim
     factor = _number({**raw, **_rope_parameters(raw)}, "partial_rotary_factor", float, 1.0)
     if factor > 1 or (factor != 1 and "partial_rotary_factor" not in special):
         raise ModelError(f"config.json has partial_rotary_factor={factor}, which is not supported; use another model")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nanoinfer.checkpoint.int4_config import Int4Config, read_awq, read_gptq, read_pack_quantized
+from nanoinfer.checkpoint.int4_config import Int4Config, Mxfp4Config, read_awq, read_gptq, read_pack_quantized
 from nanoinfer.checkpoint.quantization_fields import (
     REMEDY,
     QuantizationConfig,
@@ -65,10 +65,13 @@ def read_quantization(
         raise ModelError(f"config.json has quantization_config={raw!r:.99}; it must be a JSON object")
     method = raw.get("quant_method")
     readers = {"fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors, "awq": read_awq, "gptq": read_gptq}
+    if method == "mxfp4":
+        refuse_the_rest(raw, {"quant_method", "modules_to_not_convert"})
+        return Mxfp4Config(in_checkpoint=True, **names)
     if method not in readers:
         raise ModelError(
             f"config.json has quantization_config with quant_method={method!r}, which is not supported; supported are "
-            f"{', '.join(readers)}; {REMEDY}"
+            f"{', '.join(readers)}, mxfp4; {REMEDY}"
         )
     fields = dict(raw)
     if fields.pop("kv_cache_scheme", None):

@@ -108,14 +108,7 @@ class ModelWeights:
 
     def check(self, name: str, tensor: Any) -> dict[Place, Tensor]:
         """Return where a tensor goes: nowhere, if it is not needed. Raises ModelError for one that does not fit."""
-        if not isinstance(name, str):
-            raise ModelError(
-                f"{name!r:.100} is no name of a weight; give pairs of a name and a tensor, or a dict of these"
-            )
-        if not isinstance(tensor, Tensor):
-            raise ModelError(f"{name!r} cannot be updated: it is a {type(tensor).__name__}; give a tensor")
-        if why := why_not_plain(tensor):
-            raise ModelError(f"{name!r} cannot be updated: it {why}; give a plain dense tensor")
+        check_plain(name, tensor)
         if not self.is_needed(name):
             return {}
         try:
@@ -144,7 +137,8 @@ class ModelWeights:
     def names(self) -> list[str]:
         """Return the names under which checkpoints hold the weights, packed ones under both their names."""
         whole = {name for name, shard in self._homes if shard and "." not in shard}  # not of experts
-        return [*(checkpoint_name(self._model, place) for place in self._homes), *sorted(whole)]
+        of_experts = {checkpoint_name(self._model, (name, None)) for name, shard in self._homes if shard}
+        return [*(checkpoint_name(self._model, place) for place in self._homes), *sorted(whole | of_experts)]
 
     # -------- Off the device, and back --------------------------------------------------------------------------------
 
@@ -192,12 +186,25 @@ def checkpoint_name(model: Any, place: Place) -> str:
     name, shard = place
     packed_names = {packed: name for name, packed in model.packed_modules_mapping.items()}
     given_names = {ours: name for name, ours in model.renamed_modules.items()}
+    for theirs, ours in model.renamed_endings.items():
+        if shard is None and name.endswith(ours):
+            name = name.removesuffix(ours) + theirs
     *path, packed, kind = name.split(".")
     if shard is not None:
         expert, _, shard = shard.rpartition(".")
         packed = packed_names.get((packed, shard), packed)
         path += [expert] if expert else []
     return ".".join(given_names.get(part, part) for part in (*path, packed, kind))
+
+
+def check_plain(name: Any, tensor: Any) -> None:
+    """Raise ModelError for what is no name of a weight, or no tensor whose values can be copied."""
+    if not isinstance(name, str):
+        raise ModelError(f"{name!r:.100} is no name of a weight; give pairs of a name and a tensor, or a dict of these")
+    if not isinstance(tensor, Tensor):
+        raise ModelError(f"{name!r} cannot be updated: it is a {type(tensor).__name__}; give a tensor")
+    if why := why_not_plain(tensor):
+        raise ModelError(f"{name!r} cannot be updated: it {why}; give a plain dense tensor")
 
 
 def check_shape(full: Tensor, expected: tuple[int, ...]) -> None:

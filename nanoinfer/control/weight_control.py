@@ -1,11 +1,12 @@
 """What a trainer does to an engine between rounds of sampling: give it new weights, and take its memory for a while."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from threading import RLock
 from typing import Any
 
 from torch import Tensor
 
+from nanoinfer.config import SLEEP_TAGS
 from nanoinfer.device import is_out_of_memory
 from nanoinfer.engine.interfaces import Runner
 from nanoinfer.engine.interrupts import postponed_interrupt
@@ -29,8 +30,10 @@ class WeightControl:
             raise ModelError(f"named_tensors is a {type(named_tensors).__name__}; give {PAIRS}")
         with self._lock:
             runner = self._idle_runner("update_weights")
-            if runner.sleep_level is not None:
-                raise EngineStateError("this engine sleeps; call wake_up before update_weights")
+            if "weights" in runner.asleep:
+                raise EngineStateError(
+                    "this engine sleeps; call wake_up, or wake_up(tags=['weights']), before update_weights"
+                )
             if isinstance(named_tensors, Mapping):
                 for name, tensor in named_tensors.items():
                     runner.weights.check(name, tensor)
@@ -52,19 +55,22 @@ class WeightControl:
             raise ConfigError(f"level={level!r} is not known; use 1 to keep the weights in host memory, 2 to drop them")
         with self._lock:
             runner = self._idle_runner("sleep")
-            if runner.sleep_level is None:
+            if len(runner.asleep) < len(SLEEP_TAGS):
                 self._engine.block_manager.reset_prefix_cache()
                 with postponed_interrupt():
                     runner.sleep(level)
 
-    def wake_up(self) -> None:
+    def wake_up(self, tags: Collection[str] | None) -> None:
+        wanted = _checked_tags(tags)
         with self._lock:
             runner = self._idle_runner("wake_up")
-            if runner.sleep_level is None:
+            if "weights" in runner.asleep - wanted:
+                raise EngineStateError("the weights sleep; call wake_up(tags=['weights']) before, or wake_up for both")
+            if not runner.asleep & wanted:
                 return
             try:
                 with postponed_interrupt():
-                    runner.wake_up()
+                    runner.wake_up(wanted)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -83,3 +89,16 @@ class WeightControl:
             count = scheduler.num_waiting + len(scheduler.running) + len(scheduler.paused)
             raise EngineStateError(f"{call} while {count} requests are unfinished; finish them first, or abort them")
         return runner
+
+
+def _checked_tags(tags: Any) -> set[str]:
+    """Return what is to wake up; None is all. Raises ConfigError for a tag that is not known."""
+    if tags is None:
+        return {*SLEEP_TAGS}
+    if isinstance(tags, str) or not isinstance(tags, Collection) or not tags:
+        raise ConfigError(f"tags={tags!r} is no list of tags; use {[*SLEEP_TAGS]}, or leave it out to wake up all")
+    for tag in tags:
+        if tag not in SLEEP_TAGS:
+            why = "requests run whenever the engine is awake" if tag == "scheduling" else "it names nothing that sleeps"
+            raise ConfigError(f"tag {tag!r} is not supported: {why}; use 'weights' or 'kv_cache'")
+    return {*tags}

@@ -17,7 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.engine.partial_hits import BlockCopy
-from nanoinfer.engine.row_options import SamplingRecord, TokenBias, biases_of, sampling_record, stop_ids_of
+from nanoinfer.engine.row_options import (
+    SamplingRecord,
+    TokenBias,
+    biases_of,
+    logprob_ids_of,
+    sampling_record,
+    stop_ids_of,
+)
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.shared_prefixes import PrefixGroup
 from nanoinfer.engine.state_snapshots import StateCopy
@@ -94,6 +101,7 @@ class Header(NamedTuple):
     num_sampling_records: int
     num_stop_ids: int  # of all sampling records together
     num_biases: int
+    num_logprob_ids: int
 
 
 class RowRecord(NamedTuple):
@@ -143,6 +151,7 @@ class PacketSections(NamedTuple):
     sampling_records: Any  # SamplingRecord
     stop_ids: Any  # one column: those of the sampling records, one record after another
     biases: Any  # TokenBias; likewise
+    logprob_ids: Any  # one column; likewise
 
 
 def record_dtype(record: type) -> np.dtype[Any]:
@@ -163,6 +172,7 @@ SECTION_DTYPES = PacketSections(
     sampling_records=record_dtype(SamplingRecord),
     stop_ids=np.dtype(np.int32),
     biases=record_dtype(TokenBias),
+    logprob_ids=np.dtype(np.int32),
 )
 
 
@@ -181,6 +191,7 @@ def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
         sampling_records=[record for _, record in records],
         stop_ids=[token_id for seq, _ in records for token_id in stop_ids_of(seq)],
         biases=[bias for seq, _ in records for bias in biases_of(seq)],
+        logprob_ids=[token_id for seq, _ in records for token_id in logprob_ids_of(seq)],
     )
     num_samples = sum(chunk.samples for chunk in batch.prefill)
     assert all(chunk.samples for chunk in batch.prefill[:num_samples]), "the chunks that sample a token come first"

@@ -1,11 +1,15 @@
-"""What the engine needs of others, as protocols: whatever runs its steps, and whoever is told of its work."""
+"""Protocols: an engine as its queue sees it, whatever runs its steps, and whoever is told of its work."""
 
 import collections.abc as abc
+from collections import deque
 from typing import Any, Protocol
 
+from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import Packet, ScheduledBatch
+from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import Constraint, TokenMasks
+from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.refusals import Errors
@@ -48,8 +52,8 @@ class Runner(Protocol):
     computes_beside_host: bool  # whether a launched step is computed while the host goes on; on a CPU it is not
 
     @property
-    def sleep_level(self) -> int | None:
-        """1 or 2, as in `sleep`; None while awake."""
+    def asleep(self) -> abc.Set[str]:
+        """Which of SLEEP_TAGS sleep: none while awake, and at most "kv_cache" alone."""
 
     @property
     def weights(self) -> Weights:
@@ -68,14 +72,56 @@ class Runner(Protocol):
     def wait(self, handle: Any) -> list[int]:
         """Return the token ids of a sampled step, once they are there."""
 
+    def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> Any:
+        """Start to copy those of positions [start, end) of a sequence with these blocks; `to_array` waits for it."""
+
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
 
-    def wake_up(self) -> None:
-        """Take the memory again, and be ready for steps."""
+    def wake_up(self, tags: abc.Set[str]) -> None:
+        """Take the memory of these again; those that are awake stay so. With all awake, steps can run."""
 
     def close(self) -> None:
         """Free the model and the cache."""
+
+
+class Engine(Protocol):
+    """Takes requests and runs them in steps: an LLMEngine, or several of them behind one. See there."""
+
+    config: EngineConfig
+    guard: StepGuard
+
+    def add_request(
+        self, prepared: PreparedRequest, inbox: list[RequestOutput], chunks: deque[StreamChunk] | None, index: int
+    ) -> int:
+        """Queue a request and return its id."""
+
+    def step(self) -> None:
+        """Compute, and hand over what has finished."""
+
+    def abort(self, request_ids: abc.Collection[int]) -> None:
+        """Drop these requests and what they hold."""
+
+    def act_later(self, action: Any, request_ids: abc.Iterable[int]) -> None:
+        """Have the next step begin with this action, a method of Scheduler, on what is unfinished of these requests."""
+
+    def is_finished(self) -> bool:
+        """Return whether every request has finished and was handed over."""
+
+    def num_only_paused(self) -> int:
+        """Return how many requests are paused, if none but these are left; else 0."""
+
+    def metrics(self) -> EngineMetrics:
+        """Return the work done so far, and what is held now."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+
+    def close(self) -> None:
+        """Free the model and the cache."""
+
+    def check_open(self, is_for_steps: bool = True) -> object:
+        """Raise EngineClosedError where the engine was closed, EngineStateError where it cannot run steps."""
 
 
 class Listener:

@@ -21,6 +21,7 @@ from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.logprobs import collect_logprobs, end_texts
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.engine.request import Completion, Request
+from nanoinfer.engine.routed_experts import read_routed_experts
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.token_masks import TokenMasks
@@ -115,14 +116,16 @@ class LLMEngine:
         inbox: list[RequestOutput],
         chunks: deque[StreamChunk] | None = None,
         index: int = 0,
+        request_id: int | None = None,
     ) -> int:
         """Queue a request and return its id; one that has an error ends with it at once.
 
         inbox: where a step puts its output. chunks: where a stream finds what is new of it, under this `index`.
+        request_id: its number, where somebody else counts; draws depend on it.
         """
         self.guard.check()
         params = prepared.sampling_params
-        request_id = self._num_requests
+        request_id = self._num_requests if request_id is None else request_id
         self._num_requests += 1
         if prepared.error is not None:
             inbox.append(refused(request_id, prepared.prompt, params.n, str(prepared.error)))
@@ -206,6 +209,15 @@ class LLMEngine:
         """Return whether every request has finished and was handed over."""
         return self.scheduler.is_finished() and not self.scheduler.paused and not self._finished
 
+    def num_only_paused(self) -> int:
+        """Return how many requests are paused, if none but these are left; else 0."""
+        scheduler = self.scheduler
+        return len({seq.request_id for seq in scheduler.paused}) if scheduler.is_finished() else 0
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.block_manager.reset_prefix_cache()
+
     def metrics(self) -> EngineMetrics:
         """Return the work done so far, and what is held now."""
         return replace(
@@ -275,7 +287,7 @@ class LLMEngine:
         for line, error in step.handle.errors.items():
             step.batch.sampled[line].error = error
         wanted = [seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled]
-        self._finished += self.scheduler.update(step.batch, token_ids)
+        self._end(self.scheduler.update(step.batch, token_ids))
         collect_logprobs(self._requests, step.batch, step.handle, wanted)
         # Steps overlap: each counts from its launch, or from the end of the one before it.
         seconds = now - max(step.started, self._last_collected)
@@ -284,6 +296,12 @@ class LLMEngine:
         self.listener.collected(step.batch, now)
         if self._watched:
             self._watch(step.batch, now)
+
+    def _end(self, finished: list[Sequence]) -> None:
+        """Keep what is needed of sequences that have just finished, until their outputs are made."""
+        self._finished += finished
+        if self.config.enable_return_routed_experts and finished:
+            read_routed_experts(self.check_open(is_for_steps=False), self._requests, finished)
 
     def _collect_until(self, max_in_flight: int) -> None:
         while len(self._in_flight) > max_in_flight:
@@ -311,7 +329,7 @@ class LLMEngine:
                 del self._watched[seq.seq_id]
             elif seq.status is SequenceStatus.RUNNING and completion.advance():
                 stopped.append((seq, "stop"))
-        self._finished += self.scheduler.finish(stopped)
+        self._end(self.scheduler.finish(stopped))
 
     def _act_on_marked(self) -> None:
         self._collect_until(max_in_flight=0)  # a step that fails must find its sequences as it left them
@@ -322,7 +340,7 @@ class LLMEngine:
             seqs = [completion.seq for request in requests for completion in request.completions]
             unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
             action(self.scheduler, {seq.seq_id for seq in unfinished})
-            self._finished += [seq for seq in unfinished if seq.status is SequenceStatus.FINISHED]
+            self._end([seq for seq in unfinished if seq.status is SequenceStatus.FINISHED])
 
     def _seed(self, params: SamplingParams, request_id: int, sample: int) -> int:
         """Return the seed of a sample's own random stream, so that equal prompts differ and batches do not matter."""

@@ -7,8 +7,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from nanoinfer.engine.batch import PositionLogprobs, ScheduledBatch
-from nanoinfer.engine.prompt_logprobs import token_logprobs
+from nanoinfer.engine.prompt_logprobs import add_position, token_logprobs
 from nanoinfer.engine.request import Completion, Request
+from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
 
 
 def collect_logprobs(requests: Mapping[int, Request], batch: ScheduledBatch, handle: Any, wanted: list[bool]) -> None:
@@ -33,10 +34,16 @@ def collect_logprobs(requests: Mapping[int, Request], batch: ScheduledBatch, han
 def _add(request: Request, sample: int, entry: PositionLogprobs) -> None:
     """Keep the log-probabilities of a sample's newest token."""
     completion = request.completions[sample]
-    num_best = completion.seq.sampling_params.logprobs
-    if num_best is not None and completion.seq.finish_reason != "error":
-        ids, logprobs = entry.token_ids[: 1 + num_best], entry.logprobs[: 1 + num_best]
-        completion.logprobs.append(token_logprobs(entry.rank, ids, logprobs, completion.text.of_tokens))
+    params = completion.seq.sampling_params
+    num_others = params.num_logprobs
+    if num_others is not None and completion.seq.finish_reason != "error":
+        ids, logprobs = entry.token_ids[: 1 + num_others], entry.logprobs[: 1 + num_others]
+        ranks = [NO_RANK] * num_others if params.logprob_token_ids else range(1, 1 + num_others)
+        position = [entry.rank, *ranks], ids, logprobs, completion.text.of_tokens
+        if isinstance(completion.logprobs, FlatLogprobs):
+            add_position(completion.logprobs, *position)
+        else:
+            completion.logprobs.append(token_logprobs(*position))
 
 
 def _add_of_prompt(request: Request, start: int, arrays: list[NDArray[Any]]) -> None:
@@ -51,9 +58,14 @@ def _add_of_prompt(request: Request, start: int, arrays: list[NDArray[Any]]) -> 
 
 def end_texts(completion: Completion) -> None:
     """Give the last token of a completion the half of a character that its text ends with, if there is one."""
-    texts = completion.text.of_tokens
-    if texts and completion.logprobs:
-        token_id, entry = next(iter(completion.logprobs[-1].items()))
+    texts, logprobs = completion.text.of_tokens, completion.logprobs
+    if not texts or not logprobs:
+        return
+    if isinstance(logprobs, FlatLogprobs):
+        place = logprobs.start_indices[-1]
+        logprobs.decoded_tokens[place] = texts.end(logprobs.token_ids[place], logprobs.decoded_tokens[place] or "")
+    else:
+        token_id, entry = next(iter(logprobs[-1].items()))
         text = texts.end(token_id, entry.decoded_token or "")
         # A stream may have handed the old dict out.
-        completion.logprobs[-1] = {**completion.logprobs[-1], token_id: replace(entry, decoded_token=text)}
+        logprobs[-1] = {**logprobs[-1], token_id: replace(entry, decoded_token=text)}

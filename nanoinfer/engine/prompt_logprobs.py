@@ -1,11 +1,12 @@
 """The log-probabilities of a request's prompt: arrays, of which dicts are made when somebody looks at them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
 from nanoinfer.outputs import Logprob, TokenLogprobs
 from nanoinfer.text.detokenizer import TokenTexts
 
@@ -35,8 +36,25 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
 
     def to_dicts(self, texts: TokenTexts | None = None) -> list[TokenLogprobs | None]:
         """Return a dict for each position, with texts if `texts` stands where the first known position begins."""
-        rows = zip(self.ranks.tolist(), self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
-        return [token_logprobs(rank, ids, logprobs, texts) if rank else None for rank, ids, logprobs in rows]
+        return [position and token_logprobs(*position, texts) for position in self._positions()]
+
+    def to_flat(self, texts: TokenTexts | None = None) -> FlatLogprobs:
+        """Return the same in arrays."""
+        flat = FlatLogprobs()
+        for position in self._positions():
+            if position is None:
+                flat.append((), (), (), ())
+            else:
+                add_position(flat, *position, texts)
+        return flat
+
+    def _positions(self) -> Iterator[tuple[list[int], list[int], list[float]] | None]:
+        """Yield ranks, ids and log-probabilities of each position; None where nothing is known."""
+        others = [*range(1, self.token_ids.shape[1])]
+        for rank, ids, logprobs in zip(
+            self.ranks.tolist(), self.token_ids.tolist(), self.logprobs.tolist(), strict=True
+        ):
+            yield ([rank, *others], ids, logprobs) if rank else None
 
     def _list(self) -> list[TokenLogprobs | None]:
         if self._dicts is None:
@@ -60,19 +78,35 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
 
 
 def token_logprobs(
-    rank: int, token_ids: Iterable[int], logprobs: Iterable[float], texts: TokenTexts | None
+    ranks: list[int], token_ids: list[int], logprobs: list[float], texts: TokenTexts | None
 ) -> TokenLogprobs:
-    """Return what users get for one position: its token, which has this rank, then the likeliest.
+    """Return what users get for one position: its token, then the others.
 
-    token_ids, logprobs: those of its token come first. texts: stands where this token comes, and afterwards behind it;
-    None makes no text.
+    ranks (NO_RANK where it is not known), token_ids, logprobs: those of its token come first. texts: stands where this
+    token comes, and afterwards behind it; None makes no text.
     """
     text_of = texts.peek() if texts else lambda _: None
-    (token_id, logprob), *likeliest = zip(token_ids, logprobs, strict=True)
-    found = {token_id: Logprob(logprob, rank, text_of(token_id))}
-    for its_rank, (its_id, its_logprob) in enumerate(likeliest, 1):
-        if its_id not in found:
-            found[its_id] = Logprob(its_logprob, its_rank, text_of(its_id))
+    found: TokenLogprobs = {}
+    for rank, token_id, logprob in zip(ranks, token_ids, logprobs, strict=True):
+        if token_id not in found:
+            found[token_id] = Logprob(logprob, None if rank == NO_RANK else rank, text_of(token_id))
     if texts:
-        texts.append(token_id)
+        texts.append(token_ids[0])
     return found
+
+
+def add_position(
+    flat: FlatLogprobs, ranks: list[int], token_ids: list[int], logprobs: list[float], texts: TokenTexts | None
+) -> None:
+    """Add a position, given as for `token_logprobs`."""
+    text_of = texts.peek() if texts else lambda _: None
+    flat.append(token_ids, logprobs, ranks, map(text_of, token_ids))
+    if texts:
+        texts.append(token_ids[0])
+
+
+def logprobs_of_tokens(logprobs: list[TokenLogprobs] | FlatLogprobs, token_ids: list[int]) -> list[float]:
+    """Return the log-probability of each of a completion's tokens."""
+    if isinstance(logprobs, FlatLogprobs):
+        return logprobs.of_tokens()
+    return [entry[token_id].logprob for entry, token_id in zip(logprobs, token_ids, strict=True)]

@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Iterated
 from dataclasses import dataclass, field
+from typing import Any
 
-from nanoinfer.engine.prompt_logprobs import PromptLogprobs
+from nanoinfer.engine.prompt_logprobs import PromptLogprobs, logprobs_of_tokens
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.text.detokenizer import CompletionText, TokenTexts
 
@@ -30,11 +32,16 @@ class Completion:
     chunks: deque[StreamChunk] | None = None  # where its stream takes them, if it is streamed
     index: int = 0  # of its prompt in that stream
     num_read: int = 0  # tokens of the completion that are in `text`, and in `chunks`
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its tokens, where they are asked for
+    logprobs: list[TokenLogprobs] | FlatLogprobs = field(default_factory=list)  # where they are asked for
     output: CompletionOutput | None = None  # once it has finished
     begun: float | None = None  # when its first step was launched (perf_counter)
     first_token: float | None = None  # when that was collected
+    routed_experts: Any = None  # the runner's, where they are asked for
     _text: CompletionText | None = None
+
+    def __post_init__(self) -> None:
+        if self.seq.sampling_params.flat_logprobs:
+            self.logprobs = FlatLogprobs()
 
     @property
     def text(self) -> CompletionText:
@@ -73,15 +80,18 @@ class Completion:
             reason, stop_reason = "stop", text.stop_string
         self._stream(unread, reason)
         token_ids = seq.completion_token_ids
-        logprobs, total = None, None
-        if params.logprobs is not None:
+        logprobs: Any = None
+        total = None
+        if params.num_logprobs is not None:
             logprobs = self.logprobs
-            total = sum(entry[token_id].logprob for entry, token_id in zip(logprobs, token_ids, strict=True))
+            total = sum(logprobs_of_tokens(logprobs, token_ids))
         error = None
         if reason == "error":
             limits = seq.constraint.error if seq.constraint else None
             error = seq.error or limits or f"the logits are NaN or infinite after {len(token_ids)} tokens"
-        self.output = CompletionOutput(seq.sample, str(text), token_ids, reason, stop_reason, logprobs, total, error)
+        routed = None if self.routed_experts is None else self.routed_experts.to_array()
+        ends = reason, stop_reason, logprobs, total, error
+        self.output = CompletionOutput(seq.sample, str(text), token_ids, *ends, routed_experts=routed)
         return self.output
 
     def _read(self, token_ids: list[int], final: bool = False) -> bool:
@@ -100,7 +110,8 @@ class Completion:
         start, self.num_read = self.num_read, self.num_read + len(token_ids)
         if self.chunks is not None:
             index, text, seq = self.index, self.text.take(), self.seq
-            logprobs = self.logprobs[start : self.num_read] if seq.sampling_params.logprobs is not None else None
+            wanted = seq.sampling_params.num_logprobs is not None
+            logprobs: Any = self.logprobs[start : self.num_read] if wanted else None
             chunk = StreamChunk(index, text, token_ids, finish_reason, seq.sample, logprobs, request_id=seq.request_id)
             self.chunks.append(chunk)
 
@@ -144,6 +155,7 @@ class Request:
 
     def _prompt_logprobs(self) -> Iterated[TokenLogprobs | None] | None:
         """Return those of the prompt; texts, which a tokenizer makes, are made in this thread."""
-        if self.prompt_logprobs is None or self.prompt_texts is None:
-            return self.prompt_logprobs
-        return self.prompt_logprobs.to_dicts(self.prompt_texts)
+        found = self.prompt_logprobs
+        if found is not None and self.completions[0].seq.sampling_params.flat_logprobs:
+            return found.to_flat(self.prompt_texts)
+        return found if found is None or self.prompt_texts is None else found.to_dicts(self.prompt_texts)

@@ -14,9 +14,8 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from nanoinfer.engine.interfaces import Constraints
+from nanoinfer.engine.interfaces import Constraints, Engine
 from nanoinfer.engine.interrupts import postponed_interrupt
-from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
@@ -59,12 +58,13 @@ class RequestQueue:
     lock: held for each step, and while requests are prepared, added or dropped; whoever holds it keeps steps waiting.
     """
 
-    def __init__(self, engine: LLMEngine, prompts: PromptProcessor, constraints: Constraints) -> None:
+    def __init__(self, engine: Engine, prompts: PromptProcessor, constraints: Constraints) -> None:
         self._engine, self._constraints = engine, constraints
         self.prompts = prompts
         self.lock = threading.RLock()
         # A full running set, and as many that wait: rows are refilled from them in one step.
-        self.capacity = 2 * engine.config.max_num_seqs  # requests that are worth having here at a time
+        num_rows = engine.config.data_parallel_size * engine.config.max_num_seqs
+        self.capacity = 2 * num_rows  # requests that are worth having here at a time
         self._idle_since: float | None = None  # perf_counter; 0.0 once the log says so
 
     def prepare(
@@ -182,8 +182,8 @@ class RequestQueue:
 
     def reset_prefix_cache(self) -> None:
         with self.lock:
-            self._engine.check_open()
-            self._engine.block_manager.reset_prefix_cache()
+            self._engine.check_open(is_for_steps=False)  # a trainer calls it while the cache sleeps
+            self._engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Free the model and the cache; closing twice is fine."""
@@ -200,8 +200,8 @@ class RequestQueue:
 
     def _wait_while_all_are_paused(self) -> None:
         """Wait for a turn's time if only paused requests are left; say so, once, if that goes on."""
-        scheduler = self._engine.scheduler
-        if not scheduler.paused or not scheduler.is_finished():
+        num_paused = self._engine.num_only_paused()
+        if not num_paused:
             self._idle_since = None
             return
         time.sleep(TURN_SECONDS)
@@ -210,5 +210,4 @@ class RequestQueue:
             self._idle_since = now
         elif self._idle_since and now - self._idle_since > PATIENCE_SECONDS:
             self._idle_since = 0.0
-            num_paused = len({seq.request_id for seq in scheduler.paused})
             logger.warning("only paused requests are left (%d); resume or abort them", num_paused)

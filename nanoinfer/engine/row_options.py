@@ -22,6 +22,7 @@ class SamplingRecord(NamedTuple):
     num_generated: int  # known tokens after the prompt: more than 0 when a sequence is computed again
     num_stop_ids: int  # their ids follow in the packet
     num_biases: int  # these too
+    num_logprob_ids: int  # and these
     prompt_logprobs_start: int  # the first prompt token whose log-probability is wanted; -1 for none
     logprobs: int = -1
     prompt_logprobs: int = -1
@@ -47,7 +48,8 @@ class TokenBias(NamedTuple):
 
 NEUTRAL: Mapping[str, Any] = SamplingRecord._field_defaults
 # How an option follows from the parameters, if it is not their field of that name. Greedy decoding filters nothing.
-DERIVED: Mapping[str, Callable[[SamplingParams], float]] = {
+DERIVED: Mapping[str, Callable[[SamplingParams], float | None]] = {
+    "logprobs": lambda params: 0 if params.logprob_token_ids else params.logprobs,
     "min_tokens": lambda params: min(params.min_tokens, MANY) if params.structured_outputs is None else 0,
     "top_k": lambda params: min(max(params.top_k, 0), MANY) if params.temperature > 0 else 0,
     "top_p": lambda params: max(params.top_p, 1e-30) if params.temperature > 0 else 1.0,  # more than 0 in float32 too
@@ -73,6 +75,10 @@ def biases_of(seq: Sequence) -> list[TokenBias]:
     return [TokenBias(*item) for item in (seq.sampling_params.logit_bias or {}).items()]
 
 
+def logprob_ids_of(seq: Sequence) -> list[int]:
+    return [*(seq.sampling_params.logprob_token_ids or ())]
+
+
 def sampling_record(seq: Sequence) -> SamplingRecord | None:
     """Return what a sequence with a row asks for; None if that is nothing."""
     asked, params = asked_options(seq.sampling_params), seq.sampling_params
@@ -85,6 +91,7 @@ def sampling_record(seq: Sequence) -> SamplingRecord | None:
         num_generated=len(seq.token_ids) - seq.num_prompt_tokens,
         num_stop_ids=len(stop_ids_of(seq)),
         num_biases=len(params.logit_bias or {}),
+        num_logprob_ids=len(logprob_ids_of(seq)),
         prompt_logprobs_start=-1 if seq.prompt_logprobs_start is None else seq.prompt_logprobs_start,
         **asked,
     )

@@ -139,6 +139,7 @@ class Scheduler:
             seq.finish_reason = reason
             if reason in ("stop", "length"):
                 self.block_manager.cache_end(seq)
+            seq.final_blocks, seq.num_final_tokens = seq.block_table.copy(), seq.num_computed_tokens
             self._release(seq, SequenceStatus.FINISHED)
         if reasons:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]

@@ -46,6 +46,8 @@ class Sequence:
     row: int | None = None  # line in the device tables while running
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
+    final_blocks: list[int] = field(default_factory=list)  # those it had when it finished,
+    num_final_tokens: int = 0  # with the keys and values of so many tokens
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at the first admission
     # Written by the block manager only:
     block_table: list[int] = field(default_factory=list)  # block i holds tokens [i * block_size, (i + 1) * block_size)

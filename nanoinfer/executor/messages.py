@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanoinfer.config import SLEEP_TAGS
 from nanoinfer.device import computing
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
@@ -35,7 +36,7 @@ class Command(IntEnum):
 
     UPDATE = -1  # index of the dtype, number of dimensions, shape, bytes of the name
     SLEEP = -2  # level
-    WAKE_UP = -3
+    WAKE_UP = -3  # indices of SLEEP_TAGS
 
 
 def pack_command(command: Command, *numbers: int) -> Message:
@@ -59,7 +60,7 @@ def run_command(message: Message, runner: ModelRunner, reader: RingReader) -> No
     if command == Command.SLEEP:
         runner.sleep(numbers[0])
     else:
-        runner.wake_up()
+        runner.wake_up({SLEEP_TAGS[number] for number in numbers})
     barrier(runner)
 
 

@@ -11,16 +11,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import SLEEP_TAGS, EngineConfig
 from nanoinfer.device import becomes_idle, select_devices, select_dtype
 from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, TensorParallel, connect
 from nanoinfer.engine.batch import Packet, read_header
@@ -127,6 +127,10 @@ class ParallelRunner:
         except Exception as error:
             self._fail(error)
 
+    def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> Any:
+        """Start to copy them from rank 0, which routes as all ranks do."""
+        return self._runner.read_routed_experts(block_ids, start, end)
+
     def sleep(self, level: int) -> None:
         """Give the devices' memory back; return when all ranks have."""
         with self._all_ranks():
@@ -134,11 +138,11 @@ class ParallelRunner:
             self._runner.sleep(level)
             barrier(self._runner)
 
-    def wake_up(self) -> None:
-        """Take the memory again. If it is short on one rank, the runner is closed."""
+    def wake_up(self, tags: Set[str]) -> None:
+        """Take the memory of these again. If it is short on one rank, the runner is closed."""
         with self._all_ranks():
-            self._writer.send(pack_command(Command.WAKE_UP))
-            self._runner.wake_up()
+            self._writer.send(pack_command(Command.WAKE_UP, *(SLEEP_TAGS.index(tag) for tag in tags)))
+            self._runner.wake_up(tags)
             barrier(self._runner)
 
     @property
@@ -146,8 +150,8 @@ class ParallelRunner:
         return AllRanksWeights(self._runner, self._writer, self._all_ranks)  # not kept: it holds this runner
 
     @property
-    def sleep_level(self) -> int | None:
-        return self._runner.sleep_level
+    def asleep(self) -> frozenset[str]:
+        return self._runner.asleep
 
     @property
     def unready(self) -> str | None:

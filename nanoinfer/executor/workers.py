@@ -21,7 +21,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanoinfer.errors import ConfigError, NanoinferError, WorkerError
 
@@ -32,23 +32,38 @@ NO_MAIN_GUARD = 79  # exit code of a worker in which the import of the user's sc
 PASSED = b"+"
 
 
+class Failure(NamedTuple):
+    """Says how a worker has ended, and what it reported of that."""
+
+    ended: str  # such as "rank 1 of tensor_parallel_size=2 was ended by SIGKILL"
+    details: str = ""  # its traceback, if there is one
+    remedy: str = "this engine is closed; make a new LLM"
+
+    def __str__(self) -> str:
+        return f"{self.ended}; {self.remedy}{self.details}"
+
+
 class Workers:
     """Spawns ranks 1 to `size` - 1, each a process that runs `target(rank, link, folder, *args)`.
 
+    option: what asks for the processes. name: what messages call the worker, where there is one and it is no rank.
     links: one socket for each worker. folder: a temporary folder for all ranks, removed when the workers have ended.
     on_failure: called once, when a worker ends before it should.
 
     A thread reads what the workers report, and calls `on_failure`. It keeps this object alive until `close` is called.
     """
 
-    def __init__(self, size: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, size: int, target: Callable[..., None], args: tuple[Any, ...], option: str = "", name: str = ""
+    ) -> None:
+        self._option, self._name = option or f"tensor_parallel_size={size}", name
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             # This is a worker that is still importing the user's script. The parent explains the exit code.
             raise SystemExit(NO_MAIN_GUARD)
         if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
             raise ConfigError(
-                f"tensor_parallel_size={size} spawns processes that import this script, which was read from stdin; run "
-                "it from a file"
+                f"{self._option} spawns processes that import this script, which was read from stdin; run it from a "
+                "file"
             )
         self.size = size
         self.folder = Path(tempfile.mkdtemp(prefix="nanoinfer-"))
@@ -57,7 +72,7 @@ class Workers:
         self._owner = os.getpid()
         self._processes: list[SpawnProcess] = []
         self._reports = dict.fromkeys(range(1, size), b"")  # by rank
-        self._failure = ""  # why a worker has ended; of several workers, the first
+        self._failure: Failure | None = None  # why a worker has ended; of several workers, the first
         self._changed = threading.Condition()  # guards the two above
         self._is_closing = self._is_closed = False
         self._thread = threading.Thread(target=self._watch, name="nanoinfer watch", daemon=True)
@@ -74,7 +89,7 @@ class Workers:
         self.links.append(ours)
         arguments = (target, rank, theirs, self.folder, *args)
         spawn = multiprocessing.get_context("spawn").Process
-        process = spawn(target=_run_worker, args=arguments, name=f"nanoinfer rank {rank}", daemon=True)
+        process = spawn(target=_run_worker, args=arguments, name=f"nanoinfer {self._name_of(rank)}", daemon=True)
         # The worker inherits the blocked signal: Ctrl-C, which goes to all processes, is for this one only.
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -91,12 +106,17 @@ class Workers:
 
     @property
     def have_failed(self) -> bool:
-        return bool(self._failure)
+        return self._failure is not None
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why a worker has ended; None while none has."""
+        return self._failure
 
     def check(self) -> None:
         """Raise WorkerError if a worker has ended."""
         if self.have_failed:
-            raise WorkerError(self._failure)
+            raise WorkerError(str(self._failure))
 
     def explanation(self, error: BaseException) -> BaseException:
         """Return a WorkerError if the end of a worker has caused `error`, or else `error` itself.
@@ -108,7 +128,7 @@ class Workers:
             self._changed.wait_for(lambda: self.have_failed, seconds)
         if isinstance(error, WorkerError) or not self.have_failed:
             return error
-        explanation = WorkerError(self._failure)
+        explanation = WorkerError(str(self._failure))
         explanation.__cause__ = error
         return explanation
 
@@ -174,16 +194,19 @@ class Workers:
                         self._changed.notify_all()
                     self.on_failure()
 
-    def _explain(self, rank: int) -> str:
+    def _name_of(self, rank: int) -> str:
+        return self._name or f"rank {rank}"
+
+    def _explain(self, rank: int) -> Failure:
         """Say why a worker has ended, from its report or its exit code."""
         process, report = self._processes[rank - 1], self._reports[rank].lstrip(PASSED).decode(errors="replace")
         if not report:
             process.join(1.0)
         exitcode, details = process.exitcode, ""
         if exitcode == NO_MAIN_GUARD:
-            return (
-                f"tensor_parallel_size={self.size} spawns processes that import this script, and it makes an LLM when "
-                'it is imported; put the code that it runs under `if __name__ == "__main__":`'
+            return Failure(
+                f"{self._option} spawns processes that import this script, and it makes an LLM when it is imported",
+                remedy='put the code that it runs under `if __name__ == "__main__":`',
             )
         if report:
             ended, details = "failed", f". Its traceback:\n{report}"
@@ -193,8 +216,7 @@ class Workers:
             ended = f"was ended by {name}" + " (by the system, if it was out of memory)" * (name == "SIGKILL")
         else:
             ended = f"ended with exit code {exitcode}, for a reason that may be on stderr"
-        rank_of = f"rank {rank} of tensor_parallel_size={self.size}"
-        return f"{rank_of} {ended}; this engine is closed; make a new LLM{details}"
+        return Failure(f"{self._name_of(rank)} of {self._option} {ended}", details)
 
 
 def _run_worker(target: Callable[..., None], rank: int, link: socket.socket, folder: Path, *args: Any) -> None:

@@ -111,6 +111,9 @@ def build_processor(
     if num_gpus is not None and 0 < num_gpus < 1:
         options = {"gpu_memory_utilization": 0.9 * num_gpus, **options}
     config = EngineConfig.from_options(model, options)
+    if config.data_parallel_size > 1:
+        size = config.data_parallel_size
+        raise ConfigError(f"data_parallel_size={size}: an actor has one engine here; use concurrency={size}")
     if num_gpus and config.tensor_parallel_size not in (1, num_gpus):
         size = config.tensor_parallel_size
         raise ConfigError(f"num_gpus={num_gpus} for tensor_parallel_size={size}; use num_gpus={size}, or leave it out")

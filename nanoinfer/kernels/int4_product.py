@@ -94,12 +94,17 @@ def _values(bits, offsets, E2M1: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _load_scales(scales_ptr, zeros_ptr, places, mask):
-    """Return the scales and zero points at places, float32."""
+    """Return the scales and zero points at places, float32. Scales of 8 bits are exponents of 2, with 127 added."""
     if zeros_ptr is None:
         zeros = tl.full(places.shape, 8.0, tl.float32)
     else:
         zeros = tl.load(zeros_ptr + places, mask=mask, other=0).to(tl.float32)
-    return tl.load(scales_ptr + places, mask=mask, other=0.0), zeros
+    if scales_ptr.dtype.element_ty == tl.uint8:
+        exponents = tl.load(scales_ptr + places, mask=mask, other=0).to(tl.int32)
+        scales = tl.where(exponents == 255, float("nan"), (exponents << 23).to(tl.float32, bitcast=True))
+    else:
+        scales = tl.load(scales_ptr + places, mask=mask, other=0.0)
+    return scales, zeros
 
 
 @triton.jit
@@ -148,6 +153,7 @@ def int4_tile_product(
     STAGES: tl.constexpr,
     E2M1: tl.constexpr,
     ASM: tl.constexpr,
+    x_width: tl.constexpr = None,  # where x has fewer columns than the weight has inputs
 ):
     """Return x W^T in float32 for a few rows of both, (len(x_rows), len(lines)), over some blocks."""
     words_ptr, scales_ptr, zeros_ptr = weight
@@ -167,7 +173,10 @@ def int4_tile_product(
             start = block * BLOCK + index * part_size
             groups = lines * num_groups + start // group_size
             scales, zeros = _load_scales(scales_ptr, zeros_ptr, groups, is_line)
-            x = tl.load(x_ptrs + start, mask=is_row[:, None], other=0.0)
+            x_mask = is_row[:, None]
+            if x_width is not None:
+                x_mask &= (start + tl.arange(0, part_size) < x_width)[None, :]
+            x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
             part = _part(numbers, index, part_size, (zeros + above).to(dtype), E2M1, ASM)
             acc += tl.dot(x, part) * scales[None, :]
     return acc

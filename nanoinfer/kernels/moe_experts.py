@@ -43,6 +43,7 @@ def _tile_product(
     num_rows: tl.constexpr,  # of an expert's weight
     depth: tl.constexpr,
     num_groups: tl.constexpr,  # 0: the weight has the dtype of x
+    E2M1: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
@@ -51,10 +52,12 @@ def _tile_product(
     is_row = weight_rows < num_rows
     if num_groups > 0:
         lines = expert.to(tl.int64) * num_rows + weight_rows
-        blocks = (0, depth // 128)
+        num_blocks: tl.constexpr = (depth + 127) // 128
+        width: tl.constexpr = None if depth % 128 == 0 else depth
         return int4_tile_product(
-            x_ptr, weight, x_rows, is_pair, lines, is_row, x_row_stride, blocks, depth, num_groups, STAGES, False, ASM
-        )
+            x_ptr, weight, x_rows, is_pair, lines, is_row, x_row_stride, (0, num_blocks), num_blocks * 128, num_groups,
+            STAGES, E2M1, ASM, width,
+        )  # fmt: skip
     else:
         return _wide_tile_product(
             x_ptr,
@@ -107,23 +110,36 @@ def tile_pairs(pairs_ptr, tile, num_pairs, ROWS: tl.constexpr):
     return tl.where(row == 0, tile, num_pairs) if pairs_ptr is None else tl.load(pairs_ptr + tile * ROWS + row)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit
+def _clamped(gate, up, limit, alpha, dtype: tl.constexpr):
+    """Return `clamped_swiglu`, in float32. Gate and up are rounded to `dtype` before; NaN stays."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "limit", "alpha"])
 def _gate_up_kernel(
     x_ptr,
     weight_ptr,
     scales_ptr,
     zeros_ptr,
+    bias_ptr,  # None, unless SwiGLU is clamped
     pairs_ptr,
     tile_experts_ptr,
     num_tiles_ptr,
     out_ptr,
     x_row_stride,
+    limit,
+    alpha,
     num_pairs,
     num_choices: tl.constexpr,
     num_experts: tl.constexpr,
     hidden_size: tl.constexpr,
     inner_size: tl.constexpr,
     num_groups: tl.constexpr,
+    E2M1: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,  # of gate and up together
     DEPTH: tl.constexpr,
@@ -144,24 +160,29 @@ def _gate_up_kernel(
     pair = tile_pairs(pairs_ptr, tile, num_pairs, ROWS)
     is_pair = pair < num_pairs
     line = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # a column of the gate, the same column of up, and so on
+    weight_row = line // 2 + line % 2 * inner_size
     acc = _tile_product(
         x_ptr,
         (weight_ptr, scales_ptr, zeros_ptr),
         pair // num_choices,
         is_pair,
         expert,
-        line // 2 + line % 2 * inner_size,
+        weight_row,
         x_row_stride,
         2 * inner_size,
         hidden_size,
         num_groups,
+        E2M1,
         DEPTH,
         STAGES,
         ASM,
     )
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + expert.to(tl.int64) * (2 * inner_size) + weight_row
+        acc += tl.load(bias_ptrs, mask=line < 2 * inner_size, other=0.0).to(tl.float32)[None, :]
     gate, up = tl.split(tl.reshape(acc, (ROWS, COLUMNS // 2, 2)))
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    out = gated(gate, up, dtype)
+    out = gated(gate, up, dtype) if bias_ptr is None else _clamped(gate, up, limit, alpha, dtype)
     column = tl.program_id(0) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
     out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * inner_size + column[None, :]
     tl.store(out_ptrs, out.to(dtype), mask=is_pair[:, None] & (column < inner_size)[None, :])
@@ -173,6 +194,7 @@ def _down_kernel(
     weight_ptr,
     scales_ptr,
     zeros_ptr,
+    bias_ptr,  # None: there is none
     pairs_ptr,
     tile_experts_ptr,
     num_tiles_ptr,
@@ -184,6 +206,7 @@ def _down_kernel(
     inner_size: tl.constexpr,
     hidden_size: tl.constexpr,
     num_groups: tl.constexpr,
+    E2M1: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -222,10 +245,14 @@ def _down_kernel(
         hidden_size,
         inner_size,
         num_groups,
+        E2M1,
         DEPTH,
         STAGES,
         ASM,
     )
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + expert.to(tl.int64) * hidden_size + column
+        acc += tl.load(bias_ptrs, mask=column < hidden_size, other=0.0).to(tl.float32)[None, :]
     tl.store(out_ptrs, (acc * pair_weight[:, None]).to(dtype), mask=out_mask)
 
 
@@ -245,6 +272,8 @@ class ExpertWeights(NamedTuple):
     values: Tensor  # (num_experts, num_rows, depth), or (num_experts, num_rows, depth / 8) int32: in 4 bits
     scales: Tensor | None = None  # of these: (num_experts, num_rows, num_groups) float32, or one for each row
     zeros: Tensor | None = None  # uint8, of the same shape; None: 8
+    bias: Tensor | None = None  # (num_experts, num_rows)
+    is_e2m1: bool = False  # whether the 4 bits are values of e2m1; then depth may be that of x, up to a multiple of 128
 
     @property
     def num_groups(self) -> int:
@@ -283,6 +312,36 @@ def int4_expert_mlp(
     return _expert_mlp(hidden, gate_up, down, inner_size, expert_ids, weights, rows)
 
 
+def clamped_expert_mlp(
+    hidden: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor,
+    down_bias: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    clamps: tuple[float, float],
+) -> Tensor:
+    """Return what `expert_mlp` does, with biases and SwiGLU as in `layers/clamped_experts.py`."""
+    first, second = ExpertWeights(gate_up, bias=gate_up_bias), ExpertWeights(down, bias=down_bias)
+    rows = tile_rows(expert_ids.numel(), len(down), hidden.dtype)
+    return _expert_mlp(hidden, first, second, down.shape[2], expert_ids, weights, rows, clamps)
+
+
+def mxfp4_expert_mlp(
+    hidden: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    inner_size: int,
+    expert_ids: Tensor,
+    weights: Tensor,
+    clamps: tuple[float, float],
+) -> Tensor:
+    """Return what `clamped_expert_mlp` does, by weights in MXFP4, whose depth is filled up to whole blocks of 128."""
+    rows = min(64, tile_rows(expert_ids.numel(), len(down.values), hidden.dtype))
+    return _expert_mlp(hidden, gate_up, down, inner_size, expert_ids, weights, rows, clamps)
+
+
 def _check(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
     for name, tensor in (("gate_up", gate_up), ("down", down), ("expert_ids", expert_ids), ("weights", weights)):
         assert tensor.is_contiguous(), f"{name} must be contiguous, strides {tensor.stride()}"
@@ -304,6 +363,7 @@ def _expert_mlp(
     expert_ids: Tensor,
     weights: Tensor,
     rows: int,
+    clamps: tuple[float, float] = (0.0, 0.0),
 ) -> Tensor:
     num_choices, num_pairs = expert_ids.shape[1], expert_ids.numel()
     num_experts, hidden_size = down.values.shape[:2]
@@ -318,16 +378,18 @@ def _expert_mlp(
     tiling = choose(rows, num_slots, 2 * inner_size, hidden.dtype, hidden.device)
     _gate_up_kernel[(-(-(2 * inner_size) // tiling.columns), num_slots)](
         hidden,
-        *gate_up,
+        *gate_up[:4],
         *plan,
         gated,
         hidden.stride(0),
+        *clamps,
         num_pairs,
         num_choices=num_choices,
         num_experts=num_experts,
         hidden_size=hidden_size,
         inner_size=inner_size,
         num_groups=gate_up.num_groups,
+        E2M1=gate_up.is_e2m1,
         ROWS=rows,
         COLUMNS=tiling.columns,
         DEPTH=tiling.depth,
@@ -338,7 +400,7 @@ def _expert_mlp(
     tiling = choose(rows, num_slots, hidden_size, hidden.dtype, hidden.device)
     _down_kernel[(-(-hidden_size // tiling.columns), num_slots)](
         gated,
-        *down,
+        *down[:4],
         *plan,
         weights,
         out,
@@ -348,6 +410,7 @@ def _expert_mlp(
         inner_size=inner_size,
         hidden_size=hidden_size,
         num_groups=down.num_groups,
+        E2M1=down.is_e2m1,
         ROWS=rows,
         COLUMNS=tiling.columns,
         DEPTH=tiling.depth,

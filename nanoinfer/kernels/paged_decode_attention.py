@@ -44,6 +44,7 @@ GROUP_QUERIES = 64  # queries that read a shared prefix together: the rows of a 
 ENDS_ROW, BEGINS_LATER, HIDDEN_SHIFT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(2)
 # Weights of a cache in 8 bits are 2**6 times as large, so that float16 still holds them times a small scale.
 LIFT = tl.constexpr(6)
+LOG2_E = tl.constexpr(math.log2(math.e))
 MASKED = tl.constexpr(-3e38)  # the score of tokens past the context; finite, so that an empty context gives no NaN
 
 
@@ -189,6 +190,7 @@ def _paged_decode_kernel(
     group_rows_ptr,  # None in the pass over rows; in the pass over groups, a row stands for the group it begins
     prefix_out_ptr,  # None, like prefix_lse_ptr, unless a pass over groups has left results for the rows
     prefix_lse_ptr,
+    sinks_ptr,  # None: there are none, or this is the pass over groups
     out_ptr,
     out_lse_ptr,  # (num_rows, num_heads) float32: the log-sum-exp of out, to base 2; None if nobody needs it
     # (num_kv_heads, num_shares, 2, num_queries, head_dim) float32: the partial results of a share, first for a row that
@@ -278,6 +280,11 @@ def _paged_decode_kernel(
                 prefix = tl.load(prefix_ptrs, mask=has_prefix[:, None] & is_dim, other=0.0)
                 prefix_lse = tl.where(begins_here, prefix_lse, float("-inf"))  # it counts once, in the first share
                 result, lse = _add(result, lse, prefix, prefix_lse)
+            if sinks_ptr is not None:  # what has a log-sum-exp and no value; it counts once, too
+                head = kv_head * group_size + query % group_size
+                sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+                sink = tl.where(begins_here, sink, float("-inf"))
+                result, lse = _add(result, lse, tl.zeros_like(result), sink)
             if ends_row & begins_here:
                 out_ptrs = out_ptr + first_line * head_dim + line_offsets
                 tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
@@ -430,6 +437,7 @@ def paged_decode_attention(
     scale: float,
     windowed: bool = False,
     prefix: PrefixResult | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from one token of each row to the row's cached tokens; the result has the shape of q.
 
@@ -438,12 +446,13 @@ def paged_decode_attention(
     k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits. scale: of the scores.
     tiles, row_starts, tile_size: from `plan_decode`. A row without tokens gives zeros.
     windowed: whether the plan has first tokens that are no multiple of the block size.
-    prefix: from `shared_prefix_attention`, where the plan leaves the shared prefixes out.
+    prefix: from `shared_prefix_attention`, where the plan leaves the shared prefixes out. sinks: (num_heads,), see
+    `AttentionSpec`.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     group_size = q.shape[1] // k_cache.shape[1]
-    plan = tiles, row_starts, tile_size
-    _launch(q, (k_cache, v_cache, k_scales, v_scales), plan, scale, group_size, out, prefix=prefix, windowed=windowed)
+    cache, plan = (k_cache, v_cache, k_scales, v_scales), (tiles, row_starts, tile_size)
+    _launch(q, cache, plan, scale, group_size, out, prefix=prefix, windowed=windowed, sinks=sinks)
     return out
 
 
@@ -501,6 +510,7 @@ def _launch(
     group_rows: Tensor | None = None,
     prefix: PrefixResult | None = None,
     windowed: bool = False,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attend from rows, or from groups of rows, and combine what several programs have computed of one."""
     _, num_heads, head_dim = q.shape
@@ -525,6 +535,7 @@ def _launch(
         row_starts,
         group_rows,
         *(prefix or (None, None)),
+        sinks,
         out,
         out_lse,
         partials,

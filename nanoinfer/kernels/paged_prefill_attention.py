@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanoinfer.device import to_device
 from nanoinfer.kernels.device_properties import has_large_shared_memory, next_power_of_2
-from nanoinfer.kernels.paged_decode_attention import LIFT, MASKED, padded_head_dim
+from nanoinfer.kernels.paged_decode_attention import LIFT, LOG2_E, MASKED, padded_head_dim
 
 TILE_ROWS = 128  # queries of a tile: tokens x heads of a group
 
@@ -136,6 +136,7 @@ def _paged_prefill_kernel(
     v_scales_ptr,
     tiles_ptr,
     block_tables_ptr,
+    sinks_ptr,  # None: there are none
     out_ptr,
     scale_log2,  # scale * log2(e): the softmax is computed in powers of two
     q_token_stride,
@@ -178,11 +179,12 @@ def _paged_prefill_kernel(
         first_full = tl.cdiv(tl.maximum(end - WINDOW, 0), KEYS) * KEYS
         last_full = tl.maximum(last_full, first_key)
         first_full = tl.minimum(first_full, last_full)
-    state = (
-        tl.full((ROWS,), float("-inf"), tl.float32),  # maximum
-        tl.zeros((ROWS,), tl.float32),  # total
-        tl.zeros((ROWS, HEAD_DIM), tl.float32),
-    )
+    maximum = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    if sinks_ptr is not None:  # a score without a value
+        maximum = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        total += 1.0
+    state = maximum, total, tl.zeros((ROWS, HEAD_DIM), tl.float32)
     if WINDOW is not None:
         state = _attend(
             state, q, position, first_key, first_full, end,
@@ -235,6 +237,7 @@ def paged_prefill_attention(
     block_tables: Tensor,
     scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from all tokens of a step's chunks to their contexts; the result has the shape of q.
 
@@ -242,7 +245,7 @@ def paged_prefill_attention(
     head_dim at most 256. k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous; block_size a
     multiple of 16. k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits.
     tiles: from `plan_prefill`. block_tables: (num_chunks, max_blocks) int32. scale: of the scores. window: how many
-    tokens each one attends to, itself included; None for all.
+    tokens each one attends to, itself included; None for all. sinks: (num_heads,), see `AttentionSpec`.
     """
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
@@ -258,6 +261,7 @@ def paged_prefill_attention(
         v_scales,
         tiles,
         block_tables,
+        sinks,
         out,
         scale * math.log2(math.e),
         q.stride(0),

@@ -4,8 +4,9 @@ Under tensor parallelism every rank holds a share of the inner size of every exp
 the tokens are spread over the experts.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -78,12 +79,11 @@ def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor
 class Router(nn.Module):
     """Scores the experts for each token. All ranks hold all of it, and route alike: their tokens have equal bits."""
 
-    def __init__(self, hidden_size: int, num_experts: int, num_experts_per_tok: int, norm_topk_prob: bool) -> None:
+    def __init__(self, hidden_size: int, moe: MoEConfig) -> None:
         super().__init__()
-        assert 0 < num_experts_per_tok <= num_experts, f"{num_experts_per_tok} of {num_experts} experts for each token"
-        self.num_experts_per_tok = num_experts_per_tok
-        self.norm_topk_prob = norm_topk_prob
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
+        self.num_experts_per_tok = moe.num_experts_per_tok
+        self.norm_topk_prob = moe.norm_topk_prob
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size), requires_grad=False)
 
     def forward(self, hidden: Tensor, row_mask: Tensor | None) -> Routing:
         return Routing(*route(self._terms(hidden), self.num_experts_per_tok, self.norm_topk_prob, row_mask))
@@ -154,17 +154,21 @@ class PackedExperts(nn.Module):
             dim = spec.input_dim if self.is_row_parallel else spec.output_dim
             share = tensor if dim is None else self.tp.shard(tensor, dim)
             size = share.shape[spec.output_dim]
+            share = self.quant_method.pack_share(place, share)
             place[int(expert)].narrow(spec.output_dim, self.parts.index(part) * size, size).copy_(share)
 
 
 class Experts(nn.Module):
     """The experts' weights, under the names that checkpoints give them."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, tp: TensorParallel) -> None:
+    projection: ClassVar[type[PackedExperts]] = PackedExperts
+
+    def __init__(self, hidden_size: int, moe: MoEConfig, tp: TensorParallel) -> None:
         super().__init__()
         # (num_experts, 2 * local inner size, hidden_size) and (num_experts, hidden_size, local inner size)
-        self.gate_up_proj = PackedExperts(num_experts, ("gate", "up"), (intermediate_size, hidden_size), 0, tp)
-        self.down_proj = PackedExperts(num_experts, ("down",), (hidden_size, intermediate_size), 1, tp)
+        inner_size = moe.intermediate_size
+        self.gate_up_proj = self.projection(moe.num_experts, ("gate", "up"), (inner_size, hidden_size), 0, tp)
+        self.down_proj = self.projection(moe.num_experts, ("down",), (hidden_size, inner_size), 1, tp)
 
     def forward(self, hidden: Activations, routing: Routing) -> Tensor:
         """Return terms to be added up, (num_terms, num_tokens, hidden_size): one for each choice, or their sum."""
@@ -220,15 +224,23 @@ class SparseMoE(nn.Module):
     between. Several ranks add up their own first, to exchange one sum for each token.
     """
 
-    def __init__(self, hidden_size: int, moe: MoEConfig, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        moe: MoEConfig,
+        tp: TensorParallel,
+        router: Callable[[int, MoEConfig], nn.Module] = Router,
+        experts: type[Experts] = Experts,
+        is_shared_gated: bool = True,
+    ) -> None:
         super().__init__()
         self.tp = tp
-        self.gate = Router(hidden_size, moe.num_experts, moe.num_experts_per_tok, moe.norm_topk_prob)
-        self.experts = Experts(hidden_size, moe.intermediate_size, moe.num_experts, tp)
+        self.gate = router(hidden_size, moe)
+        self.experts = experts(hidden_size, moe, tp)
         self.shared_expert: SharedExpert | None = None
         if moe.shared_size is not None:
             self.shared_expert = SharedExpert(hidden_size, moe.shared_size, tp)
-            self.shared_expert_gate = SharedExpertGate(hidden_size)
+            self.shared_expert_gate = SharedExpertGate(hidden_size) if is_shared_gated else None
 
     @property
     def input_format(self) -> RowFormat | None:
@@ -236,15 +248,22 @@ class SparseMoE(nn.Module):
         experts = self.experts.gate_up_proj.input_format
         return experts and replace(experts, keeps_wide=True)
 
-    def forward(self, hidden: Activations, row_mask: Tensor | None = None) -> PartialSum:
+    def forward(
+        self, hidden: Activations, row_mask: Tensor | None = None, routed: list[Tensor] | None = None
+    ) -> PartialSum:
         """(num_tokens, hidden_size) -> the same, to be added up by the next norm.
 
         row_mask: (num_tokens,) bool, False for rows without a token, such as the padding of a CUDA graph. No expert is
-        read for them, and their sums are zero. None: all rows have tokens.
+        read for them, and their sums are zero. None: all rows have tokens. routed: is given the tokens' experts.
         """
-        terms = self.experts(hidden, self.gate(wide_rows(hidden), row_mask))
+        routing = self.gate(wide_rows(hidden), row_mask)
+        if routed is not None:
+            routed.append(routing.expert_ids)
+        terms = self.experts(hidden, routing)
         if self.shared_expert is not None:
-            shared = self.shared_expert(hidden) * self.shared_expert_gate(wide_rows(hidden))
+            shared = self.shared_expert(hidden)
+            if self.shared_expert_gate is not None:
+                shared = shared * self.shared_expert_gate(wide_rows(hidden))
             terms = torch.cat((terms, shared.to(terms.dtype)))
         buffers = sum_buffers(self.tp, len(hidden))
         if self.tp.size == 1 or buffers is not None:

@@ -38,6 +38,8 @@ class DecoderForCausalLM(nn.Module):
         *("vision_tower.", "multi_modal_projector.", "visual."),
         *("model.vision_tower.", "model.multi_modal_projector.", "model.visual."),
     )
+    # How names of parameters end in the checkpoint -> in ours, where the last part is no module's own.
+    renamed_endings: ClassVar[Mapping[str, str]] = {}
     # Name of a module in the checkpoint -> ours, where they differ.
     renamed_modules: ClassVar[Mapping[str, str]] = {}
     # Name in the checkpoint -> (our packed module, the shard of it that the weight fills).
@@ -71,6 +73,9 @@ class DecoderForCausalLM(nn.Module):
         for theirs, ours in TEXT_MODELS:
             if name.startswith(theirs):
                 name = ours + name.removeprefix(theirs)
+        for theirs, ours in self.renamed_endings.items():
+            if name.endswith(theirs):
+                name = name.removesuffix(theirs) + ours
         *path, part, kind = (self.renamed_modules.get(part, part) for part in name.split("."))
         packed, shard = self.packed_modules_mapping.get(part, (part, None))
         if path[-2:-1] == ["experts"]:

@@ -21,6 +21,7 @@ from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.layer import Attention
 from nanoinfer.layers.attention.layer_groups import LayerGroups, LayerPlace
 from nanoinfer.layers.attention.selection import AttentionBackends
+from nanoinfer.layers.attention.sinks import AttentionSinks
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
@@ -44,10 +45,12 @@ class DecoderSpec:
     whole_qk_norm: whether all queries of a token are normalised together, and all keys.
     norms_sums: whether what attention and MLP add to the residual stream is normalised before it is added.
     norms_inputs: whether the inputs of attention and MLP are normalised.
+    o_bias: whether the output product of attention has a bias if config.json has attention_bias.
+    has_sinks: whether each query head has a sink, see `AttentionSpec`.
     has_gates: whether attention's output is multiplied by the sigmoid of gates, which q_proj computes too.
     interleaves_linear: whether checkpoints interleave the weights of linear attention by key heads.
-    norm, embedding, activation: the classes of all norms and of the embedding, and the function between the two
-    products of a dense MLP.
+    norm, embedding, activation, experts: the classes of all norms and of the embedding, the function between the two
+    products of a dense MLP, and the class of an MLP of experts, called as `SparseMoE(hidden_size, moe, tp)`.
     """
 
     qkv_bias: bool = False
@@ -55,11 +58,14 @@ class DecoderSpec:
     whole_qk_norm: bool = False
     norms_sums: bool = False
     norms_inputs: bool = True
+    o_bias: bool = True
+    has_sinks: bool = False
     has_gates: bool = False
     interleaves_linear: bool = False
     norm: type[RMSNorm] = RMSNorm
     embedding: type[VocabParallelEmbedding] = VocabParallelEmbedding
     activation: Callable[[Tensor, RowFormat | None], Activations] = silu_and_mul
+    experts: Callable[..., SparseMoE] = SparseMoE
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +105,27 @@ class DecoderAttention(nn.Module):
         heads = head_dim, num_heads, num_kv_heads
         self.qkv_proj = QKVParallelLinear(config.hidden_size, *heads, bias=qkv_bias, tp=tp, has_gates=spec.has_gates)
         sizes = num_heads * head_dim, config.hidden_size
-        self.o_proj = RowParallelLinear(*sizes, config.attention_bias, tp, is_sum_whole=not spec.norms_inputs)
+        self.o_proj = RowParallelLinear(
+            *sizes, spec.o_bias and config.attention_bias, tp, is_sum_whole=not spec.norms_inputs
+        )
         self.has_whole_norms = spec.whole_qk_norm
         if spec.whole_qk_norm:
             of_keys = tp.split_of_kv_heads(num_kv_heads)
             self.q_norm: Any = WholeNorm(num_heads, head_dim, config.rms_norm_eps, tp, tp)
             self.k_norm: Any = WholeNorm(num_kv_heads, head_dim, config.rms_norm_eps, tp, of_keys)
         else:
-            self.q_norm = spec.norm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
-            self.k_norm = spec.norm(head_dim, config.rms_norm_eps) if spec.qk_norm else None
+            has_norms = spec.qk_norm if config.qk_norm is None else config.qk_norm
+            self.q_norm = spec.norm(head_dim, config.rms_norm_eps) if has_norms else None
+            self.k_norm = spec.norm(head_dim, config.rms_norm_eps) if has_norms else None
         attention = AttentionSpec(
             num_heads=tp.shard_size(num_heads, "query heads"),
             num_kv_heads=tp.split_of_kv_heads(num_kv_heads).shard_size(num_kv_heads, "KV heads"),
             head_dim=head_dim,
             scale=config.attention_scale,
             window=window,
+            has_sinks=spec.has_sinks,
         )
+        self.sinks = AttentionSinks(num_heads, tp) if spec.has_sinks else None
         self.heads_size = attention.num_heads * head_dim
         scales = query_scales(config, max_positions)
         self.register_buffer("query_scales", scales, persistent=False)
@@ -141,7 +152,8 @@ class DecoderAttention(nn.Module):
         else:
             norm_weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
         cache, metadata = step.memory.layer(self.place.layer), step.attention_of(self.place.group)
-        return self.attn(qkv, norm_weights, step.positions, cache, metadata).flatten(1)
+        sinks = None if self.sinks is None else self.sinks.weight
+        return self.attn(qkv, norm_weights, step.positions, cache, metadata, sinks).flatten(1)
 
     def _normed_wholly(self, qkv: Tensor) -> Tensor:
         qkv = qkv.sum(0) if qkv.dim() == 3 else qkv
@@ -165,7 +177,7 @@ class DecoderMLP(nn.Module):
     def input_format(self) -> RowFormat | None:
         return self.gate_up_proj.input_format
 
-    def forward(self, hidden: Activations, _row_mask: Tensor | None = None) -> PartialSum:
+    def forward(self, hidden: Activations, _row_mask: Tensor | None = None, _routed: Any = None) -> PartialSum:
         return self.down_proj(self.activation(self.gate_up_proj(hidden), self.down_proj.input_format))
 
 
@@ -209,7 +221,7 @@ class DecoderLayer(nn.Module):
         else:
             in_memory = LayerGroups.of(config, max_positions).places[place]
             self.self_attn = DecoderAttention(config, spec, in_memory, window, max_positions, rotary_emb, backends, tp)
-        self.mlp = DecoderMLP(config, spec, tp) if moe is None else SparseMoE(config.hidden_size, moe, tp)
+        self.mlp = DecoderMLP(config, spec, tp) if moe is None else spec.experts(config.hidden_size, moe, tp)
         norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = norm() if spec.norms_inputs else ResidualSum(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = norm()  # checkpoints give this name to one norm or the other
@@ -247,7 +259,7 @@ class DecoderLayer(nn.Module):
         if norm_of_attention is not None:
             hidden = norm_of_attention.of_sum(hidden)
         normed, residual = norm_before_mlp(hidden, residual, self.mlp.input_format)
-        hidden = self._scaled(self.mlp(normed, step.row_mask))
+        hidden = self._scaled(self.mlp(normed, step.row_mask, step.routed))
         return hidden if norm_of_mlp is None else norm_of_mlp.of_sum(hidden), residual
 
     def _scaled(self, hidden: PartialSum) -> PartialSum:

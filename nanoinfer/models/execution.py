@@ -25,7 +25,7 @@ from nanoinfer.quantization.linear_method import ProductKind
 def forward(decoder: Decoder, step: ForwardStep) -> Tensor:
     """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
     num_tokens = len(step.token_ids)
-    if step.attention.is_prefill and suits_slices(decoder, num_tokens):
+    if step.attention.is_prefill and step.routed is None and suits_slices(decoder, num_tokens):
         return sliced_prefill(decoder, step)
     if _suits_few_rows(decoder, num_tokens):
         return decoder(step, _few_rows_where_possible)

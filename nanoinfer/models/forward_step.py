@@ -25,6 +25,7 @@ class ForwardStep:
     rows: Tensor | None = None  # (num_chunks,) or (num_rows,) int32: whose states they are; None where there are none
     windowed_attention: tuple[Metadata, ...] = ()  # of the groups of layers beside the first: other slots and tables
     row_mask: Tensor | None = None  # (num_tokens,) bool, False where a row is padding; None where no layer asks
+    routed: list[Tensor] | None = None  # layers add the experts of each token, (num_tokens, k); None: nobody asks
 
     def attention_of(self, group: int) -> Metadata:
         """Return the metadata of a group of layers: see `layer_groups.py`."""

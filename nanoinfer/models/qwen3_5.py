@@ -29,13 +29,9 @@ class Qwen3_5ForCausalLM(DecoderForCausalLM):  # noqa: N801 (as in config.json)
         "in_proj_b": ("in_proj_ba", "b"),
         "in_proj_a": ("in_proj_ba", "a"),
     }
-
-    def locate(self, name: str) -> tuple[str, str | None]:
-        """Do as elsewhere. A model with a vision model calls its text model `model.language_model`."""
-        name = name.replace("model.language_model.", "model.", 1)
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # of all experts, in one tensor
-            return f"{name}.weight", None
-        return super().locate(name)
+    renamed_endings: ClassVar = {  # all experts in one tensor
+        f"experts.{name}_proj": f"experts.{name}_proj.weight" for name in ("gate_up", "down")
+    }
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801

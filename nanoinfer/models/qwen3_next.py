@@ -37,4 +37,9 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
         "num_experts",
         "shared_expert_intermediate_size",
     }
+    packed_modules_mapping: ClassVar = {
+        **DecoderForCausalLM.packed_modules_mapping,
+        "in_proj_qkvz": ("in_proj_qkvz", "qkvz"),
+        "in_proj_ba": ("in_proj_ba", "ba"),
+    }
     unused_prefixes: ClassVar = ("mtp.",)

@@ -99,6 +99,10 @@ class LinearMethod:
         """Turn a checkpoint's tensor for `param` into what the layer is to cut and place: (parameter, full tensor)."""
         return [(param, full)]
 
+    def pack_share(self, param: Tensor, share: Tensor) -> Tensor:
+        """Return this rank's share of an expert's tensor as `param` holds it."""
+        return share
+
     def fill_with_random_weights(self, layer: Any, std: float, generator: torch.Generator) -> None:
         """Draw the weight from N(0, std^2)."""
         layer.weight.normal_(0.0, std, generator=generator)

@@ -5,12 +5,13 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from nanoinfer.checkpoint.int4_config import Int4Config
+from nanoinfer.checkpoint.int4_config import Int4Config, Mxfp4Config
 from nanoinfer.checkpoint.quantization_config import Fp8Config
 from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
 from nanoinfer.quantization.fp8 import has_fp8_products
 from nanoinfer.quantization.fp8_linear import Fp8LinearMethod, Fp8WeightOnlyMethod
 from nanoinfer.quantization.int4.linear import Int4LinearMethod
+from nanoinfer.quantization.int4.mxfp4 import Mxfp4Method
 
 logger = logging.getLogger("nanoinfer")
 
@@ -28,6 +29,9 @@ def with_quantization(layers: Iterable[nn.Module], config: QuantizationConfig | 
             if not (config.in_checkpoint or module.rounds_at_load) or not config.covers(f"model.layers.{index}.{name}"):
                 continue
             device = module.weight.device
+            if isinstance(config, Mxfp4Config):
+                module.quant_method = Mxfp4Method(module)
+                continue
             if isinstance(config, Int4Config):
                 module.quant_method = Int4LinearMethod(config, module)
                 continue

@@ -10,6 +10,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.layers.attention.layer_groups import LayerGroups
 from nanoinfer.layers.attention.metadata import KVCache
 from nanoinfer.layers.linear_attention.states import StateShape
+from nanoinfer.layers.routed_experts import RoutedExperts
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.execution import capture_largest_prefill
 from nanoinfer.models.sliced_prefill import PrefillGraphs
@@ -36,7 +37,8 @@ class StepBuffers:
     ) -> "StepBuffers":
         graphs: dict[int, PrefillGraphs] = {}
         # Where rows or lengths limit a step, and not its budget, hardly any has just so many tokens.
-        if uses_graphs and max_step_tokens == config.max_num_batched_tokens:
+        is_usual = max_step_tokens == config.max_num_batched_tokens and not config.enable_return_routed_experts
+        if uses_graphs and is_usual:
             graphs = capture_largest_prefill(model.model, max_step_tokens)
         return cls(model.lm_head.weight.new_empty(config.max_num_seqs, model.lm_head.vocab.size), graphs)
 
@@ -45,13 +47,15 @@ class StepBuffers:
 class DeviceState:
     """The buffers of steps, the cache, and what is remembered of its rows.
 
-    graphs: of decode steps; None without CUDA graphs, and until they are captured.
+    routed_experts: None unless they are asked for. graphs: of decode steps; None without CUDA graphs, and until they
+    are captured.
     """
 
     buffers: StepBuffers
     kv_cache: KVCache
     tables: StepTables
     sampler: Sampler
+    routed_experts: RoutedExperts | None
     graphs: DecodeGraphs | None = field(default=None)
 
     @classmethod
@@ -73,6 +77,9 @@ class DeviceState:
         state_shape = StateShape.of(model_config, model.lm_head.weight.dtype, tp)
         states = state_shape.allocate(config.max_num_seqs + num_snapshots, device) if state_shape else None
         tables = StepTables(config.max_num_seqs, max_model_len, kv_cache, states, groups.num_groups)
-        return cls(
-            buffers, kv_cache, tables, Sampler(tables.token_ids, tables.context_lens, model_config.vocab_size, tp)
-        )
+        vocab_size, mode = model_config.vocab_size, config.logprobs_mode
+        sampler = Sampler(tables.token_ids, tables.context_lens, vocab_size, tp, mode)
+        routed_experts = None
+        if config.enable_return_routed_experts and model_config.moe is not None:
+            routed_experts = RoutedExperts(model_config.moe, num_blocks, config.kvcache_block_size, device)
+        return cls(buffers, kv_cache, tables, sampler, routed_experts)

@@ -54,13 +54,21 @@ def grantable_bytes(share: float, free_at_start: int, device: torch.device) -> i
 
 
 def num_blocks_in(
-    free_bytes: int, config: ModelConfig, groups: LayerGroups, block_size: int, dtype: torch.dtype, tp: TensorParallel
+    free_bytes: int,
+    config: ModelConfig,
+    groups: LayerGroups,
+    block_size: int,
+    dtype: torch.dtype,
+    tp: TensorParallel,
+    other_bytes: int = 0,
 ) -> int:
     """Return how many blocks fit into `free_bytes`. Raises ConfigError if not even one does for each group of layers.
 
-    Where there are several groups, page 0 counts too, which nobody is given.
+    Where there are several groups, page 0 counts too, which nobody is given. other_bytes: what a block takes beside its
+    keys and values.
     """
     bytes_per_block = num_cache_bytes(cache_shape(config, groups.layers_per_page, 1, block_size, tp), dtype)
+    bytes_per_block += other_bytes
     if free_bytes < bytes_per_block * groups.least_pages:
         raise ConfigError(
             f"{max(free_bytes, 0) / GIB:.2f} GiB are left for the KV cache, and one block of {block_size} tokens takes "

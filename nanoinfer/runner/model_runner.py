@@ -7,6 +7,7 @@ the device; `wait` does, usually while the next step runs.
 
 import gc
 import time
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from nanoinfer.layers.attention.layer_groups import LayerGroups
 from nanoinfer.layers.attention.metadata import PrefillMetadata, SharedPrefixes
 from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.layers.linear_attention.states import StateShape
+from nanoinfer.layers.routed_experts import RoutedExperts, RoutingOnHost
 from nanoinfer.models.execution import sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.runner import memory
@@ -35,7 +37,8 @@ from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_grap
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
 from nanoinfer.runner.setup import build_model, measure_free_bytes
 from nanoinfer.runner.step_tables import PADDING_ROW
-from nanoinfer.sampling.sampler import PromptLogprobs, SampleLogprobs
+from nanoinfer.sampling.drawn_logprobs import SampleLogprobs
+from nanoinfer.sampling.sampler import PromptLogprobs
 
 MIN_THREADED_PARAMETERS = 2**24  # threads slow the steps of smaller models down
 
@@ -91,7 +94,8 @@ class ModelRunner:
         self.backends = AttentionBackends(backend, self.device, self.dtype, block_size, self.kv_dtype != self.dtype)
         self._state: DeviceState | None = None  # None while it sleeps
         self.closed = False
-        self.sleep_level: int | None = None  # None while awake
+        self.asleep: frozenset[str] = frozenset()  # "weights" and "kv_cache", or one of them
+        self._sleep_level = 1  # of the last sleep
         self._num_threads: int | None = None  # the user's own number of CPU threads
         try:
             with computing(self.device, self._num_threads):
@@ -114,6 +118,8 @@ class ModelRunner:
             self.state.sampler.admit(header, on_host, on_device)
             if header.num_block_copies:
                 copy_cached_tokens(self.state.kv_cache, on_device.block_copies)
+                if self.state.routed_experts is not None:
+                    self.state.routed_experts.copy_blocks(on_device.block_copies)
             if header.num_kept_states or header.num_restored_states:
                 self.state.tables.copy_states(on_host)
             if header.num_chunks:
@@ -146,29 +152,49 @@ class ModelRunner:
             handle.event.synchronize()
         return handle.token_ids.tolist()
 
+    def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> RoutingOnHost:
+        """Start to copy those of positions [start, end) of a sequence with these blocks to the host."""
+        assert self.state.routed_experts is not None, "nobody asked for routed experts when the engine was made"
+        with computing(self.device, self._num_threads):
+            return self.state.routed_experts.read(block_ids, start, end)
+
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
         with computing(self.device, self._num_threads):
-            self.weights.leave_device(keep=level == 1)
-        self.sleep_level = level
+            if "weights" not in self.asleep:
+                self.weights.leave_device(keep=level == 1)
+                self._sleep_level = level
+        self.asleep = frozenset(("weights", "kv_cache"))
         self._free_state()
 
-    def wake_up(self) -> None:
-        """Take the memory again and capture the graphs again. If memory is short, the runner sleeps on and raises."""
+    def wake_up(self, tags: Set[str]) -> None:
+        """Take the memory of "weights", then of the "kv_cache", and capture the graphs again, as `tags` say.
+
+        If memory is short, both sleep on where the weights were to wake up, else the cache, and this raises.
+        """
+        slept = self.asleep
         try:
             with computing(self.device, self._num_threads):
-                self.weights.return_to_device()
-                self._allocate(self._step_buffers(), self.num_blocks, self.max_model_len)
-                self._capture_graphs()
+                if "weights" in slept & tags:
+                    self.weights.return_to_device()
+                    self.asleep -= {"weights"}
+                if "kv_cache" in slept & tags:
+                    self._allocate(self._step_buffers(), self.num_blocks, self.max_model_len)
+                    self._capture_graphs()
+                    self.asleep -= {"kv_cache"}
         except BaseException:
-            self.sleep(self.sleep_level or 1)
+            if "weights" in slept:
+                self.asleep -= {"weights"}  # some of them may be awake
+                self.sleep(self._sleep_level)
+            self._free_state()
             raise
-        self.sleep_level = None
 
     @property
     def unready(self) -> str | None:
         """Why no step can run now, and what to do; None if one can."""
-        return self.weights.explain_missing() if self.sleep_level is None else "this engine sleeps; call wake_up first"
+        if self.asleep == {"kv_cache"}:
+            return "the KV cache of this engine sleeps; call wake_up(tags=['kv_cache']) first"
+        return "this engine sleeps; call wake_up first" if self.asleep else self.weights.explain_missing()
 
     def close(self) -> None:
         """Give the device's memory back. The runner cannot be used any more; closing twice is fine."""
@@ -210,16 +236,19 @@ class ModelRunner:
 
     def _planned(self, step: ForwardStep) -> ForwardStep:
         """Return the step with what the attention backends prepare once for all layers."""
+        routed: list[Tensor] | None = [] if self.config.enable_return_routed_experts else None
         if not step.windowed_attention:
-            return replace(step, attention=self.backends.plan(step.attention, step.memory))
+            return replace(step, attention=self.backends.plan(step.attention, step.memory), routed=routed)
         plans = self.backends.plan
         windowed = tuple(plans(metadata, step.memory, windowed=True) for metadata in step.windowed_attention)
         attention = plans(step.attention, step.memory, windowed=False)
-        return replace(step, attention=attention, windowed_attention=windowed)
+        return replace(step, attention=attention, windowed_attention=windowed, routed=routed)
 
     def _write_logits(self, step: ForwardStep, hidden: Tensor) -> None:
         if self.tp.memory is not None:
             self.tp.memory.check_even()
+        if step.routed and self.state.routed_experts is not None:
+            self.state.routed_experts.write(step.attention.slot_mapping, step.routed)
         hidden = hidden if step.outputs is None else hidden[step.outputs]
         self.model.compute_logits(hidden, out=self.state.buffers.logits[: len(hidden)])
 
@@ -266,7 +295,10 @@ class ModelRunner:
             )
         block_size = config.kvcache_block_size
         if num_blocks is None:
-            num_blocks = memory.num_blocks_in(free_bytes, self.model_config, groups, block_size, self.kv_dtype, self.tp)
+            moe = self.model_config.moe if config.enable_return_routed_experts else None
+            routing_bytes = RoutedExperts.num_bytes(moe, block_size) if moe else 0
+            sizes = self.model_config, groups, block_size, self.kv_dtype, self.tp, routing_bytes
+            num_blocks = memory.num_blocks_in(free_bytes, *sizes)
         elif groups.num_groups > 1:
             num_blocks = num_blocks * groups.num_groups + 1  # as many bytes, and as many tokens at least
         self.num_blocks = num_blocks = self.tp.minimum(num_blocks, self.device)

@@ -30,14 +30,21 @@ class LogprobsTensors(NamedTuple):
 
 
 def compute_logprobs(
-    logits: Tensor, token_ids: Tensor, num_best: int, first_id: int = 0, tp: TensorParallel | None = None
+    logits: Tensor,
+    token_ids: Tensor,
+    num_best: int,
+    first_id: int = 0,
+    tp: TensorParallel | None = None,
+    named: Tensor | None = None,
+    normalises: bool = True,
 ) -> LogprobsTensors:
     """Return the log-probabilities of these tokens and of the `num_best` likeliest, by softmax(logits) in float32.
 
     Of equally likely tokens the lower id comes first, as in greedy decoding.
 
     logits: (num_positions, vocab shard) of this rank, from id `first_id` on. token_ids: (num_positions,) int, the
-    chosen tokens, of any rank.
+    chosen tokens, of any rank. named: (num_positions, num_named) int64, tokens in place of the likeliest; `logits` must
+    then be of the whole vocabulary. normalises: False returns logits in place of log-probabilities.
     """
     tp = tp or TensorParallel()
     columns = token_ids.long() - first_id
@@ -56,7 +63,12 @@ def compute_logprobs(
     best_logits, order = best_logits.sort(dim=1, descending=True, stable=True)
     found_logits = torch.cat((chosen.unsqueeze(1), best_logits[:, :num_best]), dim=1)
     found_ids = torch.cat((token_ids.int().unsqueeze(1), best_ids.gather(1, order)[:, :num_best]), dim=1)
-    logprobs = found_logits - total_largest.unsqueeze(1) - total.log().unsqueeze(1)
+    if named is not None:
+        found_logits = torch.cat((chosen.unsqueeze(1), logits.gather(1, named).float()), dim=1)
+        found_ids = torch.cat((token_ids.int().unsqueeze(1), named.int()), dim=1)
+    logprobs = found_logits
+    if normalises:
+        logprobs = found_logits - total_largest.unsqueeze(1) - total.log().unsqueeze(1)
     return LogprobsTensors(1 + num_better.sum(dim=0), found_ids, logprobs)
 
 

@@ -21,22 +21,16 @@ from nanoinfer.engine.batch import SECTION_DTYPES, Header, PacketSections, read_
 from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.sampling.drawn_logprobs import DrawnLogprobs, SampleLogprobs
 from nanoinfer.sampling.gumbel_max import sample_and_append, sample_and_append_across_ranks
 from nanoinfer.sampling.logits_processors import LogitsProcessor, read_field, read_options, row_processors
 from nanoinfer.sampling.logprobs import MAX_SCANNED, LogprobsTensors, compute_logprobs
-from nanoinfer.sampling.token_masks import MaskSender, TokenSets, UserFunctions, forbid_by_grammars
+from nanoinfer.sampling.token_masks import Grammars, MaskSender, TokenSets, UserFunctions
 from nanoinfer.sampling.top_k_top_p import FILTERS, thresholds
 
 ROWS_AT_ONCE = 64  # rows whose logits are copied at the same time
 NUM_COPIES = 12  # float32 copies of these logits that exist at the same time: penalties alone make eight
 NUM_MASKS = 4  # for all rows: those of grammars and of token sets, of two steps
-
-
-class SampleLogprobs(NamedTuple):
-    """Log-probabilities of sampled tokens; `lines` says which of the step's tokens."""
-
-    lines: list[int]
-    logprobs: LogprobsTensors
 
 
 class PromptSpan(NamedTuple):
@@ -67,9 +61,17 @@ class Sampler:
 
     token_ids: (rows, max_tokens) int32 and context_lens: (rows,) int32: the tables, which sampling extends. The last
     row is padding. vocab_size: of the whole model; under tensor parallelism each rank has the logits of its shard.
+    logprobs_mode: the engine's option.
     """
 
-    def __init__(self, token_ids: Tensor, context_lens: Tensor, vocab_size: int, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        token_ids: Tensor,
+        context_lens: Tensor,
+        vocab_size: int,
+        tp: TensorParallel,
+        logprobs_mode: str = "raw_logprobs",
+    ) -> None:
         num_rows, self.device = len(context_lens), context_lens.device
         self.token_ids = token_ids
         self.context_lens = context_lens
@@ -81,6 +83,7 @@ class Sampler:
         self.limits = torch.zeros(num_rows, 1 + len(FILTERS), device=self.device)  # what `thresholds` reads
         self.processors = row_processors(token_ids, context_lens, vocab_size)
         self._mask_sender = MaskSender(vocab_size, self.device, tp)
+        self._logprobs = DrawnLogprobs(logprobs_mode, self.device)
         self._records: dict[int, SamplingRecord] = {}  # by row: what it asks for beyond temperature and seed
         self._filtered: set[int] = set()  # rows with top_k, top_p or min_p
         self._may_need_copy: set[int] = set()  # rows whose logits may need a copy: with min_tokens only for a while
@@ -99,6 +102,7 @@ class Sampler:
                 self._filtered.discard(row)
                 self._may_need_copy.discard(row)
                 if self._records.pop(row, None):
+                    self._logprobs.release(row)
                     for processor in self.processors:
                         processor.release(row)
         if header.num_sampling_records:
@@ -110,6 +114,7 @@ class Sampler:
         self._filtered |= {record.row for record in records if record.asks_for(FILTERS)}
         rows = on_device.sampling_records[:, 0].long()
         self.limits[rows] = torch.cat((self.temperatures[rows, None], read_options(on_device, FILTERS)), dim=1)
+        self._logprobs.admit(records, on_host)
         for processor in self.processors:
             processor.admit(records, on_host, on_device)
         self._may_need_copy |= {record.row for record in records if self._needs_copy(record.row)}
@@ -126,12 +131,12 @@ class Sampler:
         masked: set[int] = set()  # rows that need a copy because of masks
         errors: dict[int, str] = {}
         if masks is not None:
-            if masks.grammars is not None:
-                forbid_by_grammars(logits, first_id, masks.grammars, self._mask_sender)
+            grammars = Grammars(masks.grammars, host_rows, self._mask_sender)
+            grammars.forbid_in_place(logits, first_id, spared={*filter(self._logprobs.wants_raw, grammars.masks)})
             functions = UserFunctions(masks, host_rows, self.tp)
-            token_sets = TokenSets(masks, host_rows, self._mask_sender)
+            token_sets = TokenSets(masks.token_sets, host_rows, self._mask_sender)
             biases, *rest = self.processors
-            processors = [biases, functions, *rest, token_sets]
+            processors = [grammars, biases, functions, *rest, token_sets]
             masked, errors = functions.lines.keys() | token_sets.masks.keys(), functions.errors
         copied = []
         if self._may_need_copy or masked:
@@ -152,10 +157,13 @@ class Sampler:
             some = copied[start : start + ROWS_AT_ONCE]
             some_lines, some_rows = lines[start : start + ROWS_AT_ONCE], [host_rows[line] for line in some]
             whole = self._gather(logits[some_lines])
-            token_ids[some_lines] = drawn = self._draw_processed(whole, rows[some_lines], some_rows, processors)
-            num_best = max((self._records[row].logprobs for row in some_rows if row in self._records), default=-1)
-            if num_best >= 0:
-                logprobs.append(SampleLogprobs(some, compute_logprobs(whole, drawn.clamp(min=0), num_best).to_host()))
+            which = rows[some_lines]
+            processed = self._process(whole, which, some_rows, processors)
+            lowest = self._thresholds(processed, which, some_rows)
+            tables = (self.temperatures, self.seeds, self.token_ids, self.context_lens)
+            token_ids[some_lines] = drawn = sample_and_append(processed, lowest, which, *tables)
+            temperatures = self.temperatures[which]
+            logprobs += self._logprobs.read(some, some_rows, drawn, whole, processed, lowest, temperatures)
         return Sampled(token_ids, logprobs, errors)
 
     def prompt_logprobs(
@@ -200,15 +208,16 @@ class Sampler:
             places.append(np.stack((positions + shift, np.full_like(positions, row), positions)))
         states, rows, positions = to_device(torch.from_numpy(np.concatenate(places, axis=1)), self.device)
         token_ids, vocab, dtype = self.token_ids[rows, positions], model.lm_head.vocab, model.lm_head.weight.dtype
+        normalises = self._logprobs.normalises
         # As many logits at once as float32 copies may take in sampling.
         rows_at_once = ROWS_AT_ONCE * NUM_COPIES * torch.float32.itemsize // dtype.itemsize
         parts = []
         for some_states, ids in zip(states.split(rows_at_once), token_ids.split(rows_at_once), strict=True):
             logits = model.compute_logits(hidden[some_states])
             if sorts_all:
-                parts.append(compute_logprobs(self._gather(logits), ids, num_best))
+                parts.append(compute_logprobs(self._gather(logits), ids, num_best, normalises=normalises))
             else:
-                parts.append(compute_logprobs(logits, ids, num_best, vocab.start, self.tp))
+                parts.append(compute_logprobs(logits, ids, num_best, vocab.start, self.tp, normalises=normalises))
             del logits  # before the next ones are made
         logprobs = LogprobsTensors(*map(torch.cat, zip(*parts, strict=True)))
         return PromptLogprobs([span for span, _, _ in spans], logprobs.to_host())
@@ -222,7 +231,7 @@ class Sampler:
     def _needs_copy(self, row: int) -> bool:
         """Return whether the row's logits are processed or read whole, because of what it asked for at admission."""
         return (
-            self._records[row].logprobs >= 0
+            self._logprobs.wants(row)
             or (self.tp.size > 1 and row in self._filtered)
             or any(processor.wants(row) for processor in self.processors)
         )
@@ -234,15 +243,14 @@ class Sampler:
             return sample_and_append_across_ranks(logits, first_id, self.tp, rows, *tables)
         return sample_and_append(logits, self._thresholds(logits, rows, host_rows), rows, *tables)
 
-    def _draw_processed(
+    def _process(
         self, logits: Tensor, rows: Tensor, host_rows: list[int], processors: Sequence[LogitsProcessor]
     ) -> Tensor:
-        """Draw from processed copies of whole logits (num_rows, vocab_size)."""
+        """Return whole logits (num_rows, vocab_size) as the processors change them; those given stay as they are."""
         for processor in processors:
             if any(map(processor.wants, host_rows)):
                 logits = processor.apply(logits, rows, host_rows)
-        tables = (self.temperatures, self.seeds, self.token_ids, self.context_lens)
-        return sample_and_append(logits, self._thresholds(logits, rows, host_rows), rows, *tables)
+        return logits
 
     def _thresholds(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor | None:
         """Return the lowest logit that each row may draw; None where no row is filtered."""

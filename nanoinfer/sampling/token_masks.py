@@ -1,7 +1,8 @@
 """What the host decided about one step, brought to where its logits are.
 
-A grammar forbids tokens in the model's own 16-bit logits, so its rows are drawn as fast as any others. Token sets and
-users' functions are for rows that are copied: they are processors of one step.
+A grammar forbids tokens in the model's own 16-bit logits, so its rows are drawn as fast as any others. Token sets,
+users' functions, and grammars of rows whose raw log-probabilities are wanted, are for rows that are copied: they are
+processors of one step.
 
 Under tensor parallelism rank 0 has the masks and the functions. The other ranks know which lines have any. They get the
 masks, and the logits that functions have changed, from rank 0's device.
@@ -92,11 +93,11 @@ class UserFunctions:
 class TokenSets:
     """Forbids what allowed_token_ids and bad_words leave out."""
 
-    def __init__(self, masks: TokenMasks, host_rows: list[int], sender: MaskSender) -> None:
+    def __init__(self, masks: RowMasks | None, host_rows: list[int], sender: MaskSender) -> None:
         self.masks: dict[int, int] = {}  # by row: which line of the bits
-        if masks.token_sets is not None and masks.token_sets.lines:
-            self.masks = {host_rows[line]: index for index, line in enumerate(masks.token_sets.lines)}
-            self._bits = sender.send(masks.token_sets)
+        if masks is not None and masks.lines:
+            self.masks = {host_rows[line]: index for index, line in enumerate(masks.lines)}
+            self._lines, self._bits = masks.lines, sender.send(masks)
 
     def wants(self, row: int) -> bool:
         return row in self.masks
@@ -110,11 +111,23 @@ class TokenSets:
         return logits
 
 
-def forbid_by_grammars(logits: Tensor, first_id: int, grammars: RowMasks, sender: MaskSender) -> None:
-    """Forbid what grammars forbid, in place. logits: (num_rows, vocab shard), from token `first_id` on."""
-    if grammars.lines:
-        bits = sender.send(grammars)
-        forbid_tokens(logits, to_device(torch.tensor(grammars.lines), logits.device), bits, first_id)
+class Grammars(TokenSets):
+    """Forbids what grammars forbid, of most rows in place."""
+
+    def forbid_in_place(self, logits: Tensor, first_id: int, spared: set[int]) -> None:
+        """Forbid it in logits (num_rows, vocab shard), from token `first_id` on, but in copies only of spared rows."""
+        if not self.masks:
+            return
+        if not spared:
+            forbid_tokens(logits, to_device(torch.tensor(self._lines), logits.device), self._bits, first_id)
+            self.masks = {}
+            return
+        others = [index for row, index in self.masks.items() if row not in spared]
+        if others:
+            places = torch.tensor([others, [self._lines[index] for index in others]])
+            masks, lines = to_device(places, logits.device)
+            forbid_tokens(logits, lines, self._bits[masks], first_id)
+        self.masks = {row: index for row, index in self.masks.items() if row in spared}
 
 
 def _checked(result: Any, logits: Tensor) -> Tensor:

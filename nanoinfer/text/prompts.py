@@ -59,7 +59,8 @@ class PromptProcessor:
     """Turns prompts into token ids, and checks that the model can serve them.
 
     tokenizer: None where the model has none; prompts must then be token ids. model: its name, for messages.
-    stop_token_ids: the model's own. One thread at a time may encode, because tokenizers do not serve two.
+    stop_token_ids: the model's own. max_logprobs: the engine's option. One thread at a time may encode, because
+    tokenizers do not serve two.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class PromptProcessor:
         vocab_size: int,
         max_model_len: int,
         stop_token_ids: frozenset[int] = frozenset(),
+        max_logprobs: int = -1,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self._model = model
-        self._stop_token_ids = stop_token_ids
+        self.stop_token_ids = stop_token_ids
+        self._max_logprobs = max_logprobs
 
     def require_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises RequestError where the model has none."""
@@ -234,7 +237,7 @@ class PromptProcessor:
         for name, remedy in NEED_TOKENIZER.items():
             if self.tokenizer is None and (value := getattr(sampling_params, name)):
                 raise RequestError(f"{name}={value!r} is about text, and {self._model} has no tokenizer; {remedy}")
-        check_against_model(sampling_params, self.vocab_size, self._stop_token_ids)
+        check_against_model(sampling_params, self.vocab_size, self.stop_token_ids, self._max_logprobs)
         counts: dict[str, Any] = {name: self.vocab_size for name in LOGPROBS if getattr(sampling_params, name) == -1}
         return replace(sampling_params, **counts) if counts else sampling_params
 

@@ -225,7 +225,7 @@ def completion_text(tokenizer: Tokenizer | None, params: SamplingParams, prompt:
     if tokenizer and params.detokenize:
         options = params.skip_special_tokens, params.spaces_between_special_tokens
         detokenizer = tokenizer.detokenizer(*options, prompt)
-        of_tokens = None if params.logprobs is None else tokenizer.token_texts(*options, prompt)
+        of_tokens = None if params.num_logprobs is None else tokenizer.token_texts(*options, prompt)
     return CompletionText(detokenizer, params.stop or (), params.include_stop_str_in_output, of_tokens)
 
 

@@ -70,6 +70,13 @@ def test_a_run_reports_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture
         assert run["share_of_floor"] == pytest.approx(run["floor_seconds"] / run["seconds"])
 
 
+def test_replicas_are_timed_together_and_the_floor_is_that_of_their_shares(tmp_path: Path) -> None:
+    figures = [run_json(tmp_path, "throughput", *SMALL, "--data-parallel-size", size) for size in (1, 2)]
+    one, two = (figure["loads"][0]["runs"][0] for figure in figures)
+    assert one["output_tokens"] == two["output_tokens"] == two["metrics"]["num_generated_tokens"] == 15
+    assert two["floor"]["decode_kv_seconds"] < one["floor"]["decode_kv_seconds"]
+
+
 def test_samples_of_a_prompt_are_counted_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--num-seqs", 2, "--input-len", 260, "--output-len", 5, "--max-num-seqs", 4]
     figures = run_json(tmp_path, "throughput", "--load", "samples", "--n", 3, *options, "--runs", 2)
@@ -168,6 +175,11 @@ def test_the_host_is_timed_without_pytorch() -> None:
         ),
         (["throughput", "--engine", "vllm", "--attention-backend", "torch"], "--attention-backend is an option of"),
         (["loads", "--engine", "transformers", "--tensor-parallel-size", 2], "transformers runs on one GPU"),
+        (
+            ["throughput", "--engine", "vllm", "--data-parallel-size", 2],
+            "--data-parallel-size is an option of",
+        ),
+        (["trace", "folder", "--data-parallel-size", 2], "a trace shows the GPU of one engine"),
         (["throughput", "--input-len", 4000, "--output-len", 97], "add up to 4097, and tiny-qwen3 takes 4096"),
         (["loads", "tiny"], "'tiny' is no load; choose from default, small, steady, shared, samples, long"),
         (["throughput", "--runs", 0], "0 is less than 1"),

@@ -17,8 +17,9 @@ from nanoinfer.bench.workloads import Load, Workload, choose_model
 def test_a_sample_with_too_few_tokens_is_an_error(tmp_path: Path) -> None:
     model, rates = choose_model(None, None, "cpu", tmp_path), Rates(1, 1, 2, "given")
     engine = Engine(generate=lambda _: [5, 5, 5, 5, 5, 4])
+    args = argparse.Namespace(data_parallel_size=1, kv_cache_dtype="auto")
     with pytest.raises(RuntimeError, match="29 tokens came out where 30 were asked for"):
-        time_run(engine, model, "samples", Load(2, (3, 3), (5, 5), num_samples=3), rates, seed=0)
+        time_run(engine, model, "samples", Load(2, (3, 3), (5, 5), num_samples=3), rates, 0, args)
 
 
 def test_vllm_draws_n_samples_of_a_prompt_and_all_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
     assert packet.dtype == np.int32
     # header + 2 row records of 5 + 9 known tokens + 3 copies of states of 2
     # + 4 new blocks, 1 copy, 2 chunks and 2 decode rows of 3
-    assert packet.shape == (15 + 2 * 5 + 9 + 3 * 2 + (4 + 1 + 2 + 2) * 3,)
+    assert packet.shape == (16 + 2 * 5 + 9 + 3 * 2 + (4 + 1 + 2 + 2) * 3,)
     header = read_header(packet)
     assert header._asdict() == {
         "num_prefill_blocks": 3,  # 40 is both's
@@ -67,10 +67,11 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
         "num_sampling_records": 0,
         "num_stop_ids": 0,
         "num_biases": 0,
+        "num_logprob_ids": 0,
     }
     assert all(type(number) is int for number in header)
     assert [seq.row for seq in batch.sampled] == [2, 0, 7], "whole chunks, then decode rows"
-    assert pack(ScheduledBatch()).tolist() == [0] * 15
+    assert pack(ScheduledBatch()).tolist() == [0] * 16
     assert not ScheduledBatch()
 
 
@@ -110,7 +111,12 @@ def test_the_bits_of_temperature_and_seed_and_generated_tokens_travel(temperatur
 
 def test_only_a_row_that_asks_for_more_has_a_sampling_record() -> None:
     params = SamplingParams(
-        temperature=0.5, top_p=0.75, min_tokens=3, logprobs=2, frequency_penalty=-0.5, logit_bias={9: 0.5, 4: -100.0}
+        temperature=0.5,
+        top_p=0.75,
+        min_tokens=3,
+        logprob_token_ids=[8, 6],
+        frequency_penalty=-0.5,
+        logit_bias={9: 0.5, 4: -100.0},
     )
     asking, plain = Sequence(1, [10, 11], params), sequence_in_row(4, [20])
     asking.row, asking.prompt_logprobs_start = 3, 1
@@ -126,8 +132,9 @@ def test_only_a_row_that_asks_for_more_has_a_sampling_record() -> None:
             num_generated=1,
             num_stop_ids=2,
             num_biases=2,
+            num_logprob_ids=2,
             prompt_logprobs_start=1,
-            logprobs=2,
+            logprobs=0,
             min_tokens=3,
             top_p=0.75,
             frequency_penalty=-0.5,
@@ -136,6 +143,7 @@ def test_only_a_row_that_asks_for_more_has_a_sampling_record() -> None:
     assert sections.stop_ids[:, 0].tolist() == [5, 7]
     assert sections.biases[:, 0].tolist() == [9, 4]
     assert sections.biases[:, 1].view(np.float32).tolist() == [0.5, -100.0]
+    assert sections.logprob_ids[:, 0].tolist() == [8, 6]
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0, "top_k": 5}, {"n": 3, "seed": 1}, {"stop_token_ids": [1]}])
@@ -148,9 +156,9 @@ def test_a_row_that_asks_for_nothing_more_has_no_sampling_record(options: dict) 
 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
-    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 1, 0, 0]
+    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 4, 0, 0, 1, 0, 0]
     sections = split(packet, read_header(packet))
-    shapes = [(0, 5), (0, 1), (0, 3), (0, 3), (0, 2), (0, 2), (0, 3), (2, 3), (0, 15), (0, 1), (0, 2)]
+    shapes = [(0, 5), (0, 1), (0, 3), (0, 3), (0, 2), (0, 2), (0, 3), (2, 3), (0, 16), (0, 1), (0, 2), (0, 1)]
     assert [section.shape for section in sections] == shapes
 
 
@@ -182,5 +190,5 @@ def test_a_packet_cut_short_is_noticed() -> None:
     packet = pack(prefill_and_decode())
     with pytest.raises((AssertionError, ValueError)):
         split(packet[:-1], read_header(packet))
-    with pytest.raises(AssertionError, match="a packet of 68 numbers has sections of 67"):
+    with pytest.raises(AssertionError, match="a packet of 69 numbers has sections of 68"):
         split(np.append(packet, np.int32(0)), read_header(packet))

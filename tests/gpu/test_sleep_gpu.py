@@ -127,10 +127,15 @@ def update_and_sleep(size: int, other: Path, num_captures: Callable[[], int], **
         llm.update_weights({name: tensor.cuda() for name, tensor in iterate_weights(tiny_model_path())})
         assert answers(llm) == before
         assert num_captures() == captured, "graphs read the weights where they are"
-        for level in (1, 2):
+        for level, calls in ((1, [None]), (2, [None]), (2, [["weights"], ["kv_cache"]])):
             llm.sleep(level)
-            llm.wake_up()
-            llm.update_weights(iterate_weights(other))
+            before_waking = num_captures()
+            for tags in calls:
+                llm.wake_up(tags)
+                if tags != ["kv_cache"]:
+                    llm.update_weights(iterate_weights(other))
+            num_recaptured = num_captures() - before_waking
+            assert num_recaptured <= captured, "waking captures the graphs once"
             assert answers(llm) == expected
             llm.update_weights(iterate_weights(tiny_model_path()))
             assert answers(llm) == before

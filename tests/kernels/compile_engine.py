@@ -102,7 +102,8 @@ def select_backend(
     from nanoinfer.kernels.hopper_prefill_attention import serves
     from nanoinfer.layers.attention.triton import TritonBackend
 
-    serves_layer = spec.window is None and serves(spec.head_dim, spec.group_size, block_size, dtype)
+    is_plain = spec.window is None and not spec.has_sinks
+    serves_layer = is_plain and serves(spec.head_dim, spec.group_size, block_size, dtype)
     return TritonBackend(spec, has_hopper_kernel=capability == 90 and serves_layer)
 
 

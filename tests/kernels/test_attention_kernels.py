@@ -276,6 +276,7 @@ layers = st.builds(
     block_size=st.sampled_from([16, 32, 48]),
     window=st.none() | st.integers(1, 80),
     cache_dtype=st.sampled_from([None, INT8, FP8]),
+    has_sinks=st.booleans(),
 )
 
 

@@ -42,6 +42,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 100,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"],
+        **SIZES,
+        "hidden_size": 480,  # no whole blocks of 128
+        "intermediate_size": 416,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_local_experts": 8,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
     "Qwen3.5": {
         "architectures": ["Qwen3_5ForCausalLM"],
         **SIZES,
@@ -69,6 +80,8 @@ CASES = [
     ),
     pytest.param(86, "Qwen3-MoE", {"quantization": "int4"}, id="Ampere, experts in 4 bits", marks=slow),
     pytest.param(80, "Gemma 3", {}, id="Ampere, heads of 256", marks=slow),
+    pytest.param(90, "gpt-oss", {}, id="Hopper, sinks, MXFP4", marks=slow),
+    pytest.param(86, "gpt-oss", {"kv_cache_dtype": "int8"}, id="Ampere, sinks, MXFP4, int8 cache", marks=slow),
 ]
 
 
@@ -84,7 +97,8 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     names = {kernel["kernel"] for kernel in kernels}
     assert {"_paged_prefill_kernel", "_paged_decode_kernel", "_norm_rope_store_kernel", "_best_group_kernel"} <= names
-    serves_hopper = capability == 90 and model != "Gemma 3" and "kv_cache_dtype" not in options  # 16 bits
+    has_kernel = model not in ("Gemma 3", "gpt-oss") and "kv_cache_dtype" not in options  # 16 bits, without sinks
+    serves_hopper = capability == 90 and has_kernel
     assert ("_hopper_prefill_kernel" in names) == serves_hopper
     assert ("_hopper_experts_kernel" in names) == (capability == 90 and model == "Qwen3-MoE" and not options)
     assert ("_few_rows_product_kernel" in names) == (capability == 90 and model == "Qwen3" and not options)

@@ -155,7 +155,7 @@ def test_sixteen_bits_are_rotated_in_float32_and_rounded_once(dtype: torch.dtype
     assert torch.equal(rotate(x, positions, cos_sin_cache), exact.to(dtype))
 
 
-@pytest.mark.parametrize("rope_type", ["ntk", "mrope"])
+@pytest.mark.parametrize("rope_type", ["ntk", "proportional"])
 def test_an_unknown_type_is_refused_with_the_list(rope_type: str) -> None:
     config = ModelConfig.from_dict({**SIZES, "rope_scaling": {"rope_type": rope_type, "factor": 2.0}}, REGISTRY)
     with pytest.raises(ModelError) as error:

@@ -99,6 +99,32 @@ def draw_options(architecture: str, seed: int) -> dict[str, Any]:
         yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
         beta = rng.choice((0.1, 1.0))  # sequences outgrow the original length three times
         options["rope_parameters"] = {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": beta}
+    elif architecture == "Glm4MoeForCausalLM":
+        options |= {"head_dim": head_dim, "attention_bias": rng.random() < 0.5, "use_qk_norm": rng.random() < 0.5}
+        options |= {"moe_intermediate_size": rng.choice((8, 24)), "n_routed_experts": 8, "num_experts_per_tok": 3}
+        options |= {"n_shared_experts": rng.choice((1, 2)), "first_k_dense_replace": rng.choice((0, 1))}
+        options |= {"n_group": (groups := rng.choice((1, 2, 4))), "topk_group": max(1, groups // 2 + groups % 2)}
+        options |= {"norm_topk_prob": rng.random() < 0.5, "routed_scaling_factor": rng.choice((1.0, 2.5))}
+        if groups == 4:
+            options["topk_group"] = 2
+    elif architecture == "MiniMaxM2ForCausalLM":
+        options |= {"head_dim": head_dim, "num_local_experts": rng.choice((3, 8)), "num_experts_per_tok": 2}
+        factor = rng.choice((1.0, 0.5))
+        options["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": factor}
+    elif architecture == "GptOssForCausalLM":
+        options |= {"head_dim": head_dim, "num_local_experts": rng.choice((3, 8)), "num_experts_per_tok": 2}
+        options |= {"sliding_window": window or 16, "attention_bias": rng.random() < 0.5}
+        options |= {"swiglu_limit": rng.choice((0.5, 7.0)), "swiglu_alpha": rng.choice((1.0, 1.702))}
+        if rng.random() < 0.5:
+            options |= {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]}
+        yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+        options["rope_parameters"] = {**yarn, "truncate": rng.random() < 0.5}
+    elif architecture == "SeedOssForCausalLM":
+        options |= {"head_dim": head_dim, "attention_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5}
+    elif architecture == "Exaone4ForCausalLM":
+        options |= {"sliding_window": window, "pad_token_id": 0}
+        options |= {"sliding_window_pattern": 2} if window else {"layer_types": ["full_attention"] * 3}
+        options["num_hidden_layers"] = 3
     elif architecture == "Olmo2ForCausalLM":
         options |= {"attention_bias": rng.random() < 0.5, "pad_token_id": 0}
     elif architecture == "Olmo3ForCausalLM":
@@ -143,6 +169,9 @@ def save_random_model(folder: Path, architecture: str, options: dict[str, Any], 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = model_class(model_class.config_class(**options))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
         for name, param in model.named_parameters():
             if param.dim() == 1:  # or a norm or a bias that is left out would not be missed
                 param.normal_(mean=1.0 if name.endswith("norm.weight") else 0.0, std=0.2)
@@ -239,6 +268,15 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(architecture: str) 
         ),
         ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "num_experts_per_tok=9, more than its num_experts=8"),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [True]}, "mlp_only_layers=[True]; it must be a list of layers"),
+        (
+            "Glm4MoeForCausalLM",
+            {"n_group": 3},
+            "n_group=3 and topk_group=1, which 128 experts, 8 for each token, cannot",
+        ),
+        ("Glm4MoeForCausalLM", {"n_group": 32}, "n_group=32 and topk_group=1, which 128 experts, 8 for each"),
+        ("Glm4MoeForCausalLM", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1; it must be a whole number"),
+        ("Glm4MoeForCausalLM", {"use_qk_norm": "yes"}, "use_qk_norm='yes'"),
+        ("MiniMaxM2ForCausalLM", {"rotary_dim": 256}, "rotary_dim=256, more than a head's 128 dimensions"),
         ("Phi3ForCausalLM", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5, which is not supported"),
         ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, which is not supported"),
     ],

@@ -42,7 +42,7 @@ def row_masks(allowed: dict[int, Collection[int]]) -> RowMasks:
     return RowMasks([*allowed], bits(*allowed.values()))
 
 
-def make_sampler(*params: SamplingParams, device: torch.device = CPU) -> Sampler:
+def make_sampler(*params: SamplingParams, device: torch.device = CPU, mode: str = "raw_logprobs") -> Sampler:
     """A sampler in which row i is sampled by params[i] from seed i, after a prompt of two tokens; and a spare row."""
     seqs = [Sequence(row, [1, 2], item, seed=row) for row, item in enumerate(params)]
     for row, seq in enumerate(seqs):
@@ -52,15 +52,21 @@ def make_sampler(*params: SamplingParams, device: torch.device = CPU) -> Sampler
     token_ids = torch.zeros(len(params) + 1, 8, dtype=torch.int32)
     token_ids[:-1, :2] = torch.tensor([1, 2])
     context_lens = torch.tensor([2] * len(params) + [0], dtype=torch.int32)
-    sampler = Sampler(token_ids.to(device), context_lens.to(device), VOCAB_SIZE, TensorParallel())
+    sampler = Sampler(token_ids.to(device), context_lens.to(device), VOCAB_SIZE, TensorParallel(), mode)
     sampler.admit(header, split(packet, header), split(torch.from_numpy(packet).to(device), header))
     return sampler
 
 
-def draw(params: list[SamplingParams], logits: Tensor, masks: TokenMasks | None = None, first: int = 0) -> Sampled:
+def draw(
+    params: list[SamplingParams],
+    logits: Tensor,
+    masks: TokenMasks | None = None,
+    first: int = 0,
+    mode: str = "raw_logprobs",
+) -> Sampled:
     """Sample for all rows, in the order first, first + 1, ..., 0, 1, ...: lines and rows differ."""
     host_rows = [(first + line) % len(params) for line in range(len(params))]
-    sampler = make_sampler(*params, device=logits.device)
+    sampler = make_sampler(*params, device=logits.device, mode=mode)
     sampled = sampler.sample(logits, 0, torch.tensor(host_rows, device=logits.device), host_rows, masks)
     assert torch.equal(sampler.token_ids[host_rows, 2], sampled.token_ids.clamp(min=0))
     return sampled
@@ -153,7 +159,7 @@ def test_a_mask_that_allows_nothing_yields_no_token(params: SamplingParams) -> N
 # --- log-probabilities ---
 
 
-def test_logprobs_are_those_after_a_grammar_and_before_all_else() -> None:
+def test_raw_logprobs_are_those_before_a_grammar_and_all_else_and_processed_ones_after_it() -> None:
     params = SamplingParams(temperature=0, logprobs=3, presence_penalty=2.0, logit_bias={40: 50.0})
     logits = randn(2, VOCAB_SIZE)
     grammar, token_set = [*range(30, 50)], [*range(35, 45)]
@@ -162,18 +168,54 @@ def test_logprobs_are_those_after_a_grammar_and_before_all_else() -> None:
         row_masks({0: token_set}),
         {0: ((lambda _, scores: scores.index_fill(0, FORTY, -9.0),), [])},
     )
-    sampled = draw([params, params], logits.clone(), masks)
-    expected = logits[0].double()
-    expected[[i for i in range(VOCAB_SIZE) if i not in grammar]] = -math.inf
-    expected = expected.log_softmax(dim=0)
-    [of_lines] = sampled.logprobs
-    assert of_lines.lines == [0, 1]
-    for line, wanted in ((0, expected), (1, logits[1].double().log_softmax(dim=0))):
-        _, ids, logprobs = of_lines.logprobs.to_positions()[line]
-        assert set(ids[1:]) == set(wanted.topk(3).indices.tolist())
-        assert logprobs == pytest.approx(wanted[ids].tolist(), abs=1e-5)
-    allowed = [i for i in token_set if i != 40]  # the function has moved the biased token down
-    assert sampled.token_ids.tolist() == [max(allowed, key=lambda i: logits[0, i]), 40]
+    biased = logits.double()
+    biased[:, 40] += 50.0
+    limited = biased[0].clone()
+    limited[40] = -9.0  # the function has moved the biased token down
+    limited[[i for i in range(VOCAB_SIZE) if i not in token_set]] = -math.inf
+    expected = {"raw_logprobs": logits.double(), "processed_logprobs": torch.stack((limited, biased[1]))}
+    for mode, scores in expected.items():
+        given = logits.clone()
+        sampled = draw([params, params], given, masks, mode=mode)
+        [of_lines] = sampled.logprobs
+        assert of_lines.lines == [0, 1]
+        for line, wanted in enumerate(scores.log_softmax(dim=1)):
+            _, ids, logprobs = of_lines.logprobs.to_positions()[line]
+            assert set(ids[1:]) == set(wanted.topk(3).indices.tolist())
+            assert logprobs == pytest.approx(wanted[ids].tolist(), abs=1e-5)
+        allowed = [i for i in token_set if i != 40]
+        assert sampled.token_ids.tolist() == [max(allowed, key=lambda i: logits[0, i]), 40]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logits"])
+def test_named_tokens_have_their_logprobs_beside_rows_that_want_the_likeliest_or_none(mode: str) -> None:
+    named = [[7, 3, 7], [99]]
+    wants = [SamplingParams(logprob_token_ids=ids, temperature=0.5) for ids in named]
+    params = [wants[0], SamplingParams(logprobs=1, temperature=0), SamplingParams(), wants[1]]
+    logits = randn(4, VOCAB_SIZE)
+    sampled = draw(params, logits, mode=mode, first=1)
+    scores = logits.double().log_softmax(dim=1) if mode == "raw_logprobs" else logits.double()
+    if mode == "processed_logits":
+        scores[2:] /= 0.5  # lines 2 and 3 have rows 3 and 0
+    found = {
+        line: entry for of in sampled.logprobs for line, entry in zip(of.lines, of.logprobs.to_positions(), strict=True)
+    }
+    assert sorted(found) == [0, 2, 3]
+    for line, ids in ((3, named[0]), (2, named[1])):
+        drawn = int(sampled.token_ids[line])
+        rank, its_ids, its_scores = found[line]
+        assert its_ids[: 1 + len(ids)] == [drawn, *ids]
+        assert its_scores == pytest.approx(scores[line, its_ids].tolist(), abs=1e-5)
+        assert rank == 1 + int((scores[line] > scores[line, drawn]).sum())
+    assert found[0].token_ids == [int(logits[0].argmax())] * 2
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 0.01, 3.0])
+def test_processed_logprobs_are_finite_at_any_temperature(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, logprobs=1)
+    [of_line] = draw([params], 100 * randn(1, VOCAB_SIZE), mode="processed_logprobs").logprobs
+    logprob = of_line.logprobs.to_positions()[0].logprobs[0]
+    assert -40.0 < logprob <= 0.0
 
 
 # --- token sets ---

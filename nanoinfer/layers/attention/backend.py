@@ -13,7 +13,9 @@ class AttentionSpec:
     """What a layer's attention computes. Layers with equal specs share a backend.
 
     num_heads, num_kv_heads: query heads, and KV heads, of this rank. scale: the factor of the scores. window: how many
-    tokens each token attends to, itself included; None for all before it.
+    tokens each token attends to, itself included; None for all before it. has_sinks: whether each query head has a
+    sink, a score of its own without a value: exp(sink) is added to the sum that the softmax divides by (StreamingLLM,
+    Xiao et al. 2023; learned as in gpt-oss).
     """
 
     num_heads: int
@@ -21,6 +23,7 @@ class AttentionSpec:
     head_dim: int
     scale: float
     window: int | None = None
+    has_sinks: bool = False
 
     @property
     def group_size(self) -> int:
@@ -44,12 +47,14 @@ class AttentionBackend(Protocol):
         """Return `metadata` with what this backend prepares once for all layers of the step; by default nothing."""
         return metadata
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend from the step's chunks to their contexts.
 
         k, v: (num_tokens, num_kv_heads, head_dim), those of the chunks, which suffice where no chunk has a prefix in
-        the cache and the cache holds them unrounded.
+        the cache and the cache holds them unrounded. sinks: (num_heads,), if the spec has them.
         """
 
-    def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> Tensor:
+    def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
         """Attend from one token of each row. The result of a row without context is undefined, but never an error."""

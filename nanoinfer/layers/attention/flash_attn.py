@@ -44,7 +44,9 @@ class FlashAttentionBackend(AttentionBackend):
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
+    ) -> Tensor:
         block_tables = None
         if metadata.reads_cache:
             k, v = cache.k.transpose(1, 2), cache.v.transpose(1, 2)  # (num_blocks, block_size, num_kv_heads, head_dim)
@@ -53,7 +55,7 @@ class FlashAttentionBackend(AttentionBackend):
         longest = max(metadata.query_lens), max(metadata.context_lens)
         return varlen_attention(q, k, v, *cu_lens, block_tables, *longest, self.spec)
 
-    def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> Tensor:
+    def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
         out: Tensor = _fwd_kvcache(
             q.unsqueeze(1),  # (num_rows, 1, num_heads, head_dim)
             cache.k.transpose(1, 2),

@@ -28,8 +28,12 @@ class Attention(nn.Module):
         positions: Tensor,
         cache: LayerCache,
         metadata: Metadata,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend from all tokens of the step: (num_tokens, num_heads, head_dim). See `norm_rope_store` for shapes."""
+        """Attend from all tokens of the step: (num_tokens, num_heads, head_dim). See `norm_rope_store` for shapes.
+
+        sinks: (num_heads,), see `AttentionSpec`.
+        """
         cos_sin_cache, slot_mapping = self.rotary_emb.cos_sin_cache, metadata.slot_mapping
         q, k, v = norm_rope_store(
             qkv,
@@ -44,8 +48,8 @@ class Attention(nn.Module):
             cache.v_scales,
         )
         if isinstance(metadata, PrefillMetadata):
-            return self.backend.prefill(q, k, v, cache, metadata)
-        return self.backend.decode(q, cache, metadata)
+            return self.backend.prefill(q, k, v, cache, metadata, sinks)
+        return self.backend.decode(q, cache, metadata, sinks)
 
 
 def store(

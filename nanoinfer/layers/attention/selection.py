@@ -104,7 +104,7 @@ def _has_hopper_kernel(device: torch.device, dtype: torch.dtype, spec: Attention
     """Whether Hopper's own prefill kernel serves layers like this one."""
     from nanoinfer.kernels.device_properties import has_hopper_kernels
 
-    if spec.window is not None or not has_hopper_kernels(device):
+    if spec.window is not None or spec.has_sinks or not has_hopper_kernels(device):
         return False
     from nanoinfer.kernels.hopper_prefill_attention import serves
 
@@ -137,6 +137,8 @@ def _obstacle(
             f"takes at most {MAX_GROUP_SIZE} query heads for a KV head, and the model has {spec.group_size}; "
             "use another model"
         )
+    if backend == "flash_attn" and spec.has_sinks:
+        return "has no attention sinks, and the model has; leave attention_backend out"
     if backend == "flash_attn" and in_8_bits:
         return "reads a KV cache in 16 bits alone, and kv_cache_dtype asks for 8; leave kv_cache_dtype out"
     if backend == "flash_attn" and block_size % 256 != 0:

@@ -20,7 +20,9 @@ class TorchBackend(AttentionBackend):
         self.spec = spec
         self._scratch: list[Tensor] = []  # for gathered keys and values: new memory costs a CPU as much as the rest
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
+    ) -> Tensor:
         out = torch.empty_like(q)
         start = 0
         for index, (query_len, context_len) in enumerate(zip(metadata.query_lens, metadata.context_lens, strict=True)):
@@ -28,11 +30,11 @@ class TorchBackend(AttentionBackend):
             context_k, context_v = k[chunk], v[chunk]
             if query_len != context_len or cache.is_rounded:
                 context_k, context_v = gather_context(cache, metadata.block_tables[index], context_len, q.dtype)
-            out[chunk] = causal_attention(q[chunk], context_k, context_v, self.spec.scale, self.spec.window)
+            out[chunk] = causal_attention(q[chunk], context_k, context_v, self.spec.scale, self.spec.window, sinks)
             start += query_len
         return out
 
-    def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> Tensor:
+    def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
         num_rows, num_heads, head_dim = q.shape
         _, num_kv_heads, block_size, _ = cache.k.shape
         lens = metadata.context_lens
@@ -51,7 +53,11 @@ class TorchBackend(AttentionBackend):
             k, v = self._gather(cache, metadata.block_tables[rows, :num_blocks], q.dtype)
             for side in (k, v):  # what lies past a context may be NaN, and 0 x NaN is NaN
                 side.masked_fill_(~visible[rows].transpose(2, 3), 0)
-            out[rows] = F.scaled_dot_product_attention(q[rows], k, v, attn_mask=visible[rows], scale=self.spec.scale)
+            if sinks is None:
+                sums = F.scaled_dot_product_attention(q[rows], k, v, attn_mask=visible[rows], scale=self.spec.scale)
+            else:
+                sums = attention_with_sinks(q[rows], k, v, visible[rows], self.spec.scale, sinks.view(num_kv_heads, -1))
+            out[rows] = sums
         return out.view(num_rows, num_heads, head_dim)
 
     def _gather(self, cache: LayerCache, tables: Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -75,20 +81,40 @@ class TorchBackend(AttentionBackend):
         return gathered
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Compute causal attention for one sequence, whose last len(q) tokens attend to all len(k) tokens.
 
-    window: how many tokens each one attends to at most, itself included.
+    window: how many tokens each one attends to at most, itself included. sinks: (num_heads,), see `AttentionSpec`.
     """
     query_len, context_len = len(q), len(k)
     mask = None
-    if query_len != context_len or window is not None:
+    if query_len != context_len or window is not None or sinks is not None:
         mask = torch.ones(query_len, context_len, dtype=torch.bool, device=q.device).tril(context_len - query_len)
     if mask is not None and window is not None:
         mask = mask.triu(context_len - query_len - window + 1)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, heads, tokens, head_dim)
+    if mask is not None and sinks is not None:
+        return attention_with_sinks(q, k, v, mask, scale, sinks[:, None]).squeeze(0).transpose(0, 1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
+
+
+def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor) -> Tensor:
+    """Attend from q (..., num_queries, head_dim) to k and v (..., num_keys, head_dim), with a sink for each query.
+
+    mask: (..., num_queries, num_keys) bool, which keys each query sees. sinks: of a shape that broadcasts to that of q
+    without head_dim. A sink is one more key, whose value is 0: it is 1 in a dimension of its own, where the others are
+    0 and queries have their sinks.
+    """
+    own = (sinks / scale).to(q.dtype).expand(q.shape[:-1]).unsqueeze(-1)
+    k, v = (F.pad(x, (0, 1, 1, 0)) for x in (k, v))  # a dimension after the others, a key before the others
+    k[..., 0, -1] = 1
+    out = F.scaled_dot_product_attention(
+        torch.cat((q, own), dim=-1), k, v, attn_mask=F.pad(mask, (1, 0), value=True), scale=scale, enable_gqa=True
+    )
+    return out[..., :-1]
 
 
 def gather_context(cache: LayerCache, block_table: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,9 @@ class TritonBackend(AttentionBackend):
         plan = self._plan_decode(metadata, cache.block_size, cache.k_scales is not None)
         return replace(metadata, plans={**metadata.plans, self.spec: plan})
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata) -> Tensor:
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
+    ) -> Tensor:
         if self.for_prefill is not None and not cache.is_rounded:
             return self.for_prefill.prefill(q, k, v, cache, metadata)
         plan, tables, scale = metadata.plans[self.spec], metadata.block_tables, self.spec.scale
@@ -76,16 +78,16 @@ class TritonBackend(AttentionBackend):
             lens = metadata.cu_context_lens
             return hopper_prefill_attention(q, cache.k, cache.v, plan.tiles, plan.counters, tables, lens, scale)
         tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
-        return paged_prefill_attention(*tensors, plan.tiles, tables, scale, self.spec.window)
+        return paged_prefill_attention(*tensors, plan.tiles, tables, scale, self.spec.window, sinks)
 
-    def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata) -> Tensor:
+    def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
         plan, shared = metadata.plans[self.spec], metadata.shared_prefixes
         tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
         prefix = None
         if plan.groups is not None and shared is not None:
             prefix = shared_prefix_attention(*tensors, *plan.groups, shared.num_group_rows, self.spec.scale)
         windowed = self.spec.window is not None
-        return paged_decode_attention(*tensors, *plan.rows, self.spec.scale, windowed, prefix)
+        return paged_decode_attention(*tensors, *plan.rows, self.spec.scale, windowed, prefix, sinks)
 
     def _plan_prefill(self, metadata: PrefillMetadata, cache: KVCache) -> PrefillPlan:
         device, lens, contexts = metadata.cu_query_lens.device, metadata.query_lens, metadata.context_lens

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.errors import ModelError
-from nanoinfer.quantization.int4.numbers import PACKED, PackedWeight, block_size, pack, unpack
+from nanoinfer.quantization.int4.numbers import PACKED, PackedWeight, block_size, pack, powers_of_2, unpack
 
 Format = Literal["awq", "gptq", "gptq_v2", "compressed-tensors"]
 Reader = Callable[[Tensor], Tensor]
@@ -64,9 +64,13 @@ def read_mxfp4(blocks: Tensor, scales: Tensor) -> PackedWeight:
             f"the blocks have {blocks.dtype} and shape {tuple(blocks.shape)}, the scales {scales.dtype} and "
             f"{tuple(scales.shape)}; MXFP4 has uint8, (..., groups, 16) and (..., groups)"
         )
-    numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3)
-    factors = torch.exp2(scales.double() - 127).float().masked_fill(scales == 255, torch.nan)
-    return PackedWeight(pack(numbers, block_size(numbers.shape[-1])), factors, is_e2m1=True)
+    numbers = mxfp4_numbers(blocks)
+    return PackedWeight(pack(numbers, block_size(numbers.shape[-1])), powers_of_2(scales), is_e2m1=True)
+
+
+def mxfp4_numbers(blocks: Tensor) -> Tensor:
+    """Return the bits of each value of MXFP4's blocks, (..., num_groups, 16) -> (..., num_groups * 32) uint8."""
+    return torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3)
 
 
 def _awq_outputs(words: Tensor) -> Tensor:

@@ -34,9 +34,10 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of bits 0 to 7; with 8 added,
 class PackedWeight(NamedTuple):
     """A weight in 4 bits.
 
-    scales: float32, (..., num_outputs, num_groups), or (..., num_outputs), one for all inputs of an output. zeros: the
-    same shape, uint8; None: 8. groups: (..., num_inputs) int32, the group of each input; None: they are in order.
-    is_e2m1: whether the numbers are bits of e2m1; then there are no zero points.
+    scales: float32, (..., num_outputs, num_groups), or (..., num_outputs), one for all inputs of an output; or uint8,
+    exponents of 2 with 127 added (e8m0; 255 is NaN). zeros: the same shape, uint8; None: 8. groups: (..., num_inputs)
+    int32, the group of each input; None: they are in order. is_e2m1: whether the numbers are bits of e2m1; then there
+    are no zero points.
     """
 
     numbers: Tensor  # (..., num_outputs, num_inputs / 8) int32
@@ -72,12 +73,19 @@ def dequantize(weight: PackedWeight) -> Tensor:
     numbers = unpack(weight.numbers, block_size(weight.numbers.shape[-1] * PACKED))
     if weight.is_e2m1:
         values = torch.tensor((*E2M1, *(-value for value in E2M1)), device=numbers.device)[numbers.int()]
-        return values * _of_inputs(weight.scales, values, weight.groups)
+        return values * _of_inputs(powers_of_2(weight.scales), values, weight.groups)
     numbers = numbers.float()
     scales = _of_inputs(weight.scales, numbers, weight.groups)
     if weight.zeros is None:
         return (numbers - ZERO) * scales
     return (numbers - _of_inputs(weight.zeros.float(), numbers, weight.groups)) * scales
+
+
+def powers_of_2(scales: Tensor) -> Tensor:
+    """Return scales as float32."""
+    if scales.dtype != torch.uint8:
+        return scales
+    return torch.exp2(scales.double() - 127).float().masked_fill(scales == 255, torch.nan)
 
 
 @triton_on_cuda(lambda: kernels.int4_product.widen)

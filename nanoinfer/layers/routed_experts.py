@@ -1,0 +1,79 @@
+"""Which experts computed each token: trainers route its copy alike, so that both models see the same network.
+
+The ids lie by slot of the KV cache, beside the keys and values of the same token, so a prefix that is found in the
+cache is found with its routing. All layers' ids of a step are written at once, after the forward pass.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanoinfer.checkpoint.model_config import MoEConfig
+from nanoinfer.device import to_device
+from nanoinfer.layers.attention.block_copies import copy_tokens
+
+
+class RoutedExperts:
+    """Remembers the experts of every token in the cache.
+
+    moe: of the model. num_blocks, block_size: of the cache.
+    """
+
+    def __init__(self, moe: MoEConfig, num_blocks: int, block_size: int, device: torch.device) -> None:
+        self._layers = [index for index, has_experts in enumerate(moe.has_experts) if has_experts]
+        self._num_layers = len(moe.has_experts)
+        self._block_size = block_size
+        # A block more than the cache has: what skips the write to the cache, at slot -1, is written there.
+        shape = len(self._layers), num_blocks + 1, 1, block_size, moe.num_experts_per_tok
+        self._ids = torch.zeros(shape, dtype=_id_dtype(moe), device=device)
+        self._by_slot = self._ids.view(len(self._layers), -1, moe.num_experts_per_tok)
+
+    @staticmethod
+    def num_bytes(moe: MoEConfig, block_size: int) -> int:
+        """Return the bytes that a block takes."""
+        return sum(moe.has_experts) * block_size * moe.num_experts_per_tok * _id_dtype(moe).itemsize
+
+    def write(self, slots: Tensor, routed: list[Tensor]) -> None:
+        """Enter the experts of a step's tokens. slots: (num_tokens,) int64. routed: (num_tokens, k) of each layer."""
+        self._by_slot[:, slots] = torch.stack(routed).to(self._by_slot.dtype)
+
+    def copy_blocks(self, copies: Tensor) -> None:
+        """Copy those of a block's first tokens to other blocks. copies: (num_copies, 3), as `BlockCopy`."""
+        copy_tokens(self._ids, copies)
+
+    def read(self, block_ids: list[int], start: int, end: int) -> "RoutingOnHost":
+        """Start to copy those of the positions [start, end) of a sequence with these blocks to the host."""
+        positions = np.arange(start, max(start, end))
+        blocks = np.array(block_ids, np.int64)[positions // self._block_size] if len(positions) else positions
+        slots = to_device(torch.from_numpy(blocks * self._block_size + positions % self._block_size), self._ids.device)
+        ids = self._by_slot[:, slots].transpose(0, 1).contiguous().to("cpu", non_blocking=True)
+        event = None
+        if self._ids.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        return RoutingOnHost(ids, event, self._layers, self._num_layers)
+
+
+class RoutingOnHost:
+    """The routing of a sequence on its way to the host."""
+
+    def __init__(self, ids: Tensor, event: torch.cuda.Event | None, layers: list[int], num_layers: int) -> None:
+        self._ids, self._event, self._layers, self._num_layers = ids, event, layers, num_layers
+
+    def to_array(self) -> NDArray[Any]:
+        """Return it, (num_positions, num_layers, k), once it is there; layers without experts have zeros."""
+        if self._event is not None:
+            self._event.synchronize()
+        ids = self._ids.numpy()
+        if len(self._layers) == self._num_layers:
+            return ids
+        found = np.zeros((len(ids), self._num_layers, ids.shape[2]), ids.dtype)
+        found[:, self._layers] = ids
+        return found
+
+
+def _id_dtype(moe: MoEConfig) -> torch.dtype:
+    return torch.uint8 if moe.num_experts <= 256 else torch.int16

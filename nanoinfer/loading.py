@@ -1,0 +1,138 @@
+"""Finds the files of a model, and loads an engine of them: what every process does that holds one."""
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from nanoinfer.checkpoint.hub import resolve_model_folder
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.config import EngineConfig
+from nanoinfer.constraints.constraints import Constraints
+from nanoinfer.control.run_trace import start_trace
+from nanoinfer.control.step_events import StepCallback, StepCallbacks
+from nanoinfer.control.weight_control import WeightControl
+from nanoinfer.device import host_array
+from nanoinfer.engine.interfaces import Engine
+from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.request_queue import RequestQueue
+from nanoinfer.errors import ConfigError
+from nanoinfer.executor.parallel_runner import ParallelRunner
+from nanoinfer.models import REGISTRY
+from nanoinfer.runner.model_runner import ModelRunner, RunnerInfo
+from nanoinfer.text.prompts import PromptProcessor
+from nanoinfer.text.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, read_stop_token_ids
+
+logger = logging.getLogger("nanoinfer")
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """Holds what is known of a model before its weights are read.
+
+    folder, tokenizer_folder: of files that are here.
+    """
+
+    config: EngineConfig
+    folder: Path
+    model_config: ModelConfig
+    tokenizer_folder: Path
+
+    def load_tokenizer(self) -> Tokenizer | None:
+        """Load the tokenizer; None where there is none. Slow, and safe to call beside the loading of weights."""
+        is_random = self.config.load_format == "dummy"  # random weights fit any tokenizer
+        return load_tokenizer(self.tokenizer_folder, None if is_random else self.model_config.vocab_size)
+
+    def make_prompts(self, tokenizer: Tokenizer | None, max_model_len: int) -> PromptProcessor:
+        """Return what checks and tokenizes prompts of at most so many tokens."""
+        stop_token_ids = read_stop_token_ids(self.folder, tokenizer)
+        return PromptProcessor(
+            tokenizer,
+            self.config.model,
+            self.model_config.vocab_size,
+            max_model_len,
+            stop_token_ids,
+            self.config.max_logprobs,
+        )
+
+
+class Control(Protocol):
+    """Does what a trainer asks for between rounds of sampling: a WeightControl, or one for several engines."""
+
+    def update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None: ...
+
+    def sleep(self, level: int) -> None: ...
+
+    def wake_up(self, tags: Collection[str] | None) -> None: ...
+
+
+class Callbacks(Protocol):
+    """Calls functions with the StepEvents of an engine, or of several."""
+
+    def add(self, callback: StepCallback) -> Callable[[], None]: ...
+
+
+class Loaded(NamedTuple):
+    """An engine that is ready, and what belongs to it."""
+
+    engine: Engine
+    queue: RequestQueue
+    constraints: Constraints
+    control: Control
+    callbacks: Callbacks
+    start_trace: Callable[[str, str], Callable[[], object]]  # (path, title) -> what writes the page
+    max_model_len: int  # tokens of a prompt and its completion together
+    info: RunnerInfo
+    seconds: dict[str, float]  # what the parts of loading took; the tokenizer's is what was left to wait for
+
+
+def find_model(config: EngineConfig) -> FoundModel:
+    """Read a model's config, having downloaded the model if it is not here. Raises ModelError."""
+    is_random = config.load_format == "dummy"
+    folder = resolve_model_folder(
+        config.model, not is_random, revision=config.revision, download_dir=config.download_dir
+    )
+    model_config = ModelConfig.from_folder(folder, REGISTRY, config.hf_overrides, config.quantization)
+    if config.enable_return_routed_experts and model_config.moe is None:
+        raise ConfigError(f"enable_return_routed_experts=True, and {config.model} has no experts; leave it out")
+    return FoundModel(config, folder, model_config, find_tokenizer(config, folder))
+
+
+def load_engine(found: FoundModel) -> Loaded:
+    """Load the model into this process, and into one for each further rank. Raises what `LLM` raises."""
+    config, model_config = found.config, found.model_config
+    with ExitStack() as on_failure:
+        # What the tokenizer imports takes as long as loading the weights, so both happen at the same time.
+        with ThreadPoolExecutor(1) as background:
+            loading = background.submit(found.load_tokenizer)
+            runner_class = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
+            runner: ModelRunner | ParallelRunner = runner_class(config, model_config, found.folder)
+            on_failure.callback(runner.close)
+            loaded = time.perf_counter()
+            tokenizer = loading.result()
+        prompts = found.make_prompts(tokenizer, runner.max_model_len)
+        new_bits = partial(host_array, device=runner.info.device)
+        constraints = Constraints(tokenizer, model_config.vocab_size, prompts.stop_token_ids, new_bits)
+        engine = LLMEngine(config, runner, tokenizer, prompts.stop_token_ids, constraints)
+        if isinstance(runner, ParallelRunner):
+            weakref.finalize(engine, runner.close)  # when the engine is forgotten, and when the script ends
+        on_failure.pop_all()
+    queue = RequestQueue(engine, prompts, constraints)
+    callbacks = StepCallbacks(engine, runner.info.device)
+    return Loaded(
+        engine,
+        queue,
+        constraints,
+        WeightControl(engine, queue.lock),
+        callbacks,
+        lambda path, title: start_trace(path, title, engine, callbacks),
+        runner.max_model_len,
+        runner.info,
+        runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded},
+    )

@@ -1,0 +1,45 @@
+"""GLM-4.5 and 4.6: experts that are scored by themselves, one for all tokens; partial rotary; dense first layers."""
+
+from functools import partial
+from typing import Any, ClassVar
+
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.layers.moe import SparseMoE
+from nanoinfer.layers.sigmoid_router import SigmoidRouter
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.decoder import DecoderSpec
+
+
+class Glm4MoeForCausalLM(DecoderForCausalLM):
+    spec: ClassVar = DecoderSpec(o_bias=False, experts=partial(SparseMoE, router=SigmoidRouter, is_shared_gated=False))
+    config_defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 1408,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    }
+    special_fields: ClassVar = {
+        "partial_rotary_factor",
+        "use_qk_norm",
+        "num_experts",
+        "n_shared_experts",
+        "routed_scaling_factor",
+        "n_group",
+        "topk_group",
+        "first_k_dense_replace",
+    }
+    renamed_modules: ClassVar = {"shared_experts": "shared_expert"}
+
+    def __init__(self, config: ModelConfig, *args: Any) -> None:
+        super().__init__(config, *args)
+        # The layers after the last predict several tokens at once.
+        self.unused_prefixes = (*self.unused_prefixes, f"model.layers.{config.num_hidden_layers}.")  # type: ignore[misc]

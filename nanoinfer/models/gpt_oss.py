@@ -1,0 +1,53 @@
+"""gpt-oss: attention with sinks, a window in every other layer, experts with biases and a clamped SwiGLU."""
+
+from functools import partial
+from typing import ClassVar
+
+from nanoinfer.layers.clamped_experts import BiasedRouter, ClampedExperts
+from nanoinfer.layers.moe import SparseMoE
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.decoder import DecoderSpec
+
+
+class GptOssForCausalLM(DecoderForCausalLM):
+    spec: ClassVar = DecoderSpec(
+        has_sinks=True, experts=partial(SparseMoE, router=BiasedRouter, experts=ClampedExperts)
+    )
+    config_defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
+    }
+    special_fields: ClassVar = {"sliding_window", "sliding_window_pattern", "num_experts", "swiglu_limit"}
+    renamed_modules: ClassVar = {"router": "gate"}
+    renamed_endings: ClassVar = {
+        "self_attn.sinks": "self_attn.sinks.weight",
+        **{
+            f"experts.{name}_proj{ending}": f"experts.{name}_proj.{ours}"
+            for name in ("gate_up", "down")
+            for ending, ours in {
+                "": "weight",
+                "_bias": "bias",
+                "_blocks": "weight_blocks",
+                "_scales": "weight_scales",
+            }.items()
+        },
+    }

@@ -1,0 +1,91 @@
+"""Experts in MXFP4, as gpt-oss has them: values of e2m1, and a power of two for each 32 inputs of an output."""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer import kernels
+from nanoinfer.checkpoint.int4_config import MXFP4_GROUP
+from nanoinfer.device import import_error
+from nanoinfer.errors import ModelError
+from nanoinfer.kernels.fp8_format import Activations
+from nanoinfer.quantization.int4.formats import SCALES, WEIGHT, mxfp4_numbers
+from nanoinfer.quantization.int4.numbers import BLOCK, PACKED, PackedWeight, dequantize, pack
+from nanoinfer.quantization.linear_method import LinearMethod, ParamSpec, ProductKind, stored
+
+STD_OF_VALUES = 2.93  # of the sixteen values of e2m1, all as likely
+
+
+class Mxfp4Method(LinearMethod):
+    """Holds the weights of all experts in 4 bits, each row filled up with zeros to whole blocks of 128 inputs.
+
+    The layer has `weight`, (num_experts, num_outputs, num_words) int32, and `weight_scale`, (num_experts, num_outputs,
+    num_groups) uint8, exponents of 2 with 127 added.
+    """
+
+    kind = ProductKind.WIDENED
+
+    def __init__(self, layer: Any) -> None:
+        self.dtype, self.device = layer.weight.dtype, layer.weight.device
+        self.create_weights(layer, *layer.weight.shape)
+
+    def create_weights(self, layer: Any, *shape: int) -> None:
+        *experts, num_outputs, self.num_inputs = shape
+        if self.num_inputs % MXFP4_GROUP:
+            raise ModelError(
+                f"a weight of {self.num_inputs} inputs cannot be in MXFP4, whose groups have {MXFP4_GROUP}"
+            )
+        num_blocks = -(-self.num_inputs // BLOCK)
+        words = torch.zeros(*experts, num_outputs, num_blocks * BLOCK // PACKED, dtype=torch.int32, device=self.device)
+        layer.weight = stored(words, ParamSpec(0, 1))
+        scales = words.new_zeros((*experts, num_outputs, num_blocks * BLOCK // MXFP4_GROUP), dtype=torch.uint8)
+        setattr(layer, SCALES, stored(scales, ParamSpec(0, 1, inputs_per_entry=MXFP4_GROUP)))
+
+    def read(self, kind: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+        """Do as elsewhere. Outputs become the last dimension, as checkpoints in 16 bits have it."""
+        if kind not in ("weight_blocks", "weight_scales"):
+            return kind, tensor
+        is_blocks = kind == "weight_blocks"
+        if tensor.dtype != torch.uint8 or tensor.dim() != (4 if is_blocks else 3):
+            raise ModelError(
+                f"it has {tensor.dtype} and shape {tuple(tensor.shape)}; MXFP4 has uint8, (experts, outputs, groups"
+                f"{', 16' if is_blocks else ''})"
+            )
+        if is_blocks and tensor.shape[-1] * 2 != MXFP4_GROUP:
+            raise ModelError(f"it has blocks of {tensor.shape[-1]} bytes; those of MXFP4 have {MXFP4_GROUP // 2}")
+        tensor = tensor.to(self.device)
+        return (WEIGHT, mxfp4_numbers(tensor).mT) if is_blocks else (SCALES, tensor.mT)
+
+    def pack_share(self, param: Tensor, share: Tensor) -> Tensor:
+        if share.dim() == 1:  # a bias
+            return share
+        is_packed = param.dtype == torch.int32
+        filled = F.pad(share, (0, param.shape[-1] * (PACKED if is_packed else 1) - share.shape[-1]))
+        return pack(filled, BLOCK) if is_packed else filled
+
+    def packed(self, layer: Any) -> PackedWeight:
+        """Return the layer's weight, with what its rows are filled up with."""
+        return PackedWeight(layer.weight, getattr(layer, SCALES), is_e2m1=True)
+
+    def wide_weight(self, layer: Any) -> Tensor:
+        return dequantize(self.packed(layer))[..., : self.num_inputs].to(self.dtype)
+
+    def fill_with_random_weights(self, layer: Any, std: float, generator: torch.Generator) -> None:
+        """Draw all values alike, with the power of two next to what gives the weight this standard deviation."""
+        layer.weight.random_(-(2**31), 2**31 - 1, generator=generator)
+        exponent = torch.tensor(std / STD_OF_VALUES).log2().round().int() + 127
+        getattr(layer, SCALES).fill_(int(exponent))
+
+    def expert_mlp(self, gate_up: Any, down: Any, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor | None:
+        """Do as elsewhere, with biases and the clamped SwiGLU of `layers/clamped_experts.py`."""
+        x = cast(Tensor, x)
+        if not x.is_cuda or x.dtype == torch.float32 or import_error("triton"):
+            return None
+        first, second = (
+            kernels.moe_experts.ExpertWeights(layer.weight, getattr(layer, SCALES), bias=layer.bias, is_e2m1=True)
+            for layer in (gate_up, down)
+        )
+        options = down.quant_method.num_inputs, expert_ids, weights, gate_up.clamps
+        return kernels.moe_experts.mxfp4_expert_mlp(x, first, second, *options)

@@ -1,0 +1,124 @@
+"""What a trainer does to all replicas between rounds of sampling: gives them new weights, and takes their memory."""
+
+import socket
+from collections.abc import Collection, Iterable, Mapping
+from threading import RLock
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoinfer.checkpoint.weights import check_plain
+from nanoinfer.control.weight_control import PAIRS
+from nanoinfer.errors import ConfigError, EngineStateError, ModelError, WorkerError
+from nanoinfer.executor.shm_ring import RingWriter
+from nanoinfer.replicas.messages import Call
+from nanoinfer.replicas.replicated_engine import ReplicatedEngine
+
+CLOSED = "this engine is closed; make a new LLM"
+
+
+class ReplicaControl:
+    """Does the work of `LLM.update_weights`, `sleep` and `wake_up` on all replicas. See WeightControl.
+
+    lock: that of the engine's queue.
+    """
+
+    def __init__(self, engine: ReplicatedEngine, lock: RLock) -> None:
+        self._engine, self._lock = engine, lock
+        self._writer: RingWriter | None = None  # for all updates
+        self._doorbells: list[socket.socket] = []
+
+    def update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """Read the tensors once, and send each to all replicas. If only some can take it, the engine is closed."""
+        if not isinstance(named_tensors, Iterable) or isinstance(named_tensors, (str, bytes, Tensor)):
+            raise ModelError(f"named_tensors is a {type(named_tensors).__name__}; give {PAIRS}")
+        with self._lock:
+            self._check_idle("update_weights")
+            if isinstance(named_tensors, Mapping):
+                for name, tensor in named_tensors.items():
+                    check_plain(name, tensor)
+                described = [(name, one.dtype, tuple(one.shape)) for name, one in named_tensors.items()]
+                self._call("check_weights", described)
+                named_tensors = named_tensors.items()
+            self._update(named_tensors)
+
+    def sleep(self, level: int) -> None:
+        if level not in (1, 2):
+            raise ConfigError(f"level={level!r} is not known; use 1 to keep the weights in host memory, 2 to drop them")
+        with self._lock:
+            self._check_idle("sleep")
+            self._call("sleep", level)
+
+    def wake_up(self, tags: Collection[str] | None) -> None:
+        with self._lock:
+            self._check_idle("wake_up")
+            self._call("wake_up", tags)
+
+    def _check_idle(self, call: str) -> None:
+        """Raise EngineStateError where requests are unfinished."""
+        self._engine.check_open(is_for_steps=False)
+        with self._engine.whole_messages():
+            count = self._engine.settle()
+        if count:
+            raise EngineStateError(f"{call} while {count} requests are unfinished; finish them first, or abort them")
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Have all replicas do something. Raises what the first of them raised."""
+        with self._engine.whole_messages():
+            errors = self._engine.call(name, *arguments)
+        if errors:
+            raise errors[0]
+
+    def _update(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Send weights one after another, each when all replicas have copied the one before."""
+        engine = self._engine
+        num_replicas, num_copied, is_taken = len(engine.alive()), 0, True
+        self._call("update_weights")
+        try:
+            for pair in weights:
+                if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                    raise ModelError(f"named_tensors has {pair!r:.100} in place of a pair; give {PAIRS}")
+                check_plain(*pair)
+                with engine.whole_messages():
+                    is_taken = False
+                    errors = self._send(*pair)
+                    if len(engine.alive()) < num_replicas or 0 < len(errors) < num_replicas:
+                        reason = errors[0] if errors else "a replica has ended"
+                        raise WorkerError(
+                            f"some replicas have the new {pair[0]!r} and some have not ({reason}); {CLOSED}"
+                        )
+                if errors:
+                    raise errors[0]  # of all, which have ended their update
+                is_taken = True
+                num_copied += 1
+        except ModelError as error:
+            if not is_taken:
+                raise
+            raise ModelError(f"{error}; the {num_copied} before it were copied, and stay") from None
+        finally:
+            if is_taken:
+                self._call("end_update")
+
+    def _send(self, name: str, tensor: Tensor) -> list[Exception]:
+        """Send a tensor through shared memory; return the errors of replicas that did not take it."""
+        engine = self._engine
+        values = tensor.detach().to("cpu").contiguous()
+        flat = values.view(-1).view(torch.uint8).numpy()
+        padded = np.zeros(-(-len(flat) // 4), np.int32)
+        padded.view(np.uint8)[: len(flat)] = flat
+        for replica in engine.alive():
+            replica.send(Call("weight", (name, values.dtype, tuple(values.shape))))
+        if self._writer is None:
+            self._writer = RingWriter(engine.ring, self._doorbells, self._check)
+        self._doorbells[:] = [replica.workers.links[0] for replica in engine.alive()]
+        try:
+            self._writer.send(padded)
+        except OSError as error:
+            raise WorkerError(f"a replica has ended while it got {name!r} ({error}); {CLOSED}") from error
+        return engine.collect_replies()
+
+    def _check(self) -> None:
+        for replica in self._engine.alive():
+            replica.workers.check()

@@ -1,0 +1,262 @@
+"""Decides which replica gets which request, and when: the queue in front of all of them.
+
+A replica is given requests as it runs short, at any moment those of the replica with the least work left. Higher
+priorities go first, then what was queued earlier, then what takes longest: short requests fill the gaps at the end.
+
+Requests that begin alike stay on one replica, which computes what they share once. Where they are more than
+1 / (2 * num_replicas) of the work in the queue, they are cut into parts of that size; neighbours in the order of their
+token ids stay together, so that the parts share more than their beginning. At the end, a replica that is about to run
+out takes half of what waits for another one.
+"""
+
+import heapq
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import count
+
+from nanoinfer.text.prompts import PreparedRequest
+
+PREFIX_TOKENS = 64  # prompts that are equal so far begin alike
+PROMPT_SHARE = 1 / 16  # the work of a prompt's token, in that of a generated one
+MIN_MARGIN = 8  # requests that a replica has waiting, at least; else a quarter of its rows
+MAX_HOMES = 65536  # prefixes whose replica is remembered
+
+
+@dataclass(slots=True, eq=False)
+class QueuedRequest:
+    """A request on its way to a replica, or on one."""
+
+    request_id: int
+    prepared: PreparedRequest
+    work: float  # expected, in generated tokens
+    round: int = -1  # of those that were queued together
+    replica: int | None = None  # where it is; None while it waits
+
+    @property
+    def num_seqs(self) -> int:
+        return self.prepared.sampling_params.n
+
+    @property
+    def priority(self) -> int:
+        return self.prepared.priority
+
+    @property
+    def prompt(self) -> bytes:
+        """The prompt's token ids, as int32."""
+        return self.prepared.packed_ids or array("i", self.prepared.token_ids).tobytes()
+
+    @property
+    def prefix(self) -> bytes | None:
+        """What prompts have in common that begin alike; None for a prompt that is too short."""
+        if len(self.prepared.token_ids) <= PREFIX_TOKENS:
+            return None
+        return self.prompt[: 4 * PREFIX_TOKENS]
+
+
+def expected_work(prepared: PreparedRequest, max_model_len: int) -> float:
+    """Return how long a request takes at most, in generated tokens."""
+    params, num_prompt_tokens = prepared.sampling_params, len(prepared.token_ids)
+    longest = max_model_len - num_prompt_tokens
+    num_generated = longest if params.max_tokens is None else min(params.max_tokens, longest)
+    return params.n * num_generated + PROMPT_SHARE * num_prompt_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Requests of one priority that are to run on one replica, the next one last."""
+
+    serial: int
+    requests: list[QueuedRequest]
+    prefix: bytes | None  # by which they are kept together later too; None: they are not
+    work: float = field(init=False)  # of those that are left
+    rank: tuple[int, int, float, int] = field(init=False)  # lower goes first
+
+    def __post_init__(self) -> None:
+        self.requests.sort(key=lambda request: (request.work, -request.request_id))
+        self.work = sum(request.work for request in self.requests)
+        self.rank = -self.requests[0].priority, self.requests[0].round, -self.work, self.serial
+
+    @property
+    def priority(self) -> int:
+        return -self.rank[0]
+
+    def __lt__(self, other: "Group") -> bool:
+        return self.rank < other.rank
+
+
+class Dispatcher:
+    """Holds requests until a replica takes them, and counts what each has.
+
+    num_replicas: of which `close` takes one away. num_rows: sequences that run on each at the same time.
+    """
+
+    def __init__(self, num_replicas: int, num_rows: int) -> None:
+        self.capacity = num_rows + max(MIN_MARGIN, num_rows // 4)  # sequences that a replica is given
+        self.num_seqs = [0] * num_replicas  # on each replica
+        self.work = [0.0] * num_replicas  # likewise
+        self._priorities = [Counter[int]() for _ in range(num_replicas)]
+        self._alive = [*range(num_replicas)]
+        self._waiting: dict[int, QueuedRequest] = {}
+        self._waiting_work = 0.0
+        self._new: list[QueuedRequest] = []
+        self._common: list[Group] = []  # heaps: for any replica, and for each
+        self._own: list[list[Group]] = [[] for _ in range(num_replicas)]
+        self._open: list[Group | None] = [None] * num_replicas  # what each takes from
+        self._homes: dict[bytes, int] = {}  # where the prompts with a prefix went
+        self._serial, self._round = count(), 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: QueuedRequest) -> None:
+        """Queue a request, or queue it again. Those added until the next `take` are arranged together."""
+        if request.round < 0:
+            request.round = self._round
+        self._waiting[request.request_id] = request
+        self._waiting_work += request.work
+        self._new.append(request)
+
+    def remove(self, request_id: int) -> QueuedRequest | None:
+        """Take a request out of the queue; None where it does not wait there."""
+        request = self._waiting.pop(request_id, None)  # its group passes over it
+        if request is not None:
+            self._waiting_work -= request.work
+        return request
+
+    def finish(self, request: QueuedRequest) -> None:
+        """Note that a replica has a request no longer."""
+        replica = request.replica
+        assert replica is not None, f"request {request.request_id} is finished and was on no replica"
+        self.num_seqs[replica] -= request.num_seqs
+        self.work[replica] -= request.work
+        self._priorities[replica][request.priority] -= 1
+        if not self._priorities[replica][request.priority]:
+            del self._priorities[replica][request.priority]
+        request.replica = None
+
+    def close(self, replica: int) -> None:
+        """Give no more requests to a replica, and those that wait for it to others."""
+        self._alive.remove(replica)
+        for group in [*self._own[replica], self._open[replica]]:
+            if group is not None and group.requests:
+                heapq.heappush(self._common, group)
+        self._own[replica], self._open[replica] = [], None
+        self._homes = {prefix: home for prefix, home in self._homes.items() if home != replica}
+
+    def take(self) -> tuple[int, QueuedRequest] | None:
+        """Choose a replica that runs short and the request that it gets next; None where none waits or has room."""
+        self._arrange()
+        candidates = [replica for replica in self._alive if self._has_room(replica)] if self._waiting else []
+        while candidates:
+            replica = min(candidates, key=self.work.__getitem__)
+            if request := self._take_for(replica):
+                self._place(request, replica)
+                return replica, request
+            candidates.remove(replica)
+        return None
+
+    def give(self, request: QueuedRequest) -> int:
+        """Give a request that was removed from the queue to the replica with the least work, whatever room it has."""
+        replica = min(self._alive, key=self.work.__getitem__)
+        self._place(request, replica)
+        return replica
+
+    def _place(self, request: QueuedRequest, replica: int) -> None:
+        request.replica = replica
+        self.num_seqs[replica] += request.num_seqs
+        self.work[replica] += request.work
+        self._priorities[replica][request.priority] += 1
+
+    def _has_room(self, replica: int) -> bool:
+        """Return whether a replica runs short, or the next request has a higher priority than some that it has."""
+        if self.num_seqs[replica] < self.capacity:
+            return True
+        heads = [heap[0].priority for heap in (self._common, self._own[replica]) if heap]
+        return bool(heads) and max(heads) > min(self._priorities[replica])
+
+    def _take_for(self, replica: int) -> QueuedRequest | None:
+        while group := self._next_group(replica):
+            while group.requests:
+                request = group.requests.pop()
+                group.work -= request.work
+                if self._waiting.get(request.request_id) is request:
+                    return self.remove(request.request_id)
+        return None
+
+    def _next_group(self, replica: int) -> Group | None:
+        """Return the group that a replica takes its next request from."""
+        group, own = self._open[replica], self._own[replica]
+        if group is not None and not group.requests:
+            group = self._open[replica] = None
+        heaps = [heap for heap in (self._common, own) if heap]
+        best = min(heaps, key=lambda heap: heap[0], default=None)
+        if best is not None and (group is None or best[0].priority > group.priority):
+            if group is not None:
+                heapq.heappush(own, group)
+            group = heapq.heappop(best)
+            if group.prefix is not None and len(group.requests) > 1:
+                self._homes.setdefault(group.prefix, replica)
+        elif group is None:
+            group = self._steal(replica)
+        self._open[replica] = group
+        return group
+
+    def _steal(self, replica: int) -> Group | None:
+        """Take from the replica that has most to do, if that is more than twice of what is left here."""
+        left = {
+            other: sum(group.work for group in [*self._own[other], self._open[other]] if group)
+            for other in self._alive
+            if other != replica
+        }
+        victim = max(left, key=lambda other: left[other] + self.work[other], default=None)
+        if victim is None or left[victim] + self.work[victim] <= 2 * self.work[replica]:
+            return None
+        if self._own[victim]:
+            return heapq.heappop(self._own[victim])
+        group = self._open[victim]
+        if group is None or not group.requests:
+            return None
+        taken, kept = group.requests[::2], group.requests[1::2]
+        self._open[victim] = self._group(kept, group.prefix) if kept else None
+        return self._group(taken, group.prefix)
+
+    def _arrange(self) -> None:
+        """Put new requests into groups."""
+        if not self._new:
+            return
+        new, self._new = [request for request in self._new if self._waiting.get(request.request_id) is request], []
+        alike: dict[tuple[int, int, bytes | None], list[QueuedRequest]] = {}
+        for request in new:
+            alike.setdefault((request.priority, request.round, request.prefix), []).append(request)
+        largest = self._waiting_work / (2 * len(self._alive))
+        for (_, _, prefix), requests in alike.items():
+            if prefix is None:
+                parts = [[request] for request in requests]
+            elif len(parts := _cut(requests, largest)) > 1:
+                self._homes.pop(prefix, None)  # it will be everywhere
+                prefix = None
+            home = None if prefix is None else self._homes.get(prefix)
+            for part in parts:
+                heapq.heappush(self._common if home is None else self._own[home], self._group(part, prefix))
+        while len(self._homes) > MAX_HOMES:
+            del self._homes[next(iter(self._homes))]
+        self._round += 1
+
+    def _group(self, requests: list[QueuedRequest], prefix: bytes | None) -> Group:
+        return Group(next(self._serial), requests, prefix)
+
+
+def _cut(requests: list[QueuedRequest], largest: float) -> list[list[QueuedRequest]]:
+    """Cut requests that begin alike into parts of at most so much work each, or of one request."""
+    total = sum(request.work for request in requests)
+    if total <= largest or len(requests) == 1:
+        return [requests]
+    parts: list[list[QueuedRequest]] = [[]]
+    work, part_work = 0.0, total / -(-total // largest)
+    for request in sorted(requests, key=lambda request: request.prompt):
+        if parts[-1] and work + request.work / 2 > len(parts) * part_work:
+            parts.append([])
+        parts[-1].append(request)
+        work += request.work
+    return parts

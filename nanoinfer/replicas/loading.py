@@ -1,0 +1,151 @@
+"""Starts the replicas, and what the parent needs in front of them."""
+
+import logging
+import multiprocessing
+import pickle
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import wait
+from typing import NoReturn
+
+import torch
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.constraints.constraints import Constraints
+from nanoinfer.device import select_device
+from nanoinfer.engine.request_queue import RequestQueue
+from nanoinfer.errors import ConfigError, RequestError, WorkerError
+from nanoinfer.executor.shm_ring import Ring
+from nanoinfer.executor.workers import Workers
+from nanoinfer.loading import FoundModel, Loaded
+from nanoinfer.replicas.control import ReplicaControl
+from nanoinfer.replicas.messages import Logged, Ready, Reply
+from nanoinfer.replicas.replica import run_replica
+from nanoinfer.replicas.replicated_engine import Replica, ReplicatedEngine, end_replicas, explain_end
+from nanoinfer.runner.model_runner import RunnerInfo
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.refusals import Errors, for_each_params
+
+logger = logging.getLogger("nanoinfer")
+
+RING_SLOTS, RING_SLOT_SIZE = 16, 2**18  # 16 MiB for new weights
+
+
+class CheckedConstraints(Constraints):
+    """Finds what is wrong with what requests ask for; replicas compile it for themselves."""
+
+    def add_plans(self, requests: Sequence[PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
+        params = {index: one.sampling_params for index, one in enumerate(requests) if index not in errors}
+        for_each_params(check_functions, {i: one for i, one in params.items() if one.logits_processors}, errors)
+        super().add_plans(requests, errors, use_tqdm)
+        for request in requests:
+            request.constraint = None
+
+
+def check_functions(params: SamplingParams) -> None:
+    """Raise RequestError for functions that cannot be sent to another process."""
+    for function in params.logits_processors or ():
+        try:
+            pickle.dumps(function)
+        except Exception as error:  # pickling runs what the function's own class does
+            raise RequestError(
+                f"logits_processors has {function!r}, which cannot be sent to a replica ({error}); with "
+                "data_parallel_size above 1, use functions that are defined at the top of a module"
+            ) from None
+
+
+def choose_devices(config: EngineConfig) -> list[str]:
+    """Return the first device of each replica. Raises ConfigError if there are not enough GPUs."""
+    requested = config.device
+    if requested == "auto":
+        requested = "cuda" if torch.cuda.is_available() else "cpu"
+    first = select_device("cuda:0" if requested == "cuda" else requested)  # makes no context on a GPU
+    if first.type == "cpu":
+        return ["cpu"] * config.data_parallel_size
+    count, num_gpus = config.data_parallel_size * config.tensor_parallel_size, torch.cuda.device_count()
+    if first.index + count > num_gpus:
+        raise ConfigError(
+            f"data_parallel_size={config.data_parallel_size} with tensor_parallel_size={config.tensor_parallel_size} "
+            f"needs {count} GPUs, and PyTorch sees {num_gpus}; {first} is the first to use; use at most "
+            f"{num_gpus - first.index} in all"
+        )
+    return [f"cuda:{index}" for index in range(first.index, first.index + count, config.tensor_parallel_size)]
+
+
+def load_replicas(found: FoundModel) -> Loaded:
+    """Start the replicas, which load the model side by side. Raises what `LLM` raises."""
+    config, model_config = found.config, found.model_config
+    size, started = config.data_parallel_size, time.perf_counter()
+    model_config.check_tensor_parallel_size(config.tensor_parallel_size)
+    model_config.longest_sequence(config.max_model_len)  # raises before there are processes
+    devices = choose_devices(config)
+    ring = Ring(size, RING_SLOTS, RING_SLOT_SIZE)
+    num_threads = max(1, torch.get_num_threads() // (size * config.tensor_parallel_size))
+    replicas: list[Replica] = []
+    try:
+        for index, device in enumerate(devices):
+            own = replace(found, config=replace(config, device=device, data_parallel_size=1, trace=None))
+            ours, theirs = multiprocessing.Pipe()
+            args = theirs, ring, index, own, num_threads, logger.getEffectiveLevel()
+            with theirs:
+                workers = Workers(2, run_replica, args, f"data_parallel_size={size}", f"replica {index}")
+            replicas.append(Replica(index, workers, ours))
+        tokenizer = found.load_tokenizer()
+        ready = wait_until_ready(replicas)
+    except BaseException:
+        end_replicas(replicas, patience=0.0)
+        raise
+    max_model_len = min(one.max_model_len for one in ready)
+    for text in ready[0].warnings:
+        warnings.warn(text, stacklevel=3)
+    engine = ReplicatedEngine(config, replicas, ring, max_model_len)
+    engine.call("limit", max_model_len)
+    prompts = found.make_prompts(tokenizer, max_model_len)
+    constraints = CheckedConstraints(tokenizer, model_config.vocab_size, prompts.stop_token_ids)
+    queue = RequestQueue(engine, prompts, constraints)
+    info = RunnerInfo(
+        torch.device(ready[0].device),
+        getattr(torch, ready[0].dtype),
+        f"{size} replicas, each with {ready[0].description}",
+        max((one.seconds for one in ready), key=lambda seconds: sum(seconds.values())),
+    )
+    return Loaded(
+        engine,
+        queue,
+        constraints,
+        ReplicaControl(engine, queue.lock),
+        engine.callbacks,
+        refuse_trace,
+        max_model_len,
+        info,
+        {"replicas": time.perf_counter() - started},
+    )
+
+
+def refuse_trace(path: str, title: str) -> NoReturn:
+    raise ConfigError(f"trace={path!r} with data_parallel_size above 1 is not there yet; use on_step, or leave it out")
+
+
+def wait_until_ready(replicas: list[Replica]) -> list[Ready]:
+    """Wait until all have loaded the model. Raises what one of them raises, or WorkerError if one has ended."""
+    connections = {replica.connection: replica for replica in replicas}
+    ready: dict[int, Ready] = {}
+    while len(ready) < len(replicas):
+        for connection in wait([*connections]):
+            replica = connections[connection]  # type: ignore[index]
+            try:
+                message = replica.connection.recv()
+            except (EOFError, OSError):
+                raise WorkerError(str(explain_end(replica))) from None
+            match message:
+                case Ready():
+                    ready[replica.index] = message
+                    del connections[replica.connection]
+                case Reply(error=Exception() as error):
+                    raise error
+                case Logged(level, text):
+                    logger.log(level, "replica %d: %s", replica.index, text)
+    return [ready[index] for index in range(len(replicas))]

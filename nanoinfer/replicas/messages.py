@@ -1,0 +1,361 @@
+"""What the parent and a replica send each other through a pipe: named tuples with arrays, for many requests at a time.
+
+Pickling an array copies its bytes. Lists of token ids would cost the parent more than anything else that it does.
+"""
+
+import math
+import pickle
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.engine.prompt_logprobs import PromptLogprobs
+from nanoinfer.errors import RequestError
+from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
+from nanoinfer.outputs import (
+    CompletionOutput,
+    EngineMetrics,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    StepEvent,
+    StreamChunk,
+    TokenLogprobs,
+)
+from nanoinfer.replicas.dispatch import QueuedRequest
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.prompts import PreparedRequest
+
+REASONS = ("stop", "length", "abort", "error")  # finish_reason by number
+NO_REASON = len(REASONS)  # of a chunk that is not the last
+NO_OTHERS = (None,) * 5
+
+
+# -------- To a replica ------------------------------------------------------------------------------------------------
+
+
+class Requests(NamedTuple):
+    """Requests to be queued."""
+
+    columns: NDArray[np.int64]  # (num_requests, 6): request id, priority, length, start of prompt_logprobs, two flags
+    token_ids: NDArray[np.int32]  # of all prompts, one after the other
+    params: list[SamplingParams]  # those without functions
+    pickled_params: list[bytes]  # those with functions, which a replica may not be able to read
+    which_params: NDArray[np.int32]  # (num_requests,) index in both lists, one after the other
+    are_aborted: bool  # before they have computed anything
+
+
+class Act(NamedTuple):
+    """What the next step is to do to some requests: a method of Scheduler, by name."""
+
+    action: str
+    request_ids: list[int]
+
+
+class Drop(NamedTuple):
+    """Requests to be forgotten at once."""
+
+    request_ids: list[int]
+
+
+class Listen(NamedTuple):
+    """Whether an Event of each step is wanted from now on."""
+
+    is_wanted: bool
+
+
+class Call(NamedTuple):
+    """Something else that a replica does between two steps, and answers with a Reply. See `Replica`."""
+
+    name: str
+    arguments: tuple[Any, ...] = ()
+
+
+# -------- From a replica ----------------------------------------------------------------------------------------------
+
+
+class Ready(NamedTuple):
+    """A replica has loaded the model."""
+
+    max_model_len: int
+    device: str
+    dtype: str  # as in EngineConfig
+    description: str
+    seconds: dict[str, float]
+    warnings: list[str]
+
+
+class Reply(NamedTuple):
+    """The end of a Call: why it failed, if it did, and why no step can run from now on, if none can."""
+
+    error: Exception | None
+    unready: str | None
+
+
+class Logged(NamedTuple):
+    """A line for the log."""
+
+    level: int
+    text: str
+
+
+class Metrics(NamedTuple):
+    """What a replica has done so far, and what it holds."""
+
+    metrics: EngineMetrics
+
+
+class Event(NamedTuple):
+    """What a step did, where somebody listens."""
+
+    event: StepEvent
+
+
+class PackedLogprobs(NamedTuple):
+    """Log-probabilities at several places; at each, those of some tokens."""
+
+    counts: NDArray[np.int32]  # (num_places,) how many tokens each place has; 0 where nothing is known
+    token_ids: NDArray[np.int32]  # of all places, one after the other; likewise what follows
+    ranks: NDArray[np.int32]
+    logprobs: NDArray[np.float64]
+    texts: list[str | None]
+
+
+class Outputs(NamedTuple):
+    """Requests that have finished."""
+
+    requests: NDArray[np.int64]  # (num_requests, 3): request id, num_cached_tokens, number of samples
+    times: NDArray[np.float64]  # (num_requests, 3): fields of RequestMetrics; NaN is None
+    samples: NDArray[np.int32]  # (num_samples, 2), of all requests: number of tokens, index in REASONS
+    token_ids: NDArray[np.int32]  # of all samples, one after the other
+    texts: list[str]  # of each sample
+    others: dict[int, tuple[Any, ...]]  # of samples that have any: stop_reason, logprobs, their sum, error and routing
+    prompt_logprobs: dict[int, Any]  # of requests that asked, by their line: packed, or as arrays
+
+
+class Chunks(NamedTuple):
+    """What is new of requests that are streamed."""
+
+    columns: NDArray[np.int64]  # (num_chunks, 4): request id, sample, number of tokens, index in REASONS
+    token_ids: NDArray[np.int32]
+    texts: list[str]
+    logprobs: dict[int, "PackedLogprobs | FlatLogprobs"]  # of chunks that have them
+
+
+# -------- Packing and unpacking ---------------------------------------------------------------------------------------
+
+
+def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool], are_aborted: bool = False) -> Requests:
+    plain: dict[int, int] = {}  # id of the options -> index
+    pickled: dict[int, int] = {}
+    params: list[SamplingParams] = []
+    pickled_params: list[bytes] = []
+    for request in queued:
+        one = request.prepared.sampling_params
+        if id(one) in plain or id(one) in pickled:
+            continue
+        if one.logits_processors is None:
+            plain[id(one)] = len(params)
+            params.append(one)
+        else:
+            pickled[id(one)] = len(pickled_params)
+            pickled_params.append(pickle.dumps(one))
+    indices = plain | {key: len(params) + index for key, index in pickled.items()}
+    rows = [
+        (
+            request.request_id,
+            request.priority,
+            len(request.prepared.token_ids),
+            request.prepared.prompt_logprobs_start,
+            request.prepared.prompt is not None,
+            is_streamed,
+        )
+        for request, is_streamed in zip(queued, are_streamed, strict=True)
+    ]
+    return Requests(
+        np.array(rows, np.int64),
+        np.frombuffer(b"".join(request.prompt for request in queued), np.int32),
+        params,
+        pickled_params,
+        np.array([indices[id(request.prepared.sampling_params)] for request in queued], np.int32),
+        are_aborted,
+    )
+
+
+class ReceivedRequest(NamedTuple):
+    """A request as a replica queues it."""
+
+    request_id: int
+    prepared: PreparedRequest
+    is_streamed: bool
+    is_aborted: bool
+
+
+def unpack_requests(message: Requests) -> list[ReceivedRequest]:
+    """Return the requests; those whose functions cannot be read here have an error."""
+    params: list[SamplingParams] = [*message.params]
+    errors: dict[int, RequestError] = {}
+    for pickled in message.pickled_params:
+        try:
+            params.append(pickle.loads(pickled))
+        except Exception as error:  # what unpickling does is up to the functions
+            errors[len(params)] = RequestError(
+                f"logits_processors cannot be read by a replica ({type(error).__name__}: {error}); define the "
+                "functions in a module that can be imported"
+            )
+            params.append(SamplingParams())
+    received, end = [], 0
+    token_ids = message.token_ids.tolist()
+    packed = message.token_ids.tobytes()
+    for row, index in zip(message.columns.tolist(), message.which_params.tolist(), strict=True):
+        request_id, priority, length, logprobs_start, is_text, is_streamed = row
+        start, end = end, end + length
+        prepared = PreparedRequest(
+            prompt="" if is_text else None,  # the text itself is not needed here
+            token_ids=token_ids[start:end],
+            sampling_params=params[index],
+            packed_ids=packed[4 * start : 4 * end],
+            priority=priority,
+            prompt_logprobs_start=logprobs_start,
+            error=errors.get(index),
+        )
+        received.append(ReceivedRequest(request_id, prepared, bool(is_streamed), message.are_aborted))
+    return received
+
+
+def pack_outputs(outputs: Sequence[RequestOutput]) -> Outputs:
+    samples = [sample for output in outputs for sample in output.outputs]
+    others = {}
+    for line, sample in enumerate(samples):
+        logprobs = pack_logprobs(sample.logprobs)
+        found = sample.stop_reason, logprobs, sample.cumulative_logprob, sample.error, sample.routed_experts
+        if any(item is not None for item in found):
+            others[line] = found
+    metrics = [output.metrics for output in outputs]
+    times = [(one.queue_time, one.time_to_first_token, one.time_per_token) for one in metrics]
+    return Outputs(
+        np.array([(one.request_id, one.num_cached_tokens, len(one.outputs)) for one in outputs], np.int64),
+        np.array(times, np.float64),
+        np.array([(len(one.token_ids), REASONS.index(one.finish_reason)) for one in samples], np.int32),
+        np.array(array("i", chain.from_iterable(one.token_ids for one in samples)), np.int32),
+        [one.text for one in samples],
+        others,
+        {
+            line: pack_logprobs(output.prompt_logprobs)
+            for line, output in enumerate(outputs)
+            if output.prompt_logprobs is not None
+        },
+    )
+
+
+def unpack_outputs(
+    message: Outputs, requests: Sequence[QueuedRequest | None], waited: list[float]
+) -> list[RequestOutput | None]:
+    """Return the outputs of these requests, which are those of the message; None for None.
+
+    waited: seconds that each waited before it was sent.
+    """
+    ids, lines = message.token_ids.tolist(), zip(message.samples.tolist(), message.texts, strict=True)
+    found: list[RequestOutput | None] = []
+    rows = zip(message.requests.tolist(), message.times.tolist(), requests, waited, strict=True)
+    line = end = 0
+    for row, ((_, num_cached_tokens, num_samples), times, request, seconds) in enumerate(rows):
+        samples = []
+        for index in range(num_samples):
+            (count, reason), text = next(lines)
+            start, end = end, end + count
+            stop_reason, logprobs, total, error, routed = message.others.get(line, NO_OTHERS)
+            line += 1
+            ends = REASONS[reason], stop_reason, unpack_logprobs(logprobs), total, error
+            samples.append(CompletionOutput(index, text, ids[start:end], *ends, routed_experts=routed))
+        if request is None:
+            found.append(None)
+            continue
+        of_prompt = message.prompt_logprobs.get(row)
+        queue_time, first, per_token = (None if math.isnan(time) else time for time in times)
+        found.append(
+            RequestOutput(
+                request_id=request.request_id,
+                prompt=request.prepared.prompt,
+                prompt_token_ids=request.prepared.token_ids,
+                num_cached_tokens=num_cached_tokens,
+                outputs=samples,
+                metrics=RequestMetrics(
+                    None if queue_time is None else queue_time + seconds,
+                    None if first is None else first + seconds,
+                    per_token,
+                ),
+                prompt_logprobs=unpack_logprobs(of_prompt),
+            )
+        )
+    return found
+
+
+def pack_chunks(chunks: Sequence[StreamChunk]) -> Chunks:
+    def reason(chunk: StreamChunk) -> int:
+        return NO_REASON if chunk.finish_reason is None else REASONS.index(chunk.finish_reason)
+
+    return Chunks(
+        np.array([(one.request_id, one.sample, len(one.token_ids), reason(one)) for one in chunks], np.int64),
+        np.array(array("i", chain.from_iterable(one.token_ids for one in chunks)), np.int32),
+        [one.text for one in chunks],
+        {line: pack_logprobs(one.logprobs) for line, one in enumerate(chunks) if one.logprobs is not None},
+    )
+
+
+def unpack_chunks(message: Chunks, index_of: dict[int, int]) -> list[StreamChunk]:
+    """Return the chunks of the requests in `index_of`, which says what place in its stream each request has."""
+    chunks, end = [], 0
+    token_ids = message.token_ids.tolist()
+    for line, ((request_id, sample, count, reason), text) in enumerate(
+        zip(message.columns.tolist(), message.texts, strict=True)
+    ):
+        start, end = end, end + count
+        if request_id in index_of:
+            chunks.append(
+                StreamChunk(
+                    index_of[request_id],
+                    text,
+                    token_ids[start:end],
+                    None if reason == NO_REASON else REASONS[reason],
+                    sample,
+                    unpack_logprobs(message.logprobs.get(line)),
+                    request_id=request_id,
+                )
+            )
+    return chunks
+
+
+def pack_logprobs(places: Sequence[TokenLogprobs | None] | None) -> Any:
+    """Return log-probabilities for a message; they come out of `unpack_logprobs` as they were."""
+    if places is None or isinstance(places, FlatLogprobs):
+        return places
+    if isinstance(places, PromptLogprobs):
+        return places.ranks, places.token_ids, places.logprobs
+    entries = [item for place in places if place for item in place.items()]
+    return PackedLogprobs(
+        np.array([len(place) if place else 0 for place in places], np.int32),
+        np.array([token_id for token_id, _ in entries], np.int32),
+        np.array([NO_RANK if entry.rank is None else entry.rank for _, entry in entries], np.int32),
+        np.array([entry.logprob for _, entry in entries], np.float64),
+        [entry.decoded_token for _, entry in entries],
+    )
+
+
+def unpack_logprobs(packed: Any) -> Any:
+    if isinstance(packed, PackedLogprobs):
+        ranks = [None if rank == NO_RANK else rank for rank in packed.ranks.tolist()]
+        found = map(Logprob, packed.logprobs.tolist(), ranks, packed.texts)
+        entries = [*zip(packed.token_ids.tolist(), found, strict=True)]
+        counts = packed.counts.tolist()
+        return [dict(entries[end - count : end]) or None for count, end in zip(counts, accumulate(counts), strict=True)]
+    if isinstance(packed, tuple):
+        ranks, token_ids, logprobs = packed
+        of_prompt = PromptLogprobs(len(ranks), token_ids.shape[1] - 1)
+        of_prompt.fill(0, ranks, token_ids, logprobs)
+        return of_prompt
+    return packed

@@ -1,0 +1,250 @@
+"""A replica: an engine in a process of its own, that runs what the parent sends and sends back what finishes.
+
+A thread reads the pipe, and compiles the grammars of what comes while steps run. Between two steps the main thread
+takes what was read. It never waits for the parent while it has something to run.
+"""
+
+import logging
+import multiprocessing
+import os
+import socket
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.errors import NanoinferError
+from nanoinfer.executor.shm_ring import Ring, RingReader
+from nanoinfer.executor.workers import PASSED
+from nanoinfer.loading import FoundModel, Loaded, load_engine
+from nanoinfer.outputs import RequestOutput, StepEvent, StreamChunk
+from nanoinfer.replicas.messages import (
+    Act,
+    Call,
+    Drop,
+    Event,
+    Listen,
+    Logged,
+    Metrics,
+    Ready,
+    ReceivedRequest,
+    Reply,
+    Requests,
+    pack_chunks,
+    pack_outputs,
+    unpack_requests,
+)
+from nanoinfer.text.refusals import Errors
+
+METRICS_SECONDS = 0.1  # the parent hears of the work this often, and whenever something has finished
+
+
+def run_replica(
+    rank: int,
+    link: socket.socket,
+    folder: Path,
+    connection: Connection,
+    ring: Ring,
+    index: int,
+    found: FoundModel,
+    num_threads: int,
+    log_level: int,
+) -> None:
+    """Run in a process of its own: load the model, and serve the parent until it closes the pipe.
+
+    index: which of the replicas this is. ring: brings new weights. num_threads: of PyTorch on a CPU.
+    """
+    torch.set_num_threads(num_threads)
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)  # of further ranks
+    # Python lets no daemon start processes. This one ends with its parent, and its ranks with it.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    sender = Sender(connection)
+    log = logging.getLogger("nanoinfer")
+    log.setLevel(max(log_level, logging.WARNING))  # the parent logs the loading, once
+    log.propagate = False
+    log.addHandler(LogSender(sender))
+    try:
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            loaded = load_engine(found)
+    except NanoinferError as error:  # what a user can mend is raised in the parent
+        error.__cause__ = error.__context__ = None
+        sender.send(Reply(error, None))
+        return
+    dtype = str(loaded.info.dtype).removeprefix("torch.")
+    texts = [str(one.message) for one in given if one.category is UserWarning]
+    sender.send(
+        Ready(loaded.max_model_len, str(loaded.info.device), dtype, loaded.info.description, loaded.seconds, texts)
+    )
+    link.sendall(PASSED)
+    replica = Replica(loaded, connection, sender, RingReader(ring, index, link))
+    replica.run()
+    loaded.engine.close()
+
+
+class Sender:
+    """Sends messages to the parent, from any thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+
+    def send(self, message: Any) -> None:
+        with self._lock:
+            self._connection.send(message)
+
+
+class LogSender(logging.Handler):
+    """Has the parent log what is logged here."""
+
+    def __init__(self, sender: Sender) -> None:
+        super().__init__()
+        self._sender = sender
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # the parent is gone
+            self._sender.send(Logged(record.levelno, record.getMessage()))
+
+
+class Replica:
+    """Serves the parent's messages between the steps of an engine."""
+
+    def __init__(self, loaded: Loaded, connection: Connection, sender: Sender, weights: RingReader) -> None:
+        self._loaded, self._weights = loaded, weights
+        self._engine: Any = loaded.engine
+        self._connection, self._send = connection, sender.send
+        self._received: SimpleQueue[Any] = SimpleQueue()  # None at the end
+        self._outputs: list[RequestOutput] = []
+        self._chunks: deque[StreamChunk] = deque()
+        self._told = 0.0  # when the parent was last told of the work
+        self._end_events: Callable[[], None] | None = None
+        self._calls: dict[str, Callable[..., None]] = {
+            "limit": self._limit,
+            "reset_prefix_cache": loaded.queue.reset_prefix_cache,
+            "sleep": loaded.control.sleep,
+            "wake_up": loaded.control.wake_up,
+            "check_weights": self._check_weights,
+            "update_weights": self._update_weights,
+        }
+
+    def run(self) -> None:
+        """Serve the parent until it closes the pipe."""
+        threading.Thread(target=self._read, name="nanoinfer pipe", daemon=True).start()
+        engine = self._engine
+        while self._serve(wait=engine.is_finished() or engine.num_only_paused() > 0):
+            if not engine.is_finished():
+                engine.step()
+            self._report()
+
+    def _read(self) -> None:
+        """Read messages until the pipe is closed; compile what limits the tokens of requests."""
+        with suppress(EOFError, OSError):
+            while True:
+                message = self._connection.recv()
+                if isinstance(message, Requests):
+                    message = unpack_requests(message)
+                    self._plan(message)
+                self._received.put(message)
+        self._received.put(None)
+
+    def _plan(self, received: list[ReceivedRequest]) -> None:
+        """Compile grammars and the like. The parent has found them all to be right."""
+        requests = [one.prepared for one in received]
+        errors: Errors = {index: one.error for index, one in enumerate(requests) if one.error is not None}
+        self._loaded.constraints.add_plans(requests, errors)
+        for index, error in errors.items():
+            requests[index].error = error
+
+    def _serve(self, wait: bool) -> bool:
+        """Do what was asked for; False at the end. wait: for something to come."""
+        while True:
+            try:
+                message = self._received.get(wait)
+            except Empty:
+                return True
+            wait = False
+            match message:
+                case None:
+                    return False
+                case list():
+                    for request_id, prepared, is_streamed, is_aborted in message:
+                        chunks = self._chunks if is_streamed else None
+                        self._engine.add_request(prepared, self._outputs, chunks, request_id=request_id)
+                        if is_aborted:
+                            self._engine.act_later(Scheduler.abort, [request_id])
+                case Act(action, request_ids):
+                    self._engine.act_later(getattr(Scheduler, action), request_ids)
+                case Drop(request_ids):
+                    self._engine.abort(request_ids)
+                case Listen(is_wanted):
+                    self._send_events(is_wanted)
+                case Call(name, arguments):
+                    self._answer(self._calls[name], *arguments)
+
+    def _report(self) -> None:
+        """Send what the last step has brought."""
+        if self._chunks:
+            self._send(pack_chunks(self._chunks))
+            self._chunks.clear()
+        now = time.monotonic()
+        if self._outputs or self._engine.is_finished() or now - self._told > METRICS_SECONDS:
+            self._send(Metrics(self._engine.metrics()))
+            self._told = now
+        if self._outputs:
+            self._send(pack_outputs(self._outputs))
+            self._outputs.clear()
+
+    def _answer(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function, and send a Reply when it has ended."""
+        error = None
+        try:
+            function(*arguments)
+        except Exception as raised:
+            raised.__cause__ = raised.__context__ = raised.__traceback__ = None
+            error = raised
+        runner = self._engine.runner
+        self._send(Reply(error, None if runner is None else runner.unready))
+
+    def _limit(self, max_model_len: int) -> None:
+        """Let no sequence have more tokens than the replica with the least memory can hold."""
+        self._engine.scheduler.max_model_len = max_model_len
+
+    def _send_events(self, are_wanted: bool) -> None:
+        """Send an Event for each step from now on, or no more."""
+
+        def send(event: StepEvent) -> None:
+            self._send(Event(event))
+
+        if are_wanted and self._end_events is None:
+            self._end_events = self._loaded.callbacks.add(send)
+        elif not are_wanted and self._end_events is not None:
+            self._end_events()
+            self._end_events = None
+
+    def _check_weights(self, weights: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
+        """Raise ModelError for a tensor that cannot take the place of the weight of its name."""
+        for name, dtype, shape in weights:
+            self._engine.check_open(is_for_steps=False).weights.check(name, torch.empty(shape, dtype=dtype))
+
+    def _update_weights(self) -> None:
+        """Copy the weights that the parent sends, and send a Reply after each; the caller sends the last one."""
+        self._loaded.control.update_weights(self._new_weights())
+
+    def _new_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._answer(lambda: None)  # nothing stands in the way
+        while (message := self._received.get()) is not None and message.name == "weight":
+            name, dtype, shape = message.arguments
+            values = torch.empty(shape, dtype=dtype)
+            flat = values.view(-1).view(torch.uint8)
+            flat.copy_(torch.from_numpy(self._weights.receive().view(np.uint8))[: len(flat)])
+            yield name, values
+            self._answer(lambda: None)

@@ -1,0 +1,418 @@
+"""Several engines behind the interface of one: `LLM(..., data_parallel_size=N)`.
+
+This process computes nothing. It numbers requests as one engine would, so that their seeds and tokens are the same, and
+gives them to replicas as these run short (`dispatch.py`). What comes back goes to the inboxes of the callers.
+"""
+
+import logging
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.interrupts import StepGuard, postponed_interrupt
+from nanoinfer.engine.request_queue import TURN_SECONDS
+from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.errors import EngineClosedError, EngineStateError, WorkerError
+from nanoinfer.executor.shm_ring import Ring
+from nanoinfer.executor.workers import EXIT_SECONDS, EXPLANATION_SECONDS, Failure, Workers
+from nanoinfer.outputs import CompletionOutput, EngineMetrics, RequestOutput, StreamChunk, refused
+from nanoinfer.replicas.callbacks import ReplicaCallbacks
+from nanoinfer.replicas.dispatch import Dispatcher, QueuedRequest, expected_work
+from nanoinfer.replicas.messages import (
+    Act,
+    Call,
+    Chunks,
+    Drop,
+    Event,
+    Listen,
+    Logged,
+    Metrics,
+    Outputs,
+    Reply,
+    pack_requests,
+    unpack_chunks,
+    unpack_outputs,
+)
+from nanoinfer.text.prompts import PreparedRequest
+
+logger = logging.getLogger("nanoinfer")
+
+MAX_MESSAGES = 64  # that are taken from a replica at a time, so that none waits for another one
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One replica, as the parent sees it."""
+
+    index: int
+    workers: Workers
+    connection: Connection
+    metrics: EngineMetrics = field(default_factory=EngineMetrics)
+    unready: str | None = None
+    is_alive: bool = True
+    replies: deque[Reply] = field(default_factory=deque)
+
+    def send(self, message: Any) -> None:
+        """Send a message; the end of a replica that takes none is noticed when it is read from."""
+        with suppress(OSError):
+            self.connection.send(message)
+
+    def hang_up(self) -> None:
+        """Have the replica end, which takes a moment."""
+        if self.workers.are_ours:
+            self.is_alive = False
+            self.connection.close()
+            self.workers.hang_up()
+
+
+@dataclass(slots=True, eq=False)
+class Unfinished:
+    """A request that was not returned, and where its output goes."""
+
+    queued: QueuedRequest
+    inbox: list[RequestOutput]
+    chunks: deque[StreamChunk] | None
+    index: int  # of its prompt in the stream
+    arrived: float = field(default_factory=time.perf_counter)
+    sent: float = 0.0
+    streamed: dict[int, int] = field(default_factory=dict)  # tokens that the stream has, by sample
+
+
+@dataclass(slots=True)
+class ReplicaMetrics(EngineMetrics):
+    """Sums the work of all replicas, and has each one's in `replicas`.
+
+    The seconds are a replica's on average: they run side by side, so that tokens by seconds are those of all.
+    """
+
+    replicas: list[EngineMetrics] = field(default_factory=list)
+
+
+def sum_metrics(replicas: list[EngineMetrics]) -> ReplicaMetrics:
+    names = [item.name for item in fields(EngineMetrics)]
+    sums = {name: sum(getattr(one, name) for one in replicas) for name in names}
+    for name in ("prefill_seconds", "decode_seconds"):
+        sums[name] /= len(replicas)
+    return ReplicaMetrics(**sums, replicas=replicas)
+
+
+class ReplicatedEngine:
+    """Does what an LLMEngine does, on several of them.
+
+    replicas: their processes, which have loaded the model. ring: brings new weights to them.
+    """
+
+    def __init__(self, config: EngineConfig, replicas: list[Replica], ring: Ring, max_model_len: int) -> None:
+        self.config = config
+        self.guard = StepGuard()
+        self.replicas = replicas
+        self.dispatcher = Dispatcher(len(replicas), self.config.max_num_seqs)
+        self.callbacks = ReplicaCallbacks()
+        self.ring = ring
+        self._max_model_len = max_model_len
+        self._num_requests = 0
+        self._requests: dict[int, Unfinished] = {}
+        self._paused: set[int] = set()  # unfinished requests
+        self._held_back: dict[int, QueuedRequest] = {}  # those among them that no replica has
+        self._aborting: set[int] = set()
+        self._marked: deque[tuple[Any, int]] = deque()
+        self._losses: deque[str] = deque()  # what is to be warned of
+        self._listens = self._is_closed = False
+        self._finalizer = weakref.finalize(self, end_replicas, replicas)
+
+    # -------- What RequestQueue asks for ------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prepared: PreparedRequest,
+        inbox: list[RequestOutput],
+        chunks: deque[StreamChunk] | None = None,
+        index: int = 0,
+    ) -> int:
+        """Queue a request and return its id; one that has an error ends with it at once. As in LLMEngine."""
+        self.guard.check()
+        request_id = self._num_requests
+        self._num_requests += 1
+        if prepared.error is not None:
+            inbox.append(refused(request_id, prepared.prompt, prepared.sampling_params.n, str(prepared.error)))
+            return request_id
+        queued = QueuedRequest(request_id, prepared, expected_work(prepared, self._max_model_len))
+        self._requests[request_id] = Unfinished(queued, inbox, chunks, index)
+        self.dispatcher.add(queued)
+        return request_id
+
+    def step(self) -> None:
+        """Give replicas what they lack, and hand over what has come of them; wait a moment for it if nothing has."""
+        self.check_open()
+        with self.guard, self.whole_messages():
+            self._listen()
+            self._act_on_marked()
+            self._feed()
+            self.receive(TURN_SECONDS)
+            self._feed()
+        while self._losses:
+            warnings.warn(self._losses.popleft(), RuntimeWarning, stacklevel=2)
+        self.callbacks.call()
+
+    def abort(self, request_ids: Collection[int]) -> None:
+        """Drop these requests at once; those that are finished are passed over."""
+        on_replicas: dict[int, list[int]] = {}
+        for request_id in request_ids:
+            found = self._requests.get(request_id)
+            if found is not None:
+                replica = found.queued.replica
+                self._forget(found)
+                if replica is not None:
+                    on_replicas.setdefault(replica, []).append(request_id)
+        for index, ids in on_replicas.items():
+            self.replicas[index].send(Drop(ids))
+
+    def act_later(self, action: Any, request_ids: Iterable[int]) -> None:
+        """Have the next step begin with this action, a method of Scheduler. Safe at any moment."""
+        self._marked.extend((action, request_id) for request_id in request_ids if request_id in self._requests)
+
+    def is_finished(self) -> bool:
+        return not self._requests
+
+    def num_only_paused(self) -> int:
+        """Return how many requests are paused, if none but these are left; else 0."""
+        return len(self._paused) if len(self._paused) == len(self._requests) else 0
+
+    def metrics(self) -> ReplicaMetrics:
+        """Return the work of all replicas so far, and what they hold."""
+        return sum_metrics([replica.metrics for replica in self.replicas])
+
+    def reset_prefix_cache(self) -> None:
+        with self.whole_messages():
+            self.call("reset_prefix_cache")
+
+    def close(self) -> None:
+        """End the replicas. Closing twice is fine; other calls then raise EngineClosedError."""
+        self.guard.check()
+        self.end()
+
+    def check_open(self, is_for_steps: bool = True) -> None:
+        """Raise EngineClosedError where the engine was closed, EngineStateError if no replica can run a step."""
+        if self._is_closed or not self._finalizer.alive:
+            raise EngineClosedError("this engine was closed; make a new LLM")
+        if is_for_steps and (unready := next((one.unready for one in self.alive() if one.unready), None)):
+            raise EngineStateError(unready)
+
+    # -------- What the rest of this folder asks for -------------------------------------------------------------------
+
+    def alive(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.is_alive]
+
+    def call(self, name: str, *arguments: Any) -> list[Exception]:
+        """Have all replicas do something between two steps; return what they raised. See `Replica` in replica.py."""
+        for replica in self.alive():
+            replica.send(Call(name, arguments))
+        return self.collect_replies()
+
+    def collect_replies(self) -> list[Exception]:
+        """Wait for a Reply of each replica; return the errors."""
+        while waiting := [replica for replica in self.alive() if not replica.replies]:
+            self.receive(TURN_SECONDS, waiting)
+        errors = []
+        for replica in self.alive():
+            reply = replica.replies.popleft()
+            replica.unready = reply.unready
+            if reply.error is not None:
+                errors.append(reply.error)
+        return errors
+
+    @contextmanager
+    def whole_messages(self) -> Iterator[None]:
+        """Guard a scope that sends or receives: an error in the middle of a message closes the engine."""
+        with postponed_interrupt():
+            try:
+                yield
+            except BaseException:
+                self.end()
+                raise
+
+    def end(self) -> None:
+        """End all replicas."""
+        self._is_closed = True
+        self._finalizer()
+
+    def settle(self) -> int:
+        """Hand over what was aborted; return how many requests are unfinished even then."""
+        self._act_on_marked()
+        while self._aborting & self._requests.keys():
+            self.receive(TURN_SECONDS)
+        self._aborting.clear()
+        return len(self._requests)
+
+    def receive(self, seconds: float, replicas: list[Replica] | None = None) -> None:
+        """Take in what replicas have sent, and wait at most so long if there is nothing."""
+        connections = {replica.connection: replica for replica in replicas or self.alive()}
+        for connection in wait([*connections], seconds if replicas or self._requests else 0.0):
+            replica = connections[connection]  # type: ignore[index]
+            try:
+                for _ in range(MAX_MESSAGES):
+                    self._take_in(replica, replica.connection.recv())
+                    if not replica.connection.poll():
+                        break
+            except (EOFError, OSError):
+                self._lose(replica)
+
+    def _listen(self) -> None:
+        """Tell replicas whether their events are wanted, if that has changed."""
+        if self.callbacks.are_wanted != self._listens:
+            self._listens = self.callbacks.are_wanted
+            for replica in self.alive():
+                replica.send(Listen(self._listens))
+
+    # -------- Requests ------------------------------------------------------------------------------------------------
+
+    def _feed(self) -> None:
+        """Send requests to the replicas that run short."""
+        taken: dict[int, list[Unfinished]] = {}
+        while found := self.dispatcher.take():
+            replica, queued = found
+            taken.setdefault(replica, []).append(self._requests[queued.request_id])
+        for index, requests in taken.items():
+            self._send_requests(self.replicas[index], requests)
+
+    def _send_requests(self, replica: Replica, requests: list[Unfinished], are_aborted: bool = False) -> None:
+        now = time.perf_counter()
+        for request in requests:
+            request.sent = now
+        queued = [request.queued for request in requests]
+        replica.send(pack_requests(queued, [request.chunks is not None for request in requests], are_aborted))
+
+    def _act_on_marked(self) -> None:
+        """Do what was asked for by `act_later`, in its order."""
+        while self._marked:
+            action, request_id = self._marked.popleft()
+            found = self._requests.get(request_id)
+            if found is None:
+                continue
+            queued = found.queued
+            if action is Scheduler.pause:
+                self._paused.add(request_id)
+                if self.dispatcher.remove(request_id):
+                    self._held_back[request_id] = queued
+            elif action is Scheduler.resume:
+                self._paused.discard(request_id)
+                if self._held_back.pop(request_id, None):
+                    self.dispatcher.add(queued)
+            else:
+                self._aborting.add(request_id)
+                self._paused.discard(request_id)
+                if self._held_back.pop(request_id, None) or self.dispatcher.remove(request_id):
+                    replica = self.dispatcher.give(queued)  # which knows what the output of such a request is
+                    self._send_requests(self.replicas[replica], [found], are_aborted=True)
+                    continue
+            if queued.replica is not None:
+                self.replicas[queued.replica].send(Act(action.__name__, [request_id]))
+
+    def _take_in(self, replica: Replica, message: Any) -> None:
+        match message:
+            case Outputs():
+                found = [self._requests.get(request_id) for request_id in message.requests[:, 0].tolist()]
+                ours = [one if one and one.queued.replica == replica.index else None for one in found]
+                queued = [one.queued if one else None for one in ours]
+                waited = [one.sent - one.arrived if one else 0.0 for one in ours]
+                for one, output in zip(ours, unpack_outputs(message, queued, waited), strict=True):
+                    if one is not None and output is not None:
+                        self._forget(one)
+                        one.inbox.append(output)
+            case Chunks():
+                self._hand_on(message)
+            case Metrics(metrics):
+                replica.metrics = metrics
+            case Reply():
+                replica.replies.append(message)
+            case Event(event):
+                self.callbacks.events.append(replace(event, replica=replica.index))
+            case Logged(level, text):
+                logger.log(level, "replica %d: %s", replica.index, text)
+
+    def _hand_on(self, message: Chunks) -> None:
+        """Give the chunks of a replica to the streams that wait for them."""
+        ids = {*message.columns[:, 0].tolist()} & self._requests.keys()
+        for chunk in unpack_chunks(message, {request_id: self._requests[request_id].index for request_id in ids}):
+            found = self._requests[chunk.request_id]
+            found.streamed[chunk.sample] = found.streamed.get(chunk.sample, 0) + len(chunk.token_ids)
+            if found.chunks is not None:
+                found.chunks.append(chunk)
+
+    def _forget(self, request: Unfinished) -> None:
+        request_id = request.queued.request_id
+        del self._requests[request_id]
+        self._paused.discard(request_id)
+        self._held_back.pop(request_id, None)
+        if self.dispatcher.remove(request_id) is None and request.queued.replica is not None:
+            self.dispatcher.finish(request.queued)
+
+    # -------- The end of a replica ------------------------------------------------------------------------------------
+
+    def _lose(self, replica: Replica) -> None:
+        """Go on without a replica that has ended: others compute its requests again. Raises WorkerError without others.
+
+        A stream that has tokens of it ends with an error, so that nothing comes twice.
+        """
+        end = explain_end(replica)
+        replica.is_alive = False
+        replica.connection.close()
+        replica.workers.close(patience=0.0)
+        self.ring.num_read[replica.index] = 2**62  # nobody waits for it
+        if not self.alive():
+            raise WorkerError(str(end))
+        lost = [one for one in self._requests.values() if one.queued.replica == replica.index]
+        self.dispatcher.close(replica.index)
+        num_ended = 0
+        for request in lost:
+            queued = request.queued
+            self.dispatcher.finish(queued)
+            if request.streamed:
+                num_ended += 1
+                self._end_with_error(request, end.ended)
+            elif queued.request_id in self._paused:
+                self._held_back[queued.request_id] = queued
+            else:
+                self.dispatcher.add(queued)
+                if queued.request_id in self._aborting:
+                    self._marked.append((Scheduler.abort, queued.request_id))
+        ended = f", and {num_ended} streams end with an error" if num_ended else ""
+        others = len(self.alive())
+        loss = f"{end.ended}; {len(lost) - num_ended} of its requests go to the {others} others{ended}{end.details}"
+        logger.warning("%s", loss)
+        self._losses.append(loss)
+
+    def _end_with_error(self, request: Unfinished, error: str) -> None:
+        prepared, request_id = request.queued.prepared, request.queued.request_id
+        samples = range(prepared.sampling_params.n)
+        if request.chunks is not None:
+            request.chunks.extend(
+                StreamChunk(request.index, "", [], "error", sample, request_id=request_id) for sample in samples
+            )
+        outputs = [CompletionOutput(sample, "", [], "error", error=error) for sample in samples]
+        self._forget(request)
+        request.inbox.append(RequestOutput(request_id, prepared.prompt, prepared.token_ids, 0, outputs))
+
+
+def explain_end(replica: Replica) -> Failure:
+    """Say why a replica has ended; its socket may show that a moment after its pipe."""
+    deadline = time.monotonic() + EXPLANATION_SECONDS
+    while replica.workers.failure is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    failure = replica.workers.failure
+    return failure or Failure(f"replica {replica.index} has ended")
+
+
+def end_replicas(replicas: list[Replica], patience: float = EXIT_SECONDS) -> None:
+    """End these processes, and wait until they have."""
+    for replica in replicas:
+        replica.hang_up()
+    for replica in replicas:
+        replica.workers.close(patience)

@@ -1,0 +1,110 @@
+"""The log-probabilities of drawn tokens, as `logprobs_mode` of the engine and each request's own options want them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoinfer.device import to_device
+from nanoinfer.engine.batch import PacketSections
+from nanoinfer.engine.row_options import SamplingRecord
+from nanoinfer.sampling.logprobs import LogprobsTensors, compute_logprobs
+
+
+class SampleLogprobs(NamedTuple):
+    """Log-probabilities of sampled tokens; `lines` says which of the step's tokens."""
+
+    lines: list[int]
+    logprobs: LogprobsTensors
+
+
+class DrawnLogprobs:
+    """Remembers which rows want log-probabilities, and reads them off the logits.
+
+    mode: the engine's `logprobs_mode`. "processed" ones are of the distribution that the token was drawn from, "raw"
+    ones of the model's own logits; `normalises` is False where logits are wanted in their place.
+    """
+
+    def __init__(self, mode: str, device: torch.device) -> None:
+        self.normalises = mode.endswith("logprobs")
+        self._reads_processed = mode.startswith("processed")
+        self._device = device
+        self._num_best: dict[int, int] = {}  # by row
+        self._token_ids: dict[int, list[int]] = {}  # by row: the tokens that it names, in place of the likeliest
+
+    def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections) -> None:
+        """Remember what the newly admitted rows of a packet ask for; `records` are its sampling records."""
+        token_ids, start = on_host.logprob_ids[:, 0].tolist(), 0
+        for record in records:
+            if record.logprobs >= 0:
+                self._num_best[record.row] = record.logprobs
+            if record.num_logprob_ids:
+                self._token_ids[record.row] = token_ids[start : start + record.num_logprob_ids]
+                start += record.num_logprob_ids
+
+    def release(self, row: int) -> None:
+        self._num_best.pop(row, None)
+        self._token_ids.pop(row, None)
+
+    def wants(self, row: int) -> bool:
+        return row in self._num_best
+
+    def wants_raw(self, row: int) -> bool:
+        """Return whether the row's logits are read as the model has them, with no token forbidden."""
+        return row in self._num_best and not self._reads_processed
+
+    def read(
+        self,
+        lines: list[int],
+        host_rows: list[int],
+        drawn: Tensor,
+        raw: Tensor,
+        processed: Tensor,
+        lowest: Tensor | None,
+        temperatures: Tensor,
+    ) -> list[SampleLogprobs]:
+        """Return those of the lines of a step that want any, perhaps with others: once of rows that name tokens.
+
+        host_rows: the lines' rows. drawn: (num_lines,) int, their tokens. raw, processed: (num_lines, vocab_size), the
+        logits before and after processors. lowest: (num_lines,), the lowest that may be drawn, or None.
+        """
+        if not any(map(self.wants, host_rows)):
+            return []
+        logits, drawn = raw, drawn.clamp(min=0)
+        if self._reads_processed:
+            logits = drawn_from(processed, lowest, temperatures, self.normalises)
+        naming = [place for place, row in enumerate(host_rows) if row in self._token_ids]
+        if not naming:
+            num_best = max(self._num_best.get(row, -1) for row in host_rows)
+            return [SampleLogprobs(lines, self._compute(logits, drawn, num_best).to_host())]
+        found = []
+        if others := [place for place, row in enumerate(host_rows) if row not in self._token_ids and self.wants(row)]:
+            places = to_device(torch.tensor(others), self._device)
+            num_best = max(self._num_best[host_rows[place]] for place in others)
+            logprobs = self._compute(logits[places], drawn[places], num_best)
+            found.append(SampleLogprobs([lines[place] for place in others], logprobs.to_host()))
+        ids = [self._token_ids[host_rows[place]] for place in naming]
+        width = max(map(len, ids))
+        padded = torch.tensor([[*its_ids, *its_ids[:1] * (width - len(its_ids))] for its_ids in ids])
+        places, named = to_device(torch.tensor(naming), self._device), to_device(padded, self._device)
+        logprobs = self._compute(logits[places], drawn[places], 0, named)
+        return [*found, SampleLogprobs([lines[place] for place in naming], logprobs.to_host())]
+
+    def _compute(self, logits: Tensor, drawn: Tensor, num_best: int, named: Tensor | None = None) -> LogprobsTensors:
+        return compute_logprobs(logits, drawn, num_best, named=named, normalises=self.normalises)
+
+
+def drawn_from(logits: Tensor, lowest: Tensor | None, temperatures: Tensor, normalises: bool) -> Tensor:
+    """Return the logits, float32, of the distribution that tokens are drawn from; greedy rows count a temperature of 1.
+
+    logits: (num_rows, vocab_size), processed. lowest: (num_rows,), the lowest that may be drawn, or None. temperatures:
+    (num_rows,); 0 is greedy. normalises: whether only their softmax counts; they are shifted then, so that a low
+    temperature makes none infinite.
+    """
+    logits = logits.float()
+    if lowest is not None:
+        logits = torch.where(logits < lowest.unsqueeze(1), -torch.inf, logits)
+    if normalises:
+        logits = logits - logits.amax(dim=1, keepdim=True)
+    return logits / torch.where(temperatures > 0, temperatures, 1.0).unsqueeze(1)

@@ -1,0 +1,109 @@
+"""The kernels of gpt-oss's experts in Triton's interpreter, on the CPU, against their twins. On a GPU: tests/gpu."""
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoinfer.layers.clamped_experts import clamped_expert_mlp
+from nanoinfer.quantization.int4.formats import mxfp4_numbers
+from nanoinfer.quantization.int4.numbers import BLOCK, PackedWeight, dequantize, pack
+
+pytest.importorskip("triton")
+
+from nanoinfer.kernels import moe_experts as kernels
+from nanoinfer.kernels.moe_experts import ExpertWeights
+from tests.kernels.helpers import loops_are_interpreted
+from tests.kernels.test_moe import CASES, randn, random_ids, weights_of
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"),
+    loops_are_interpreted,
+]
+
+CLAMPS = (1.5, 1.702)
+
+
+def biases_of(num_experts: int, hidden_size: int, inner_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return randn(num_experts, 2 * inner_size, seed=3, dtype=dtype), randn(num_experts, hidden_size, seed=4, dtype=dtype)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    tolerance = 16 * torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def test_on_cuda_the_layer_runs_the_kernel_of_its_name_with_its_parameters() -> None:
+    kernel = kernels.clamped_expert_mlp
+    assert inspect.getclosurevars(clamped_expert_mlp).nonlocals["on_cuda"]() is kernel
+    assert inspect.signature(kernel) == inspect.signature(clamped_expert_mlp)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "num_choices", "hidden_size", "inner_size"), CASES)
+def test_clamped_expert_mlp_equals_its_twin(
+    num_tokens: int, num_experts: int, num_choices: int, hidden_size: int, inner_size: int, dtype: torch.dtype
+) -> None:
+    x = 2 * randn(num_tokens, hidden_size, dtype=dtype)
+    sizes = num_experts, hidden_size, inner_size, dtype
+    tensors = *weights_of(*sizes), *biases_of(*sizes)
+    ids = random_ids(num_tokens, num_experts, num_choices, share_of_padding=0.2)
+    options = ids, torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)), CLAMPS
+    assert_close(kernels.clamped_expert_mlp(x, *tensors, *options), clamped_expert_mlp(x, *tensors, *options))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, in the interpreter
+def test_nan_and_infinities_are_clamped_as_in_the_twin() -> None:
+    x = randn(6, 32)
+    x[1, 3], x[2, 5], x[4, 0] = torch.nan, torch.inf, -torch.inf
+    tensors = *weights_of(4, 32, 24, x.dtype), *biases_of(4, 32, 24, x.dtype)
+    options = random_ids(6, 4, 2), torch.ones(6, 2), CLAMPS
+    actual = kernels.clamped_expert_mlp(x, *tensors, *options)
+    assert_close(actual, clamped_expert_mlp(x, *tensors, *options))
+    assert actual[:, 1].isnan().all()
+    assert actual[:, [0, 3, 5]].isfinite().all()
+
+
+def random_mxfp4(num_experts: int, num_outputs: int, num_inputs: int, seed: int) -> PackedWeight:
+    """A weight whose rows are filled up to whole blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = num_experts, num_outputs, num_inputs // 32
+    numbers = mxfp4_numbers(torch.randint(0, 256, (*groups, 16), generator=generator, dtype=torch.uint8))
+    scales = torch.randint(122, 126, groups, generator=generator, dtype=torch.uint8)
+    filling = -num_inputs % BLOCK
+    numbers = torch.nn.functional.pad(numbers, (0, filling))
+    return PackedWeight(pack(numbers, BLOCK), torch.nn.functional.pad(scales, (0, filling // 32)), is_e2m1=True)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_choices", "hidden_size", "inner_size"),
+    [(1, 4, 2, 160, 96), (5, 3, 2, 128, 32), (60, 2, 1, 96, 288)],
+)
+def test_weights_in_mxfp4_whose_depth_is_no_whole_block_equal_the_twin(
+    num_tokens: int, num_experts: int, num_choices: int, hidden_size: int, inner_size: int
+) -> None:
+    dtype = torch.float16
+    x = randn(num_tokens, hidden_size + 8, dtype=dtype)[:, :hidden_size]
+    x_rows = torch.full((num_tokens, hidden_size + 8), torch.nan, dtype=dtype)  # what lies behind a row is not read
+    x_rows[:, :hidden_size] = x
+    first = random_mxfp4(num_experts, 2 * inner_size, hidden_size, 1)
+    second = random_mxfp4(num_experts, hidden_size, inner_size, 2)
+    biases = biases_of(num_experts, hidden_size, inner_size, dtype)
+    ids = random_ids(num_tokens, num_experts, num_choices, share_of_padding=0.2)
+    routing = ids, torch.rand(ids.shape, generator=torch.Generator().manual_seed(0))
+    packed = (
+        ExpertWeights(weight.numbers, weight.scales, bias=bias, is_e2m1=True)
+        for weight, bias in zip((first, second), biases, strict=True)
+    )
+    actual = kernels.mxfp4_expert_mlp(x_rows[:, :hidden_size], *packed, inner_size, *routing, CLAMPS)
+    wide = dequantize(first)[..., :hidden_size].to(dtype), dequantize(second)[..., :inner_size].to(dtype)
+    assert_close(actual, clamped_expert_mlp(x, *wide, *biases, *routing, CLAMPS))
+
+
+def test_a_scale_of_255_is_nan() -> None:
+    weight = random_mxfp4(1, 8, 32, 0)
+    weight.scales[0, 3, 0] = 255
+    assert dequantize(weight)[0, 3, :32].isnan().all()
+    assert dequantize(weight)[0, :3].isfinite().all()

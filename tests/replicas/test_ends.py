@@ -1,0 +1,229 @@
+"""How replicas end: one of them, the last of them, and all with their LLM or its script. Nothing is left behind."""
+
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import active_children, resource_tracker
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoinfer import LLM, ConfigError, EngineClosedError, ModelError, SamplingParams, WorkerError
+from nanoinfer.executor.workers import Workers
+from nanoinfer.replicas import loading
+from tests.executor.test_tensor_parallel import is_running, private_folder, remains  # noqa: F401 (a fixture)
+from tests.executor.test_workers import start_script
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see what is left of an engine")
+
+Checkpoint = Callable[..., Path]
+PROMPTS = [[1, 2, index] for index in range(8)]
+SHORT = SamplingParams(temperature=0.8, max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def first_process(quick_workers: None) -> None:
+    """The first one starts a helper of multiprocessing's, which stays."""
+    Workers(2, print, ()).close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_remains(private_folder: None) -> Iterator[None]:  # noqa: F811
+    resource_tracker.ensure_running()
+    before = remains()
+    yield
+    gc.collect()
+    assert remains() - before == set()
+
+
+def start(folder: Path, size: int = 2, **options: Any) -> tuple[LLM, list[int]]:
+    """An engine, and the ids of its processes."""
+    llm = LLM(folder, device="cpu", data_parallel_size=size, num_kvcache_blocks=32, **options)
+    return llm, [replica.workers._processes[0].pid for replica in llm.engine.replicas]
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_requests_of_a_replica_that_dies_go_to_the_others(
+    random_checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(random_checkpoint(), device="cpu") as llm:
+        expected = [output.token_ids for output in llm.generate(PROMPTS, LONG, use_tqdm=False)]
+    llm, pids = start(random_checkpoint())
+    killed = []
+
+    def kill_one(_: Any) -> None:
+        killed.append(kill(pids[1])) if not killed else None
+
+    params = [SHORT, *[LONG] * 7]
+    loss = r"replica 1 of data_parallel_size=2 was ended by SIGKILL.*; [1-4] of its requests go to the 1 others"
+    with llm:
+        with pytest.warns(RuntimeWarning, match=loss):
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False, on_finish=kill_one)
+        assert [output.token_ids for output in outputs[1:]] == expected[1:]
+        assert [output.request_id for output in outputs] == [*range(8)]
+        assert "replica 1 of data_parallel_size=2 was ended by SIGKILL" in caplog.text
+        assert len(llm.generate(PROMPTS, SHORT, use_tqdm=False)) == 8, "and so do later ones"
+        llm.sleep()
+        llm.wake_up()
+        llm.reset_prefix_cache()
+        llm.update_weights({"model.norm.weight": torch.ones(96)})
+
+
+def test_a_stream_with_tokens_of_a_replica_that_dies_ends_with_an_error(random_checkpoint: Checkpoint) -> None:
+    llm, pids = start(random_checkpoint())
+    with llm:
+        stream = llm.stream(PROMPTS[:2], LONG)
+        first = next(stream)
+        kill(pids[llm.engine._requests[first.request_id].queued.replica])
+        with pytest.warns(RuntimeWarning, match="and 1 streams end with an error"):
+            reasons = {chunk.index: chunk.finish_reason for chunk in stream}
+    assert reasons == {first.index: "error", 1 - first.index: "length"}
+
+
+@pytest.mark.filterwarnings("ignore:replica")  # of the first one that ends
+def test_the_end_of_the_last_replica_is_an_error_that_closes_the_engine(random_checkpoint: Checkpoint) -> None:
+    llm, pids = start(random_checkpoint())
+    for pid in pids:
+        kill(pid)
+    ended = r"replica [01] of data_parallel_size=2 was ended by SIGKILL.*make a new LLM"
+    with pytest.raises(WorkerError, match=ended):
+        llm.generate(PROMPTS, LONG, use_tqdm=False)
+    with pytest.raises(EngineClosedError):
+        llm.generate([1])
+    llm.close()
+
+
+def test_a_replica_that_dies_while_weights_come_closes_the_engine(random_checkpoint: Checkpoint) -> None:
+    llm, pids = start(random_checkpoint())
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "model.norm.weight", torch.ones(96)
+        kill(pids[0])
+        yield "model.norm.weight", torch.zeros(96)
+
+    with pytest.raises(WorkerError, match=r"make a new LLM"):
+        llm.update_weights(weights())
+    with pytest.raises(EngineClosedError):
+        llm.generate([1])
+
+
+def test_an_engine_that_is_forgotten_in_a_call_ends_its_replicas(random_checkpoint: Checkpoint) -> None:
+    llm, pids = start(random_checkpoint())
+    stream = llm.stream([1], LONG)
+    next(stream)
+    del llm, stream
+    gc.collect()
+    assert not any(map(is_running, pids))
+
+
+def test_ctrl_c_ends_the_call_and_the_engine_goes_on(random_checkpoint: Checkpoint) -> None:
+    llm, _ = start(random_checkpoint())
+
+    def interrupt(_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with llm:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, [SHORT, *[LONG] * 7], use_tqdm=False, on_finish=interrupt)
+        assert llm.is_finished()
+        assert len(llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].token_ids) == 8
+
+
+def test_what_is_wrong_with_a_model_is_the_error_of_one_engine(random_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = random_checkpoint()
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        start(tmp_path)
+    with pytest.raises(ConfigError, match="max_model_len=513 is more than the KV cache holds"):
+        LLM(folder, device="cpu", data_parallel_size=2, num_kvcache_blocks=2, max_model_len=513)
+    with pytest.raises(ConfigError, match="max_model_len=4096 is above the model's own limit of 2048"):
+        start(folder, max_model_len=4096)
+    assert active_children() == []
+
+
+def test_replicas_take_as_many_gpus_as_they_have_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("this makes a context on a GPU"))
+    config = loading.EngineConfig("tiny", data_parallel_size=2, tensor_parallel_size=2)
+    assert loading.choose_devices(config) == ["cuda:0", "cuda:2"]
+    config = loading.EngineConfig("tiny", data_parallel_size=3, tensor_parallel_size=2, device="cuda:2")
+    assert loading.choose_devices(config) == ["cuda:2", "cuda:4", "cuda:6"]
+    config = loading.EngineConfig("tiny", data_parallel_size=4, tensor_parallel_size=2, device="cuda:1")
+    with pytest.raises(
+        ConfigError, match="needs 8 GPUs, and PyTorch sees 8; cuda:1 is the first to use; use at most 7"
+    ):
+        loading.choose_devices(config)
+
+
+@pytest.mark.slow
+def test_replicas_of_several_ranks_give_the_tokens_of_one_process(random_checkpoint: Checkpoint) -> None:
+    with LLM(random_checkpoint(), device="cpu") as llm:
+        expected = [output.token_ids for output in llm.generate(PROMPTS, SHORT, use_tqdm=False)]
+    llm, _ = start(random_checkpoint(), tensor_parallel_size=2)
+    with llm:
+        assert [output.token_ids for output in llm.generate(PROMPTS, SHORT, use_tqdm=False)] == expected
+
+
+SCRIPT = """
+import os, sys, time
+from multiprocessing import active_children
+from nanoinfer import LLM, SamplingParams
+
+def main():
+    llm = LLM({folder!r}, device='cpu', data_parallel_size=2, num_kvcache_blocks=8)
+    print(*[child.pid for child in active_children()], flush=True)
+    llm.add_request([1, 2, 3], SamplingParams(max_tokens=2000, ignore_eos=True))
+    llm.step()
+    {rest}
+
+if __name__ == "__main__":
+    main()
+"""
+END = "sys.modules[__name__].kept = llm"
+WAIT = "[llm.step() for _ in range(10**9)]"
+
+
+@pytest.mark.parametrize(
+    "how", ["its end", pytest.param("Ctrl-C", marks=pytest.mark.slow), pytest.param("a kill", marks=pytest.mark.slow)]
+)
+def test_replicas_end_with_their_script(random_checkpoint: Checkpoint, tmp_path: Path, how: str) -> None:
+    source = SCRIPT.format(folder=str(random_checkpoint()), rest=END if how == "its end" else WAIT)
+    with start_script(tmp_path, source) as script:
+        assert script.stdout is not None
+        pids = [int(pid) for pid in script.stdout.readline().split()]
+        if how == "Ctrl-C":
+            os.killpg(script.pid, signal.SIGINT)
+        elif how == "a kill":
+            script.kill()
+        _, err = script.communicate(timeout=60)
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) == 2
+    assert not any(map(is_running, pids))
+    assert list(tmp_path.glob("nanoinfer-*")) == []
+    if how == "its end":
+        assert (script.returncode, err) == (0, "")
+    elif how == "Ctrl-C":
+        assert err.rstrip().endswith("KeyboardInterrupt")
+        assert err.count("Traceback") == 1
+
+
+@pytest.mark.slow
+def test_a_script_without_a_main_guard_is_told_to_have_one(random_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source = f"from nanoinfer import LLM\nLLM({str(random_checkpoint())!r}, device='cpu', data_parallel_size=2)"
+    with start_script(tmp_path, source) as script:
+        _, err = script.communicate(timeout=60)
+    assert err.count("Traceback") == 1
+    assert "WorkerError: data_parallel_size=2 spawns processes that import this script" in err
