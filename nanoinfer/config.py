@@ -44,6 +44,12 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         1, "The number of GPUs that the model is split over, counted from `device` on; on a CPU, of processes."
     )
+    distributed_executor_backend: str = option(
+        "mp",
+        '"mp" starts a process for each further GPU; with "external_launcher" the processes are there (torchrun), and '
+        "those that share a model all make the same calls.",
+        ("mp", "external_launcher"),
+    )
     data_parallel_size: int = option(
         1,
         "The number of replicas: engines in processes of their own, each with the whole model, that share requests. "
@@ -136,6 +142,8 @@ class EngineConfig:
         object.__setattr__(self, "model", str(self.model))
         object.__setattr__(self, "device", str(self.device))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        if self.distributed_executor_backend is None:  # as vLLM's users may write
+            object.__setattr__(self, "distributed_executor_backend", "mp")
         if self.hf_overrides is not None:
             object.__setattr__(self, "hf_overrides", _as_json(self.hf_overrides))
         for item in fields(self):
@@ -166,6 +174,11 @@ class EngineConfig:
         if self.quantization not in (None, *QUANTIZATIONS):
             known = ", ".join(map(repr, QUANTIZATIONS))
             raise ConfigError(f"quantization={self.quantization!r} is not known; use {known} or None")
+        if self.distributed_executor_backend != "mp" and self.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={self.data_parallel_size} starts processes, and with distributed_executor_backend="
+                "'external_launcher' they are there already; use 1, and each process has an engine of its own"
+            )
         if self.max_model_len == 1:
             raise ConfigError("max_model_len=1 has no room for a prompt and a completion; use at least 2")
         if self.trace is not None:

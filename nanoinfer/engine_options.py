@@ -13,6 +13,7 @@ class EngineOptions(TypedDict, total=False):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | torch.dtype
     device: str | torch.device
     tensor_parallel_size: int
+    distributed_executor_backend: Literal["mp", "external_launcher"]
     data_parallel_size: int
     max_model_len: int | None
     max_num_seqs: int

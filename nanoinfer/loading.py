@@ -23,6 +23,7 @@ from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import ConfigError
+from nanoinfer.executor.external_runner import ExternalRunner
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import REGISTRY
 from nanoinfer.runner.model_runner import ModelRunner, RunnerInfo
@@ -111,8 +112,12 @@ def load_engine(found: FoundModel) -> Loaded:
         # What the tokenizer imports takes as long as loading the weights, so both happen at the same time.
         with ThreadPoolExecutor(1) as background:
             loading = background.submit(found.load_tokenizer)
-            runner_class = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
-            runner: ModelRunner | ParallelRunner = runner_class(config, model_config, found.folder)
+            runner_class: type[ModelRunner | ParallelRunner] = ParallelRunner
+            if config.distributed_executor_backend == "external_launcher":
+                runner_class = ExternalRunner
+            elif config.tensor_parallel_size == 1:
+                runner_class = ModelRunner
+            runner = runner_class(config, model_config, found.folder)
             on_failure.callback(runner.close)
             loaded = time.perf_counter()
             tokenizer = loading.result()

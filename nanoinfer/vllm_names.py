@@ -71,7 +71,6 @@ LLM_NAMES: Foreigners = {
     "enable_log_requests": only(False, why="requests are not logged; on_step shows what runs"),
     "disable_log_stats": only(True, why="get_metrics has the statistics, and nothing logs them"),
     "disable_async_output_proc": only(False, why="overlap=False collects each step before the next is launched"),
-    "distributed_executor_backend": only("mp", why="each GPU has a process on this host"),
     "generation_config": only("vllm", why="what the model recommends is llm.default_sampling_params"),
     "hf_token": only(why="the hub's library reads the variable HF_TOKEN"),
     "ignore_patterns": only("original/**/*", why="only what is needed is downloaded"),

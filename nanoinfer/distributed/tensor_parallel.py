@@ -178,12 +178,14 @@ class TensorParallel:
                 memory.close()
 
 
-def connect(rank: int, size: int, device: torch.device, store_file: Path) -> TensorParallel:
+def connect(rank: int, size: int, device: torch.device, meeting: Any) -> TensorParallel:
     """Meet the other ranks, by NCCL between GPUs and by gloo on a CPU; return when all have come.
 
-    store_file: a file that only these ranks use, where they leave their addresses; it must stay while they run.
+    meeting: where they leave their addresses: a file that only these ranks use, which must stay while they run, or a
+    store of PyTorch's; rank 0 may wait longer for the others then.
     """
-    store = dist.FileStore(str(store_file), size)
+    is_file = isinstance(meeting, Path)
+    store = dist.FileStore(str(meeting), size) if is_file else meeting
     if device.type == "cuda":
         with torch.cuda.device(device):
             group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
@@ -192,7 +194,7 @@ def connect(rank: int, size: int, device: torch.device, store_file: Path) -> Ten
         return tp
     options = dist.ProcessGroupGloo._Options()
     # All others wait for rank 0, which comes when all have started. If it has to wait long, one of them has ended.
-    options._timeout = CONNECT_TIMEOUT if rank == 0 else TIMEOUT
+    options._timeout = CONNECT_TIMEOUT if rank == 0 and is_file else TIMEOUT
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # the host's name may not resolve
     group = dist.ProcessGroupGloo(store, rank, size, options)
     group._set_default_timeout(TIMEOUT)

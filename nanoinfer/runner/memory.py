@@ -67,8 +67,8 @@ def num_blocks_in(
     Where there are several groups, page 0 counts too, which nobody is given. other_bytes: what a block takes beside its
     keys and values.
     """
-    bytes_per_block = num_cache_bytes(cache_shape(config, groups.layers_per_page, 1, block_size, tp), dtype)
-    bytes_per_block += other_bytes
+    shape = cache_shape(config, groups.layers_per_page, 1, block_size, tp)
+    bytes_per_block = num_cache_bytes(shape, dtype) + other_bytes
     if free_bytes < bytes_per_block * groups.least_pages:
         raise ConfigError(
             f"{max(free_bytes, 0) / GIB:.2f} GiB are left for the KV cache, and one block of {block_size} tokens takes "

@@ -236,13 +236,14 @@ class ModelRunner:
 
     def _planned(self, step: ForwardStep) -> ForwardStep:
         """Return the step with what the attention backends prepare once for all layers."""
-        routed: list[Tensor] | None = [] if self.config.enable_return_routed_experts else None
+        if self.config.enable_return_routed_experts:
+            step = replace(step, routed=[])
         if not step.windowed_attention:
-            return replace(step, attention=self.backends.plan(step.attention, step.memory), routed=routed)
+            return replace(step, attention=self.backends.plan(step.attention, step.memory))
         plans = self.backends.plan
         windowed = tuple(plans(metadata, step.memory, windowed=True) for metadata in step.windowed_attention)
         attention = plans(step.attention, step.memory, windowed=False)
-        return replace(step, attention=attention, windowed_attention=windowed, routed=routed)
+        return replace(step, attention=attention, windowed_attention=windowed)
 
     def _write_logits(self, step: ForwardStep, hidden: Tensor) -> None:
         if self.tp.memory is not None:
