@@ -15,7 +15,7 @@ from nanoinfer.checkpoint.hub import resolve_model_folder
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.control.run_trace import start_trace
+from nanoinfer.control.run_trace import EventSource, start_trace
 from nanoinfer.control.step_events import StepCallback, StepCallbacks
 from nanoinfer.control.weight_control import WeightControl
 from nanoinfer.device import host_array
@@ -77,6 +77,8 @@ class Callbacks(Protocol):
     """Calls functions with the StepEvents of an engine, or of several."""
 
     def add(self, callback: StepCallback) -> Callable[[], None]: ...
+
+    def events(self) -> EventSource: ...
 
 
 class Loaded(NamedTuple):

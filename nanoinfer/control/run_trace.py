@@ -13,10 +13,9 @@ import weakref
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from nanoinfer.control.step_events import StepCallbacks, StepEvents
-from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.control.step_events import StepCallback
 from nanoinfer.outputs import RequestChange, StepEvent
 
 logger = logging.getLogger("nanoinfer")
@@ -39,9 +38,25 @@ STEP_COUNTS = (
 KINDS = ("arrived", "admitted", "chunk", "preempted", "paused", "resumed", "finished")
 
 
+class EventSource(Protocol):
+    """Knows what has happened that no callback was called with: a StepEvents, or one for several engines."""
+
+    def take(self) -> Iterable[StepEvent]: ...
+
+    def take_rest(self) -> tuple[list[RequestChange], float]: ...
+
+
+class Callbacks(Protocol):
+    """A StepCallbacks, or one for several engines."""
+
+    def add(self, callback: StepCallback) -> object: ...
+
+    def events(self) -> EventSource: ...
+
+
 def start_trace(
-    path: str, title: str, engine: LLMEngine, callbacks: StepCallbacks
-) -> "weakref.finalize[[StepEvents, str], LLMEngine]":
+    path: str, title: str, engine: object, callbacks: Callbacks
+) -> "weakref.finalize[[EventSource, str], Any]":
     """Record the run of an engine from now on; return the function that writes the file, once."""
     trace = RunTrace(title)
     callbacks.add(trace)
@@ -60,6 +75,7 @@ class RunTrace:
         self._times = {name: array("d") for name in STEP_TIMES}
         self._counts = {name: array("i") for name in STEP_COUNTS}
         self._gpu_seconds = array("f")  # -1: there is no GPU
+        self._replicas = array("i")
         self._reasons: dict[str, int] = {}  # why requests finished -> a number
         self._rows: dict[tuple[int, int], int] = {}  # (request_id, sample) -> line in the picture
         # Changes of requests, one column for each of their numbers:
@@ -76,6 +92,7 @@ class RunTrace:
         for name, counts in self._counts.items():
             counts.append(getattr(event, name))
         self._gpu_seconds.append(-1.0 if event.gpu_seconds is None else event.gpu_seconds)
+        self._replicas.append(event.replica)
         self._add(event.changes, event.arrived)
 
     def _add(self, changes: Iterable[RequestChange], chunks_end: float) -> None:
@@ -95,15 +112,15 @@ class RunTrace:
         Path(path).write_text(page, encoding="utf-8")
 
     def write_on_close(
-        self, engine: object, events: StepEvents, path: str
-    ) -> "weakref.finalize[[StepEvents, str], Any]":
+        self, engine: object, events: EventSource, path: str
+    ) -> "weakref.finalize[[EventSource, str], Any]":
         """Have the page written when the engine is forgotten or the script ends; return what writes it before that.
 
         events: whose events are recorded; it knows what has happened after the last one.
         """
         return weakref.finalize(engine, self._try_to_write, events, path)
 
-    def _try_to_write(self, events: StepEvents, path: str) -> None:
+    def _try_to_write(self, events: EventSource, path: str) -> None:
         for event in events.take():
             self(event)
         if not self._num_left_out:
@@ -130,7 +147,7 @@ class RunTrace:
         return {
             "title": self.title,
             "num_left_out": self._num_left_out,
-            "steps": steps | {"gpu_seconds": _encode("Float32", self._gpu_seconds)},
+            "steps": steps | {"gpu_seconds": _encode("Float32", self._gpu_seconds), "replica": _int32(self._replicas)},
             "changes": changes,
             "requests": {"request_id": [key[0] for key in self._rows], "sample": [key[1] for key in self._rows]},
             "kinds": KINDS,

@@ -1,10 +1,11 @@
 """Calls the functions of `LLM.on_step` with the StepEvents of all replicas, in the thread that runs `LLM.step`."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from nanoinfer.errors import RequestError
-from nanoinfer.outputs import StepEvent
+from nanoinfer.outputs import RequestChange, StepEvent
 
 StepCallback = Callable[[StepEvent], object]
 
@@ -13,7 +14,8 @@ class ReplicaCallbacks:
     """Holds the functions, and the events that they are to get. While there are none, replicas send no events."""
 
     def __init__(self) -> None:
-        self.events: deque[StepEvent] = deque()
+        self._arrived: deque[StepEvent] = deque()
+        self._changes: dict[int, list[RequestChange]] = {}  # by replica: those of no event so far
         self._callbacks: list[StepCallback] = []
 
     @property
@@ -36,9 +38,31 @@ class ReplicaCallbacks:
 
         return end
 
+    def arrive(self, replica: int, event: StepEvent) -> None:
+        """Keep an event of a replica until the functions are called."""
+        changes = (*self._changes.pop(replica, ()), *event.changes)
+        self._arrived.append(replace(event, replica=replica, changes=changes))
+
+    def add_changes(self, replica: int, changes: list[RequestChange]) -> None:
+        """Keep what happened to requests of a replica after its last event, for the next one."""
+        self._changes.setdefault(replica, []).extend(changes)
+
     def call(self) -> None:
         """Call the functions with the events that have come."""
-        while self.events:
-            event = self.events.popleft()
+        for event in self.take():
             for callback in [*self._callbacks]:
                 callback(event)
+
+    def events(self) -> "ReplicaCallbacks":
+        """Return what a trace asks for what it has not been called with."""
+        return self
+
+    def take(self) -> Iterator[StepEvent]:
+        while self._arrived:
+            yield self._arrived.popleft()
+
+    def take_rest(self) -> tuple[list[RequestChange], float]:
+        """Return the changes of no event, and when the last steps were launched, which is not known."""
+        changes = [change for each in self._changes.values() for change in each]
+        self._changes.clear()
+        return sorted(changes, key=lambda change: change.time), 0.0

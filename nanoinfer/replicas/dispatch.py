@@ -32,6 +32,7 @@ class QueuedRequest:
     work: float  # expected, in generated tokens
     round: int = -1  # of those that were queued together
     replica: int | None = None  # where it is; None while it waits
+    is_counted: bool = False  # as work of that replica
 
     @property
     def num_seqs(self) -> int:
@@ -126,14 +127,29 @@ class Dispatcher:
 
     def finish(self, request: QueuedRequest) -> None:
         """Note that a replica has a request no longer."""
-        replica = request.replica
-        assert replica is not None, f"request {request.request_id} is finished and was on no replica"
-        self.num_seqs[replica] -= request.num_seqs
-        self.work[replica] -= request.work
-        self._priorities[replica][request.priority] -= 1
-        if not self._priorities[replica][request.priority]:
-            del self._priorities[replica][request.priority]
+        self.pause(request)
         request.replica = None
+
+    def pause(self, request: QueuedRequest) -> None:
+        """Note that a request computes nothing on its replica, which can take others meanwhile."""
+        replica = request.replica
+        assert replica is not None, f"request {request.request_id} is on no replica"
+        if request.is_counted:
+            request.is_counted = False
+            self.num_seqs[replica] -= request.num_seqs
+            self.work[replica] -= request.work
+            self._priorities[replica][request.priority] -= 1
+            self._priorities[replica] += Counter()  # drops what is 0
+
+    def resume(self, request: QueuedRequest) -> None:
+        """Note that a request that is on a replica computes there, again or for the first time."""
+        replica = request.replica
+        assert replica is not None, f"request {request.request_id} is on no replica"
+        if not request.is_counted:
+            request.is_counted = True
+            self.num_seqs[replica] += request.num_seqs
+            self.work[replica] += request.work
+            self._priorities[replica][request.priority] += 1
 
     def close(self, replica: int) -> None:
         """Give no more requests to a replica, and those that wait for it to others."""
@@ -164,9 +180,7 @@ class Dispatcher:
 
     def _place(self, request: QueuedRequest, replica: int) -> None:
         request.replica = replica
-        self.num_seqs[replica] += request.num_seqs
-        self.work[replica] += request.work
-        self._priorities[replica][request.priority] += 1
+        self.resume(request)
 
     def _has_room(self, replica: int) -> bool:
         """Return whether a replica runs short, or the next request has a higher priority than some that it has."""

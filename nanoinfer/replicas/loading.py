@@ -8,12 +8,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import wait
-from typing import NoReturn
 
 import torch
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
+from nanoinfer.control.run_trace import start_trace
 from nanoinfer.device import select_device
 from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import ConfigError, RequestError, WorkerError
@@ -118,15 +118,11 @@ def load_replicas(found: FoundModel) -> Loaded:
         constraints,
         ReplicaControl(engine, queue.lock),
         engine.callbacks,
-        refuse_trace,
+        lambda path, title: start_trace(path, title, engine, engine.callbacks),
         max_model_len,
         info,
         {"replicas": time.perf_counter() - started},
     )
-
-
-def refuse_trace(path: str, title: str) -> NoReturn:
-    raise ConfigError(f"trace={path!r} with data_parallel_size above 1 is not there yet; use on_step, or leave it out")
 
 
 def wait_until_ready(replicas: list[Replica]) -> list[Ready]:

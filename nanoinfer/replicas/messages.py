@@ -20,6 +20,7 @@ from nanoinfer.outputs import (
     CompletionOutput,
     EngineMetrics,
     Logprob,
+    RequestChange,
     RequestMetrics,
     RequestOutput,
     StepEvent,
@@ -41,7 +42,7 @@ NO_OTHERS = (None,) * 5
 class Requests(NamedTuple):
     """Requests to be queued."""
 
-    columns: NDArray[np.int64]  # (num_requests, 6): request id, priority, length, start of prompt_logprobs, two flags
+    columns: NDArray[np.int64]  # (num_requests, 7): see `pack_requests`
     token_ids: NDArray[np.int32]  # of all prompts, one after the other
     params: list[SamplingParams]  # those without functions
     pickled_params: list[bytes]  # those with functions, which a replica may not be able to read
@@ -115,6 +116,12 @@ class Event(NamedTuple):
     event: StepEvent
 
 
+class Changes(NamedTuple):
+    """What happened to requests after the last event, where somebody listens."""
+
+    changes: list[RequestChange]
+
+
 class PackedLogprobs(NamedTuple):
     """Log-probabilities at several places; at each, those of some tokens."""
 
@@ -171,6 +178,7 @@ def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool],
             request.priority,
             len(request.prepared.token_ids),
             request.prepared.prompt_logprobs_start,
+            request.prepared.sampling_params.n,
             request.prepared.prompt is not None,
             is_streamed,
         )
@@ -212,12 +220,12 @@ def unpack_requests(message: Requests) -> list[ReceivedRequest]:
     token_ids = message.token_ids.tolist()
     packed = message.token_ids.tobytes()
     for row, index in zip(message.columns.tolist(), message.which_params.tolist(), strict=True):
-        request_id, priority, length, logprobs_start, is_text, is_streamed = row
+        request_id, priority, length, logprobs_start, n, is_text, is_streamed = row
         start, end = end, end + length
         prepared = PreparedRequest(
             prompt="" if is_text else None,  # the text itself is not needed here
             token_ids=token_ids[start:end],
-            sampling_params=params[index],
+            sampling_params=SamplingParams(n=n) if index in errors else params[index],
             packed_ids=packed[4 * start : 4 * end],
             priority=priority,
             prompt_logprobs_start=logprobs_start,

@@ -1,7 +1,7 @@
 """A replica: an engine in a process of its own, that runs what the parent sends and sends back what finishes.
 
-A thread reads the pipe, and compiles the grammars of what comes while steps run. Between two steps the main thread
-takes what was read. It never waits for the parent while it has something to run.
+Two threads read the pipe, and compile the grammars of what comes while steps run. Between two steps the main thread
+takes what they have. It never waits for the parent while it has something to run.
 """
 
 import logging
@@ -25,12 +25,12 @@ import torch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import NanoinferError
 from nanoinfer.executor.shm_ring import Ring, RingReader
-from nanoinfer.executor.workers import PASSED
 from nanoinfer.loading import FoundModel, Loaded, load_engine
 from nanoinfer.outputs import RequestOutput, StepEvent, StreamChunk
 from nanoinfer.replicas.messages import (
     Act,
     Call,
+    Changes,
     Drop,
     Event,
     Listen,
@@ -86,7 +86,6 @@ def run_replica(
     sender.send(
         Ready(loaded.max_model_len, str(loaded.info.device), dtype, loaded.info.description, loaded.seconds, texts)
     )
-    link.sendall(PASSED)
     replica = Replica(loaded, connection, sender, RingReader(ring, index, link))
     replica.run()
     loaded.engine.close()
@@ -122,7 +121,8 @@ class Replica:
         self._loaded, self._weights = loaded, weights
         self._engine: Any = loaded.engine
         self._connection, self._send = connection, sender.send
-        self._received: SimpleQueue[Any] = SimpleQueue()  # None at the end
+        self._read_messages: SimpleQueue[Any] = SimpleQueue()  # None at the end
+        self._received: SimpleQueue[Any] = SimpleQueue()  # likewise; requests are ready to be queued
         self._outputs: list[RequestOutput] = []
         self._chunks: deque[StreamChunk] = deque()
         self._told = 0.0  # when the parent was last told of the work
@@ -138,7 +138,8 @@ class Replica:
 
     def run(self) -> None:
         """Serve the parent until it closes the pipe."""
-        threading.Thread(target=self._read, name="nanoinfer pipe", daemon=True).start()
+        for work in (self._read, self._prepare):
+            threading.Thread(target=work, name="nanoinfer pipe", daemon=True).start()
         engine = self._engine
         while self._serve(wait=engine.is_finished() or engine.num_only_paused() > 0):
             if not engine.is_finished():
@@ -146,15 +147,23 @@ class Replica:
             self._report()
 
     def _read(self) -> None:
-        """Read messages until the pipe is closed; compile what limits the tokens of requests."""
+        """Read messages until the pipe is closed, at once: the parent waits while a pipe is full."""
         with suppress(EOFError, OSError):
             while True:
-                message = self._connection.recv()
-                if isinstance(message, Requests):
-                    message = unpack_requests(message)
-                    self._plan(message)
+                self._read_messages.put(self._connection.recv())
+        self._read_messages.put(None)
+
+    def _prepare(self) -> None:
+        """Unpack requests, and compile what limits their tokens."""
+        message: Any = ()
+        while message is not None:
+            message = self._read_messages.get()
+            if isinstance(message, Requests):
+                received = unpack_requests(message)
+                self._plan(received)
+                self._received.put(received)
+            else:
                 self._received.put(message)
-        self._received.put(None)
 
     def _plan(self, received: list[ReceivedRequest]) -> None:
         """Compile grammars and the like. The parent has found them all to be right."""
@@ -195,6 +204,10 @@ class Replica:
         if self._chunks:
             self._send(pack_chunks(self._chunks))
             self._chunks.clear()
+        if self._end_events is not None and self._engine.is_finished():
+            changes, _ = self._loaded.callbacks.events().take_rest()
+            if changes:
+                self._send(Changes(changes))
         now = time.monotonic()
         if self._outputs or self._engine.is_finished() or now - self._told > METRICS_SECONDS:
             self._send(Metrics(self._engine.metrics()))

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -28,6 +28,7 @@ from nanoinfer.replicas.dispatch import Dispatcher, QueuedRequest, expected_work
 from nanoinfer.replicas.messages import (
     Act,
     Call,
+    Changes,
     Chunks,
     Drop,
     Event,
@@ -246,9 +247,9 @@ class ReplicatedEngine:
     def settle(self) -> int:
         """Hand over what was aborted; return how many requests are unfinished even then."""
         self._act_on_marked()
-        while self._aborting & self._requests.keys():
+        while self._aborting:
             self.receive(TURN_SECONDS)
-        self._aborting.clear()
+            self._act_on_marked()  # of a replica that has ended
         return len(self._requests)
 
     def receive(self, seconds: float, replicas: list[Replica] | None = None) -> None:
@@ -301,10 +302,14 @@ class ReplicatedEngine:
                 self._paused.add(request_id)
                 if self.dispatcher.remove(request_id):
                     self._held_back[request_id] = queued
+                elif queued.replica is not None:
+                    self.dispatcher.pause(queued)
             elif action is Scheduler.resume:
                 self._paused.discard(request_id)
                 if self._held_back.pop(request_id, None):
                     self.dispatcher.add(queued)
+                elif queued.replica is not None:
+                    self.dispatcher.resume(queued)
             else:
                 self._aborting.add(request_id)
                 self._paused.discard(request_id)
@@ -333,7 +338,9 @@ class ReplicatedEngine:
             case Reply():
                 replica.replies.append(message)
             case Event(event):
-                self.callbacks.events.append(replace(event, replica=replica.index))
+                self.callbacks.arrive(replica.index, event)
+            case Changes(changes):
+                self.callbacks.add_changes(replica.index, changes)
             case Logged(level, text):
                 logger.log(level, "replica %d: %s", replica.index, text)
 
@@ -350,6 +357,7 @@ class ReplicatedEngine:
         request_id = request.queued.request_id
         del self._requests[request_id]
         self._paused.discard(request_id)
+        self._aborting.discard(request_id)
         self._held_back.pop(request_id, None)
         if self.dispatcher.remove(request_id) is None and request.queued.replica is not None:
             self.dispatcher.finish(request.queued)
@@ -365,6 +373,7 @@ class ReplicatedEngine:
         replica.is_alive = False
         replica.connection.close()
         replica.workers.close(patience=0.0)
+        replica.metrics.num_used_blocks = replica.metrics.num_blocks = 0
         self.ring.num_read[replica.index] = 2**62  # nobody waits for it
         if not self.alive():
             raise WorkerError(str(end))

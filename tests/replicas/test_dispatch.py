@@ -130,6 +130,23 @@ def test_a_removed_request_is_not_taken_and_one_put_back_keeps_its_turn() -> Non
     assert feed(dispatcher) == [[], [0, 3]]
 
 
+def test_what_is_paused_on_a_replica_leaves_room_for_others() -> None:
+    dispatcher = Dispatcher(num_replicas=1, num_rows=8)
+    requests = [make_request(request_id, 10) for request_id in range(20)]
+    for request in requests:
+        dispatcher.add(request)
+    assert len(feed(dispatcher)[0]) == 16
+    for request in requests[:3]:
+        dispatcher.pause(request)
+        dispatcher.pause(request)
+    assert len(feed(dispatcher)[0]) == 3
+    dispatcher.resume(requests[0])
+    assert dispatcher.num_seqs == [17]
+    for request in requests[:19]:
+        dispatcher.finish(request)
+    assert (dispatcher.num_seqs, dispatcher.work) == ([0], [0])
+
+
 def test_a_full_replica_gets_what_has_a_higher_priority_than_something_that_it_has() -> None:
     dispatcher = Dispatcher(num_replicas=1, num_rows=8)
     for request_id in range(20):

@@ -1,7 +1,10 @@
 """How replicas end: one of them, the last of them, and all with their LLM or its script. Nothing is left behind."""
 
+import base64
 import gc
+import json
 import os
+import re
 import signal
 import sys
 import time
@@ -10,6 +13,7 @@ from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -123,6 +127,25 @@ def test_an_engine_that_is_forgotten_in_a_call_ends_its_replicas(random_checkpoi
     del llm, stream
     gc.collect()
     assert not any(map(is_running, pids))
+
+
+def test_a_trace_has_the_steps_of_all_replicas_and_every_request(random_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    llm, _ = start(random_checkpoint(), trace=tmp_path / "run.html")
+    with llm:
+        llm.generate(PROMPTS, SHORT, use_tqdm=False)
+        llm.add_request([1], LONG)
+        llm.step()
+    page = (tmp_path / "run.html").read_text()
+    [data] = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)
+    trace = json.loads(data)
+
+    def column(described: dict[str, str]) -> Any:
+        return np.frombuffer(base64.b64decode(described["base64"]), described["type"].lower())
+
+    assert set(column(trace["steps"]["replica"])) == {0, 1}
+    assert {*range(8)} <= {*trace["requests"]["request_id"]}
+    kinds = [trace["kinds"][kind] for kind in column(trace["changes"]["kind"])]
+    assert kinds.count("finished") == 8
 
 
 def test_ctrl_c_ends_the_call_and_the_engine_goes_on(random_checkpoint: Checkpoint) -> None:
