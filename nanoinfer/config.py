@@ -71,7 +71,7 @@ class EngineConfig:
         KV_CACHE_DTYPES,
     )
     num_kvcache_blocks: int | None = option(
-        None, "The number of blocks in the KV cache; if not given, as many as fit into memory."
+        None, "The number of blocks in the KV cache, of all layers; if not given, as many as fit into memory."
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV blocks of prefixes that were computed before.")
     enforce_eager: bool = option(False, "Run without CUDA graphs.")

@@ -179,6 +179,7 @@ def test_the_core_is_as_long_as_the_readme_says_and_is_all_in_its_tree() -> None
         "hybrid_blocks.py",
         "state_snapshots.py",
         "queued_prompts.py",
+        "windowed_blocks.py",
         "logprobs.py",
         "prompt_logprobs.py",
         "token_masks.py",

@@ -12,7 +12,7 @@ from nanoinfer import SamplingParams
 from nanoinfer.bench.engines import ENGINES, engine_options, make_params
 from nanoinfer.bench.throughput import benchmark, describe_machine
 from nanoinfer.bench.workloads import LOADS, SIZES, Load, choose_loads, choose_model, draw_workload
-from nanoinfer.config import KV_CACHE_DTYPES, QUANTIZATIONS
+from nanoinfer.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
 from nanoinfer.errors import ConfigError, NanoinferError
 
 NAMES = LOADS["cuda"].keys()
@@ -64,6 +64,7 @@ def add_parser(subparsers: Any) -> None:
         run_host,
         "time what decode steps, few-shot prompts and replicas cost the host, without GPU, model and PyTorch",
     )
+    on_policy = add("on-policy", run_on_policy, "compare sampled log-probabilities with a trainer's forward pass")
     report = add("report", run_report, "print one Markdown table of the figures that --json wrote")
 
     report.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of throughput, loads, text, start or host")
@@ -73,6 +74,10 @@ def add_parser(subparsers: Any) -> None:
     )
     loads.add_argument("--picture", type=Path, metavar="FILE", help="draw all figures, as .svg or .png")
     trace.add_argument("folder", type=Path, metavar="FOLDER", help="where the page, the trace and its picture go")
+    on_policy.add_argument("--model", required=True, metavar="FOLDER", help="a checkpoint: a folder, or tiny")
+    on_policy.add_argument("--dtype", choices=DTYPES, help="of both (float32 on a CPU, bfloat16 on a GPU)")
+    on_policy.add_argument("--temperature", type=float, default=1.0, help="of the samples (1)")
+    on_policy.add_argument("--seed", type=int, default=0, help="of the prompts (0)")
     kernels.add_argument("--gpus", type=positive, default=1, metavar="N", help="time all-reduces over N GPUs")
     kernels.add_argument(
         "--quantization", choices=QUANTIZATIONS, help="time products in fewer bits; of FP8 experts, too"
@@ -87,7 +92,7 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument("--runs", type=positive, default=1, help="timed runs, each with the next seed (1)")
     text.add_argument("--tokenizer", metavar="FOLDER", help="a folder with a tokenizer, for random weights")
     text.set_defaults(top_k=20, top_p=0.95)  # what Qwen3 recommends
-    for parser in (throughput, loads, text, trace, start, host):
+    for parser in (throughput, loads, text, trace, start, host, on_policy):
         parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures here")
 
 
@@ -220,6 +225,12 @@ def run_host(_args: argparse.Namespace) -> dict[str, Any]:
     figures = {"host": host.measure(), "fewshot": host.measure_job(loads["fewshot"][0])}
     replicas = {name: host_replicas.measure(loads[name][0]) for name in ("steady", "fewshot", "short")}
     return {**figures, "replicas": replicas, **describe_machine("cpu")}
+
+
+def run_on_policy(args: argparse.Namespace) -> dict[str, Any]:
+    from nanoinfer.bench import on_policy
+
+    return on_policy.measure(find_device(), args)
 
 
 def run_report(args: argparse.Namespace) -> dict[str, Any]:

@@ -31,6 +31,7 @@ UNSUPPORTED_UNLESS = {
     "use_bidirectional_attention": False,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
+    "attention_out_bias": False,
 }
 # What config.json may leave out, where an architecture has no default of its own. Null means the same for numbers,
 # except for those that may be absent: without num_key_value_heads, each query head has a KV head of its own; without
@@ -50,7 +51,8 @@ class Architecture(Protocol):
     # The fields that count for this architecture though not for all: sliding_window, use_sliding_window,
     # max_window_layers, sliding_window_pattern, partial_rotary_factor, query_pre_attn_scalar, rope_local_base_freq,
     # no_rope_layers, llama_4_scaling_beta, use_qk_norm, rotary_dim, the four MULTIPLIERS, what says how experts are
-    # chosen and shared, and num_experts and linear_num_key_heads with all that belongs to them.
+    # chosen and shared, and num_experts and linear_num_key_heads with all that belongs to them. And one that is none:
+    # rotates_windows_alone, where layers without a window know no positions if others have one.
     special_fields: Set[str]
     packed_modules_mapping: Mapping[str, tuple[str, str]]  # a checkpoint's name -> our packed module, and its shard
     renamed_modules: Mapping[str, str]  # a checkpoint's name -> ours
@@ -363,6 +365,8 @@ def _read_windows(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers
 
 def _read_unrotated(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     """Read which layers know no positions: in `no_rope_layers` they have 0."""
+    if "rotates_windows_alone" in special and raw.get("sliding_window") is not None:
+        return tuple(window is None for window in _read_windows(raw, special, num_layers))
     if "no_rope_layers" not in special:
         return (False,) * num_layers
     layers = raw.get("no_rope_layers")

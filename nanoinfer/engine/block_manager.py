@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from nanoinfer.engine.batch import NewBlock
 from nanoinfer.engine.partial_hits import BlockCopy, CacheEntry, PartialHits
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.state_snapshots import StateCopy
@@ -88,6 +89,10 @@ class BlockManager:
         """Recurrent states that are kept for prefix hits; of models that have any, see `hybrid_blocks.py`."""
         return 0
 
+    def holds(self, num_tokens: int) -> bool:
+        """Return whether a sequence of so many tokens fits into the pool."""
+        return self._num_blocks_for(num_tokens) <= self.num_blocks
+
     def start_step(self) -> None:
         """Let the next step copy what the steps before it compute."""
         self._partial_hits.start_step()
@@ -129,11 +134,11 @@ class BlockManager:
         num_idle = sum(self._blocks[block_id].ref_count == 0 for block_id in cached_block_ids)
         return self._num_blocks_for(seq.num_tokens) - len(cached_block_ids) + num_idle
 
-    def allocate(self, seq: Sequence, cached_block_ids: list[int]) -> BlockCopy | None:
+    def allocate(self, seq: Sequence, cached_block_ids: list[int]) -> list[BlockCopy]:
         """Give `seq` blocks for all its tokens. The first ones are those that `find_cached_prefix` has found.
 
-        If another cached block begins like the next one, return the copy that the step has to begin with. Its source
-        is held until it is given to `release`.
+        If another cached block begins like the next one, return the copies that the step has to begin with. Their
+        sources are held until they are given to `release`.
         """
         assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"
         for block_id in cached_block_ids:
@@ -149,9 +154,9 @@ class BlockManager:
         while len(seq.block_table) < self._num_blocks_for(seq.num_tokens):
             self.append_block(seq)
         if source is None:
-            return None
+            return []
         seq.num_computed_tokens += num_tokens
-        return BlockCopy(source.block_id, seq.block_table[len(cached_block_ids)], num_tokens)
+        return [BlockCopy(source.block_id, seq.block_table[len(cached_block_ids)], num_tokens)]
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
         """Return where a chunk that could compute the tokens before `end` is to end."""
@@ -163,13 +168,30 @@ class BlockManager:
 
     def append_block(self, seq: Sequence) -> int:
         """Take the next free block for `seq` and return its id."""
-        block_id, _ = self._free.popitem(last=False)
-        block = self._blocks[block_id]
-        assert block.ref_count == 0, f"block {block_id} is handed out while a sequence still uses it"
-        self.evict_blocks([block_id])
-        block.ref_count = 1
-        seq.block_table.append(block_id)
-        return block_id
+        seq.block_table.append(self._take_block())
+        return seq.block_table[-1]
+
+    def num_blocks_for_chunk(self, seq: Sequence, end: int) -> int:
+        """Return how many free blocks `enter_chunk` would take."""
+        return 0
+
+    def enter_chunk(self, seq: Sequence, end: int) -> list[NewBlock]:
+        """Prepare for a chunk that ends before token `end`; return what the device has to know beside `block_table`."""
+        return []
+
+    def num_blocks_to_grow(self, seqs: list[Sequence]) -> int:
+        """Return how many free blocks `grow` would take for these, all of which need a block."""
+        return len(seqs)
+
+    def grow(self, seq: Sequence) -> list[NewBlock]:
+        """Give a decoding sequence the block of its next token."""
+        assert seq.row is not None, f"sequence {seq.seq_id} is running and has no row"
+        column = len(seq.block_table)
+        return [NewBlock(seq.row, column, self.append_block(seq))]
+
+    def num_growing_tables(self, seq: Sequence) -> int:
+        """Return how many blocks a sequence takes for a block of tokens."""
+        return 1
 
     def cache_blocks(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Make entries for the full blocks among the first `num_computed_tokens` of `seq`.
@@ -240,6 +262,17 @@ class BlockManager:
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def _take_block(self) -> int:
+        block_id, _ = self._free.popitem(last=False)
+        block = self._blocks[block_id]
+        assert block.ref_count == 0, f"block {block_id} is handed out while a sequence still uses it"
+        self.evict_blocks([block_id])
+        block.ref_count = 1
+        return block_id
+
+    def _is_cached(self, block: Block) -> bool:
+        return block.entry is not None
+
     def _hold(self, block: Block) -> None:
         if block.ref_count == 0:
             del self._free[block.block_id]
@@ -252,7 +285,7 @@ class BlockManager:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self._free[block_id] = None
-                if block.entry is None:
+                if not self._is_cached(block):
                     self._free.move_to_end(block_id, last=False)
         self.num_frees += 1
 

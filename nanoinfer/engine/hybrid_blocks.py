@@ -89,15 +89,15 @@ class HybridBlockManager(BlockManager):
         holds_source = hit is not None and hit.source is not None and hit.source.ref_count == 0
         return super().num_blocks_to_allocate(seq, cached_block_ids) + holds_source
 
-    def allocate(self, seq: Sequence, cached_block_ids: list[int]) -> BlockCopy | None:
+    def allocate(self, seq: Sequence, cached_block_ids: list[int]) -> list[BlockCopy]:
         hit = self._hit(seq, cached_block_ids)
-        copy = super().allocate(seq, cached_block_ids)
+        copies = super().allocate(seq, cached_block_ids)
         num_found = len(hit.snapshot.text) if hit else 0
         assert seq.num_computed_tokens == num_found, f"no state is kept after {seq.num_computed_tokens} cached tokens"
         if hit is not None:
             self.snapshots.restore(hit.snapshot, seq)
         self._plan(seq)
-        return copy
+        return copies
 
     def append_block(self, seq: Sequence) -> int:
         block_id = super().append_block(seq)

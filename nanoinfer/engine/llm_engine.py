@@ -25,6 +25,7 @@ from nanoinfer.engine.routed_experts import read_routed_experts
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.token_masks import TokenMasks
+from nanoinfer.engine.windowed_blocks import WindowedBlockManager
 from nanoinfer.errors import EngineClosedError, EngineStateError
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, refused
 from nanoinfer.sampling_params import SamplingParams
@@ -42,6 +43,23 @@ class Step(NamedTuple):
     batch: ScheduledBatch
     handle: Any  # the runner's
     started: float
+
+
+def make_block_manager(config: EngineConfig, runner: Runner) -> BlockManager:
+    """Return what gives out the blocks of a runner's cache, by what its layers remember."""
+    sizes = runner.num_blocks, config.kvcache_block_size
+    if runner.num_snapshots > 0:
+        return HybridBlockManager(*sizes, runner.max_num_seqs, runner.num_snapshots)
+    if runner.window is None:
+        return BlockManager(*sizes, config.enable_prefix_caching)
+    return WindowedBlockManager(
+        *sizes,
+        config.enable_prefix_caching,
+        window=runner.window,
+        num_windowed_groups=runner.num_windowed_groups,
+        max_chunk_tokens=config.max_num_batched_tokens,
+        num_rows=runner.max_num_seqs + 1,
+    )
 
 
 class LLMEngine:
@@ -63,10 +81,7 @@ class LLMEngine:
         self.constraints = constraints
         self.runner: Runner | None = runner
         self.tokenizer = tokenizer
-        sizes = runner.num_blocks, config.kvcache_block_size
-        self.block_manager = BlockManager(*sizes, config.enable_prefix_caching)
-        if runner.num_snapshots > 0:
-            self.block_manager = HybridBlockManager(*sizes, runner.max_num_seqs, runner.num_snapshots)
+        self.block_manager = make_block_manager(config, runner)
         self.scheduler = Scheduler(
             self.block_manager,
             max_num_seqs=runner.max_num_seqs,

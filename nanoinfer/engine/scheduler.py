@@ -58,8 +58,7 @@ class Scheduler:
         reserved_tokens: int = RESERVED_TOKENS,
         max_group_rows: int = 0,
     ) -> None:
-        capacity = block_manager.num_blocks * block_manager.block_size
-        assert max_model_len <= capacity, f"a sequence of {max_model_len} tokens cannot end in a cache of {capacity}"
+        assert block_manager.holds(max_model_len), f"the cache cannot hold a sequence of {max_model_len} tokens"
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -101,7 +100,10 @@ class Scheduler:
         are known.
         """
         self.block_manager.start_step()
-        batch = self._schedule_prefill() or self._schedule_decode(in_flight)
+        batch = self._schedule_prefill(in_flight)
+        if batch is None:
+            return ScheduledBatch()
+        batch = batch or self._schedule_decode(in_flight)
         if batch:
             batch.kept_states, batch.restored_states = self.block_manager.take_state_copies()
         return batch
@@ -216,14 +218,20 @@ class Scheduler:
         self._release(last, SequenceStatus.PAUSED)
         return True
 
-    def _schedule_prefill(self) -> ScheduledBatch:
-        """Schedule chunks of prompts begun earlier, then of new ones, until the step's token budget is used."""
+    def _schedule_prefill(self, in_flight: bool) -> ScheduledBatch | None:
+        """Schedule chunks of prompts begun earlier, then of new ones, until the step's token budget is used.
+
+        None if the first of them has no room until the step in flight is collected.
+        """
         batch = ScheduledBatch()
         budget = self.max_num_batched_tokens
-        for seq in self.running:
+        for seq in self.running.copy():
             # A prompt with one token left is in the state of a decoding sequence, and is run as one.
-            if budget > 0 and seq.num_computed_tokens + 1 < len(seq.token_ids):
-                budget -= self._add_chunk(batch, seq, budget)
+            if budget > 0 and seq.row is not None and seq.num_computed_tokens + 1 < len(seq.token_ids):
+                if not self._make_room(seq, budget, may_preempt=not (batch or in_flight)):
+                    return batch or None
+                if seq.row is not None:
+                    budget -= self._add_chunk(batch, seq, budget)
         if not (batch.prefill or self._worth_admitting()):
             return batch
         budget, awaited = self._admit(batch, budget, MAX_PASSED_OVER)
@@ -231,6 +239,20 @@ class Scheduler:
             self._admit(batch, budget, max_passed_over=0)
         batch.prefill.sort(key=lambda chunk: not chunk.samples)
         return batch
+
+    def _make_room(self, seq: Sequence, budget: int, may_preempt: bool) -> bool:
+        """Free blocks for the next chunk of a sequence, which may itself be preempted; False if it has to wait."""
+        end = min(seq.num_computed_tokens + budget, seq.num_tokens)
+        while (
+            seq.row is not None
+            and self.block_manager.num_blocks_for_chunk(seq, end) > self.block_manager.num_free_blocks
+        ):
+            if self.reclaim():
+                continue
+            if not may_preempt:
+                return False
+            self._preempt(self.running)
+        return True
 
     def _admit(self, batch: ScheduledBatch, budget: int, max_passed_over: int) -> tuple[int, int]:
         """Schedule new prompts; return what is left of the budget, and how many tokens those passed over will spare.
@@ -271,27 +293,33 @@ class Scheduler:
         # One whose last token is in flight has nothing more to run.
         decode = [seq for seq in self.running if seq.num_tokens < seq.stopping.max_num_tokens]
         needy = [seq for seq in decode if self.block_manager.needs_block(seq)]
-        while len(needy) > self.block_manager.num_free_blocks and self.reclaim():
+        while self._is_short(needy) and self.reclaim():
             pass
-        if in_flight and len(needy) > self.block_manager.num_free_blocks:
+        if in_flight and self._is_short(needy):
             return ScheduledBatch()
-        while len(needy) > self.block_manager.num_free_blocks:
-            last = max(decode, key=lambda seq: seq.rank)
-            self.num_preemptions += 1
-            self._send_back(last)
-            self.listener.preempted(last)
+        while self._is_short(needy):
+            last = self._preempt(decode)
             decode.remove(last)
             needy = [seq for seq in needy if seq is not last]
         batch = ScheduledBatch()
         for seq in needy:
-            column = len(seq.block_table)
-            assert seq.row is not None, f"sequence {seq.seq_id} is running and has no row"
-            batch.new_blocks.append(NewBlock(seq.row, column, self.block_manager.append_block(seq)))
+            batch.new_blocks += self.block_manager.grow(seq)
         for seq in decode:
             seq.num_computed_tokens += 1
             seq.num_pending_tokens += 1
         batch.decode, batch.prefix_groups = self.shared_prefixes.arrange(decode)
         return batch
+
+    def _is_short(self, needy: list[Sequence]) -> bool:
+        return self.block_manager.num_blocks_to_grow(needy) > self.block_manager.num_free_blocks
+
+    def _preempt(self, seqs: list[Sequence]) -> Sequence:
+        """Send the last in rank of these back to the queue, and return it."""
+        last = max(seqs, key=lambda seq: seq.rank)
+        self.num_preemptions += 1
+        self._send_back(last)
+        self.listener.preempted(last)
+        return last
 
     def _worth_admitting(self) -> bool:
         """Return False while sequences decode under a long queue and too few rows are to be had (hysteresis)."""
@@ -301,7 +329,8 @@ class Scheduler:
 
     def _growth(self, seq: Sequence) -> int:
         """Return how many tokens of room to keep for a running sequence."""
-        return min(self.reserved_tokens, seq.stopping.max_num_tokens - seq.num_tokens)
+        num_tokens = min(self.reserved_tokens, seq.stopping.max_num_tokens - seq.num_tokens)
+        return num_tokens * self.block_manager.num_growing_tables(seq)
 
     def _try_admit(self, batch: ScheduledBatch, seq: Sequence, cached_block_ids: list[int], growth: int) -> bool:
         """Move the head of the queue into the running set if its blocks, and those for `growth` tokens, are free."""
@@ -313,8 +342,7 @@ class Scheduler:
                 return False
         heapq.heappop(self._waiting)
         manager.dequeue(seq)
-        if copy := manager.allocate(seq, cached_block_ids):
-            batch.block_copies.append(copy)
+        batch.block_copies += manager.allocate(seq, cached_block_ids)
         self.shared_prefixes.forget()  # if it ran before, it now has another block table
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
@@ -331,6 +359,7 @@ class Scheduler:
         length = self.block_manager.chunk_end(seq, start + min(budget, seq.num_tokens - start)) - start
         samples = start + length == seq.num_tokens
         batch.prefill.append(PrefillChunk(seq, start, length, samples))
+        batch.new_blocks += self.block_manager.enter_chunk(seq, start + length)
         seq.num_computed_tokens += length
         # At once, so that an equal prompt admitted later in this very step shares the blocks.
         self.block_manager.cache_blocks(seq, seq.num_computed_tokens)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nanoinfer.kernels import all_reduce_rms_norm as all_reduce_rms_norm
+    from nanoinfer.kernels import chunked_delta_rule as chunked_delta_rule
     from nanoinfer.kernels import copy_tokens as copy_tokens
     from nanoinfer.kernels import few_rows_product as few_rows_product
     from nanoinfer.kernels import fp8_experts as fp8_experts

@@ -5,6 +5,7 @@ To add one, write a file beside qwen3.py that says how it differs from the commo
 
 from nanoinfer.errors import ModelError
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.exaone4 import Exaone4ForCausalLM
 from nanoinfer.models.gemma3 import Gemma3ForCausalLM
 from nanoinfer.models.glm4_moe import Glm4MoeForCausalLM
 from nanoinfer.models.gpt_oss import GptOssForCausalLM
@@ -21,9 +22,11 @@ from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from nanoinfer.models.qwen3_moe import Qwen3MoeForCausalLM
 from nanoinfer.models.qwen3_next import Qwen3NextForCausalLM
+from nanoinfer.models.seed_oss import SeedOssForCausalLM
 from nanoinfer.models.smollm3 import SmolLM3ForCausalLM
 
 REGISTRY: dict[str, type[DecoderForCausalLM]] = {
+    "Exaone4ForCausalLM": Exaone4ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
     "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
@@ -48,6 +51,7 @@ REGISTRY: dict[str, type[DecoderForCausalLM]] = {
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForCausalLM,
     "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
     "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeForCausalLM,
+    "SeedOssForCausalLM": SeedOssForCausalLM,
     "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
 }
 

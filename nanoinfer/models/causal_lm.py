@@ -38,8 +38,11 @@ class DecoderForCausalLM(nn.Module):
         *("vision_tower.", "multi_modal_projector.", "visual."),
         *("model.vision_tower.", "model.multi_modal_projector.", "model.visual."),
     )
-    # How names of parameters end in the checkpoint -> in ours, where the last part is no module's own.
-    renamed_endings: ClassVar[Mapping[str, str]] = {}
+    # How names of parameters end in the checkpoint -> in ours, where the last part is no module's own: all experts in
+    # one tensor.
+    renamed_endings: ClassVar[Mapping[str, str]] = {
+        f"experts.{name}_proj": f"experts.{name}_proj.weight" for name in ("gate_up", "down")
+    }
     # Name of a module in the checkpoint -> ours, where they differ.
     renamed_modules: ClassVar[Mapping[str, str]] = {}
     # Name in the checkpoint -> (our packed module, the shard of it that the weight fills).
@@ -67,6 +70,7 @@ class DecoderForCausalLM(nn.Module):
         """Return which parameter a checkpoint's tensor belongs to, and which shard of it; None where it is whole.
 
         All experts of a layer are packed in one parameter, so that "experts.7.gate_proj.weight" is the shard "7.gate".
+        A tensor of all of them, as transformers 5 has in memory, is "experts.gate_up_proj".
         """
         if "." not in name:
             return name, None

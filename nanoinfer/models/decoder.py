@@ -19,6 +19,7 @@ from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.layer import Attention
+from nanoinfer.layers.attention.layer_groups import LayerGroups, LayerPlace
 from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.layers.attention.sinks import AttentionSinks
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
@@ -82,7 +83,7 @@ class LayerTraits:
 
 
 class DecoderAttention(nn.Module):
-    """Attention and the products before and after it. index: which part of the step's memory it takes."""
+    """Attention and the products before and after it. place: which part of the step's memory it takes."""
 
     query_scales: Tensor | None
 
@@ -90,7 +91,7 @@ class DecoderAttention(nn.Module):
         self,
         config: ModelConfig,
         spec: DecoderSpec,
-        index: int,
+        place: LayerPlace,
         window: int | None,
         max_positions: int,
         rotary_emb: RotaryEmbedding,
@@ -100,7 +101,7 @@ class DecoderAttention(nn.Module):
         super().__init__()
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         qkv_bias = spec.qkv_bias or config.attention_bias
-        self.index = index
+        self.place = place
         heads = head_dim, num_heads, num_kv_heads
         self.qkv_proj = QKVParallelLinear(config.hidden_size, *heads, bias=qkv_bias, tp=tp, has_gates=spec.has_gates)
         sizes = num_heads * head_dim, config.hidden_size
@@ -150,9 +151,9 @@ class DecoderAttention(nn.Module):
             qkv, norm_weights = self._normed_wholly(qkv), None
         else:
             norm_weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        cache = step.memory.layer(self.index)
+        cache, metadata = step.memory.layer(self.place.layer), step.attention_of(self.place.group)
         sinks = None if self.sinks is None else self.sinks.weight
-        return self.attn(qkv, norm_weights, step.positions, cache, step.attention, sinks).flatten(1)
+        return self.attn(qkv, norm_weights, step.positions, cache, metadata, sinks).flatten(1)
 
     def _normed_wholly(self, qkv: Tensor) -> Tensor:
         qkv = qkv.sum(0) if qkv.dim() == 3 else qkv
@@ -218,7 +219,8 @@ class DecoderLayer(nn.Module):
         if self.is_linear:
             self.linear_attn = DecoderLinearAttention(config, place, spec.interleaves_linear, tp)
         else:
-            self.self_attn = DecoderAttention(config, spec, place, window, max_positions, rotary_emb, backends, tp)
+            in_memory = LayerGroups.of(config, max_positions).places[place]
+            self.self_attn = DecoderAttention(config, spec, in_memory, window, max_positions, rotary_emb, backends, tp)
         self.mlp = DecoderMLP(config, spec, tp) if moe is None else spec.experts(config.hidden_size, moe, tp)
         norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = norm() if spec.norms_inputs else ResidualSum(config.hidden_size, config.rms_norm_eps)

@@ -23,8 +23,13 @@ class ForwardStep:
     outputs: Tensor | None = None  # (num_outputs,) int64: the tokens whose hidden states become logits; None for all
     states: RecurrentStates | None = None  # of layers with linear attention; None where there are none
     rows: Tensor | None = None  # (num_chunks,) or (num_rows,) int32: whose states they are; None where there are none
+    windowed_attention: tuple[Metadata, ...] = ()  # of the groups of layers beside the first: other slots and tables
     row_mask: Tensor | None = None  # (num_tokens,) bool, False where a row is padding; None where no layer asks
     routed: list[Tensor] | None = None  # layers add the experts of each token, (num_tokens, k); None: nobody asks
+
+    def attention_of(self, group: int) -> Metadata:
+        """Return the metadata of a group of layers: see `layer_groups.py`."""
+        return self.windowed_attention[group - 1] if group else self.attention
 
     def with_row_mask(self) -> "ForwardStep":
         return replace(self, row_mask=self.attention.slot_mapping >= 0)

@@ -29,9 +29,6 @@ class Qwen3_5ForCausalLM(DecoderForCausalLM):  # noqa: N801 (as in config.json)
         "in_proj_b": ("in_proj_ba", "b"),
         "in_proj_a": ("in_proj_ba", "a"),
     }
-    renamed_endings: ClassVar = {  # all experts in one tensor
-        f"experts.{name}_proj": f"experts.{name}_proj.weight" for name in ("gate_up", "down")
-    }
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801

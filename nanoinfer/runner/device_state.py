@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
+from nanoinfer.layers.attention.layer_groups import LayerGroups
 from nanoinfer.layers.attention.metadata import KVCache
 from nanoinfer.layers.linear_attention.states import StateShape
 from nanoinfer.layers.routed_experts import RoutedExperts
@@ -67,14 +68,15 @@ class DeviceState:
         kv_dtype: torch.dtype,
         num_blocks: int,
         max_model_len: int,
+        groups: LayerGroups,
         num_snapshots: int,
     ) -> "DeviceState":
         tp, device = model.model.tp, model.lm_head.weight.device
-        shape = memory.cache_shape(model_config, num_blocks, config.kvcache_block_size, tp)
+        shape = memory.cache_shape(model_config, groups.layers_per_page, num_blocks, config.kvcache_block_size, tp)
         kv_cache = memory.allocate_kv_cache(shape, kv_dtype, device)
         state_shape = StateShape.of(model_config, model.lm_head.weight.dtype, tp)
         states = state_shape.allocate(config.max_num_seqs + num_snapshots, device) if state_shape else None
-        tables = StepTables(config.max_num_seqs, max_model_len, kv_cache, states)
+        tables = StepTables(config.max_num_seqs, max_model_len, kv_cache, states, groups.num_groups)
         vocab_size, mode = model_config.vocab_size, config.logprobs_mode
         sampler = Sampler(tables.token_ids, tables.context_lens, vocab_size, tp, mode)
         routed_experts = None

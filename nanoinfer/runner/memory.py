@@ -11,6 +11,7 @@ from nanoinfer.device import zeros
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.kv_rounding import num_cache_bytes, tensors_of_cache
+from nanoinfer.layers.attention.layer_groups import LayerGroups
 from nanoinfer.layers.attention.metadata import KVCache
 
 CPU_CACHE_BYTES = 4 * 2**30  # the cache's size on a CPU unless num_kvcache_blocks says otherwise; taken as it is used
@@ -23,13 +24,15 @@ def max_step_tokens(config: EngineConfig, model_config: ModelConfig) -> int:
     return min(config.max_num_batched_tokens, config.max_num_seqs * model_config.longest_sequence(config.max_model_len))
 
 
-def cache_shape(config: ModelConfig, num_blocks: int, block_size: int, tp: TensorParallel) -> tuple[int, ...]:
+def cache_shape(
+    config: ModelConfig, num_layers: int, num_blocks: int, block_size: int, tp: TensorParallel
+) -> tuple[int, ...]:
     """Return the shape of the keys, and of the values.
 
-    It is (num_layers, num_blocks, this rank's KV heads, block_size, head_dim), without layers of linear attention.
+    It is (num_layers, num_blocks, this rank's KV heads, block_size, head_dim). num_layers: those of a block.
     """
     num_kv_heads = tp.split_of_kv_heads(config.num_key_value_heads).shard_size(config.num_key_value_heads, "KV heads")
-    return (config.num_attention_layers, num_blocks, num_kv_heads, block_size, config.head_dim)
+    return (num_layers, num_blocks, num_kv_heads, block_size, config.head_dim)
 
 
 def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
@@ -53,17 +56,20 @@ def grantable_bytes(share: float, free_at_start: int, device: torch.device) -> i
 def num_blocks_in(
     free_bytes: int,
     config: ModelConfig,
+    groups: LayerGroups,
     block_size: int,
     dtype: torch.dtype,
     tp: TensorParallel,
     other_bytes: int = 0,
 ) -> int:
-    """Return how many blocks fit into `free_bytes`. Raises ConfigError if not even one does.
+    """Return how many blocks fit into `free_bytes`. Raises ConfigError if not even one does for each group of layers.
 
-    other_bytes: what a block takes beside its keys and values.
+    Where there are several groups, page 0 counts too, which nobody is given. other_bytes: what a block takes beside its
+    keys and values.
     """
-    bytes_per_block = num_cache_bytes(cache_shape(config, 1, block_size, tp), dtype) + other_bytes
-    if free_bytes < bytes_per_block:
+    shape = cache_shape(config, groups.layers_per_page, 1, block_size, tp)
+    bytes_per_block = num_cache_bytes(shape, dtype) + other_bytes
+    if free_bytes < bytes_per_block * groups.least_pages:
         raise ConfigError(
             f"{max(free_bytes, 0) / GIB:.2f} GiB are left for the KV cache, and one block of {block_size} tokens takes "
             f"{bytes_per_block / GIB:.2g} GiB; raise gpu_memory_utilization, lower max_num_batched_tokens or "
@@ -84,12 +90,13 @@ def allocate_kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.
         ) from None
 
 
-def resolve_max_model_len(requested: int | None, model_limit: int, num_blocks: int, block_size: int) -> int:
+def resolve_max_model_len(
+    requested: int | None, model_limit: int, capacity: int, num_blocks: int, block_size: int
+) -> int:
     """Return the longest sequence: what was asked for, or the model's limit lowered to what the cache holds.
 
-    Raises ConfigError where more was asked for than the cache holds.
+    capacity: the longest sequence that so many blocks hold. Raises ConfigError where more was asked for.
     """
-    capacity = num_blocks * block_size
     if requested is not None and requested > capacity:
         raise ConfigError(
             f"max_model_len={requested} is more than the KV cache holds: {num_blocks} blocks of {block_size} tokens, "

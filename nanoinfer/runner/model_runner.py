@@ -25,6 +25,7 @@ from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.block_copies import copy_cached_tokens
 from nanoinfer.layers.attention.kv_rounding import select_kv_cache_dtype
+from nanoinfer.layers.attention.layer_groups import LayerGroups
 from nanoinfer.layers.attention.metadata import PrefillMetadata, SharedPrefixes
 from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.layers.linear_attention.states import StateShape
@@ -235,8 +236,14 @@ class ModelRunner:
 
     def _planned(self, step: ForwardStep) -> ForwardStep:
         """Return the step with what the attention backends prepare once for all layers."""
-        routed: list[Tensor] | None = [] if self.config.enable_return_routed_experts else None
-        return replace(step, attention=self.backends.plan(step.attention, step.memory), routed=routed)
+        if self.config.enable_return_routed_experts:
+            step = replace(step, routed=[])
+        if not step.windowed_attention:
+            return replace(step, attention=self.backends.plan(step.attention, step.memory))
+        plans = self.backends.plan
+        windowed = tuple(plans(metadata, step.memory, windowed=True) for metadata in step.windowed_attention)
+        attention = plans(step.attention, step.memory, windowed=False)
+        return replace(step, attention=attention, windowed_attention=windowed)
 
     def _write_logits(self, step: ForwardStep, hidden: Tensor) -> None:
         if self.tp.memory is not None:
@@ -274,6 +281,8 @@ class ModelRunner:
         if self.device.type == "cpu" and sum(p.numel() for p in self.model.parameters()) < MIN_THREADED_PARAMETERS:
             self._num_threads = 1
 
+        self.groups = groups = LayerGroups.of(self.model_config, longest)
+        self.window, self.num_windowed_groups = groups.window, groups.num_groups - 1
         num_blocks, free_bytes = config.num_kvcache_blocks, memory.CPU_CACHE_BYTES
         if self.device.type == "cuda":
             self._allocate(buffers, 1, longest)
@@ -289,10 +298,14 @@ class ModelRunner:
         if num_blocks is None:
             moe = self.model_config.moe if config.enable_return_routed_experts else None
             routing_bytes = RoutedExperts.num_bytes(moe, block_size) if moe else 0
-            sizes = self.model_config, block_size, self.kv_dtype, self.tp, routing_bytes
+            sizes = self.model_config, groups, block_size, self.kv_dtype, self.tp, routing_bytes
             num_blocks = memory.num_blocks_in(free_bytes, *sizes)
+        elif groups.num_groups > 1:
+            num_blocks = num_blocks * groups.num_groups + 1  # as many bytes, and as many tokens at least
         self.num_blocks = num_blocks = self.tp.minimum(num_blocks, self.device)
-        self.max_model_len = memory.resolve_max_model_len(config.max_model_len, longest, num_blocks, block_size)
+        capacity = groups.max_tokens(num_blocks, block_size, config.max_num_batched_tokens)
+        limits = config.max_model_len, longest
+        self.max_model_len = memory.resolve_max_model_len(*limits, capacity, num_blocks, block_size)
         self._allocate(buffers, num_blocks, self.max_model_len)
         sized = time.perf_counter()
         self._capture_graphs()
@@ -300,9 +313,22 @@ class ModelRunner:
         seconds = {"weights": loaded - started, "warm-up": sized - loaded, "graphs": captured - sized}
         description = (
             f"{self.model_config.architecture} with attention by {self.backends.name}, KV cache of {num_blocks} blocks "
-            f"of {block_size} tokens in {str(self.kv_dtype)[6:]}, {self.state.kv_cache.num_bytes / memory.GIB:.2f} GiB"
+            f"of {block_size} tokens {self._describe_groups()}in {str(self.kv_dtype)[6:]}, "
+            f"{self.state.kv_cache.num_bytes / memory.GIB:.2f} GiB"
         )
         self.info = RunnerInfo(self.device, self.dtype, description, seconds)
+
+    def _describe_groups(self) -> str:
+        """Say what a block holds where that is not a part of all layers, and how far the blocks go."""
+        if self.window is None:
+            return ""
+        block_size, chunk = self.config.kvcache_block_size, self.config.max_num_batched_tokens
+        within = self.num_windowed_groups * -(-self.window // block_size)
+        return (
+            f"of {self.groups.layers_per_page} layers (one sequence of up to "
+            f"{self.groups.max_tokens(self.num_blocks, block_size, chunk)} tokens, or the windows of "
+            f"{self.num_blocks // within} sequences, {self.window} tokens each) "
+        )
 
     @property
     def uses_graphs(self) -> bool:
@@ -315,6 +341,7 @@ class ModelRunner:
         self._state = None  # its cache, if there is one, makes room
         self._state = DeviceState.allocate(
             *(buffers, self.config, self.model_config, self.model, self.kv_dtype, num_blocks, max_model_len),
+            groups=self.groups,
             num_snapshots=self.num_snapshots,
         )
 
@@ -329,13 +356,13 @@ class ModelRunner:
         longest, rows = tables.token_ids.shape[1] - 1, torch.arange(self.config.max_num_seqs, device=self.device)
         for num_tokens in sizes_to_measure(self.max_step_tokens, self.tp):
             lens = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
-            metadata = PrefillMetadata.of_whole_prompts(lens, tables.block_tables)
+            metadata, *windowed = (PrefillMetadata.of_whole_prompts(lens, x) for x in tables.tables_of_groups)
             token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
             positions = torch.arange(num_tokens, device=self.device) % longest
             spare_rows = rows.new_full((len(lens),), PADDING_ROW)
             outputs = rows % num_tokens
             step = ForwardStep(token_ids, positions, tables.memory, metadata, outputs, tables.states, spare_rows)
-            step = self._planned(step)
+            step = self._planned(replace(step, windowed_attention=tuple(windowed)))
             hidden = self.model(step)
             self._write_logits(step, hidden)
             self.sample(PendingStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), []))

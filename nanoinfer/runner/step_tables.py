@@ -4,6 +4,8 @@ A running sequence owns one row of each table. New rows, tokens and blocks come 
 by the sampler on the device, before the host has seen them.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -30,18 +32,25 @@ class StepTables:
 
     token_ids: (rows, max_model_len + 1) int32.
     context_lens: (rows,) int32, known tokens: those whose keys and values are computed, and the newest.
-    block_tables: (rows, max_blocks) int32, which blocks of `memory` a row has.
+    block_tables: (num_groups * rows, max_blocks) int32, which blocks of `memory` a row has; those of one group of
+    layers after those of another.
     states: what layers with linear attention remember of the rows; None without such layers.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, memory: KVCache, states: RecurrentStates | None = None
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        memory: KVCache,
+        states: RecurrentStates | None = None,
+        num_groups: int = 1,
     ) -> None:
         rows, max_blocks, device = max_num_seqs + 1, -(-max_model_len // memory.block_size), memory.k.device
         self.memory, self.states = memory, states
         self.token_ids = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
         self.context_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(num_groups * rows, max_blocks, dtype=torch.int32, device=device)
+        self.tables_of_groups = self.block_tables.split(rows)  # (rows, max_blocks) each
 
     def update(self, header: Header, sections: PacketSections) -> None:
         """Enter a packet's new rows and blocks; `sections` are tensors on the device."""
@@ -75,24 +84,43 @@ class StepTables:
             context_lens=tuple(start + length for _, start, length in host_chunks),
             cu_query_lens=cu_query_lens,
             cu_context_lens=cumulative_lens((starts + lens).int()),
-            slot_mapping=slots_of(self.block_tables, token_rows, positions, self.memory.block_size),
-            block_tables=self.block_tables[rows],
+            slot_mapping=slots_of(self.tables_of_groups[0], token_rows, positions, self.memory.block_size),
+            block_tables=self.tables_of_groups[0][rows],
             num_blocks=header.num_prefill_blocks,
+        )
+        windowed = tuple(
+            replace(
+                attention,
+                slot_mapping=slots_of(tables, token_rows, positions, self.memory.block_size),
+                block_tables=tables[rows],
+                num_blocks=0,
+            )
+            for tables in self.tables_of_groups[1:]
         )
         # The chunks that sample a token are the first ones.
         last_tokens = cu_query_lens[1 : header.num_prefill_samples + 1].long() - 1
         token_ids, states = self.token_ids[token_rows, positions], self.states
-        return ForwardStep(token_ids, positions, self.memory, attention, last_tokens, states, chunks[:, 0])
+        return ForwardStep(token_ids, positions, self.memory, attention, last_tokens, states, chunks[:, 0], windowed)
 
     def decode_step(self, rows: Tensor, shared_prefixes: SharedPrefixes | None = None) -> ForwardStep:
         """Return the step that computes the newest token of each row.
 
         rows: (num_rows,) int32; may contain PADDING_ROW. shared_prefixes: which of them begin with the same blocks.
         """
-        tables = self.token_ids, self.context_lens, self.block_tables
-        token_ids, positions, slots, context_lens, block_tables = read_rows(rows, *tables, self.memory.block_size)
-        attention = DecodeMetadata(slots, context_lens, block_tables, shared_prefixes)
-        return ForwardStep(token_ids, positions, self.memory, attention, states=self.states, rows=rows)
+        (token_ids, positions, attention), *windowed = (
+            self._decode_metadata(rows, tables) for tables in self.tables_of_groups
+        )
+        attention = replace(attention, shared_prefixes=shared_prefixes)
+        of_windowed = tuple(metadata for _, _, metadata in windowed)
+        states = self.states
+        return ForwardStep(
+            token_ids, positions, self.memory, attention, states=states, rows=rows, windowed_attention=of_windowed
+        )
+
+    def _decode_metadata(self, rows: Tensor, block_tables: Tensor) -> tuple[Tensor, Tensor, DecodeMetadata]:
+        tables = self.token_ids, self.context_lens, block_tables
+        token_ids, positions, slots, context_lens, blocks = read_rows(rows, *tables, self.memory.block_size)
+        return token_ids, positions, DecodeMetadata(slots, context_lens, blocks)
 
 
 @triton_on_cuda(lambda: kernels.read_rows.read_rows)

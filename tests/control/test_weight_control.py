@@ -120,6 +120,24 @@ def test_the_parameters_of_a_trainer_are_taken_as_they_are(
     assert generate(llm) == expected[1]
 
 
+@pytest.mark.parametrize("rank_count", [1, 2])
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
+def test_experts_that_a_trainer_has_in_one_tensor_are_taken_as_they_are(
+    tmp_path: Path, architecture: str, rank_count: int
+) -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 64}
+    sizes |= (
+        {"moe_intermediate_size": 32, "mlp_only_layers": [], "decoder_sparse_step": 1} if "Qwen" in architecture else {}
+    )
+    old, new = (save_random(tmp_path / str(seed), architecture, seed, **sizes) for seed in (0, 1))
+    trainer = transformers.AutoModelForCausalLM.from_pretrained(new)
+    if not any(param.dim() == 3 for param in trainer.parameters()):
+        pytest.skip("this version of transformers has each expert for itself")
+    with LLM(old, device="cpu", tensor_parallel_size=rank_count) as llm:
+        llm.update_weights(trainer.named_parameters())
+        assert generate(llm) == answers(new)
+
+
 def test_cached_prefixes_of_the_weights_before_are_forgotten(llm: LLM, pair: tuple[Path, Path]) -> None:
     generate(llm)
     [output] = llm.generate(PROMPTS[-1:], GREEDY, use_tqdm=False)

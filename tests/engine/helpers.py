@@ -11,6 +11,7 @@ from nanoinfer.engine.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.partial_hits import BlockCopy
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.engine.windowed_blocks import WindowedBlockManager
 from nanoinfer.sampling_params import SamplingParams
 
 EMPTY_TEXT = 0  # the fingerprint of no token at all
@@ -99,17 +100,27 @@ class FakeDevice:
 
     A slot holds the fingerprint of the whole text it was computed from, a key's or value's true dependence. So a step
     that reads a slot of another text, a stale one or one not written yet fails, and the next token, which depends on
-    the whole text, is right only if everything else was. So is the state of a row, if the model has states.
+    the whole text, is right only if everything else was. So is the state of a row, if the model has states. windows:
+    how many tokens a token attends to in each group of layers; None for all. num_rows: rows of a group's table.
     """
 
-    def __init__(self, block_size: int, vocab_size: int, has_states: bool = False) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        vocab_size: int,
+        has_states: bool = False,
+        windows: tuple[int | None, ...] = (None,),
+        num_rows: int = 0,
+    ) -> None:
+        self.windows = windows
+        self.num_rows = num_rows
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.has_states = has_states
         self.states: dict[int, int | None] = {}  # by place, the first ones of rows -> text up to and including a token
         self.slots: dict[tuple[int, int], int | None] = {}  # (block_id, offset) -> text up to and including that token
         self.token_ids: dict[int, list[int]] = {}  # by row
-        self.block_tables: dict[int, dict[int, int]] = {}  # by row and column
+        self.block_tables: dict[int, dict[int, int]] = defaultdict(dict)  # by row and column
 
     def run(self, batch: ScheduledBatch, fails: bool = False) -> list[int]:
         """Return the token ids of `batch.sampled`. A step that fails leaves garbage where it was to write."""
@@ -135,23 +146,31 @@ class FakeDevice:
         chunks = sections.chunks.tolist() + [[row, len(self.token_ids[row]) - 1, 1] for row in decode_rows]
         for row, start, length in chunks:  # every layer writes all its keys and values before it reads any
             texts = fingerprints(self.token_ids[row])
-            for position in range(start, start + length):
-                self.slots[self.slot(row, position)] = None if fails else texts[position]
+            for group in range(len(self.windows)):
+                for position in range(start, start + length):
+                    self.slots[self.slot(row, position, group)] = None if fails else texts[position] + group
             if self.has_states:
                 assert fails or start == 0 or self.states[row] == texts[start - 1], (
                     f"the state of row {row} is that of another text than its first {start} tokens"
                 )
                 self.states[row] = None if fails else texts[start + length - 1]
+        sampled_rows = [row for row, _, _ in chunks[: header.num_prefill_samples]] + decode_rows
         if fails:
+            for row in sampled_rows:
+                self.token_ids[row].append(0)
             return []
         self.check_prefix_groups(sections.decode_rows.tolist())
         for row, start, length in chunks:
             texts = fingerprints(self.token_ids[row])
-            for position in range(start + length):
-                found = self.slots.get(self.slot(row, position))
-                assert found == texts[position], f"row {row} reads another text at position {position}"
+            for group, window in enumerate(self.windows):
+                for position in range(0 if window is None else max(0, start - window + 1), start + length):
+                    found = self.slots.get(self.slot(row, position, group))
+                    assert found == texts[position] + group, f"row {row} reads another text at position {position}"
+                for column in range(0 if window is None else max(0, start - window + 1) // self.block_size):
+                    block_id, first = self.block_tables[row + group * self.num_rows][column], column * self.block_size
+                    own = self.slots.get((block_id, 0)) == texts[first] + group
+                    assert block_id == 0 or own, "an entry before the window points to a block of another text"
 
-        sampled_rows = [row for row, _, _ in chunks[: header.num_prefill_samples]] + decode_rows
         for row in sampled_rows:
             self.token_ids[row].append(next_token(self.token_ids[row], self.vocab_size))
         return [self.token_ids[row][-1] for row in sampled_rows]
@@ -174,8 +193,10 @@ class FakeDevice:
                     assert self.block_tables[row][column] == self.block_tables[first][column]
         assert all(decode_rows[index][1] == 0 for index, alone in enumerate(in_no_group) if alone)
 
-    def slot(self, row: int, position: int) -> tuple[int, int]:
-        return self.block_tables[row][position // self.block_size], position % self.block_size
+    def slot(self, row: int, position: int, group: int = 0) -> tuple[int, int]:
+        block_id = self.block_tables[row + group * self.num_rows][position // self.block_size]
+        assert block_id != 0 or len(self.windows) == 1, "the page that nobody is given"
+        return block_id, position % self.block_size
 
 
 def fingerprints(token_ids: list[int]) -> list[int]:
@@ -254,12 +275,29 @@ def check_invariants(
         assert len(seq.block_table) * manager.block_size >= seq.num_computed_tokens
         for column, block_id in enumerate(seq.block_table):
             users[block_id].append((column, seq.token_ids[: (column + 1) * manager.block_size]))
+        if isinstance(manager, WindowedBlockManager):
+            tables = manager._tables[seq]
+            for column, block_ids in enumerate(tables.columns, tables.first):
+                for block_id in block_ids:
+                    users[block_id].append((column, seq.token_ids[: (column + 1) * manager.block_size]))
     for texts in users.values():
         assert all(text == texts[0] for text in texts), "a block is shared by different texts"
     assert manager.num_used_blocks == len(users.keys() | {copy.source for copy in copies})
     assert manager.num_free_blocks + manager.num_used_blocks == manager.num_blocks
     if isinstance(manager, HybridBlockManager):
         check_snapshots(manager, seqs)
+    if isinstance(manager, WindowedBlockManager):
+        check_windows(manager, holding)
+
+
+def check_windows(manager: WindowedBlockManager, holding: list[Sequence]) -> None:
+    """A sequence holds no block that its window has left, but for those of its last block and chunk."""
+    assert {*manager._tables} == {*holding}
+    owned = {block_id: owner for owner, column in manager._cached_columns.items() for block_id in column}
+    assert owned == manager._owners
+    assert all(manager._blocks[block_id].entry is not None for block_id in manager._cached_columns)
+    for tables in manager._tables.values():
+        assert len(tables.columns) <= manager._max_columns
 
 
 def check_snapshots(manager: HybridBlockManager, seqs: list[Sequence]) -> None:
@@ -283,6 +321,10 @@ def check_cache_contents(manager: BlockManager, device: FakeDevice, seqs: list[S
     for seq in seqs:
         texts = fingerprints(seq.token_ids)
         for index, block_id in enumerate(manager.find_cached_prefix(seq)):
-            held = [device.slots.get((block_id, offset)) for offset in range(manager.block_size)]
-            expected = texts[index * manager.block_size :][: manager.block_size]
-            assert held == expected, f"block {block_id} is cached under a text that it does not hold"
+            blocks = [block_id]
+            if isinstance(manager, WindowedBlockManager):
+                blocks += manager._cached_columns.get(block_id, ())
+            for group, one in enumerate(blocks):
+                held = [device.slots.get((one, offset)) for offset in range(manager.block_size)]
+                expected = [text + group for text in texts[index * manager.block_size :][: manager.block_size]]
+                assert held == expected, f"block {one} is cached under a text that it does not hold"

@@ -11,6 +11,7 @@ from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.engine.windowed_blocks import WindowedBlockManager
 from tests.engine.helpers import (
     FakeDevice,
     always_seven,
@@ -29,13 +30,31 @@ MAX_STEPS = 2000  # the end of a history needs a few hundred
 class History:
     """An engine of random options without a model; after each event everything that can be checked is checked."""
 
-    def __init__(self, random: Random, is_hybrid: bool = False) -> None:
+    def __init__(self, random: Random, kind: str = "plain") -> None:
         self.random = random
         num_blocks, block_size = random.randint(2, 24), random.randint(1, 6)
         hash_function = random.choice([xxhash.xxh64_intdigest, always_seven])
         max_num_seqs = random.randint(1, 6)
         self.manager: BlockManager
-        if is_hybrid:
+        max_model_len, max_num_batched_tokens = num_blocks * block_size, random.randint(1, 16)
+        windows: tuple[int | None, ...] = (None,)
+        if kind == "windows":
+            windows = (None, *[random.choice([1, 2, 5, 9, 20])] * random.choice([1, 1, 2, 3]))
+            groups = {"window": windows[1] or 0, "num_windowed_groups": len(windows) - 1}
+            num_pages = 1 + num_blocks * len(windows)
+            self.manager = WindowedBlockManager(
+                num_pages - (random.randint(0, num_pages // 3) if num_blocks > 6 else 0),
+                block_size,
+                enable_prefix_caching=random.random() < 0.8,
+                max_chunk_tokens=max_num_batched_tokens,
+                num_rows=max_num_seqs + 1,
+                hash_function=hash_function,
+                min_copied_tokens=random.choice([1, 1, 2, 100]),
+                **groups,
+            )
+            while not self.manager.holds(max_model_len):
+                max_model_len -= 1
+        elif kind == "hybrid":
             self.manager = HybridBlockManager(
                 num_blocks,
                 block_size,
@@ -52,8 +71,8 @@ class History:
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=random.randint(1, 16),
-            max_model_len=num_blocks * block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
             stop_token_ids=frozenset({STOP_TOKEN_ID}),
             reserved_tokens=random.randint(0, 4),
             max_group_rows=random.choice([0, 2, 3, 64]),
@@ -61,7 +80,7 @@ class History:
         self.scheduler.min_awaited_tokens = random.choice([1, 3, 1000])
         self.scheduler.min_awaited_in_all = random.choice([1, 8])
         self.scheduler.shared_prefixes.min_saved_tokens = random.choice([0, 2 * block_size])
-        self.device = FakeDevice(block_size, VOCAB_SIZE, has_states=is_hybrid)
+        self.device = FakeDevice(block_size, VOCAB_SIZE, kind == "hybrid", windows, max_num_seqs + 1)
         self.overlap = random.random() < 0.5  # a step is scheduled and run before the last one's tokens are collected
         self.in_flight: list[tuple[ScheduledBatch, list[int] | None]] = []  # None: it failed
         self.seqs: list[Sequence] = []
@@ -93,7 +112,7 @@ class History:
     def check(self) -> None:
         copies = [copy for batch, _ in self.in_flight for copy in batch.block_copies]
         check_invariants(self.scheduler, self.seqs, self.overtaken, copies)
-        if all(token_ids is not None for _, token_ids in self.in_flight):
+        if self.manager.enable_prefix_caching and all(token_ids is not None for _, token_ids in self.in_flight):
             check_cache_contents(self.manager, self.device, self.seqs[-8:])
 
     @property
@@ -201,15 +220,13 @@ class History:
 
 
 @pytest.mark.parametrize("num_histories", [60, pytest.param(8000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("is_hybrid", [False, True], ids=["plain", "hybrid"])
-def test_in_random_histories_every_request_gets_the_answer_it_would_get_alone(
-    is_hybrid: bool, num_histories: int
-) -> None:
+@pytest.mark.parametrize("kind", ["plain", "hybrid", "windows"])
+def test_in_random_histories_every_request_gets_the_answer_it_would_get_alone(kind: str, num_histories: int) -> None:
     """Histories of 5 to 400 steps each; the seed of one that fails is in the error."""
     seen: Counter[str] = Counter()
     num_steps = 0
     for seed in range(num_histories):
-        history, length = History(Random(seed), is_hybrid), [5, 20, 100, 400][seed % 4]
+        history, length = History(Random(seed), kind), [5, 20, 100, 400][seed % 4]
         try:
             history.play(length)
         except Exception as error:
@@ -227,5 +244,5 @@ def test_in_random_histories_every_request_gets_the_answer_it_would_get_alone(
         "copies",
     )
     wanted += ("paused", "resumed with its blocks", "resumed without blocks")
-    wanted += ("states kept", "states restored") if is_hybrid else ()
+    wanted += ("states kept", "states restored") if kind == "hybrid" else ()
     assert all(seen[event] >= num_steps / 250 for event in wanted), f"the histories are too tame: {seen}"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanoinfer import LLM
-from tests.kernels.test_gated_delta import check_step, random_case
+from tests.kernels.test_gated_delta import check_chunks, check_step, random_case
 from tests.models.test_architectures import GREEDY, HYBRIDS, checkpoint, draw_prompts
 
 __all__ = ["checkpoint"]
@@ -18,6 +18,13 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(16, 2, 128, 128, 4), (2, 3, 24, 12, 2)], ids=["Qwen3.5 9B", "odd sizes"])
 def test_a_step_of_the_delta_rule_equals_its_twin(sizes: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     check_step(random_case(*sizes, dtype, "cuda"), 1e-4 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize(
+    ("lens", "sizes"), [((1, 300, 64), (32, 128, 128)), ((3, 130), (2, 24, 12))], ids=["Qwen3.5 9B", "odd sizes"]
+)
+def test_chunks_of_the_delta_rule_equal_their_twin(lens: tuple[int, ...], sizes: tuple[int, int, int]) -> None:
+    check_chunks(lens, *sizes, tolerance=1e-3, decay=0.5, device="cuda")
 
 
 @pytest.mark.parametrize("architecture", HYBRIDS)

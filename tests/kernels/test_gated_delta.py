@@ -8,6 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from nanoinfer.kernels import chunked_delta_rule as chunk_kernels
 from nanoinfer.kernels import gated_delta_step as step_kernels
 from nanoinfer.layers.linear_attention import delta_rule
 
@@ -74,3 +75,35 @@ def check_step(case: Case, tolerance: float) -> None:
 )
 def test_a_step_of_the_delta_rule_equals_its_twin(sizes: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     check_step(random_case(*sizes, dtype), 1e-5 if dtype == torch.float32 else 4e-3)
+
+
+def check_chunks(
+    lens: tuple[int, ...], heads: int, key_dim: int, value_dim: int, tolerance: float, decay: float, device: str = "cpu"
+) -> None:
+    """The kernels' results are those of the twin. decay: how much of a state is lost with a token, at most (log)."""
+    generator = torch.Generator().manual_seed(sum(lens) + key_dim)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q, k = (torch.nn.functional.normalize(randn(sum(lens), heads, key_dim), dim=-1) for _ in range(2))
+    k[sum(lens) // 2 :] = k[-1]  # keys that repeat: powers of a chunk's matrix would be huge
+    v, beta = randn(sum(lens), heads, value_dim), randn(sum(lens), heads).sigmoid()
+    g, initial = -decay * randn(sum(lens), heads).sigmoid(), randn(len(lens), heads, key_dim, value_dim)
+    tensors = [x.to(device) for x in (q, k, v, g, beta, initial)]
+    expected = delta_rule.chunked_delta_rule.__wrapped__(*tensors, lens)  # type: ignore[attr-defined]
+    for actual, wanted in zip(chunk_kernels.chunked_delta_rule(*tensors, lens), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=tolerance, rtol=tolerance)
+
+
+# Decays are added up over a chunk, so what strong ones leave is known less precisely, by the twin too.
+@pytest.mark.parametrize(("decay", "tolerance"), [(0.0, 3e-5), (0.5, 3e-5), (60.0, 2e-3)])
+@pytest.mark.parametrize(
+    ("lens", "sizes"),
+    [((1,), (1, 16, 16)), ((70, 1, 64), (2, 12, 20)), ((3, 130), (1, 24, 40))],
+    ids=["a token", "several sequences", "odd sizes"],
+)
+def test_chunks_of_the_delta_rule_equal_their_twin(
+    lens: tuple[int, ...], sizes: tuple[int, int, int], decay: float, tolerance: float
+) -> None:
+    check_chunks(lens, *sizes, tolerance=tolerance, decay=decay)

@@ -37,10 +37,14 @@ class AttentionBackends:
             self._backends[spec] = select_backend(self.requested, *options)
         return self._backends[spec]
 
-    def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
-        """Return `metadata` with what all backends prepare for a step."""
-        for backend in self._backends.values():
-            metadata = backend.plan(metadata, cache)
+    def plan(self, metadata: MetadataT, cache: KVCache, windowed: bool | None = None) -> MetadataT:
+        """Return `metadata` with what backends prepare for a step.
+
+        windowed: whether the layers that it is for have a window; None for all layers.
+        """
+        for spec, backend in self._backends.items():
+            if windowed is None or windowed == (spec.window is not None):
+                metadata = backend.plan(metadata, cache)
         return metadata
 
     @property

@@ -13,6 +13,7 @@ transformers with the delta rule"): what each token of a chunk writes follows fr
 state between chunks is computed in turn.
 """
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -103,7 +104,7 @@ def gated_delta_prefill(
     g, beta = _gates(ba, weights)
     begun = (layout.starts > 0)[:, None, None, None]
     initial = torch.where(begun, states.matrices[places], 0)
-    out, final = chunked_delta_rule(q, k, v, g, beta, initial, layout)
+    out, final = chunked_delta_rule(q, k, v, g, beta, initial, layout.lens)
     states.matrices[places] = final
     return gated_norm(out.to(x.dtype), z, weights)
 
@@ -196,15 +197,17 @@ def gated_norm(out: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
     return (normed * F.silu(z.float()).view_as(out)).to(out.dtype).flatten(1)
 
 
+@triton_on_cuda(lambda: kernels.chunked_delta_rule.chunked_delta_rule)
 def chunked_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor, layout: Layout
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor, lens: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """Return what the tokens read, (num_tokens, heads, value_dim), and the states after the last one of each sequence.
 
     q, k: (num_tokens, heads, key_dim); v: (num_tokens, heads, value_dim); g, beta: (num_tokens, heads); all float32.
-    initial: (num_sequences, heads, key_dim, value_dim), the states before the first tokens.
+    initial: (num_sequences, heads, key_dim, value_dim), the states before the first tokens. lens: of the sequences, end
+    to end.
     """
-    order, places, num_active = _chunks_of(layout, q.device)
+    order, places, num_active = _chunks_of(lens, q.device)
     is_token = places >= 0
     gather = places.clamp(min=0)
 
@@ -241,18 +244,20 @@ def chunked_delta_rule(
     return torch.empty_like(out).index_copy_(0, places[is_token], out), final
 
 
-def _chunks_of(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
+def _chunks_of(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
     """Cut sequences into chunks, all first chunks before all second ones, and so on, the longest sequences first.
 
     Returns the sequences in that order, the tokens of each chunk (num_chunks, CHUNK) with -1 beyond the end, and how
     many sequences have a first chunk, a second one, and so on.
     """
-    counts = [-(-length // CHUNK) for length in layout.lens]
+    counts = [-(-length // CHUNK) for length in lens]
     order = sorted(range(len(counts)), key=lambda index: -counts[index])
     num_active = [sum(count > number for count in counts) for number in range(max(counts))]
     sequences = torch.tensor([order[line] for count in num_active for line in range(count)], device=device)
     numbers = torch.tensor([number for number, count in enumerate(num_active) for _ in range(count)], device=device)
     offsets = numbers.unsqueeze(1) * CHUNK + torch.arange(CHUNK, device=device)  # (num_chunks, CHUNK)
-    lens = torch.tensor(layout.lens, device=device)[sequences].unsqueeze(1)
-    tokens = layout.firsts[sequences].unsqueeze(1) + offsets
-    return torch.tensor(order, device=device), torch.where(offsets < lens, tokens, -1), num_active
+    firsts, lengths = torch.tensor([[*accumulate(lens, initial=0)][:-1], lens], device=device)[:, sequences].unsqueeze(
+        -1
+    )
+    places = torch.where(offsets < lengths, firsts + offsets, -1)
+    return torch.tensor(order, device=device), places, num_active

@@ -18,6 +18,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 
 logger = logging.getLogger("nanoinfer")
 
+MIN_SNAPSHOTS = 16  # where there are few rows
 SNAPSHOT_SHARE = 0.1  # of the memory beside the weights, the most that snapshots take
 
 
@@ -100,7 +101,7 @@ class StateShape:
 
     def num_snapshots(self, num_rows: int, free_bytes: int) -> int:
         """Return how many states are kept for prefix hits: as many as rows, or as a tenth of the free memory holds."""
-        return max(1, min(num_rows, int(free_bytes * SNAPSHOT_SHARE) // self.num_bytes))
+        return max(1, min(max(num_rows, MIN_SNAPSHOTS), int(free_bytes * SNAPSHOT_SHARE) // self.num_bytes))
 
     def allocate(self, num_states: int, device: torch.device) -> RecurrentStates:
         """Return states of zeros for rows and snapshots, so many together, and for the spare row."""

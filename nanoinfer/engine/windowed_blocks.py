@@ -1,0 +1,246 @@
+"""Gives blocks to the sequences of models that have layers with a window beside others.
+
+Layers are grouped (`layers/attention/layer_groups.py`), and each group has a block table. All take blocks from one pool
+of equal pages. The first group attends to all tokens: its blocks are those of the BlockManager, and find cached
+prefixes. Of the other groups a sequence holds the blocks that its window still reaches. The rest is given back while it
+runs, and entries of their tables point to page 0, which nobody is given.
+
+A cached prefix needs all blocks of the first group, and of the others those that the window before its end reaches. So
+the blocks of the other groups are noted with the entry of the first group's block. Given back, they are kept as long as
+other cached blocks are; if one is handed out again, shorter prefixes are found.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import xxhash
+
+from nanoinfer.engine.batch import NewBlock
+from nanoinfer.engine.block_manager import MIN_COPIED_TOKENS, ROOT_SERIAL, Block, BlockManager
+from nanoinfer.engine.partial_hits import BlockCopy
+from nanoinfer.engine.sequence import Sequence
+
+Column = tuple[int, ...]  # the blocks of a place in all tables but the first
+NOBODY = 0  # the page that table entries point to where no block is held any more
+
+
+@dataclass(slots=True)
+class WindowTables:
+    """The block tables of a sequence in all groups but the first: alike, so one list of columns says all.
+
+    first: the place of the first column that is held. num_cleared: the entries before it that the device knows to be
+    given back. num_told: those before it that the device knows.
+    """
+
+    first: int
+    columns: deque[Column] = field(default_factory=deque)
+    num_cleared: int = 0
+    num_told: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.columns)
+
+
+class WindowedBlockManager(BlockManager):
+    """Gives each sequence blocks for all its tokens in one group, and for those within the window in the others.
+
+    num_pages: of the pool, page 0 included. window: how many tokens a token attends to in all groups but the first,
+    itself included. num_windowed_groups: how many these are. max_chunk_tokens: the most tokens of a chunk. num_rows:
+    rows of a table on the device; those of the groups lie one after another. The rest is that of BlockManager.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        *,
+        window: int,
+        num_windowed_groups: int,
+        max_chunk_tokens: int,
+        num_rows: int,
+        hash_function: Callable[[bytes], int] = xxhash.xxh64_intdigest,
+        min_copied_tokens: int = MIN_COPIED_TOKENS,
+    ) -> None:
+        super().__init__(num_pages, block_size, enable_prefix_caching, hash_function, min_copied_tokens)
+        self.window, self.num_windowed_groups = window, num_windowed_groups
+        self._max_columns = -(-(window - 1 + max_chunk_tokens) // block_size) + 1
+        self._num_rows = num_rows
+        self._tables: dict[Sequence, WindowTables] = {}
+        self._cached_columns: dict[int, Column] = {}  # by the block of the first group that has the same tokens
+        self._owners: dict[int, int] = {}  # by block of such a column: that block
+        del self._free[NOBODY]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks) - 1
+
+    def holds(self, num_tokens: int) -> bool:
+        num_columns = self._num_blocks_for(num_tokens)
+        needed = num_columns + self.num_windowed_groups * min(num_columns, self._max_columns)
+        return needed <= self.num_blocks
+
+    def find_cached_prefix(self, seq: Sequence) -> list[int]:
+        found = super().find_cached_prefix(seq)
+        while found and not all(block_id in self._cached_columns for block_id in found[self._first_column(found) :]):
+            found.pop()
+        return found
+
+    def num_blocks_to_allocate(self, seq: Sequence, cached_block_ids: list[int]) -> int:
+        num_of_first = super().num_blocks_to_allocate(seq, cached_block_ids)
+        num_idle = self._num_columns_with(0, cached_block_ids)
+        return num_of_first + self.num_windowed_groups * self._num_columns_of(seq, cached_block_ids, num_idle)
+
+    def allocate(self, seq: Sequence, cached_block_ids: list[int]) -> list[BlockCopy]:
+        first = self._first_column(cached_block_ids)
+        tables = self._tables[seq] = WindowTables(first)
+        for block_id in cached_block_ids[first:]:
+            tables.columns.append(self._cached_columns[block_id])
+            self._hold_all(tables.columns[-1])
+        copies = super().allocate(seq, cached_block_ids)
+        if copies:
+            [copy] = copies
+            pairs = zip(self._cached_columns[copy.source], self._append_column(tables), strict=True)
+            copies += [BlockCopy(source, target, copy.num_tokens) for source, target in pairs]
+        return copies
+
+    def num_blocks_for_chunk(self, seq: Sequence, end: int) -> int:
+        tables = self._tables[seq]
+        self._give_back_left(tables, seq.num_computed_tokens)
+        return max(0, self._num_blocks_for(end) - tables.end) * self.num_windowed_groups
+
+    def enter_chunk(self, seq: Sequence, end: int) -> list[NewBlock]:
+        tables = self._tables[seq]
+        self._give_back_left(tables, seq.num_computed_tokens)
+        while tables.end < self._num_blocks_for(end):
+            self._append_column(tables)
+        return self._news(seq, tables)
+
+    def needs_block(self, seq: Sequence) -> bool:
+        return seq.num_computed_tokens >= self._tables[seq].end * self.block_size
+
+    def num_blocks_to_grow(self, seqs: list[Sequence]) -> int:
+        num_of_first = sum(super(WindowedBlockManager, self).needs_block(seq) for seq in seqs)
+        return num_of_first + sum(self.num_blocks_for_chunk(seq, seq.num_computed_tokens + 1) for seq in seqs)
+
+    def grow(self, seq: Sequence) -> list[NewBlock]:
+        new_blocks = super().grow(seq) if super().needs_block(seq) else []
+        return new_blocks + self.enter_chunk(seq, seq.num_computed_tokens + 1)
+
+    def num_growing_tables(self, seq: Sequence) -> int:
+        return 1 if seq.num_tokens > self.window else 1 + self.num_windowed_groups
+
+    def cache_blocks(self, seq: Sequence, num_computed_tokens: int) -> None:
+        if not self.enable_prefix_caching:
+            return
+        # One block at a time: an entry that has lost its blocks in the other groups makes room for that of this block.
+        for index in range(len(seq.prefix_serials), num_computed_tokens // self.block_size):
+            entry = self._find(seq, index, seq.prefix_serials[-1] if index else ROOT_SERIAL)
+            if entry is not None and entry.block_id not in self._cached_columns:
+                self.evict_blocks([entry.block_id])
+            super().cache_blocks(seq, (index + 1) * self.block_size)
+            self._cache_column(seq, index)
+
+    def cache_last_block(self, seq: Sequence, num_computed_tokens: int) -> None:
+        super().cache_last_block(seq, num_computed_tokens)
+        self._cache_column(seq, num_computed_tokens // self.block_size)
+
+    def free(self, seq: Sequence) -> None:
+        tables = self._tables.pop(seq)
+        for column in reversed(tables.columns):
+            self._give_back(column)
+        super().free(seq)
+
+    def _first_column(self, cached: list[int]) -> int:
+        """Return the first column that a token after these blocks needs."""
+        return max(0, len(cached) * self.block_size - self.window + 1) // self.block_size
+
+    def _num_columns_with(self, num_users: int, cached: list[int]) -> int:
+        """Return how many columns that a token after these blocks needs have so many users."""
+        columns = (self._cached_columns[block_id] for block_id in cached[self._first_column(cached) :])
+        return sum(self._blocks[column[0]].ref_count == num_users for column in columns)
+
+    def _num_columns_of(self, seq: Sequence, cached: list[int], num_own: int) -> int:
+        """Return how many columns `seq` takes at most while its prompt is computed. num_own: of those that it shares.
+
+        What others use as well does not count: it stays when its window has left it.
+        """
+        return min(self._num_blocks_for(seq.num_tokens) - len(cached) + num_own, self._max_columns)
+
+    def _append_column(self, tables: WindowTables) -> Column:
+        column = tuple(self._take_block() for _ in range(self.num_windowed_groups))
+        tables.columns.append(column)
+        return column
+
+    def _give_back_left(self, tables: WindowTables, num_computed_tokens: int) -> None:
+        """Give back the blocks that no token after the computed ones attends to."""
+        first = max(0, num_computed_tokens - self.window + 1) // self.block_size
+        while tables.first < first and tables.columns:
+            self._give_back(tables.columns.popleft())
+            tables.first += 1
+
+    def _news(self, seq: Sequence, tables: WindowTables) -> list[NewBlock]:
+        """Return what the device does not know yet of the tables."""
+        assert seq.row is not None, f"sequence {seq.seq_id} gets blocks and has no row"
+        left = range(tables.num_cleared, tables.first)
+        new = range(max(tables.num_told, tables.first), tables.end)
+        tables.num_cleared, tables.num_told = tables.first, tables.end
+        rows = range(
+            seq.row + self._num_rows, seq.row + self._num_rows * (self.num_windowed_groups + 1), self._num_rows
+        )
+        return [
+            *(NewBlock(row, place, NOBODY) for place in left for row in rows),
+            *(
+                NewBlock(row, place, block_id)
+                for place in new
+                for row, block_id in zip(rows, tables.columns[place - tables.first], strict=True)
+            ),
+        ]
+
+    def _hold_all(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            self._hold(self._blocks[block_id])
+
+    def _cache_column(self, seq: Sequence, index: int) -> None:
+        """Note the blocks beside a block of `seq` that has an entry of its own."""
+        tables = self._tables[seq]
+        if not tables.first <= index < min(tables.end, len(seq.block_table)):
+            return
+        block_id, column = seq.block_table[index], tables.columns[index - tables.first]
+        if self._blocks[block_id].entry is not None and block_id not in self._cached_columns:
+            self._cached_columns[block_id] = column
+            self._owners.update(dict.fromkeys(column, block_id))
+
+    def _forget_column(self, block_id: int | None) -> None:
+        for owned in self._cached_columns.pop(block_id, ()) if block_id is not None else ():
+            del self._owners[owned]
+            if owned in self._free:
+                self._free.move_to_end(owned, last=False)
+
+    def _take_block(self) -> int:
+        block_id = super()._take_block()
+        self._forget_column(self._owners.get(block_id))
+        return block_id
+
+    def _is_cached(self, block: Block) -> bool:
+        return super()._is_cached(block) or block.block_id in self._owners
+
+    def _remove_entry(self, block: Block) -> None:
+        super()._remove_entry(block)
+        self._forget_column(block.block_id)
+
+    def _find_partial_hit(self, seq: Sequence) -> tuple[Block | None, int]:
+        block, num_tokens = super()._find_partial_hit(seq)
+        sources = self._cached_columns.get(block.block_id) if block else None
+        if block is None or sources is None:
+            return None, 0
+        idle = sum(self._blocks[block_id].ref_count == 0 for block_id in (block.block_id, *sources))
+        num_own = self._num_columns_with(1, seq.block_table)
+        num_new = self._num_blocks_for(seq.num_tokens) - len(seq.block_table)
+        num_new += self.num_windowed_groups * (self._num_columns_of(seq, seq.block_table, num_own) - num_own)
+        if num_new + idle > self.num_free_blocks:
+            return None, 0
+        self._hold_all(sources)  # until `release`
+        return block, num_tokens

@@ -1,0 +1,188 @@
+"""Blocks of models with windows in some layers: what is given back, counted and found; and how layers are grouped."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.engine.windowed_blocks import WindowedBlockManager
+from nanoinfer.errors import ConfigError
+from nanoinfer.layers.attention.layer_groups import LayerGroups, LayerPlace
+from nanoinfer.models import REGISTRY
+from tests.engine.helpers import add_prompts, make_sequence, run_to_the_end, step
+from tests.models.test_architectures import checkpoint, draw_prompts, reference_tokens
+
+__all__ = ["checkpoint"]
+
+
+def windowed_scheduler(
+    num_pages: int = 100, window: int = 8, num_groups: int = 1, block_size: int = 4, max_num_batched_tokens: int = 100
+) -> tuple[Scheduler, WindowedBlockManager]:
+    manager = WindowedBlockManager(
+        num_pages,
+        block_size,
+        window=window,
+        num_windowed_groups=num_groups,
+        max_chunk_tokens=max_num_batched_tokens,
+        num_rows=9,
+        min_copied_tokens=1,
+    )
+    scheduler = Scheduler(
+        manager,
+        max_num_seqs=8,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max(length for length in range(1000) if manager.holds(length)),
+        reserved_tokens=block_size,
+    )
+    return scheduler, manager
+
+
+def test_blocks_that_have_left_the_window_are_given_back_while_the_sequence_runs() -> None:
+    scheduler, manager = windowed_scheduler(window=8, num_groups=2)
+    add_prompts(scheduler, [1] * 21, max_tokens=20)
+    step(scheduler)
+    assert manager.num_used_blocks == 3 * 6, "a chunk has all blocks of its tokens"
+    while not (batch := step(scheduler)).new_blocks:
+        pass
+    # The 25th token attends to tokens from 17 on, so to blocks 4, 5 and 6.
+    assert manager.num_used_blocks == 7 + 2 * 3
+    assert [tuple(new) for new in batch.new_blocks if new.block_id == 0] == [
+        (9 * group, column, 0) for column in range(4) for group in (1, 2)
+    ]
+    run_to_the_end(scheduler)
+    assert manager.num_used_blocks == 0
+
+
+def test_a_long_prompt_holds_the_window_and_a_chunk() -> None:
+    scheduler, manager = windowed_scheduler(num_pages=31, window=8, max_num_batched_tokens=8)
+    [seq] = add_prompts(scheduler, [1] * 80, max_tokens=4)
+    while seq.num_computed_tokens < 80:
+        step(scheduler)
+        assert manager.num_used_blocks <= 20 + 5, "7 tokens before a chunk and its 8 lie in up to 5 blocks"
+
+
+def test_as_many_sequences_run_as_their_windows_have_room() -> None:
+    """Of 41 pages, sequences of 40 tokens would take 20 each if they kept all."""
+    scheduler, _ = windowed_scheduler(num_pages=42, window=4, max_num_batched_tokens=4)
+    add_prompts(scheduler, *([number] * 37 for number in range(5)), max_tokens=3)
+    most = 0
+    while not scheduler.is_finished():
+        step(scheduler)
+        most = max(most, len(scheduler.running))
+    assert most == 3
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_cached_prefix_needs_the_blocks_within_the_window_alone() -> None:
+    scheduler, manager = windowed_scheduler(window=5)
+    shared = list(range(1, 17))
+    add_prompts(scheduler, [*shared, 99], max_tokens=9)
+    run_to_the_end(scheduler)
+    follower = make_sequence(1, [*shared, 7, 8])
+    scheduler.add(follower)
+    step(scheduler)
+    assert follower.num_cached_tokens == 16
+    assert manager._tables[follower].first == 3, "token 16 attends to tokens from 12 on"
+
+
+def test_a_prefix_whose_windows_were_handed_out_again_is_found_no_more_and_computed_anew() -> None:
+    scheduler, manager = windowed_scheduler(num_pages=11, window=5)
+    shared = list(range(1, 9))
+    add_prompts(scheduler, [*shared, 99], max_tokens=1)
+    run_to_the_end(scheduler)
+    columns = {block_id for column in manager._cached_columns.values() for block_id in column}
+    for block_id in columns:
+        manager._forget_column(manager._owners.get(block_id))
+    for number in (1, 2):
+        follower = make_sequence(number, [*shared, 7, 8], max_tokens=1)
+        scheduler.add(follower)
+        run_to_the_end(scheduler)
+        assert follower.num_cached_tokens == (0 if number == 1 else 9)
+
+
+def test_copies_within_a_block_are_made_in_every_group() -> None:
+    scheduler, _ = windowed_scheduler(window=5, num_groups=2)
+    add_prompts(scheduler, [1, 2, 3, 4, 5, 6, 7], max_tokens=1)
+    run_to_the_end(scheduler)
+    follower = make_sequence(1, [1, 2, 3, 4, 5, 6, 9])
+    scheduler.add(follower)
+    batch = step(scheduler)
+    assert follower.num_cached_tokens == 6
+    assert [copy.num_tokens for copy in batch.block_copies] == [2, 2, 2]
+
+
+# --- groups of layers ---
+
+
+def config_of(architecture: str, **fields: Any) -> ModelConfig:
+    sizes = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "num_attention_heads": 4, "head_dim": 16}
+    return ModelConfig.from_dict(
+        {"architectures": [architecture], "num_key_value_heads": 2, **sizes, **fields}, REGISTRY
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_full", "num_groups"), [(26, 4, 7), (34, 5, 7), (48, 8, 6), (62, 10, 7)], ids=str
+)
+def test_gemma_3_has_a_group_of_full_layers_and_windowed_groups_as_large(
+    num_layers: int, num_full: int, num_groups: int
+) -> None:
+    fields = {"num_hidden_layers": num_layers, "sliding_window": 1024, "sliding_window_pattern": 6}
+    groups = LayerGroups.of(config_of("Gemma3ForCausalLM", max_position_embeddings=32768, **fields), 32768)
+    assert (groups.window, groups.num_groups, groups.layers_per_page) == (1024, num_groups, num_full)
+    assert len({*groups.places}) == num_layers, "no two layers share a place"
+    assert groups.places[5] == LayerPlace(0, 0)
+    assert LayerGroups.of(config_of("Gemma3ForCausalLM", **fields), 1024).num_groups == 1, "no sequence outgrows it"
+
+
+def test_gemma_3_27b_holds_more_sequences_of_32k_tokens() -> None:
+    fields = {"num_hidden_layers": 62, "sliding_window": 1024, "sliding_window_pattern": 6}
+    groups = LayerGroups.of(config_of("Gemma3ForCausalLM", max_position_embeddings=65536, **fields), 65536)
+    # In steady state: all blocks of one group, and of six others those that a window of 1,024 tokens can lie in.
+    steady = 10 * (128 + 6 * (1024 // 256 + 1))
+    assert 62 * 128 / steady > 4.5
+    chunk = groups.num_pages(32768, 256, max_chunk_tokens=16384)
+    assert chunk == 128 + 6 * 69, "while a chunk of 16,384 tokens is computed, it holds 69 blocks in six groups"
+
+
+def test_models_of_one_kind_have_one_group() -> None:
+    plain = config_of("Qwen3ForCausalLM", num_hidden_layers=3)
+    for config in (plain, config_of("MistralForCausalLM", num_hidden_layers=3, sliding_window=16)):
+        groups = LayerGroups.of(config, 4096)
+        assert (groups.window, groups.num_groups) == (None, 1)
+        assert groups.layers_per_page == config.num_hidden_layers
+        assert groups.max_tokens(num_pages=7, block_size=16, max_chunk_tokens=4) == 7 * 16
+
+
+# --- whole engines ---
+
+
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Olmo3ForCausalLM"])
+def test_tokens_are_those_of_transformers_while_blocks_are_given_back_and_found(
+    checkpoint: Callable[..., Path], architecture: str
+) -> None:
+    folder = checkpoint(architecture, 3, sliding_window=11)
+    shared, *tails = draw_prompts(3, (70, 3, 20, 40))
+    prompts = [*(shared + tail for tail in tails), shared]
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    with LLM(folder, device="cpu", dtype="float32", num_kvcache_blocks=40, kvcache_block_size=16) as llm:
+        manager = llm.engine.block_manager
+        assert isinstance(manager, WindowedBlockManager)
+        answers = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        again = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.get_metrics().num_used_blocks == 0
+    with LLM(folder, device="cpu", dtype="float32", enable_prefix_caching=False, kvcache_block_size=16) as llm:
+        plain = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    assert answers == [output.token_ids for output in again] == plain
+    assert [tokens[:3] for tokens in reference_tokens(folder, prompts)] == [tokens[:3] for tokens in answers]
+    assert min(output.num_cached_tokens or 0 for output in again) >= 64
+
+
+def test_a_sequence_that_the_pages_cannot_hold_is_refused_by_number(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("Gemma3ForCausalLM", 0, sliding_window=11)
+    with pytest.raises(ConfigError, match="max_model_len=112 is more than the KV cache holds"):
+        LLM(folder, device="cpu", num_kvcache_blocks=3, kvcache_block_size=16, max_model_len=112)
