@@ -5,6 +5,7 @@ what is counted. A run can come close to its floor and never below it, so its sh
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,6 +18,7 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.quantization_config import Fp8Config
 
 GIB = 2**30
+STATE_BYTES = 4  # of a value of the states of linear attention
 INT4_BYTES = 4.25 / 8  # of a weight in 4 bits, with its share of a scale
 
 
@@ -101,7 +103,11 @@ def compute_floor(
 
     All requests are prefilled first, then decode together (in waves, beyond `max_num_seqs`). Activations, norms,
     sampling, launches and the host count as nothing, and no cache is large enough to hold weights from step to step.
-    Windows are not considered: for contexts beyond them the floor is too high.
+
+    In a layer with a window a token attends to as many tokens at most; a decode step reads of each sequence so many of
+    those that it shares with no other. A layer of linear attention reads and writes its states, in float32, once for
+    each sequence of a decode step; for each token and value head, a matrix of keys by values is multiplied by a vector
+    twice and gets a product of two added, 6 FLOPs for each of its values. Its convolution counts as nothing.
 
     Weights in FP8 are read as a byte for each value, and multiplied at the rate for FP8; those in 4 bits are read as
     4.25 bits, with their scales, and multiplied at the rate for 16. Routers, which have 16 bits, are too small to count
@@ -109,9 +115,9 @@ def compute_floor(
     """
     weights = count_weights(config)
     query_width = config.num_attention_heads * config.head_dim
-    kv_values_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    kv_values_per_token = 2 * config.num_key_value_heads * config.head_dim
+    layers = _attention_layers(config)
     shared, num_repeats = workload.shared_prefix, len(workload.prompts) - 1
-    num_pairs = sum(comb(len(prompt) + 1, 2) for prompt in workload.prompts) - num_repeats * comb(shared + 1, 2)
     num_prefill_tokens = workload.num_input_tokens - num_repeats * shared
     layer_rate, layer_bytes = rates.matrix_rate, float(rates.bytes_per_value)
     if isinstance(config.quantization, Fp8Config):
@@ -123,16 +129,20 @@ def compute_floor(
         num_logits += workload.num_input_tokens - len(workload.prompts)
     if workload.answers:
         num_logits = sum(workload.output_lens)
-        for prompt, answers in zip(workload.prompts, workload.answers, strict=True):
-            num_prefill_tokens += sum(map(len, answers))
-            num_pairs += sum(comb(len(prompt) + len(answer) + 1, 2) - comb(len(prompt) + 1, 2) for answer in answers)
+        num_prefill_tokens += sum(len(answer) for answers in workload.answers for answer in answers)
     products = 2 * weights.layers_of_a_token * num_prefill_tokens / layer_rate
     head = 2 * weights.lm_head * num_logits
-    attention = 4 * config.num_hidden_layers * query_width * num_pairs
+    num_pairs = sum(count * _num_pairs(workload, window) for window, count in layers.items())
+    attention = 4 * query_width * num_pairs + 6 * _num_state_values(config) * num_prefill_tokens
 
     steps = decode_steps(workload, max_num_seqs)
     kv_bytes = rates.bytes_per_value if kv_cache_dtype == "auto" else 1
-    num_kv_bytes = sum(step.num_kv_reads for step in steps) * kv_values_per_token * kv_bytes
+    num_kv_reads = 0
+    for window, count in layers.items():
+        of_layer = steps if window is None else decode_steps(workload, max_num_seqs, window)
+        num_kv_reads += count * sum(step.num_kv_reads for step in of_layer)
+    num_kv_bytes = num_kv_reads * kv_values_per_token * kv_bytes
+    num_kv_bytes += 2 * STATE_BYTES * _num_state_values(config) * sum(step.num_seqs for step in steps)
     multiply_one = 2 * (weights.layers_of_a_token / layer_rate + weights.lm_head / rates.matrix_rate)
 
     def read_weights(num_seqs: int) -> float:
@@ -145,6 +155,34 @@ def compute_floor(
         decode_kv_seconds=num_kv_bytes / rates.bandwidth,
         num_decode_steps=len(steps),
     )
+
+
+def _attention_layers(config: ModelConfig) -> Counter[int | None]:
+    """Return how many layers attend to so many tokens, by their windows; None: to all. Linear ones are left out."""
+    is_linear = config.linear_attention.is_linear if config.linear_attention else (False,) * config.num_hidden_layers
+    return Counter(window for window, linear in zip(config.windows, is_linear, strict=True) if not linear)
+
+
+def _num_state_values(config: ModelConfig) -> int:
+    """Return how many values the states of a sequence have, in all layers of linear attention."""
+    linear = config.linear_attention
+    if linear is None:
+        return 0
+    return sum(linear.is_linear) * linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
+
+
+def _num_pairs(workload: Workload, window: int | None) -> int:
+    """Return how many pairs of a token and one that it attends to a layer computes; what is shared counts once."""
+
+    def pairs(length: int) -> int:
+        inside = length if window is None else min(length, window)
+        return comb(inside + 1, 2) + (length - inside) * inside
+
+    num_pairs = sum(pairs(len(prompt)) for prompt in workload.prompts)
+    num_pairs -= (len(workload.prompts) - 1) * pairs(workload.shared_prefix)
+    for prompt, answers in zip(workload.prompts, workload.answers or [[] for _ in workload.prompts], strict=True):
+        num_pairs += sum(pairs(len(prompt) + len(answer)) - pairs(len(prompt)) for answer in answers)
+    return num_pairs
 
 
 class Weights(NamedTuple):
@@ -177,17 +215,23 @@ def count_weights(config: ModelConfig) -> Weights:
     """Count the values in a model's matrices."""
     attention_width = config.num_attention_heads * config.head_dim
     kv_width = config.num_key_value_heads * config.head_dim
-    attention = config.hidden_size * (2 * attention_width + 2 * kv_width)  # q and o, k and v
+    attention = config.num_hidden_layers * config.hidden_size * (2 * attention_width + 2 * kv_width)  # q, o, k, v
+    if (linear := config.linear_attention) is not None:  # then q_proj computes gates, too
+        num_linear = sum(linear.is_linear)
+        full = config.hidden_size * (3 * attention_width + 2 * kv_width)
+        each = config.hidden_size * (2 * linear.key_size + 3 * linear.value_size + 2 * linear.num_value_heads)
+        attention = (config.num_hidden_layers - num_linear) * full + num_linear * each
     mlp = 3 * config.hidden_size * config.intermediate_size
     lm_head = config.vocab_size * config.hidden_size
     moe = config.moe
     if moe is None:
-        return Weights(config.num_hidden_layers * (attention + mlp), lm_head)
+        return Weights(attention + config.num_hidden_layers * mlp, lm_head)
     num_sparse = sum(moe.has_experts)
     num_dense = config.num_hidden_layers - num_sparse
     routers = num_sparse * moe.num_experts * config.hidden_size
     expert = num_sparse * 3 * config.hidden_size * moe.intermediate_size
-    dense = config.num_hidden_layers * attention + num_dense * mlp + routers
+    shared_experts = num_sparse * 3 * config.hidden_size * (moe.shared_size or 0)
+    dense = attention + num_dense * mlp + routers + shared_experts
     return Weights(dense, lm_head, expert, moe.num_experts, moe.num_experts_per_tok)
 
 
@@ -198,8 +242,8 @@ class DecodeStep(NamedTuple):
     num_kv_reads: int
 
 
-def decode_steps(workload: Workload, max_num_seqs: int) -> list[DecodeStep]:
-    """Return the decode steps of a workload.
+def decode_steps(workload: Workload, max_num_seqs: int, window: int | None = None) -> list[DecodeStep]:
+    """Return the decode steps of a workload. window: of the layers whose reads are counted; None: they attend to all.
 
     At most `max_num_seqs` sequences run at once, in order of arrival, the samples of a request one after the other, and
     one that ends makes room for the next. A sequence's first token comes out of its prefill, so max_tokens - 1 steps
@@ -208,6 +252,8 @@ def decode_steps(workload: Workload, max_num_seqs: int) -> list[DecodeStep]:
     prompt_lens, max_tokens = [len(prompt) for prompt in workload.prompts], workload.max_tokens
     requests = [request for request, count in enumerate(max_tokens) if count > 1]
     waiting = [request for request in requests for _ in range(workload.num_samples)]
+    is_alone = workload.num_samples == 1
+    alone = [length - workload.shared_prefix if is_alone else 0 for length in prompt_lens]
     running: list[tuple[int, int]] = []  # of each sequence, its request and its first step
     steps: list[DecodeStep] = []
     while waiting or running:
@@ -217,8 +263,11 @@ def decode_steps(workload: Workload, max_num_seqs: int) -> list[DecodeStep]:
         prompts = {request for request, _ in running}
         num_prompt_tokens = sum(prompt_lens[request] for request in prompts)
         num_prompt_tokens -= (len(prompts) - 1) * workload.shared_prefix
-        num_own_tokens = sum(number - first + 1 for _, first in running)
-        steps.append(DecodeStep(len(running), num_prompt_tokens + num_own_tokens))
+        if window is None:
+            num_kv_reads = num_prompt_tokens + sum(number - first + 1 for _, first in running)
+        else:  # what the samples of a prompt share is left out
+            num_kv_reads = sum(min(window, alone[request] + number - first + 1) for request, first in running)
+        steps.append(DecodeStep(len(running), num_kv_reads))
         running = [(request, first) for request, first in running if number - first + 2 < max_tokens[request]]
     return steps
 

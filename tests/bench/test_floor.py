@@ -41,6 +41,58 @@ def test_the_floor_of_a_model_that_can_be_counted_by_hand() -> None:
     assert floor.seconds == floor.prefill_seconds + floor.decode_matrix_seconds + floor.decode_kv_seconds
 
 
+def test_layers_with_a_window_attend_to_as_many_tokens_at_most_and_read_as_many() -> None:
+    windowed = replace(TINY, windows=(3,))
+    workload = Workload(seed=0, prompts=[[1, 2, 3, 4, 5], [1]], max_tokens=[3, 3])
+    floor, full = (compute_floor(config, workload, UNIT_RATES) for config in (windowed, TINY))
+    # pairs: 1 + 2 + 3 x 3 instead of 1 + 2 + 3 + 4 + 5
+    assert full.prefill_seconds - floor.prefill_seconds == 4 * 4 * (15 - 12)
+    # steps: contexts of 6 and 2, then of 7 and 3; 8 bytes for each token
+    assert (full.decode_kv_seconds, floor.decode_kv_seconds) == ((6 + 2 + 7 + 3) * 8, (3 + 2 + 3 + 3) * 8)
+
+
+def test_what_samples_share_is_left_out_of_a_windows_reads() -> None:
+    workload = Workload(0, [[1, 2, 3]], [3], num_samples=2)
+    assert decode_steps(workload, 512, window=2) == [(2, 1 + 1), (2, 2 + 2)]
+
+
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": 10,
+    "hidden_size": 4,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 2,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "partial_rotary_factor": 1,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+# q with gates and o: 3 of 4 x 4; k and v: 4 x 2 each. q, k: 3 values each; v, z and o: 10 each; b and a: 2 each
+MIXERS = 4 * (3 * 4 + 2 * 2) + 4 * (2 * 3 + 3 * 10 + 2 * 2)
+
+
+def test_linear_layers_read_and_write_their_states_and_keep_no_tokens() -> None:
+    config = ModelConfig.from_dict(HYBRID, REGISTRY)
+    layers = MIXERS + 2 * 96
+    assert count_weights(config) == Weights(layers, LM_HEAD)
+    floor = compute_floor(config, Workload(seed=0, prompts=[[1, 2]], max_tokens=[2]), UNIT_RATES)
+    states = 2 * 3 * 5
+    assert floor.prefill_seconds == 2 * layers * 2 + 2 * LM_HEAD + 4 * 4 * 3 + 6 * states * 2
+    assert floor.decode_kv_seconds == 3 * (2 + 2) * 2 + 2 * 4 * states
+
+
+def test_an_expert_for_all_tokens_is_read_by_each() -> None:
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    raw = {**HYBRID, "architectures": ["Qwen3_5MoeForCausalLM"], **sizes, "shared_expert_intermediate_size": 5}
+    weights = count_weights(ModelConfig.from_dict(raw, REGISTRY))
+    assert weights == Weights(MIXERS + 2 * (6 * 4 + 3 * 4 * 5), LM_HEAD, 2 * 3 * 4 * 8, 6, 2)
+
+
 def test_a_cache_in_8_bits_is_read_as_a_byte_for_each_key_and_value() -> None:
     workload = Workload(seed=0, prompts=[[1, 2]], max_tokens=[2])
     floor, in_16_bits = (compute_floor(TINY, workload, UNIT_RATES, 512, name) for name in ("int8", "auto"))
