@@ -156,8 +156,9 @@ def chunked_delta_rule(
     _solve_chunks_kernel[(len(chunks), num_heads)](
         *(k, v, g, beta, tables[len(sequences) :], written, read_keys, *sizes), **options, num_warps=4
     )
+    # Loads a step ahead would take more shared memory than GPUs before Hopper have.
     num_value_blocks = triton.cdiv(value_dim, options["VALUE_BLOCK"])
     _pass_states_kernel[(len(sequences) * num_heads, num_value_blocks)](
-        *(q, k, written, read_keys, g, initial, tables, out, final, *sizes), **options, num_warps=4
+        *(q, k, written, read_keys, g, initial, tables, out, final, *sizes), **options, num_warps=4, num_stages=1
     )
     return out, final

@@ -97,11 +97,13 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     names = {kernel["kernel"] for kernel in kernels}
     assert {"_paged_prefill_kernel", "_paged_decode_kernel", "_norm_rope_store_kernel", "_best_group_kernel"} <= names
-    has_kernel = model not in ("Gemma 3", "gpt-oss") and "kv_cache_dtype" not in options  # 16 bits, without sinks
+    has_kernel = model not in ("Gemma 3", "Qwen3.5", "gpt-oss")  # which have heads of 256, or sinks
+    has_kernel = has_kernel and "kv_cache_dtype" not in options
     serves_hopper = capability == 90 and has_kernel
     assert ("_hopper_prefill_kernel" in names) == serves_hopper
     assert ("_hopper_experts_kernel" in names) == (capability == 90 and model == "Qwen3-MoE" and not options)
     assert ("_few_rows_product_kernel" in names) == (capability == 90 and model == "Qwen3" and not options)
+    assert ({"_solve_chunks_kernel", "_pass_states_kernel"} <= names) == (model == "Qwen3.5")
     in_4_bits = options.get("quantization") == "int4"
     assert ("_hopper_int4_kernel" in names) == (in_4_bits and capability == 90)  # which serves all of these steps
     assert ({"_few_rows_product_int4_kernel", "_widen_kernel"} <= names) == (in_4_bits and capability != 90)

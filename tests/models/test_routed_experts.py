@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from nanoinfer import LLM, ConfigError, RequestOutput, SamplingParams, tiny_model_path
+from nanoinfer.engine.windowed_blocks import WindowedBlockManager
 from nanoinfer.layers.routed_experts import RoutedExperts
 from tests.control.test_weight_control import save_random
 from tests.sampling.test_sampling import prompts
@@ -88,6 +89,23 @@ def test_prefix_hits_bring_their_routing_along(llm: LLM, folder: Path, reference
     assert [output.num_cached_tokens for output in outputs] == [0, 40]
     for output in outputs:
         check_routing(reference_model(folder), output)
+
+
+def test_blocks_that_windows_give_back_keep_the_routing(tmp_path: Path, reference_model: ReferenceModel) -> None:
+    kinds = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 20}
+    folder = save_random(tmp_path / "windows", "GptOssForCausalLM", 0, **kinds, max_position_embeddings=128)
+    model, [prompt] = reference_model(folder), prompts(60, vocab_size=100)
+    with make_llm(folder) as llm:
+        assert isinstance(llm.engine.block_manager, WindowedBlockManager)
+        for given in (prompt, prompt, [*prompt[:50], 1, 2, 3]):
+            [output] = llm.generate(given, replace(FREE, max_tokens=30), use_tqdm=False)
+            ids = torch.tensor([(given + output.token_ids)[:-1]])
+            with torch.inference_mode():
+                router_logits = model(ids, output_router_logits=True).router_logits
+            for layer, logits in enumerate(router_logits):
+                expected = logits.view(ids.shape[1], -1).topk(2).indices.sort(dim=1).values
+                assert np.sort(routed(output)[:, layer], axis=1).tolist() == expected.tolist()
+        assert (output.num_cached_tokens or 0) > 0
 
 
 def test_the_routing_of_the_prompt_can_be_left_out(llm: LLM, folder: Path, reference_model: ReferenceModel) -> None:

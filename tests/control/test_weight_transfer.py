@@ -1,0 +1,72 @@
+"""Weights from a trainer's process to the engine's, over a process group that both are in (gloo on a CPU)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoinfer import LLM, SamplingParams, tiny_model_path
+from nanoinfer.checkpoint.loader import iterate_weights
+from nanoinfer.control import weight_transfer
+from nanoinfer.control.weight_transfer import receive_weights, send_weights
+from tests.executor.test_external_runner import OPTIONS, in_processes, said
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+ODD = {
+    "a": torch.arange(3.0),
+    "b": torch.tensor(2.5).bfloat16(),
+    "c": torch.zeros(0, 4),
+    "d": torch.arange(40.0).half(),
+}
+
+
+def changed() -> dict[str, Tensor]:
+    """The tiny model's weights with the sign of some changed, so that it says something else."""
+    weights = dict(iterate_weights(tiny_model_path()))
+    return {name: -tensor if name.endswith("layernorm.weight") else tensor for name, tensor in weights.items()}
+
+
+def trainer_and_engine(rank: int) -> dict[str, Any]:
+    """Rank 0 trains, and rank 1 samples."""
+    if rank == 0:
+        send_weights(ODD.items(), bucket_bytes=40)
+        send_weights(((name, torch.nn.Parameter(tensor)) for name, tensor in changed().items()), bucket_bytes=2**20)
+        return {}
+    received = dict(receive_weights(0))
+    assert [*received] == [*ODD]
+    found: dict[str, Any] = {"odd": [str(tensor.dtype) for tensor in received.values()]}
+    assert all(torch.equal(received[name], tensor) for name, tensor in ODD.items())
+    with LLM(tiny_model_path(), tensor_parallel_size=2, **OPTIONS) as llm:  # both ranks take their part
+        found["before"] = said(llm, ["Sort 3"], [GREEDY])
+        llm.update_weights(receive_weights(0))
+        found["after"] = said(llm, ["Sort 3"], [GREEDY])
+    return found
+
+
+def test_an_engine_takes_the_weights_that_a_trainer_sends(tmp_path: Path) -> None:
+    with LLM(tiny_model_path(), **OPTIONS) as llm:
+        before = said(llm, ["Sort 3"], [GREEDY])
+        llm.update_weights(changed())
+        after = said(llm, ["Sort 3"], [GREEDY])
+    assert before != after
+    _, found = in_processes(trainer_and_engine, tmp_path)
+    assert found == {
+        "odd": ["torch.float32", "torch.bfloat16", "torch.float32", "torch.float16"],
+        "before": before,
+        "after": after,
+    }
+
+
+@pytest.mark.parametrize(("bucket_bytes", "num_buckets"), [(1, 4), (40, 2), (10**6, 1)])
+def test_tensors_travel_in_buckets(monkeypatch: pytest.MonkeyPatch, bucket_bytes: int, num_buckets: int) -> None:
+    """Of 16, 16, 0 and 80 bytes; each bucket is a list of what is in it, and one broadcast of bytes."""
+    sent: list[list[str]] = []
+    monkeypatch.setattr(weight_transfer.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(weight_transfer.dist, "get_backend", lambda _: "gloo")
+    monkeypatch.setattr(weight_transfer, "_send_bucket", lambda bucket, *_: sent.append([name for name, _ in bucket]))
+    send_weights(ODD.items(), bucket_bytes=bucket_bytes)
+    assert sent.pop() == [], "the end"
+    assert [name for bucket in sent for name in bucket] == [*ODD]
+    assert len(sent) == num_buckets
