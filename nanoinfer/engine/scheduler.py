@@ -19,6 +19,7 @@ priority: it arrived before all that still wait.
 """
 
 import heapq
+from dataclasses import replace
 from itertools import chain
 
 from nanoinfer.engine.batch import NewBlock, PrefillChunk, ScheduledBatch
@@ -96,6 +97,8 @@ class Scheduler:
         params = seq.sampling_params
         seq.stopping = Stopping.of(params, seq.num_prompt_tokens, self.stop_token_ids, self.max_model_len)
         seq.num_decoded = int(seq.prompt_states is None)
+        if seq.pools:  # it grows by no token, and needs no room to
+            seq.stopping = replace(seq.stopping, max_num_tokens=seq.num_prompt_tokens)
         heapq.heappush(self._waiting, (seq.rank, seq))
         self.block_manager.enqueue(seq)
 
