@@ -31,6 +31,9 @@ def naive_attention(step: Step) -> Tensor:
         if not spec.causal:
             distance = distance.abs()
         scores[:, (distance < 0) | (distance >= (spec.window or math.inf))] = -torch.inf
+        if step.sinks is not None:
+            scores = torch.cat((step.sinks.double()[:, None, None].expand(-1, len(q), 1), scores), dim=2)
+            v = torch.cat((torch.zeros_like(v[:1]), v))
         results.append(torch.einsum("hqk,khd->qhd", scores.softmax(dim=2), v))
     return torch.cat(results)
 

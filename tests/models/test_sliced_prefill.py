@@ -18,7 +18,7 @@ from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.quantization.linear_method import ProductKind
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
-RUN_WHOLE = (*HYBRIDS, "GraniteForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
+RUN_WHOLE = (*HYBRIDS, "Exaone4ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
 
 
 @pytest.fixture
@@ -41,14 +41,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        name
-        for name in ARCHITECTURES
-        if name not in (*HYBRIDS, "GraniteForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
-    ],
-)
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in RUN_WHOLE])
 def test_slices_give_the_tokens_of_whole_steps(
     request: pytest.FixtureRequest,
     checkpoint: Callable[..., Path],  # noqa: F811
@@ -104,7 +97,7 @@ def test_large_prefill_steps_of_several_ranks_have_slices(
         layers=[SimpleNamespace(traits=found)],
         embed_tokens=SimpleNamespace(weight=torch.zeros(1, 1, device="meta" if found.device == "cuda" else "cpu")),
     )
-    step: Any = SimpleNamespace(token_ids=range(found.num_tokens), attention=found)
+    step: Any = SimpleNamespace(token_ids=range(found.num_tokens), attention=found, routed=None)
     monkeypatch.setattr(execution, "sliced_prefill", lambda *_: "in slices")
     assert execution.forward(decoder, step) == ("in slices" if expected else "in one piece")
 

@@ -35,7 +35,10 @@ def rounded(folder: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+ROUNDED = [name for name in ARCHITECTURES if name != "GptOssForCausalLM"]  # whose experts are not, see test_mxfp4.py
+
+
+@pytest.mark.parametrize("architecture", ROUNDED)
 def test_weights_that_are_rounded_while_they_are_loaded(
     checkpoint: Callable[..., Path], architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
