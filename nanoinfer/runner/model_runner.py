@@ -319,6 +319,9 @@ class ModelRunner:
             routing_bytes = RoutedExperts.num_bytes(moe, block_size) if moe else 0
             sizes = self.model_config, groups, block_size, self.kv_dtype, self.tp, routing_bytes
             num_blocks = memory.num_blocks_in(free_bytes, *sizes)
+            if self.whole_prompts:  # which are in use for a step, and the next one is planned meanwhile
+                blocks_of_step = -(-self.max_step_tokens // block_size) + self.max_num_seqs
+                num_blocks = min(num_blocks, 2 * blocks_of_step)
         elif groups.num_groups > 1:
             num_blocks = num_blocks * groups.num_groups + 1  # as many bytes, and as many tokens at least
         self.num_blocks = num_blocks = self.tp.minimum(num_blocks, self.device)

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
-from tests.models.test_architectures import ARCHITECTURES, checkpoint, draw_prompts  # noqa: F401 (a fixture)
+from tests.models.test_architectures import ARCHITECTURES, checkpoint, draw_options, draw_prompts  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.gpu
 
@@ -51,4 +51,6 @@ def test_errors_in_bfloat16_are_no_larger_than_those_of_transformers(
     ours = (torch.tensor(found) - exact).abs().mean()
     theirs = (reference_logprobs(folder, sequences, "cuda", torch.bfloat16) - exact).abs().mean()
     print(f"{architecture}, {max_num_seqs} rows: {ours:.4f}, transformers {theirs:.4f}")
-    assert ours <= 1.3 * theirs + 0.002
+    # Rounding may choose other experts, in transformers at other tokens.
+    more = 1.6 if "num_experts_per_tok" in draw_options(architecture, seed) else 1.3
+    assert ours <= more * theirs + 0.002

@@ -114,7 +114,9 @@ def draw_options(architecture: str, seed: int) -> dict[str, Any]:
     elif architecture == "GptOssForCausalLM":
         options |= {"head_dim": head_dim, "num_local_experts": rng.choice((3, 8)), "num_experts_per_tok": 2}
         options |= {"sliding_window": window or 16, "attention_bias": rng.random() < 0.5}
-        options |= {"swiglu_limit": rng.choice((0.5, 7.0)), "swiglu_alpha": rng.choice((1.0, 1.702))}
+        clamps = {"swiglu_limit": rng.choice((0.5, 7.0)), "swiglu_alpha": rng.choice((1.0, 1.702))}
+        if hasattr(transformers.GptOssConfig(), "swiglu_alpha"):  # older ones compute with 7.0 and 1.702
+            options |= clamps
         if rng.random() < 0.5:
             options |= {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]}
         yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
