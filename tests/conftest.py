@@ -25,6 +25,7 @@ from nanoinfer.executor import workers
 from tests.real.make_smollm2 import HOW_TO_INSTALL, missing_packages
 
 NUM_GPUS = torch.cuda.device_count()
+num_frozen_modules = 0
 
 # A shell starts its background jobs without Ctrl-C, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -66,14 +67,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs the packages {', '.join(missing)}: {HOW_TO_INSTALL}"))
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def cheap_garbage_collection() -> None:
     """Every engine collects garbage when it closes, which need not look at all of torch and transformers each time.
 
     What has lived until now stays: modules, and what the tests of a session share.
     """
-    gc.collect()
-    gc.freeze()
+    global num_frozen_modules
+    if len(sys.modules) > num_frozen_modules + 10:
+        gc.collect()
+        gc.freeze()
+        num_frozen_modules = len(sys.modules)
 
 
 def pytest_unconfigure() -> None:
