@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoinfer.executor import workers
+from nanoinfer.runner import memory
 from tests.real.make_smollm2 import HOW_TO_INSTALL, missing_packages
 
 NUM_GPUS = torch.cuda.device_count()
@@ -126,6 +127,14 @@ def forked_workers() -> Iterator[None]:
 def quick_workers() -> Iterator[None]:
     """Without GPUs, and but for some of executor/test_tensor_parallel.py, workers start quicker than those of users."""
     with forked_workers():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_caches() -> Iterator[None]:
+    """The KV cache that an engine has on a CPU by default would be a million blocks of a small model, made one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "CPU_CACHE_BYTES", 2**27)
         yield
 
 

@@ -127,9 +127,13 @@ def test_a_request_of_nan_ends_in_an_error_and_its_blocks_serve_others_again(
 
 @FORMATS
 def test_memory_and_the_log_line_count_bytes_and_scales(
-    random_checkpoint: Checkpoint, kv_cache_dtype: str, caplog: pytest.LogCaptureFixture
+    random_checkpoint: Checkpoint,
+    kv_cache_dtype: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two layers of two KV heads, 64 dimensions each: 64 + 4 bytes instead of 4 x 64 in float32."""
+    monkeypatch.setattr("nanoinfer.runner.memory.CPU_CACHE_BYTES", 4 * 2**30)
     caplog.set_level("INFO", logger="nanoinfer")
     blocks = {}
     for name in ("auto", kv_cache_dtype):
