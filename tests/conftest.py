@@ -132,7 +132,7 @@ def quick_workers() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def small_caches() -> Iterator[None]:
-    """The KV cache that an engine has on a CPU by default would be a million blocks of a small model, made one by one."""
+    """By default, an engine's KV cache on a CPU would be up to a million blocks of a small model, made one by one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "CPU_CACHE_BYTES", 2**27)
         yield

@@ -66,6 +66,14 @@ def remains() -> set[str]:
     return segments | folders | descriptors | processes | threads
 
 
+def assert_nothing_remains(before: set[str]) -> None:
+    """Of shared memory, wait until what other processes of the machine have is gone: what ours leave stays for ever."""
+    deadline = time.monotonic() + 30
+    while any(name.startswith("/dev/shm") for name in remains() - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert remains() - before == set()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick_workers() -> None:
     """Takes the place of the fixture that all other tests have: here workers start as those of users do."""
@@ -93,7 +101,7 @@ def nothing_remains(private_folder: None) -> Iterator[None]:
     yield
     if remains() - before:
         gc.collect()  # of an error's traceback, say
-    assert remains() - before == set()
+    assert_nothing_remains(before)
 
 
 @pytest.fixture(scope="module")
