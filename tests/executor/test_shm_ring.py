@@ -161,10 +161,10 @@ def echo(ring: Ring, index: int, doorbell: socket.socket, answers: socket.socket
 
 
 def named_memory() -> set[str]:
-    """The names of the shared memory that this process sees."""
+    """The shared memory that this process sees and others could open by name."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
-    return {line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line}
+    return {line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
 
 
 def test_spawned_processes_read_the_same_memory_and_it_has_no_name() -> None:
