@@ -40,7 +40,18 @@ if NUM_GPUS == 0:
     os.environ["OMP_NUM_THREADS"] = "1"  # in the processes that tests start
 
 # What takes longest begins first (pytest -n), or one process would still be at it when the others have ended.
-LONG_FILES = ("test_architectures.py", "test_compilation.py", "test_tensor_parallel.py", "test_attention_kernels.py")
+LONG_FILES = (
+    "test_architectures.py",
+    "test_compilation.py",
+    "test_constrained.py",
+    "test_cli.py",
+    "test_attention_kernels.py",
+    "test_tensor_parallel.py",
+    "test_constrained_answers.py",
+    "test_weight_control.py",
+    "test_import_rules.py",
+    "test_typing.py",
+)
 
 RANDOM_MODEL = {
     "vocab_size": 512,
