@@ -20,12 +20,7 @@ import torch
 from nanoinfer import LLM, ConfigError, EngineClosedError, ModelError, SamplingParams, WorkerError
 from nanoinfer.executor.workers import Workers
 from nanoinfer.replicas import loading
-from tests.executor.test_tensor_parallel import (
-    assert_nothing_remains,
-    is_running,
-    private_folder,  # noqa: F401 (a fixture)
-    remains,
-)
+from tests.executor.test_tensor_parallel import is_running, private_folder, remains  # noqa: F401 (a fixture)
 from tests.executor.test_workers import start_script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see what is left of an engine")
@@ -48,7 +43,7 @@ def nothing_remains(private_folder: None) -> Iterator[None]:  # noqa: F811
     before = remains()
     yield
     gc.collect()
-    assert_nothing_remains(before)
+    assert remains() - before == set()
 
 
 def start(folder: Path, size: int = 2, **options: Any) -> tuple[LLM, list[int]]:
