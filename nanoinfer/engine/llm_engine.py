@@ -309,8 +309,9 @@ class LLMEngine:
     def _end(self, finished: list[Sequence]) -> None:
         """Keep what is needed of sequences that have just finished, until their outputs are made."""
         self._finished += finished
-        if self.config.enable_return_routed_experts and finished:
-            read_routed_experts(self.check_open(is_for_steps=False), self._requests, finished)
+        # A runner that was closed has forgotten it, and nothing more is handed over.
+        if self.config.enable_return_routed_experts and finished and self.runner and not self.runner.closed:
+            read_routed_experts(self.runner, self._requests, finished)
 
     def _collect_until(self, max_in_flight: int) -> None:
         while len(self._in_flight) > max_in_flight:
