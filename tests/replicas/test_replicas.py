@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from nanoinfer import (
     LLM,
+    ConfigError,
     EngineStateError,
     ModelError,
     RequestError,
@@ -357,6 +358,15 @@ def test_sleeping_replicas_refuse_requests_until_they_wake_up(two: LLM) -> None:
     two.abort(two.engine._num_requests - 1)
     two.sleep()
     assert [output.finish_reason for output in two.step()] == ["abort"]
+    two.wake_up()
+
+
+@pytest.mark.parametrize(
+    "tags", [[lambda: None], [], "weights", ["scheduling"]], ids=["no text", "none", "text", "other"]
+)
+def test_wrong_tags_are_refused_before_they_are_sent(two: LLM, tags: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^tag"):
+        two.wake_up(tags)
     two.wake_up()
 
 
