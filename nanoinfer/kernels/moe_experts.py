@@ -346,6 +346,12 @@ def mxfp4_expert_mlp(
     return _expert_mlp(hidden, gate_up, down, inner_size, expert_ids, weights, rows, clamps)
 
 
+def _with_scales_of_blocks(weight: ExpertWeights) -> ExpertWeights:
+    """Return the same with the scales of each block of 128 inputs as one number."""
+    assert weight.scales is not None, "weights in MXFP4 have scales"
+    return weight._replace(scales=weight.scales.view(torch.int32))
+
+
 def _has_hopper_kernel(hidden: Tensor, inner_size: int, rows: int) -> bool:
     """Return whether tiles of so many rows have the kernel for Hopper GPUs, which wants weights in 16 bits."""
     if rows < 128 or not has_hopper_kernels(hidden.device):
