@@ -44,9 +44,8 @@ class Requests(NamedTuple):
 
     columns: NDArray[np.int64]  # (num_requests, 7): see `pack_requests`
     token_ids: NDArray[np.int32]  # of all prompts, one after the other
-    params: list[SamplingParams]  # those without functions
-    pickled_params: list[bytes]  # those with functions, which a replica may not be able to read
-    which_params: NDArray[np.int32]  # (num_requests,) index in both lists, one after the other
+    params: list[bytes]  # each pickled by itself: a replica may not be able to read functions, and classes of users
+    which_params: NDArray[np.int32]  # (num_requests,) index in `params`
     are_aborted: bool  # before they have computed anything
 
 
@@ -157,21 +156,8 @@ class Chunks(NamedTuple):
 
 
 def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool], are_aborted: bool = False) -> Requests:
-    plain: dict[int, int] = {}  # id of the options -> index
-    pickled: dict[int, int] = {}
-    params: list[SamplingParams] = []
-    pickled_params: list[bytes] = []
-    for request in queued:
-        one = request.prepared.sampling_params
-        if id(one) in plain or id(one) in pickled:
-            continue
-        if one.logits_processors is None:
-            plain[id(one)] = len(params)
-            params.append(one)
-        else:
-            pickled[id(one)] = len(pickled_params)
-            pickled_params.append(pickle.dumps(one))
-    indices = plain | {key: len(params) + index for key, index in pickled.items()}
+    distinct = {id(params): params for params in (request.prepared.sampling_params for request in queued)}
+    places = {key: place for place, key in enumerate(distinct)}
     rows = [
         (
             request.request_id,
@@ -187,9 +173,8 @@ def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool],
     return Requests(
         np.array(rows, np.int64),
         np.frombuffer(b"".join(request.prompt for request in queued), np.int32),
-        params,
-        pickled_params,
-        np.array([indices[id(request.prepared.sampling_params)] for request in queued], np.int32),
+        [pickle.dumps(params, pickle.HIGHEST_PROTOCOL) for params in distinct.values()],
+        np.array([places[id(request.prepared.sampling_params)] for request in queued], np.int32),
         are_aborted,
     )
 
@@ -204,16 +189,16 @@ class ReceivedRequest(NamedTuple):
 
 
 def unpack_requests(message: Requests) -> list[ReceivedRequest]:
-    """Return the requests; those whose functions cannot be read here have an error."""
-    params: list[SamplingParams] = [*message.params]
+    """Return the requests; those whose sampling parameters cannot be read here have an error."""
+    params: list[SamplingParams] = []
     errors: dict[int, RequestError] = {}
-    for pickled in message.pickled_params:
+    for pickled in message.params:
         try:
             params.append(pickle.loads(pickled))
-        except Exception as error:  # what unpickling does is up to the functions
+        except Exception as error:  # what unpickling does is up to functions and classes of users
             errors[len(params)] = RequestError(
-                f"logits_processors cannot be read by a replica ({type(error).__name__}: {error}); define the "
-                "functions in a module that can be imported"
+                f"sampling_params cannot be read by a replica ({type(error).__name__}: {error}); define functions and "
+                "classes of your own in a module that can be imported"
             )
             params.append(SamplingParams())
     received, end = [], 0

@@ -123,7 +123,7 @@ class Replica:
         self._engine: Any = loaded.engine
         self._connection, self._send = connection, sender.send
         self._read_messages: SimpleQueue[Any] = SimpleQueue()  # None at the end
-        self._received: SimpleQueue[Any] = SimpleQueue()  # likewise; requests are ready to be queued
+        self._received: SimpleQueue[Any] = SimpleQueue()  # likewise; requests are ready to be queued, errors are raised
         self._outputs: list[RequestOutput] = []
         self._chunks: deque[StreamChunk] = deque()
         self._told = 0.0  # when the parent was last told of the work
@@ -150,9 +150,13 @@ class Replica:
 
     def _read(self) -> None:
         """Read messages until the pipe is closed, at once: the parent waits while a pipe is full."""
-        with suppress(EOFError, OSError):
+        try:
             while True:
                 self._read_messages.put(self._connection.recv())
+        except (EOFError, OSError):
+            pass
+        except Exception as error:  # which the main thread raises
+            self._read_messages.put(error)
         self._read_messages.put(None)
 
     def _prepare(self) -> None:
@@ -160,12 +164,15 @@ class Replica:
         message: Any = ()
         while message is not None:
             message = self._read_messages.get()
-            if isinstance(message, Requests):
-                received = unpack_requests(message)
-                self._plan(received)
-                self._received.put(received)
-            else:
-                self._received.put(message)
+            try:
+                self._received.put(self._unpack(message) if isinstance(message, Requests) else message)
+            except Exception as error:  # likewise
+                self._received.put(error)
+
+    def _unpack(self, message: Requests) -> list[ReceivedRequest]:
+        received = unpack_requests(message)
+        self._plan(received)
+        return received
 
     def _plan(self, received: list[ReceivedRequest]) -> None:
         """Compile grammars and the like. The parent has found them all to be right."""
@@ -186,6 +193,8 @@ class Replica:
             match message:
                 case None:
                     return False
+                case Exception():
+                    raise message
                 case list():
                     for request_id, prepared, is_streamed, is_aborted in message:
                         chunks = self._chunks if is_streamed else None

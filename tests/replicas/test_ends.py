@@ -82,6 +82,14 @@ def test_requests_of_a_replica_that_dies_go_to_the_others(
         llm.update_weights({"model.norm.weight": torch.ones(96)})
 
 
+def test_a_replica_that_gets_what_it_cannot_read_says_so(random_checkpoint: Checkpoint) -> None:
+    llm, _ = start(random_checkpoint())
+    with llm:
+        llm.engine.replicas[0].connection.send_bytes(b"no pickle")
+        with pytest.warns(RuntimeWarning, match=r"(?s)replica 0 of data_parallel_size=2 failed.*UnpicklingError"):
+            assert len(llm.generate(PROMPTS, LONG, use_tqdm=False)) == 8
+
+
 def test_a_stream_with_tokens_of_a_replica_that_dies_ends_with_an_error(random_checkpoint: Checkpoint) -> None:
     llm, pids = start(random_checkpoint())
     with llm:

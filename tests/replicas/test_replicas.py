@@ -207,11 +207,21 @@ class ReadNowhere:
         return logits
 
 
-def test_a_function_that_no_replica_can_read_ends_its_request_with_an_error(two: LLM) -> None:
-    params = [SamplingParams(max_tokens=2, n=3, logits_processors=[ReadNowhere()]), SamplingParams(max_tokens=2)]
+class HeldNowhere(float):
+    """Likewise: a temperature."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize(
+    "option", [{"logits_processors": [ReadNowhere()]}, {"temperature": HeldNowhere(0.5)}], ids=["function", "number"]
+)
+def test_what_no_replica_can_read_ends_its_request_with_an_error(two: LLM, option: dict[str, Any]) -> None:
+    params = [SamplingParams(max_tokens=2, n=3, **option), SamplingParams(max_tokens=2)]
     first, second = two.generate(PROMPTS[:2], params, use_tqdm=False)
     assert [sample.finish_reason for sample in first.outputs] == ["error"] * 3
-    assert "logits_processors cannot be read by a replica (ValueError" in str(first.error)
+    assert "sampling_params cannot be read by a replica (ValueError" in str(first.error)
     assert second.finish_reason == "length"
 
 
