@@ -28,7 +28,7 @@ from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.engine.windowed_blocks import WindowedBlockManager
 from nanoinfer.errors import EngineClosedError, EngineStateError
-from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, refused
+from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, failed_chunks, refused
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer, completion_text, prompt_texts
@@ -131,6 +131,8 @@ class LLMEngine:
         self._num_requests += 1
         if prepared.error is not None:
             inbox.append(refused(request_id, prepared.prompt, params.n, str(prepared.error)))
+            if chunks is not None:
+                chunks.extend(failed_chunks(request_id, index, range(params.n)))
             return request_id
         request = Request(request_id, prepared.prompt, [], inbox)
         for sample in range(params.n):

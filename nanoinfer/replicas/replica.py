@@ -47,6 +47,8 @@ from nanoinfer.replicas.messages import (
 )
 from nanoinfer.text.refusals import Errors
 
+logger = logging.getLogger("nanoinfer")
+
 METRICS_SECONDS = 0.1  # the parent hears of the work this often, and whenever something has finished
 
 
@@ -70,10 +72,9 @@ def run_replica(
     # Python lets no daemon start processes. This one ends with its parent, and its ranks with it.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     sender = Sender(connection)
-    log = logging.getLogger("nanoinfer")
-    log.setLevel(max(log_level, logging.WARNING))  # the parent logs the loading, once
-    log.propagate = False
-    log.addHandler(LogSender(sender))
+    logger.setLevel(max(log_level, logging.WARNING))  # the parent logs the loading, once
+    logger.propagate = False
+    logger.addHandler(LogSender(sender))
     try:
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
@@ -172,6 +173,9 @@ class Replica:
     def _unpack(self, message: Requests) -> list[ReceivedRequest]:
         received = unpack_requests(message)
         self._plan(received)
+        for request_id, prepared, _, _ in received:
+            if prepared.error is not None:
+                logger.warning("request %d ends in an error: %s", request_id, prepared.error)
         return received
 
     def _plan(self, received: list[ReceivedRequest]) -> None:

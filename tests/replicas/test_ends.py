@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,24 @@ def test_a_stream_with_tokens_of_a_replica_that_dies_ends_with_an_error(random_c
         with pytest.warns(RuntimeWarning, match="and 1 streams end with an error"):
             reasons = {chunk.index: chunk.finish_reason for chunk in stream}
     assert reasons == {first.index: "error", 1 - first.index: "length"}
+
+
+@pytest.mark.filterwarnings("ignore:replica")
+def test_a_sample_whose_last_chunk_came_gets_no_other_one_when_its_replica_dies(random_checkpoint: Checkpoint) -> None:
+    llm, pids = start(random_checkpoint())
+    with llm:
+        params = SamplingParams(n=2, max_tokens=500, ignore_eos=True, seed=0)
+        prompts = [PROMPTS[0]]
+        [output] = llm.generate(prompts, params, use_tqdm=False)
+        first, second = (sample.token_ids for sample in output.outputs)
+        stop = next(token for token in first if token not in second)
+        chunks = []
+        for chunk in llm.stream(prompts, replace(params, stop_token_ids=[stop])):
+            chunks.append(chunk)
+            if chunk.finish_reason == "stop":
+                kill(pids[llm.engine._requests[chunk.request_id].queued.replica])
+    ends = [(chunk.sample, chunk.finish_reason) for chunk in chunks if chunk.finish_reason]
+    assert ends == [(0, "stop"), (1, "error")]
 
 
 @pytest.mark.filterwarnings("ignore:replica")  # of the first one that ends

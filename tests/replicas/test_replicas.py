@@ -225,6 +225,12 @@ def test_what_no_replica_can_read_ends_its_request_with_an_error(two: LLM, optio
     assert second.finish_reason == "length"
 
 
+def test_a_stream_of_what_no_replica_can_read_ends_with_an_error(two: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    chunks = [*two.stream(PROMPTS[0], SamplingParams(n=2, logits_processors=[ReadNowhere()]))]
+    assert [(chunk.index, chunk.sample, chunk.finish_reason) for chunk in chunks] == [(0, 0, "error"), (0, 1, "error")]
+    assert "request 0 ends in an error: sampling_params cannot be read by a replica (ValueError" in caplog.text
+
+
 def test_aborted_requests_end_as_they_are_wherever_they_are(two: LLM) -> None:
     ids = [two.add_request(prompt, LONG) for prompt in PROMPTS[:4]]
     two.abort(ids[:1])  # waits in the parent
