@@ -11,6 +11,7 @@ import torch
 
 from nanoinfer.engine.prompt_states import PromptStates
 from nanoinfer.errors import RequestError
+from nanoinfer.sampling_params import is_whole_number
 from nanoinfer.text.prompts import PreparedRequest
 
 # Is called with the index of the prompt, the layer, the place of the first token, and the states on the device.
@@ -48,14 +49,14 @@ class HiddenStates:
         if callback is not None and not callable(callback):
             raise RequestError(f"on_hidden_states={callback!r} cannot be called; give a function")
         count = num_layers + 1
-        if not isinstance(layers, (list, tuple)) or not layers or not all(type(layer) is int for layer in layers):
+        if not isinstance(layers, (list, tuple)) or not layers or not all(map(is_whole_number, layers)):
             raise RequestError(f"hidden_states={layers!r} must be a list of layers, such as [0, 12, -1]")
         if wrong := [layer for layer in layers if not -count <= layer < count]:
             raise RequestError(
                 f"hidden_states has layer {wrong[0]}, and this model has 0 (the embedding) to {num_layers} (after the "
                 f"last norm), or {-count} to -1"
             )
-        return cls({layer: layer % count for layer in layers}, positions == "last", callback, row_bytes)
+        return cls({int(layer): int(layer) % count for layer in layers}, positions == "last", callback, row_bytes)
 
     def add_to(self, requests: Sequence[PreparedRequest]) -> None:
         """Have requests ask for it, beside what they ask for. Raises RequestError where memory cannot hold it all."""

@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flat_logprobs": {"outputs"},
     "structured_outputs": {"errors"},
     "sampling_params": {"errors", "vllm_names", "structured_outputs"},
-    "pooling_params": {"errors"},
+    "pooling_params": {"errors", "sampling_params"},
     "pooling_outputs": {"outputs"},
     "checkpoint": {"errors", "config", "device"},
     "text": EVERYBODY,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -109,6 +110,13 @@ def test_a_function_gets_the_states_of_each_chunk_and_nothing_is_kept(checkpoint
             assert_close(torch.cat([states for _, states in taken[index, layer]]), theirs[layer])
 
 
+def test_layers_may_be_numpys_integers(checkpoint: Checkpoint) -> None:
+    with LLM(checkpoint("Qwen3ForCausalLM", 0), **SMALL) as llm:
+        [output] = llm.embed(PROMPTS[:1], use_tqdm=False, hidden_states=[*np.arange(2)])  # type: ignore[list-item]
+    assert output.hidden_states is not None
+    assert [type(layer) for layer in output.hidden_states] == [int, int]
+
+
 def test_what_memory_cannot_hold_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(checkpoint("Qwen3ForCausalLM", 0), **SMALL) as llm:
         monkeypatch.setattr(module, "free_host_bytes", lambda: 1000)
@@ -122,6 +130,7 @@ def test_what_memory_cannot_hold_is_refused(checkpoint: Checkpoint, monkeypatch:
         ({"hidden_states": [3]}, r"has layer 3, and this model has 0 \(the embedding\) to 2 \(after"),
         ({"hidden_states": [-4]}, r"has layer -4, .* or -3 to -1"),
         ({"hidden_states": []}, r"hidden_states=\[\] must be a list of layers"),
+        ({"hidden_states": [True]}, r"hidden_states=\[True\] must be a list of layers"),
         ({"hidden_states": 1}, "hidden_states=1 must be a list of layers"),
         ({"hidden_states": [0], "hidden_state_positions": "all"}, "hidden_state_positions='all' is not known"),
         ({"on_hidden_states": print}, "on_hidden_states is given without hidden_states"),
