@@ -124,6 +124,17 @@ def test_what_memory_cannot_hold_is_refused(checkpoint: Checkpoint, monkeypatch:
             llm.generate(PROMPTS, GREEDY, hidden_states=[0])
 
 
+def test_memory_that_file_caches_take_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meminfo").write_text(
+        "MemTotal:   90000 kB\nMemFree:      10 kB\nMemAvailable:   70000 kB\nCached: 5 kB\n"
+    )
+    monkeypatch.setattr(module, "MEMINFO", tmp_path / "meminfo")
+    assert module.free_host_bytes() == 70000 * 1024
+    monkeypatch.setattr(module, "MEMINFO", tmp_path / "nothing")
+    monkeypatch.setattr(module.os, "sysconf", {"SC_AVPHYS_PAGES": 3, "SC_PAGE_SIZE": 100}.__getitem__)
+    assert module.free_host_bytes() == 300
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
