@@ -74,8 +74,8 @@ class ReplicaControl:
         """Send weights one after another, each when all replicas have copied the one before."""
         engine = self._engine
         num_replicas, num_copied, is_taken = len(engine.alive()), 0, True
-        self._call("update_weights")
         try:
+            self._call("update_weights")
             for pair in weights:
                 check_pair(pair)
                 check_plain(*pair)

@@ -136,6 +136,7 @@ class Replica:
             "wake_up": loaded.control.wake_up,
             "check_weights": self._check_weights,
             "update_weights": self._update_weights,
+            "end_update": lambda: None,  # of one that this replica has not begun
         }
 
     @rare_collections()

@@ -24,6 +24,7 @@ from nanoinfer import (
 from nanoinfer.batch.batch_job import run_batch
 from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, StepEvent
+from nanoinfer.replicas.messages import Call
 
 PROMPTS = [f"{a}+{b}=?" for a in range(7) for b in range(2)]
 LONG = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
@@ -384,6 +385,21 @@ def test_wrong_tags_are_refused_before_they_are_sent(two: LLM, tags: Any) -> Non
     with pytest.raises(ConfigError, match=r"^tag"):
         two.wake_up(tags)
     two.wake_up()
+
+
+def test_weights_that_only_some_replicas_can_take_leave_none_waiting_for_them(two: LLM) -> None:
+    """As where one of them has found too little memory to wake up."""
+    first = two.engine.replicas[0]
+    first.send(Call("sleep", (1,)))
+    while not first.replies:
+        two.engine.receive(0.01)
+    first.replies.clear()
+    with pytest.raises(EngineStateError, match="this engine sleeps; call wake_up"):
+        two.update_weights(load_file(tiny_model_path() / "model.safetensors").items())
+    two.sleep()
+    assert all(replica.unready for replica in two.engine.replicas)
+    two.wake_up()
+    assert two.generate("1+1=?", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0].text
 
 
 def test_a_cache_that_is_reset_is_empty_on_all_replicas(two: LLM) -> None:
