@@ -22,6 +22,7 @@ from nanoinfer.kernels.gated_delta_math import L2_EPS, gates
 CHUNK = 64  # tokens
 BLOCK = 16  # lines of a system that are solved one by one
 VALUE_BLOCK = 64  # value dimensions of a program
+NW, NS = 4, 1
 
 
 @triton.jit
@@ -182,36 +183,45 @@ def _pass_states_kernel(
     if tl.load(sequences_ptr + 3 * sequence + 2) > 0:  # some of its tokens came before
         state = tl.load(state_ptrs, mask=in_state, other=0.0)
 
+    # Pointers to a chunk's first token go through the sequence; what is added to them stays, in few registers.
     key_size: tl.constexpr = num_heads // group * key_dim
-    size = num_heads * num_tokens
+    q_ptr = qkv_ptr + first * num_channels + head // group * key_dim
+    v_ptr = qkv_ptr + first * num_channels + 2 * key_size + head * value_dim
+    inverse_ptr += (first * num_heads + head) * CHUNK
+    scores_ptr += (first * num_heads + head) * CHUNK
+    factors_ptr += head * num_tokens + first
+    out_ptr += (first * num_heads + head) * value_dim
+    plane = num_heads * num_tokens
+    of_keys = index[:, None] * num_channels + key_index[None, :]
+    of_values = index[:, None] * num_channels + value_index[None, :]
+    of_tile = index[:, None] * (num_heads * CHUNK) + index[None, :]
+    of_out = index[:, None] * (num_heads * value_dim) + value_index[None, :]
     zeros = tl.zeros((CHUNK, VALUE_BLOCK), tl.float32)
     for start in range(0, length, CHUNK):
-        is_token = start + index < length
-        tokens = first + start + index
-        x_ptrs = qkv_ptr + tokens[:, None] * num_channels
-        q_ptrs = x_ptrs + (head // group * key_dim + key_index)[None, :]
-        q = tl.load(q_ptrs, mask=is_token[:, None] & is_key[None, :], other=0.0)
-        k = tl.load(q_ptrs + key_size, mask=is_token[:, None] & is_key[None, :], other=0.0)
-        v_ptrs = x_ptrs + (2 * key_size + head * value_dim + value_index)[None, :]
-        in_values = is_token[:, None] & is_value[None, :]
-        v = tl.load(v_ptrs, mask=in_values, other=0.0)
-        tile = (tokens * num_heads + head)[:, None] * CHUNK + index[None, :]
-        inverse = tl.load(inverse_ptr + tile, mask=is_token[:, None], other=0.0)
-        scores = tl.load(scores_ptr + tile, mask=is_token[:, None], other=0.0)
-        factor_ptrs = factors_ptr + head * num_tokens + tokens
-        q_factor = tl.load(factor_ptrs, mask=is_token, other=0.0)
-        k_factor = tl.load(factor_ptrs + size, mask=is_token, other=0.0)
-        to_end = tl.load(factor_ptrs + 2 * size, mask=is_token, other=0.0)
-        last = first + tl.minimum(start + CHUNK, length) - 1
-        chunk_decay = tl.load(factors_ptr + 3 * size + head * num_tokens + last)
+        is_token = index < length - start
+        in_keys, in_values = is_token[:, None] & is_key[None, :], is_token[:, None] & is_value[None, :]
+        k = tl.load(q_ptr + key_size + of_keys, mask=in_keys, other=0.0)
+        v = tl.load(v_ptr + of_values, mask=in_values, other=0.0)
+        inverse = tl.load(inverse_ptr + of_tile, mask=is_token[:, None], other=0.0)
+        q = tl.load(q_ptr + of_keys, mask=in_keys, other=0.0)
+        scores = tl.load(scores_ptr + of_tile, mask=is_token[:, None], other=0.0)
+        q_factor = tl.load(factors_ptr + index, mask=is_token, other=0.0)
+        k_factor = tl.load(factors_ptr + plane + index, mask=is_token, other=0.0)
+        to_end = tl.load(factors_ptr + 2 * plane + index, mask=is_token, other=0.0)
+        chunk_decay = tl.load(factors_ptr + 3 * plane + tl.minimum(CHUNK, length - start) - 1)
 
         IN_PARTS: tl.constexpr = k.dtype == tl.bfloat16
         delta = v.to(tl.float32) - _inputs_dot(k, state, zeros) * k_factor[:, None]
         written = _wide_dot(inverse, delta, zeros, IN_PARTS)
         out = _wide_dot(scores, written, _inputs_dot(q, state, zeros) * q_factor[:, None], IN_PARTS)
-        out_ptrs = out_ptr + (tokens * num_heads + head)[:, None] * value_dim + value_index[None, :]
-        tl.store(out_ptrs, out.to(v.dtype), mask=in_values)
+        tl.store(out_ptr + of_out, out.to(v.dtype), mask=in_values)
         state = _inputs_dot(tl.trans(k), written * to_end[:, None], state * chunk_decay)
+        q_ptr += CHUNK * num_channels
+        v_ptr += CHUNK * num_channels
+        inverse_ptr += CHUNK * num_heads * CHUNK
+        scores_ptr += CHUNK * num_heads * CHUNK
+        factors_ptr += CHUNK
+        out_ptr += CHUNK * num_heads * value_dim
     tl.store(state_ptrs, state, mask=in_state)
 
 
@@ -258,7 +268,7 @@ def chunked_delta_rule(
         **options,
         value_dim=value_dim,
         VALUE_BLOCK=value_block,
-        num_warps=4,
-        num_stages=1,
+        num_warps=NW,
+        num_stages=NS,
     )
     return out

@@ -45,8 +45,7 @@ def _convolve_kernel(
     is_token, is_channel = (index < length)[:, None], (channel < num_channels)[None, :]
     x_ptrs = qkvz_ptr + (first + index)[:, None] * qkvz_stride + channel[None, :]
     total = tl.zeros((CHUNK, CHANNEL_BLOCK), tl.float32)
-    for step in tl.static_range(WIDTH):
-        age: tl.constexpr = WIDTH - 1 - step
+    for age in tl.static_range(WIDTH - 1, -1, -1):
         is_here = is_token & (index >= age)[:, None]
         inputs = tl.load(x_ptrs - age * qkvz_stride, mask=is_here & is_channel, other=0.0).to(tl.float32)
         if offset == 0 and age > 0:  # these may be of an earlier step
@@ -57,7 +56,7 @@ def _convolve_kernel(
             kept_ptrs += ((position + WIDTH) % WIDTH)[:, None] * num_channels
             is_kept = is_token & ((index < age) & (position >= 0))[:, None]
             inputs += tl.load(kept_ptrs, mask=is_kept & is_channel, other=0.0).to(tl.float32)
-        weight = tl.load(weight_ptr + channel * WIDTH + step, mask=channel < num_channels, other=0.0)
+        weight = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - age, mask=channel < num_channels, other=0.0)
         total += inputs * weight.to(tl.float32)[None, :]
     out_ptrs = out_ptr + (first + index)[:, None] * num_channels + channel[None, :]
     tl.store(out_ptrs, silu(total, out_ptr.dtype.element_ty), mask=is_token & is_channel)

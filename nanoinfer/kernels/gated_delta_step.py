@@ -162,6 +162,6 @@ def gated_delta_step(
         WIDTH=width,
         KEY_DIM=padded[0],
         VALUE_DIM=padded[1],
-        num_warps=max(1, min(8, padded[0] * padded[1] // 2048)),
+        num_warps=max(1, min(8, padded[0] * padded[1] // 4096)),
     )
     return out
