@@ -22,7 +22,6 @@ from nanoinfer.kernels.gated_delta_math import L2_EPS, gates
 CHUNK = 64  # tokens
 BLOCK = 16  # lines of a system that are solved one by one
 VALUE_BLOCK = 64  # value dimensions of a program
-NW, NS = 4, 1
 
 
 @triton.jit
@@ -38,7 +37,8 @@ def _inputs_dot(inputs, x, total):
     if inputs.dtype == tl.bfloat16:
         high, low = _split(x)
         return tl.dot(inputs, high, tl.dot(inputs, low, total))
-    return tl.dot(inputs.to(tl.float32), x, total, input_precision="tf32x3")
+    else:
+        return tl.dot(inputs.to(tl.float32), x, total, input_precision="tf32x3")
 
 
 @triton.jit
@@ -48,7 +48,8 @@ def _wide_dot(x, y, total, IN_PARTS: tl.constexpr):
         x_high, x_low = _split(x)
         y_high, y_low = _split(y)
         return tl.dot(x_high, y_high, tl.dot(x_high, y_low, tl.dot(x_low, y_high, total)))
-    return tl.dot(x, y, total, input_precision="tf32x3")
+    else:
+        return tl.dot(x, y, total, input_precision="tf32x3")
 
 
 @triton.jit
@@ -268,7 +269,7 @@ def chunked_delta_rule(
         **options,
         value_dim=value_dim,
         VALUE_BLOCK=value_block,
-        num_warps=NW,
-        num_stages=NS,
+        num_warps=4,
+        num_stages=1,
     )
     return out

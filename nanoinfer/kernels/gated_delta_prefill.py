@@ -166,9 +166,7 @@ def gated_delta_prefill(
     return out
 
 
-def _tables(
-    query_lens: tuple[int, ...], context_lens: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _tables(query_lens: tuple[int, ...], context_lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the first token, the number of tokens and the first position of each sequence, (num_sequences, 3) int32.
 
     And of each of their chunks the sequence and its first token's place there, (num_chunks, 2) int32.
@@ -177,9 +175,7 @@ def _tables(
         (first, length, context - length)
         for first, length, context in zip(accumulate(query_lens, initial=0), query_lens, context_lens, strict=False)
     ]
-    chunks = [
-        (sequence, offset) for sequence, length in enumerate(query_lens) for offset in range(0, length, CHUNK)
-    ]
+    chunks = [(sequence, offset) for sequence, length in enumerate(query_lens) for offset in range(0, length, CHUNK)]
     numbers = [number for line in (*sequences, *chunks) for number in line]
     table = to_device(torch.tensor(numbers, dtype=torch.int32), device)
     return table[: 3 * len(sequences)].view(-1, 3), table[3 * len(sequences) :].view(-1, 2)

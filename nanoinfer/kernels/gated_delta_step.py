@@ -162,6 +162,7 @@ def gated_delta_step(
         WIDTH=width,
         KEY_DIM=padded[0],
         VALUE_DIM=padded[1],
+        # With more threads than a head has dimensions, Triton has each of them load q and k again for its own part.
         num_warps=max(1, min(8, padded[0] * padded[1] // 4096)),
     )
     return out
