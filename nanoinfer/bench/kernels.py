@@ -280,16 +280,18 @@ def linear_attention() -> None:
     for _ in range(2):  # one has more states than fit into the L2 cache
         matrices = torch.zeros(num_rows, value_heads, head_dim, head_dim, device="cuda")
         gates = torch.zeros(value_heads, device="cuda")
-        weights = randn(channels, width), gates, gates, randn(head_dim), 1e-6
+        weights = randn(channels, width), gates, gates, randn(head_dim)
         layers.append((matrices, randn(num_rows, width, channels), *weights))
 
     def inputs_of(num_tokens: int) -> tuple[Tensor, Tensor]:
         return randn(num_tokens, channels + values), randn(num_tokens, 2 * value_heads)
 
-    of_prompts, of_rows = inputs_of(sum(lens)), inputs_of(num_rows)
-    rows, positions = torch.arange(num_rows, dtype=torch.int32, device="cuda"), torch.ones(num_rows, device="cuda")
-    prefill = [partial(gated_delta_prefill, *of_prompts, rows[: len(lens)], lens, lens, *layer) for layer in layers]
-    decode = [partial(gated_delta_step, *of_rows, rows, positions.long(), *layer) for layer in layers]
+    of_rows = inputs_of(num_rows)
+    rows = torch.arange(num_rows, dtype=torch.int32, device="cuda")
+    positions = torch.ones(num_rows, dtype=torch.int64, device="cuda")
+    of_prompts = *inputs_of(sum(lens)), rows[: len(lens)], lens, lens
+    prefill = [partial(gated_delta_prefill, *of_prompts, *layer, eps=1e-6) for layer in layers]
+    decode = [partial(gated_delta_step, *of_rows, rows, positions, *layer, eps=1e-6) for layer in layers]
     # A prefill step reads what the products made, and writes outputs; a decode step reads and writes the states.
     prefill_bytes = DTYPE.itemsize * sum(lens) * (channels + 2 * values) + layers[0][0].nbytes * len(lens) // num_rows
     times = eager_microseconds(prefill), microseconds(decode)

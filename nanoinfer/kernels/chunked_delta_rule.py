@@ -73,11 +73,10 @@ def _invert(system, CHUNK: tl.constexpr, BLOCK: tl.constexpr, IN_PARTS: tl.const
     would cancel each other where keys repeat.
     """
     tl.static_assert(CHUNK == 4 * BLOCK)
-    NUM_BLOCKS: tl.constexpr = CHUNK // BLOCK
-    index, line, number = tl.arange(0, CHUNK), tl.arange(0, BLOCK), tl.arange(0, NUM_BLOCKS)
+    index, line, number = tl.arange(0, CHUNK), tl.arange(0, BLOCK), tl.arange(0, CHUNK // BLOCK)
     is_diagonal = (number[:, None] == number[None, :])[:, None, :, None]
-    blocks = tl.reshape(system, (NUM_BLOCKS, BLOCK, NUM_BLOCKS, BLOCK))
-    solved = -tl.sum(tl.where(is_diagonal, blocks, 0.0), axis=2)  # (NUM_BLOCKS, BLOCK, BLOCK)
+    blocks = tl.reshape(system, (CHUNK // BLOCK, BLOCK, CHUNK // BLOCK, BLOCK))
+    solved = -tl.sum(tl.where(is_diagonal, blocks, 0.0), axis=2)  # (CHUNK // BLOCK, BLOCK, BLOCK)
     for row in range(1, BLOCK):
         is_row = (line == row)[None, :, None]
         factors = tl.sum(tl.where(is_row, solved, 0.0), axis=1)
@@ -111,6 +110,7 @@ def _prepare_chunks_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     KEY_DIM: tl.constexpr,  # key_dim, rounded up to a power of two
+    IN_PARTS: tl.constexpr,  # whether inputs are bfloat16
 ):
     chunk, head = tl.program_id(0), tl.program_id(1)
     sequence, offset = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
@@ -131,7 +131,6 @@ def _prepare_chunks_kernel(
 
     is_before, is_earlier = index[None, :] <= index[:, None], index[None, :] < index[:, None]
     decay = tl.exp(tl.where(is_before, total_decay[:, None] - total_decay[None, :], 0.0)) * k_factor[None, :]
-    IN_PARTS: tl.constexpr = k.dtype == tl.bfloat16
     precision: tl.constexpr = "tf32x3"  # of no effect on inputs in 16 bits, whose products are exact
     system = tl.dot(k, tl.trans(k), input_precision=precision) * decay * (k_factor * beta)[:, None]
     scores = tl.dot(q, tl.trans(k), input_precision=precision) * decay * q_factor[:, None]
@@ -168,6 +167,7 @@ def _pass_states_kernel(
     CHUNK: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    IN_PARTS: tl.constexpr,
 ):
     # Programs that read the same queries, keys and scores follow each other.
     value_block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -211,7 +211,6 @@ def _pass_states_kernel(
         to_end = tl.load(factors_ptr + 2 * plane + index, mask=is_token, other=0.0)
         chunk_decay = tl.load(factors_ptr + 3 * plane + tl.minimum(CHUNK, length - start) - 1)
 
-        IN_PARTS: tl.constexpr = k.dtype == tl.bfloat16
         delta = v.to(tl.float32) - _inputs_dot(k, state, zeros) * k_factor[:, None]
         written = _wide_dot(inverse, delta, zeros, IN_PARTS)
         out = _wide_dot(scores, written, _inputs_dot(q, state, zeros) * q_factor[:, None], IN_PARTS)
@@ -254,6 +253,7 @@ def chunked_delta_rule(
         "key_dim": key_dim,
         "CHUNK": CHUNK,
         "KEY_DIM": max(16, next_power_of_2(key_dim)),
+        "IN_PARTS": qkv.dtype == torch.bfloat16,
     }
     _prepare_chunks_kernel[(len(chunks), num_heads)](
         *(qkv, ba, a_log, dt_bias, sequences, chunks, inverse, scores, factors),
