@@ -89,7 +89,7 @@ def _invert(system, CHUNK: tl.constexpr, BLOCK: tl.constexpr, IN_PARTS: tl.const
     return _join_pairs(inverse, system, 2 * BLOCK, IN_PARTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks_ptr", "num_tokens"])  # or a step of another size compiles it again
 def _prepare_chunks_kernel(
     qkv_ptr,
     ba_ptr,
@@ -147,7 +147,7 @@ def _prepare_chunks_kernel(
     tl.store(factor_ptrs + 3 * size, tl.exp(total_decay), mask=is_token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _pass_states_kernel(
     qkv_ptr,
     inverse_ptr,
@@ -160,6 +160,7 @@ def _pass_states_kernel(
     num_tokens,
     num_channels,
     num_places,
+    rows_stride,
     num_heads: tl.constexpr,
     group: tl.constexpr,
     key_dim: tl.constexpr,
@@ -172,7 +173,7 @@ def _pass_states_kernel(
     # Programs that read the same queries, keys and scores follow each other.
     value_block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, length = tl.load(sequences_ptr + 3 * sequence).to(tl.int64), tl.load(sequences_ptr + 3 * sequence + 1)
-    place = tl.load(rows_ptr + sequence).to(tl.int64)
+    place = tl.load(rows_ptr + sequence * rows_stride).to(tl.int64)
     place = tl.where(place < 0, place + num_places, place)
     index, key_index = tl.arange(0, CHUNK), tl.arange(0, KEY_DIM)
     value_index = value_block * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
@@ -238,7 +239,7 @@ def chunked_delta_rule(
     """Return what the tokens read, (num_tokens, num_value_heads, value_dim), and leave the states as they are then.
 
     qkv: (num_tokens, conv_size), after the convolution. sequences, chunks: see `gated_delta_prefill`. All are
-    contiguous but ba, whose rows are.
+    contiguous but ba, whose rows are, and rows.
     """
     num_heads, key_dim, value_dim = matrices.shape[1:]
     (num_tokens, num_channels), num_key_heads = qkv.shape, (qkv.shape[1] - num_heads * value_dim) // (2 * key_dim)
@@ -265,7 +266,7 @@ def chunked_delta_rule(
     # Loads a step ahead would take more shared memory than GPUs before Hopper have.
     _pass_states_kernel[(triton.cdiv(value_dim, value_block), num_heads, len(sequences))](
         *(qkv, inverse, scores, factors, sequences, rows, matrices, out),
-        *(num_tokens, num_channels, len(matrices)),
+        *(num_tokens, num_channels, len(matrices), rows.stride(0)),
         **options,
         value_dim=value_dim,
         VALUE_BLOCK=value_block,

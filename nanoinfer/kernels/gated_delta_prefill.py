@@ -21,7 +21,7 @@ KEPT_CHANNELS = 1024  # channels of a program that keeps inputs
 HEAD_BLOCK = 16  # heads of a program that normalises outputs, of one token or several
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks_ptr"])  # or a step of another size compiles it again
 def _convolve_kernel(
     qkvz_ptr,
     conv_inputs_ptr,
@@ -32,6 +32,7 @@ def _convolve_kernel(
     out_ptr,
     qkvz_stride,
     num_places,
+    rows_stride,
     num_channels,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -49,7 +50,7 @@ def _convolve_kernel(
         is_here = is_token & (index >= age)[:, None]
         inputs = tl.load(x_ptrs - age * qkvz_stride, mask=is_here & is_channel, other=0.0).to(tl.float32)
         if offset == 0 and age > 0:  # these may be of an earlier step
-            place = tl.load(rows_ptr + sequence).to(tl.int64)
+            place = tl.load(rows_ptr + sequence * rows_stride).to(tl.int64)
             place = tl.where(place < 0, place + num_places, place)
             position = tl.load(sequences_ptr + 3 * sequence + 2) + index - age
             kept_ptrs = conv_inputs_ptr + place * WIDTH * num_channels + channel[None, :]
@@ -70,6 +71,7 @@ def _keep_inputs_kernel(
     sequences_ptr,
     qkvz_stride,
     num_places,
+    rows_stride,
     num_channels,
     WIDTH: tl.constexpr,
     KEPT_CHANNELS: tl.constexpr,
@@ -77,7 +79,7 @@ def _keep_inputs_kernel(
     sequence = tl.program_id(0)
     first, length = tl.load(sequences_ptr + 3 * sequence).to(tl.int64), tl.load(sequences_ptr + 3 * sequence + 1)
     start = tl.load(sequences_ptr + 3 * sequence + 2)
-    place = tl.load(rows_ptr + sequence).to(tl.int64)
+    place = tl.load(rows_ptr + sequence * rows_stride).to(tl.int64)
     place = tl.where(place < 0, place + num_places, place)
     channel = tl.program_id(1) * KEPT_CHANNELS + tl.arange(0, KEPT_CHANNELS)
     for age in tl.static_range(WIDTH):
@@ -88,7 +90,7 @@ def _keep_inputs_kernel(
             tl.store(kept_ptr + channel, inputs, mask=channel < num_channels)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lines"])
 def _gated_norm_kernel(
     x_ptr,
     qkvz_ptr,
@@ -131,7 +133,7 @@ def gated_delta_prefill(
     """Compute the tokens of a prefill step, and leave the states as they are after them.
 
     qkvz: (num_tokens, conv_size + value_size), rows contiguous. ba: (num_tokens, 2 * num_value_heads), likewise. rows:
-    (num_sequences,) int32, contiguous; -1 is the last place. query_lens: tokens of each sequence, end to end.
+    (num_sequences,) int32; -1 is the last place. query_lens: tokens of each sequence, end to end.
     context_lens: the same with those of earlier steps; a sequence without any ignores what its state was. The others:
     see `gated_delta_step`. Returns (num_tokens, value_size).
     """
@@ -143,14 +145,14 @@ def gated_delta_prefill(
     qkv, out = qkvz.new_empty(len(qkvz), num_channels), qkvz.new_empty(len(qkvz), num_heads * value_dim)
     _convolve_kernel[(len(chunks), triton.cdiv(num_channels, CHANNEL_BLOCK))](
         *(qkvz, conv_inputs, conv_weight, rows, sequences, chunks, qkv),
-        *(qkvz.stride(0), len(conv_inputs), num_channels),
+        *(qkvz.stride(0), len(conv_inputs), rows.stride(0), num_channels),
         WIDTH=width,
         CHUNK=CHUNK,
         CHANNEL_BLOCK=CHANNEL_BLOCK,
     )
     # Not by the first kernel: its other programs may not have read yet what this overwrites.
     _keep_inputs_kernel[(len(sequences), triton.cdiv(num_channels, KEPT_CHANNELS))](
-        *(qkvz, conv_inputs, rows, sequences, qkvz.stride(0), len(conv_inputs), num_channels),
+        *(qkvz, conv_inputs, rows, sequences, qkvz.stride(0), len(conv_inputs), rows.stride(0), num_channels),
         WIDTH=width,
         KEPT_CHANNELS=KEPT_CHANNELS,
     )

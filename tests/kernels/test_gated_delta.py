@@ -99,7 +99,8 @@ def check_prefill(
     qkvz, ba = randn(num_tokens, case.qkvz.shape[1]), randn(num_tokens, case.ba.shape[1])
     qkvz[num_tokens // 2 :] = qkvz[-1]  # keys that repeat: powers of a chunk's matrix would be huge
     a_log = torch.full_like(case.a_log, decay).log()
-    rows = torch.arange(len(lens), 0, -1, dtype=torch.int32, device=device)  # places 0 and the last one are not used
+    # A column of the packet's chunks, as in a step of an engine. Places 0 and the last one are not used.
+    rows = torch.arange(len(lens), 0, -1, dtype=torch.int32, device=device).repeat(3, 1).t().contiguous()[:, 0]
     matrices = randn(num_places, *case.matrices.shape[1:], dtype=torch.float32)
     conv_inputs = randn(num_places, *case.conv_inputs.shape[1:])
     for row, start in zip(rows, starts, strict=True):
