@@ -195,7 +195,7 @@ def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool],
         pickled_params,
         np.array([indices[id(request.prepared.sampling_params)] for request in queued], np.int32),
         {
-            line: replace(request.prepared.prompt_states, to_output=None)  # it is made of objects of the parent
+            line: replace(request.prepared.prompt_states, to_output=None)  # which stays here
             for line, request in enumerate(queued)
             if request.prepared.prompt_states is not None
         },
