@@ -26,6 +26,7 @@ import torch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import NanoinferError
 from nanoinfer.executor.shm_ring import Ring, RingReader
+from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import FoundModel, Loaded, load_engine
 from nanoinfer.outputs import RequestOutput, StepEvent, StreamChunk
 from nanoinfer.replicas.messages import (
@@ -139,6 +140,7 @@ class Replica:
             "update_weights": self._update_weights,
         }
 
+    @rare_collections()
     def run(self) -> None:
         """Serve the parent until it closes the pipe."""
         for work in (self._read, self._prepare):
