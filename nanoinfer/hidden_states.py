@@ -98,7 +98,9 @@ class HiddenStates:
         """Return the output of a request, with the states of each layer in one tensor, on the host."""
         parts = {given: states.parts(counted) for given, counted in self.layers.items()}
         whole = {given: torch.cat(found) for given, found in parts.items() if found}  # none of what was aborted
-        return replace(to_output(output, states), hidden_states=whole)
+        made = replace(to_output(output, states), hidden_states=whole)
+        states.found.clear()  # which the request would keep until its call returns
+        return made
 
 
 def free_host_bytes() -> int | None:
