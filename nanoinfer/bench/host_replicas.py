@@ -112,4 +112,5 @@ def stub_outputs(message: Requests) -> Outputs:
         [TEXT * count for count in counts],
         {},
         {},
+        {},
     )

@@ -7,6 +7,7 @@ takes what they have. It never waits for the parent while it has something to ru
 import logging
 import multiprocessing
 import os
+import pickle
 import socket
 import threading
 import time
@@ -45,6 +46,7 @@ from nanoinfer.replicas.messages import (
     pack_outputs,
     unpack_requests,
 )
+from nanoinfer.replicas.states import keep_states
 from nanoinfer.text.refusals import Errors
 
 METRICS_SECONDS = 0.1  # the parent hears of the work this often, and whenever something has finished
@@ -100,7 +102,8 @@ class Sender:
 
     def send(self, message: Any) -> None:
         with self._lock:
-            self._connection.send(message)
+            # Of an array, `Connection.send` makes two copies; this makes one.
+            self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
 class LogSender(logging.Handler):
@@ -161,7 +164,7 @@ class Replica:
         while message is not None:
             message = self._read_messages.get()
             if isinstance(message, Requests):
-                received = unpack_requests(message)
+                received = unpack_requests(message, keep_states)
                 self._plan(received)
                 self._received.put(received)
             else:
