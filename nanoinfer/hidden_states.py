@@ -48,9 +48,13 @@ class HiddenStates:
             if callback is not None:
                 raise RequestError("on_hidden_states is given without hidden_states; say which layers, such as [-1]")
             return None
-        refuse_replicas(num_replicas, "hidden_states")
         if callback is not None and not callable(callback):
             raise RequestError(f"on_hidden_states={callback!r} cannot be called; give a function")
+        if callback is not None and num_replicas > 1:
+            raise RequestError(
+                f"on_hidden_states with data_parallel_size={num_replicas}: the states are on the devices of other "
+                "processes; leave it out and take output.hidden_states, or use data_parallel_size=1"
+            )
         count = num_layers + 1
         if not isinstance(layers, (list, tuple)) or not layers or not all(map(is_whole_number, layers)):
             raise RequestError(f"hidden_states={layers!r} must be a list of layers, such as [0, 12, -1]")
@@ -98,7 +102,9 @@ class HiddenStates:
         """Return the output of a request, with the states of each layer in one tensor, on the host."""
         parts = {given: states.parts(counted) for given, counted in self.layers.items()}
         whole = {given: torch.cat(found) for given, found in parts.items() if found}  # none of what was aborted
-        return replace(to_output(output, states), hidden_states=whole)
+        made = replace(to_output(output, states), hidden_states=whole)
+        states.found.clear()  # which the request would keep until its call returns
+        return made
 
 
 def free_host_bytes() -> int | None:
@@ -112,9 +118,3 @@ def free_host_bytes() -> int | None:
     with suppress(AttributeError, ValueError, OSError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
-
-
-def refuse_replicas(count: int, what: str) -> None:
-    """Raise RequestError where there are several replicas, to which such requests do not go yet."""
-    if count > 1:
-        raise RequestError(f"{what} with data_parallel_size={count} is not there yet; use data_parallel_size=1")

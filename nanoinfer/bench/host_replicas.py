@@ -114,4 +114,5 @@ def stub_outputs(message: Requests) -> Outputs:
         [TEXT * count for count in counts],
         {},
         {},
+        {},
     )

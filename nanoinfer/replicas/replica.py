@@ -7,6 +7,7 @@ takes what they have. It never waits for the parent while it has something to ru
 import logging
 import multiprocessing
 import os
+import pickle
 import socket
 import threading
 import time
@@ -45,6 +46,7 @@ from nanoinfer.replicas.messages import (
     pack_outputs,
     unpack_requests,
 )
+from nanoinfer.replicas.states import keep_states
 from nanoinfer.text.refusals import Errors
 
 logger = logging.getLogger("nanoinfer")
@@ -101,7 +103,8 @@ class Sender:
 
     def send(self, message: Any) -> None:
         with self._lock:
-            self._connection.send(message)
+            # Of an array, `Connection.send` makes two copies; this makes one.
+            self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
 class LogSender(logging.Handler):
@@ -172,7 +175,7 @@ class Replica:
                 self._received.put(error)
 
     def _unpack(self, message: Requests) -> list[ReceivedRequest]:
-        received = unpack_requests(message)
+        received = unpack_requests(message, keep_states)
         self._plan(received)
         for request_id, prepared, _, _ in received:
             if prepared.error is not None:

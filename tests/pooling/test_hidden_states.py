@@ -11,6 +11,9 @@ import transformers
 
 from nanoinfer import LLM, RequestError, SamplingParams
 from nanoinfer import hidden_states as module
+from nanoinfer.engine.prompt_states import FoundStates
+from nanoinfer.outputs import refused
+from nanoinfer.text.prompts import PreparedRequest
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts
 from tests.pooling.test_decoders import CHUNKED, SMALL, assert_close, write_modules
 
@@ -115,6 +118,19 @@ def test_layers_may_be_numpys_integers(checkpoint: Checkpoint) -> None:
         [output] = llm.embed(PROMPTS[:1], use_tqdm=False, hidden_states=[*np.arange(2)])  # type: ignore[list-item]
     assert output.hidden_states is not None
     assert [type(layer) for layer in output.hidden_states] == [int, int]
+
+
+def test_states_are_held_once_when_their_output_is_made() -> None:
+    request = PreparedRequest(prompt=None, token_ids=[1, 2], sampling_params=GREEDY)
+    wanted = module.HiddenStates.of(2, 8, 1, [0], "prompt", None)
+    assert wanted is not None
+    wanted.add_to([request])
+    states = request.prompt_states
+    for start in (0, 1):
+        states.add(FoundStates(0, 0, start, torch.full((1, 4), float(start))))
+    output = states.to_output(refused(0, None, 1, ""), states)
+    assert output.hidden_states[0][:, 0].tolist() == [0, 1]
+    assert states.found == {}
 
 
 def test_what_memory_cannot_hold_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
