@@ -79,11 +79,6 @@ def load_replicas(found: FoundModel) -> Loaded:
     """Start the replicas, which load the model side by side. Raises what `LLM` raises."""
     config, model_config = found.config, found.model_config
     size, started = config.data_parallel_size, time.perf_counter()
-    if model_config.refusal is not None:
-        raise ConfigError(
-            f"data_parallel_size={size} is for models that generate, and {config.model} does not: embed, classify and "
-            "reward run on one engine so far; use data_parallel_size=1"
-        )
     model_config.check_tensor_parallel_size(config.tensor_parallel_size)
     model_config.longest_sequence(config.max_model_len)  # raises before there are processes
     devices = choose_devices(config)

@@ -226,11 +226,6 @@ def test_what_is_wrong_with_a_model_is_the_error_of_one_engine(random_checkpoint
     assert active_children() == []
 
 
-def test_a_model_that_generates_nothing_has_no_replicas(random_checkpoint: Checkpoint) -> None:
-    with pytest.raises(ConfigError, match=r"data_parallel_size=2 is for models that generate.*data_parallel_size=1$"):
-        start(random_checkpoint(), runner="pooling")
-
-
 def test_replicas_take_as_many_gpus_as_they_have_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
