@@ -9,10 +9,12 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +24,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoinfer.executor import workers
+from nanoinfer.runner import memory
 from tests.real.make_smollm2 import HOW_TO_INSTALL, missing_packages
 
 NUM_GPUS = torch.cuda.device_count()
+num_frozen_modules = 0
 
 # A shell starts its background jobs without Ctrl-C, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,6 +38,20 @@ if NUM_GPUS == 0:
     # The tests' models are so small that a second thread slows them down, most of all where other programs are running.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # in the processes that tests start
+
+# What takes longest begins first (pytest -n), or one process would still be at it when the others have ended.
+LONG_FILES = (
+    "test_architectures.py",
+    "test_compilation.py",
+    "test_constrained.py",
+    "test_cli.py",
+    "test_attention_kernels.py",
+    "test_tensor_parallel.py",
+    "test_constrained_answers.py",
+    "test_weight_control.py",
+    "test_import_rules.py",
+    "test_typing.py",
+)
 
 RANDOM_MODEL = {
     "vocab_size": 512,
@@ -54,10 +72,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--combinations-seed", type=int, default=0, help="the seed of the first combination")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand whole files to the processes of `pytest -n`, so that what the tests of a module share is made once.
+
+    All files with tests for GPUs go to one process if there is a GPU, which they would have to share.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FileScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "gpu" if file in gpu_files else file
+
+    tests = config.rootpath / "tests"
+    files = [path for path in tests.rglob("test_*.py") if re.search(r"mark\.(multi_)?gpu", path.read_text())]
+    gpu_files = {path.relative_to(config.rootpath).as_posix() for path in files} if NUM_GPUS else set()
+    config.option.loadscopereorder = False  # the order is that of pytest_collection_modifyitems
+    return FileScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES))
     for item in items:
-        if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu"):
-            item.add_marker(pytest.mark.xdist_group("gpu"))
         if item.get_closest_marker("gpu") and NUM_GPUS < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if item.get_closest_marker("multi_gpu") and NUM_GPUS < 2:
@@ -66,26 +103,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs the packages {', '.join(missing)}: {HOW_TO_INSTALL}"))
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def cheap_garbage_collection() -> None:
     """Every engine collects garbage when it closes, which need not look at all of torch and transformers each time.
 
     What has lived until now stays: modules, and what the tests of a session share.
     """
-    gc.collect()
-    gc.freeze()
+    global num_frozen_modules
+    if len(sys.modules) > num_frozen_modules + 10:
+        gc.collect()
+        gc.freeze()
+        num_frozen_modules = len(sys.modules)
 
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or Triton reports at exit what was not freed
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_workers() -> Iterator[None]:
-    """Fork the workers of tests from a process that has imported PyTorch, because that takes most of their start.
-
-    Where there are GPUs, and in executor/test_tensor_parallel.py, workers start as those of users do.
-    """
+@contextmanager
+def forked_workers() -> Iterator[None]:
+    """Fork the workers of engines from a process that has imported PyTorch, because that takes most of their start."""
     if NUM_GPUS > 0 or sys.platform == "win32":
         yield
         return
@@ -94,6 +131,21 @@ def quick_workers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patched = SimpleNamespace(**{**vars(multiprocessing), "get_context": lambda _: server})
         patch.setattr(workers, "multiprocessing", patched)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_workers() -> Iterator[None]:
+    """Without GPUs, and but for some of executor/test_tensor_parallel.py, workers start quicker than those of users."""
+    with forked_workers():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_caches() -> Iterator[None]:
+    """By default, an engine's KV cache on a CPU would be up to a million blocks of a small model, made one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "CPU_CACHE_BYTES", 2**27)
         yield
 
 

@@ -226,7 +226,7 @@ def test_an_answer_is_one_of_its_choices_and_each_may_come(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("num_schemas", "disable_any_whitespace"),
     [
-        (100, True),
+        (50, True),
         pytest.param(1000, True, marks=pytest.mark.slow),
         pytest.param(1000, False, marks=pytest.mark.slow),
     ],

@@ -178,7 +178,7 @@ def test_tokens_are_those_of_transformers_while_blocks_are_given_back_and_found(
     with LLM(folder, device="cpu", dtype="float32", enable_prefix_caching=False, kvcache_block_size=16) as llm:
         plain = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     assert answers == [output.token_ids for output in again] == plain
-    assert [tokens[:3] for tokens in reference_tokens(folder, prompts)] == [tokens[:3] for tokens in answers]
+    assert reference_tokens(folder, prompts, answers) == answers
     assert min(output.num_cached_tokens or 0 for output in again) >= 64
 
 

@@ -31,7 +31,8 @@ def said(llm: LLM, prompts: list[Any] = PROMPTS, params: list[SamplingParams] = 
 
 def in_processes(target: Callable[..., Any], folder: Path, count: int = 2) -> list[Any]:
     """Run `target(rank)` in so many processes of one process group, and return what each has returned."""
-    torch.multiprocessing.spawn(run_rank, (count, str(folder), target), nprocs=count)
+    arguments = (count, str(folder), target)
+    torch.multiprocessing.start_processes(run_rank, arguments, nprocs=count, start_method="forkserver")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from multiprocessing import active_children, resource_tracker
+from multiprocessing import active_children, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models import execution
 from nanoinfer.runner import setup
 from nanoinfer.runner.model_runner import ModelRunner, StepHandle
+from tests.conftest import forked_workers
 from tests.models.test_architectures import checkpoint  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see what is left of an engine")
@@ -65,9 +66,25 @@ def remains() -> set[str]:
     return segments | folders | descriptors | processes | threads
 
 
+def assert_nothing_remains(before: set[str]) -> None:
+    """Of shared memory, wait until what other processes of the machine have is gone: what ours leave stays for ever."""
+    deadline = time.monotonic() + 30
+    while any(name.startswith("/dev/shm") for name in remains() - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert remains() - before == set()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick_workers() -> None:
     """Takes the place of the fixture that all other tests have: here workers start as those of users do."""
+
+
+@pytest.fixture
+def quick_start() -> Iterator[None]:
+    """Workers start as those of all other tests, where the start is not what is tested."""
+    with forked_workers():
+        forkserver.ensure_running()  # a helper of multiprocessing's, which stays
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +101,7 @@ def nothing_remains(private_folder: None) -> Iterator[None]:
     yield
     if remains() - before:
         gc.collect()  # of an error's traceback, say
-    assert remains() - before == set()
+    assert_nothing_remains(before)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +153,7 @@ def test_two_ranks_give_the_tokens_of_one(one_rank: LLM, two_ranks: LLM) -> None
     [(FOR_THREE_RANKS, 3), pytest.param({"vocab_size": 500, "tie_word_embeddings": True}, 4, marks=pytest.mark.slow)],
     ids=["3 ranks", "4 ranks"],
 )
-@pytest.mark.usefixtures("nothing_remains")
+@pytest.mark.usefixtures("quick_start", "nothing_remains")
 def test_several_ranks_give_the_tokens_of_one(random_checkpoint: Checkpoint, overrides: dict, size: int) -> None:
     folder, prompts = random_checkpoint(**overrides), random_prompts(LENGTHS)
     with LLM(folder, device="cpu") as llm:
@@ -156,7 +173,7 @@ def test_a_packet_larger_than_a_slot_and_a_step_of_many_tokens_change_nothing(on
 
 
 @pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
-@pytest.mark.usefixtures("nothing_remains")
+@pytest.mark.usefixtures("quick_start", "nothing_remains")
 def test_a_step_of_many_tokens_in_slices_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     checkpoint: Checkpoint,  # noqa: F811
@@ -261,7 +278,7 @@ def answer_exchange(tp: TensorParallel) -> None:
     assert torch.equal(PartialSum(expected / 3 - 1 + tp.rank, tp=tp).all_reduced(), expected)
 
 
-@pytest.mark.usefixtures("nothing_remains")
+@pytest.mark.usefixtures("quick_start", "nothing_remains")
 def test_ranks_reduce_gather_broadcast_and_find_the_smallest_number_without_a_global_group() -> None:
     ranks = Workers(3, exchange, ())
     ranks.wait_for_stage(1)  # rank 0 comes when all have started
@@ -365,7 +382,7 @@ def fails_in_the_fifth_step(rank: int, link: Any, folder: Path, work: Callable[.
     work(rank, link, folder, *args)
 
 
-@pytest.mark.usefixtures("nothing_remains")
+@pytest.mark.usefixtures("quick_start", "nothing_remains")
 def test_a_worker_that_fails_in_a_step_is_an_error_of_generate_with_its_traceback(
     random_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,7 +407,7 @@ def test_a_worker_that_fails_in_a_step_is_an_error_of_generate_with_its_tracebac
         pytest.param(0.3, signal.SIGKILL, "SIGKILL", id="in a step"),
     ],
 )
-@pytest.mark.usefixtures("nothing_remains")
+@pytest.mark.usefixtures("quick_start", "nothing_remains")
 def test_a_worker_that_is_killed_is_an_error_of_generate(seconds: float, sent: int, name: str) -> None:
     llm, [pid] = start()
     generate(llm, [[1, 2, 3]])
@@ -406,7 +423,7 @@ def test_a_worker_that_is_killed_is_an_error_of_generate(seconds: float, sent: i
     llm.close()
 
 
-@pytest.mark.usefixtures("nothing_remains")
+@pytest.mark.usefixtures("quick_start", "nothing_remains")
 def test_a_step_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that hangs stops the GPUs of all ranks; on a CPU the step of this rank would not even be launched."""
     llm, _ = start()
@@ -421,7 +438,7 @@ def test_a_step_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     llm.close()
 
 
-@pytest.mark.usefixtures("nothing_remains")
+@pytest.mark.usefixtures("quick_start", "nothing_remains")
 def test_an_error_between_launch_and_sample_is_an_error_of_the_next_step_and_no_endless_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -437,7 +454,7 @@ def test_an_error_between_launch_and_sample_is_an_error_of_the_next_step_and_no_
     llm.close()
 
 
-@pytest.mark.usefixtures("nothing_remains")
+@pytest.mark.usefixtures("quick_start", "nothing_remains")
 def test_an_error_of_rank_0_in_the_middle_of_a_step_closes_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = start()
     with monkeypatch.context() as patch:

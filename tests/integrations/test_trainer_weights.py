@@ -38,7 +38,7 @@ def gather_in_rank(rank: int, folder: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_fsdp_2_has_split_is_gathered_tensor_by_tensor_on_all_ranks(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(gather_in_rank, (str(tmp_path),), nprocs=2)
+    torch.multiprocessing.start_processes(gather_in_rank, (str(tmp_path),), nprocs=2, start_method="forkserver")
 
 
 def test_what_zero_3_has_split_is_gathered_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

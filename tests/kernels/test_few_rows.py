@@ -52,9 +52,17 @@ def test_on_cuda_the_kernel_of_the_twins_name_runs_with_its_parameters() -> None
     assert inspect.signature(kernel) == inspect.signature(twin)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
-@pytest.mark.parametrize(("num_outputs", "size"), [(64, 512), (40, 96), (33, 600), (9, 1536), (10, 1300)])
-def test_a_product_equals_its_twin(num_rows: int, num_outputs: int, size: int, tiling: Tiling) -> None:
+@pytest.mark.parametrize(
+    ("num_outputs", "size", "num_rows"),
+    [
+        *((64, 512, num_rows) for num_rows in (1, 2, 3, 4)),
+        *((40, 96, num_rows) for num_rows in (2, 4)),
+        *((33, 600, num_rows) for num_rows in (1, 4)),
+        *((9, 1536, num_rows) for num_rows in (2, 3)),
+        *((10, 1300, num_rows) for num_rows in (1, 3)),
+    ],
+)
+def test_a_product_equals_its_twin(num_outputs: int, size: int, num_rows: int, tiling: Tiling) -> None:
     x, weight = rows_amid_nan(num_rows, size), randn(num_outputs, size, seed=1)
     norm = rows_amid_nan(1, size, seed=2)[0], 1e-6
     for its_norm in (None, norm):
@@ -84,8 +92,11 @@ def test_the_tilings_that_are_chosen_fit_sizes_that_they_do_not_divide(
 @pytest.mark.parametrize("has_residual", [False, True])
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_what_is_fused_equals_separate_layers(
-    has_bias: bool, gated: bool, has_residual: bool, has_norm: bool, tiling: Tiling
+    has_bias: bool, gated: bool, has_residual: bool, has_norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whatever two of the four options are, they meet every tiling."""
+    tiling = TILINGS[(has_bias + gated + has_residual + has_norm) % len(TILINGS)]
+    monkeypatch.setattr(few_rows_product, "choose_tiling", lambda *_: tiling)
     num_rows, num_outputs, size = 3, 44, 344
     num_lines = 2 * num_outputs if gated else num_outputs
     x, weight = 3 * randn(num_rows, size + 8)[:, :size], randn(num_lines, size, seed=1) / 12  # rows out of wider ones

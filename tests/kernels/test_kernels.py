@@ -469,6 +469,7 @@ def test_a_step_without_slots_writes_nothing(slots: tuple[int, ...]) -> None:
     assert (out["v_cache"] == -7.0).all()
 
 
+@pytest.mark.usefixtures("overflows_are_checked")
 def test_a_slot_past_two_to_the_31_elements_is_reached() -> None:
     """The caches are 4 GiB of virtual memory each, of which the test touches a page."""
     num_blocks = 2**31 // (2 * 16 * 64) + 1

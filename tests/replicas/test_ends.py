@@ -21,7 +21,12 @@ import torch
 from nanoinfer import LLM, ConfigError, EngineClosedError, ModelError, SamplingParams, WorkerError
 from nanoinfer.executor.workers import Workers
 from nanoinfer.replicas import loading
-from tests.executor.test_tensor_parallel import is_running, private_folder, remains  # noqa: F401 (a fixture)
+from tests.executor.test_tensor_parallel import (
+    assert_nothing_remains,
+    is_running,
+    private_folder,  # noqa: F401 (a fixture)
+    remains,
+)
 from tests.executor.test_workers import start_script
 from tests.pooling.test_decoders import assert_close
 
@@ -45,7 +50,7 @@ def nothing_remains(private_folder: None) -> Iterator[None]:  # noqa: F811
     before = remains()
     yield
     gc.collect()
-    assert remains() - before == set()
+    assert_nothing_remains(before)
 
 
 def start(folder: Path, size: int = 2, **options: Any) -> tuple[LLM, list[int]]:

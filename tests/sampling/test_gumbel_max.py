@@ -132,6 +132,19 @@ def test_temperature_0_takes_the_best_and_of_equals_the_lowest_id(dtype: torch.d
     assert torch.equal(logits, unchanged)
 
 
+def test_greedy_rows_alone_which_need_no_noise_get_what_they_get_beside_one_that_is_drawn() -> None:
+    logits = torch.randn(6, 3 * GROUP_SIZE + 1, generator=torch.Generator().manual_seed(0)).round()  # many are equal
+    logits[1, 3], logits[2, 20], logits[3] = math.nan, math.inf, -math.inf
+    temperatures, rows = torch.tensor([0.0] * 5 + [1.0]), torch.arange(6)
+    tables = temperatures, rows + 7, rows.int() + 3
+    scores, ids = best_candidates(logits, 64, rows, *tables)
+    scores_alone, ids_alone = best_candidates(logits[:5], 64, rows[:5], *tables)
+    assert torch.equal(scores_alone, scores[:5])
+    finite = scores_alone.isfinite()
+    assert finite.tolist() == [True, False, False, False, True]
+    assert torch.equal(ids_alone[finite], ids[:5][finite])
+
+
 CRITICAL_VALUE = 24.3  # of chi-square with 7 degrees of freedom at 0.1%
 EIGHT_LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, 0.7])
 

@@ -42,8 +42,9 @@ class TorchBackend(AttentionBackend):
         num_rows, num_heads, head_dim = q.shape
         _, num_kv_heads, block_size, _ = cache.k.shape
         lens = metadata.context_lens
-        num_blocks = max(1, -(-int(lens.max()) // block_size))
-        positions = torch.arange(num_blocks * block_size, device=q.device)
+        max_context = max(1, int(lens.max()))
+        num_blocks = -(-max_context // block_size)
+        positions = torch.arange(max_context, device=q.device)
         visible = positions < lens.unsqueeze(1)
         if self.spec.window is not None:
             visible &= positions >= lens.unsqueeze(1) - self.spec.window
@@ -54,7 +55,8 @@ class TorchBackend(AttentionBackend):
         for start in range(0, num_rows, group):
             rows = slice(start, start + group)
             # (rows, kv_heads, max_context, head_dim)
-            k, v = self._gather(cache, metadata.block_tables[rows, :num_blocks], q.dtype)
+            gathered = self._gather(cache, metadata.block_tables[rows, :num_blocks], q.dtype)
+            k, v = (side[:, :, :max_context] for side in gathered)
             for side in (k, v):  # what lies past a context may be NaN, and 0 x NaN is NaN
                 side.masked_fill_(~visible[rows].transpose(2, 3), 0)
             if sinks is None:
