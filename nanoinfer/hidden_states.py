@@ -1,21 +1,25 @@
 """Hidden states of prompts as users ask for them: which layers, of which tokens, kept or handed to a function."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanoinfer.engine.prompt_states import PromptStates
 from nanoinfer.errors import RequestError
+from nanoinfer.sampling_params import is_whole_number
 from nanoinfer.text.prompts import PreparedRequest
 
 # Is called with the index of the prompt, the layer, the place of the first token, and the states on the device.
 OnHiddenStates = Callable[[int, int, int, torch.Tensor], object]
 POSITIONS = ("prompt", "last")
+MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +48,22 @@ class HiddenStates:
             if callback is not None:
                 raise RequestError("on_hidden_states is given without hidden_states; say which layers, such as [-1]")
             return None
-        refuse_replicas(num_replicas, "hidden_states")
         if callback is not None and not callable(callback):
             raise RequestError(f"on_hidden_states={callback!r} cannot be called; give a function")
+        if callback is not None and num_replicas > 1:
+            raise RequestError(
+                f"on_hidden_states with data_parallel_size={num_replicas}: the states are on the devices of other "
+                "processes; leave it out and take output.hidden_states, or use data_parallel_size=1"
+            )
         count = num_layers + 1
-        if not isinstance(layers, (list, tuple)) or not layers or not all(type(layer) is int for layer in layers):
+        if not isinstance(layers, (list, tuple)) or not layers or not all(map(is_whole_number, layers)):
             raise RequestError(f"hidden_states={layers!r} must be a list of layers, such as [0, 12, -1]")
         if wrong := [layer for layer in layers if not -count <= layer < count]:
             raise RequestError(
                 f"hidden_states has layer {wrong[0]}, and this model has 0 (the embedding) to {num_layers} (after the "
                 f"last norm), or {-count} to -1"
             )
-        return cls({layer: layer % count for layer in layers}, positions == "last", callback, row_bytes)
+        return cls({int(layer): int(layer) % count for layer in layers}, positions == "last", callback, row_bytes)
 
     def add_to(self, requests: Sequence[PreparedRequest]) -> None:
         """Have requests ask for it, beside what they ask for. Raises RequestError where memory cannot hold it all."""
@@ -94,17 +102,19 @@ class HiddenStates:
         """Return the output of a request, with the states of each layer in one tensor, on the host."""
         parts = {given: states.parts(counted) for given, counted in self.layers.items()}
         whole = {given: torch.cat(found) for given, found in parts.items() if found}  # none of what was aborted
-        return replace(to_output(output, states), hidden_states=whole)
+        made = replace(to_output(output, states), hidden_states=whole)
+        states.found.clear()  # which the request would keep until its call returns
+        return made
 
 
 def free_host_bytes() -> int | None:
-    """Return how much memory of the host is free; None where the system does not say."""
+    """Return how much memory of the host can be had, that of file caches included; None where the system does not say.
+
+    On Linux, what sysconf calls available leaves file caches out, and these fill most of the memory of many hosts.
+    """
+    with suppress(OSError):
+        if found := re.search(r"^MemAvailable: *(\d+) kB$", MEMINFO.read_text(), re.MULTILINE):
+            return 1024 * int(found[1])
     with suppress(AttributeError, ValueError, OSError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
-
-
-def refuse_replicas(count: int, what: str) -> None:
-    """Raise RequestError where there are several replicas, to which such requests do not go yet."""
-    if count > 1:
-        raise RequestError(f"{what} with data_parallel_size={count} is not there yet; use data_parallel_size=1")

@@ -25,6 +25,7 @@ from nanoinfer.control.step_events import StepCallback
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import ModelError, RequestError
+from nanoinfer.garbage import rare_collections
 from nanoinfer.hidden_states import HiddenStates, OnHiddenStates
 from nanoinfer.loading import find_model, load_engine
 from nanoinfer.one_pass import OnePass, PoolingArguments
@@ -116,6 +117,7 @@ class LLM:
         return engine_html(repr(self), self._runner_info.description, self.get_metrics())
 
     @with_vllm_names
+    @rare_collections()
     def generate(
         self,
         prompts: Prompts,
@@ -158,6 +160,7 @@ class LLM:
         return self._complete(requests, use_tqdm, on_finish)
 
     @with_vllm_names
+    @rare_collections()
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
@@ -228,6 +231,7 @@ class LLM:
         """Do as `stream`, for `async for`; the errors are raised when the first chunk is asked for."""
         return self._async_calls.stream(prompts, sampling_params)
 
+    @rare_collections()
     def score(self, prompts: Prompts, completions: Prompts, use_tqdm: bool = True) -> list[Score]:
         """Return how likely the model finds each completion after its prompt, and whether greedy decoding would say it.
 
@@ -245,6 +249,7 @@ class LLM:
         outputs = self._complete([*map(scoring_request, pairs)], use_tqdm, on_finish=None)
         return [*map(score, outputs, pairs)]
 
+    @rare_collections()
     def embed(
         self,
         prompts: Prompts,
@@ -271,6 +276,7 @@ class LLM:
         options = prompt_name, tokenization_kwargs, wanted
         return self.one_pass.run(self.one_pass.prepare_embeddings(prompts, pooling_params, *options), use_tqdm)
 
+    @rare_collections()
     def classify(
         self,
         prompts: Any,
@@ -287,6 +293,7 @@ class LLM:
         """
         return self.one_pass.run(self.one_pass.prepare_classes(prompts, pooling_params, tokenization_kwargs), use_tqdm)
 
+    @rare_collections()
     def reward(
         self,
         prompts: Any,

@@ -19,7 +19,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.prompt_states import PromptStates
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.errors import RequestError, check_names
-from nanoinfer.hidden_states import HiddenStates, refuse_replicas
+from nanoinfer.hidden_states import HiddenStates
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, RewardOutput
 from nanoinfer.pooling_params import PoolingParams
@@ -48,14 +48,14 @@ class OnePass:
     """Prepares requests that are pooled, and runs them.
 
     config: how the model pools. size: values of a vector, or logits. prompts: checks texts, which leave no room for a
-    completion. options: those of the engine.
+    completion. model: its name, for messages.
     """
 
     def __init__(
-        self, queue: RequestQueue, config: PoolingConfig, size: int, prompts: PromptProcessor, options: EngineConfig
+        self, queue: RequestQueue, config: PoolingConfig, size: int, prompts: PromptProcessor, model: str
     ) -> None:
         self._queue, self._config, self._size, self._prompts = queue, config, size, prompts
-        self._model, self._num_replicas = options.model, options.data_parallel_size
+        self._model = model
 
     @classmethod
     def of(cls, queue: RequestQueue, model_config: ModelConfig, options: EngineConfig, max_model_len: int) -> "OnePass":
@@ -74,7 +74,7 @@ class OnePass:
         limit = min(limits, key=lambda name: limits[name])
         prompts = PromptProcessor(tokenizer, model, vocab_size, limits[limit], min_new_tokens=0, limit=limit)
         sizes = [model_config.hidden_size, *(layer.out_features for layer in config.dense)]
-        return cls(queue, config, len(config.labels) or sizes[-1], prompts, options)
+        return cls(queue, config, len(config.labels) or sizes[-1], prompts, model)
 
     def prepare_embeddings(
         self,
@@ -132,7 +132,6 @@ class OnePass:
     ) -> list[PreparedRequest]:
         """Return a request for each prompt. Raises RequestError for those that cannot be served."""
         self._queue.check_open()
-        refuse_replicas(self._num_replicas, "embed, classify and reward")
         options = check_names("tokenization_kwargs", tokenization_kwargs or {}, TOKENIZATION_OPTIONS, {})
         with self._queue.lock:  # tokenizers do not serve two threads at once
             ids, second_texts = self._tokenize(prompts, pairs or {}, options.get("truncate_prompt_tokens"))

@@ -345,6 +345,11 @@ def refused(request_id: int, prompt: str | None, num_samples: int, error: str) -
     return RequestOutput(request_id, prompt, prompt_token_ids=[], num_cached_tokens=0, outputs=samples)
 
 
+def failed_chunks(request_id: int, index: int, samples: Iterable[int]) -> list[StreamChunk]:
+    """Return the last chunks of samples of a request that an error ends. index: of its prompt."""
+    return [StreamChunk(index, "", [], "error", sample, request_id=request_id) for sample in samples]
+
+
 class RequestOutputs(list[RequestOutput]):
     """A list of outputs, which a notebook shows as a table of their completions; so are its slices."""
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from nanoinfer.errors import RequestError
+from nanoinfer.sampling_params import is_whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,9 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         size = self.dimensions
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise RequestError(f"dimensions={size!r} must be a whole number of at least 1; leave it out for all")
+        if size is not None:
+            if not is_whole_number(size) or size < 1:
+                raise RequestError(f"dimensions={size!r} must be a whole number of at least 1; leave it out for all")
+            object.__setattr__(self, "dimensions", int(size))  # NumPy's integers, say
         if self.use_activation not in (None, True, False):
             raise RequestError(f"use_activation={self.use_activation!r} is no bool; use True, False or None")

@@ -29,6 +29,7 @@ from nanoinfer.batch.openai_format import (
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.errors import JobError, RequestError
+from nanoinfer.garbage import rare_collections
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.progress import Progress
@@ -176,6 +177,7 @@ class Job:
         self._compiled: Future[Any] = Future()  # of all that have no grammar
         self._compiled.set_result(None)
 
+    @rare_collections()
     def run(self, pending: Iterator[Line], summary: Summary, use_tqdm: bool) -> None:
         """Fill the engine up, run a step and write what it finished, until nothing is left or too much is wrong."""
         pending = takewhile(lambda _: self._output.num_errors <= self._max_errors, pending)

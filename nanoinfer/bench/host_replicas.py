@@ -1,6 +1,7 @@
 """What replicas cost the parent: `nanoinfer bench host` runs a load with stubs in their place, which take no time."""
 
 import multiprocessing
+import pickle
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
@@ -102,7 +103,8 @@ def read_all(connections: Sequence[Connection], received: "SimpleQueue[Any]") ->
 
 def stub_outputs(message: Requests) -> Outputs:
     """Return outputs of as many tokens as each request may have."""
-    counts = [message.params[index].max_tokens or 0 for index in message.which_params.tolist()]
+    params = [pickle.loads(pickled) for pickled in message.params]
+    counts = [params[index].max_tokens or 0 for index in message.which_params.tolist()]
     ids = message.columns[:, 0]
     return Outputs(
         np.stack([ids, np.zeros_like(ids), np.ones_like(ids)], axis=1),
@@ -110,6 +112,7 @@ def stub_outputs(message: Requests) -> Outputs:
         np.array([(count, 1) for count in counts], np.int32),
         np.ones(sum(counts), np.int32),
         [TEXT * count for count in counts],
+        {},
         {},
         {},
     )

@@ -1,4 +1,4 @@
-"""`nanoinfer bench kernels`: attention, matrix products and experts on a GPU.
+"""`nanoinfer bench kernels`: attention, matrix products, experts and linear attention on a GPU.
 
 It prints the tables of docs/performance.md. Each figure is the median over replays of a CUDA graph whose calls all read
 other weights or another layer's cache, as in a decode step, so that nothing is found in the L2 cache.
@@ -47,6 +47,7 @@ def run() -> None:
         prefill_attention()
         products()
         experts()
+        linear_attention()
 
 
 def check_gpus(count: int) -> None:
@@ -262,6 +263,55 @@ def experts() -> None:
             floor = max(num_bytes / RATES.bandwidth, num_flops / RATES.matrix_rate) * 1e6
             figures.append(f"{microseconds(calls):.1f} / {floor:.1f}")
         print_row(name, *figures)
+
+
+def linear_attention() -> None:
+    """Print microseconds of what a layer of Qwen3.5-9B computes beside its products, and the least that reading takes.
+
+    A prefill step of 30 prompts is not in a CUDA graph: what the host prepares is a part of it.
+    """
+    from nanoinfer.kernels.gated_delta_prefill import gated_delta_prefill
+    from nanoinfer.kernels.gated_delta_step import gated_delta_step
+
+    key_heads, value_heads, head_dim, width, num_rows = 16, 32, 128, 4, 256
+    channels, values = (2 * key_heads + value_heads) * head_dim, value_heads * head_dim
+    lens = (547,) * 4 + (546,) * 26  # 16,384 tokens
+    layers = []
+    for _ in range(2):  # one has more states than fit into the L2 cache
+        matrices = torch.zeros(num_rows, value_heads, head_dim, head_dim, device="cuda")
+        gates = torch.zeros(value_heads, device="cuda")
+        weights = randn(channels, width), gates, gates, randn(head_dim)
+        layers.append((matrices, randn(num_rows, width, channels), *weights))
+
+    def inputs_of(num_tokens: int) -> tuple[Tensor, Tensor]:
+        return randn(num_tokens, channels + values), randn(num_tokens, 2 * value_heads)
+
+    of_rows = inputs_of(num_rows)
+    rows = torch.arange(num_rows, dtype=torch.int32, device="cuda")
+    positions = torch.ones(num_rows, dtype=torch.int64, device="cuda")
+    of_prompts = *inputs_of(sum(lens)), rows[: len(lens)], lens, lens
+    prefill = [partial(gated_delta_prefill, *of_prompts, *layer, eps=1e-6) for layer in layers]
+    decode = [partial(gated_delta_step, *of_rows, rows, positions, *layer, eps=1e-6) for layer in layers]
+    # A prefill step reads what the products made, and writes outputs; a decode step reads and writes the states.
+    prefill_bytes = DTYPE.itemsize * sum(lens) * (channels + 2 * values) + layers[0][0].nbytes * len(lens) // num_rows
+    times = eager_microseconds(prefill), microseconds(decode)
+    floors = prefill_bytes / RATES.bandwidth * 1e6, 2 * layers[0][0].nbytes / RATES.bandwidth * 1e6
+    print_row("linear attention, us / floor", f"prefill, {sum(lens):,} tokens", f"decode, {num_rows} rows")
+    print_row("Qwen3.5-9B", *(f"{time:.1f} / {floor:.1f}" for time, floor in zip(times, floors, strict=True)))
+
+
+def eager_microseconds(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
+    """Return the time of one of these calls without a CUDA graph, the host's part included where it is longer."""
+    for call in calls:
+        call()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        for call in calls:
+            call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3 / (repeats * len(calls))
 
 
 def floor_microseconds(rows: int, inputs: int, outputs: int) -> float:

@@ -219,7 +219,7 @@ SIZES = {
         "query_pre_attn_scalar": 256,
         "sliding_window": 1024,
         "max_position_embeddings": 131072,
-        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
     },
     "gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],

@@ -25,10 +25,10 @@ NUM_CLOSE = 5  # names suggested for one that is not known
 class ModelWeights:
     """Knows where each tensor of a checkpoint goes.
 
-    model: an nn.Module. `model.locate(name)` says which parameter, or shard of one, a tensor fills;
-    `model.ignored_weights` lists tensors to skip, and `model.unused_prefixes` how the names of others begin. A module
-    with a `weight_loader(param, tensor[, shard])` places its own share; its `check_weight`, with the same arguments,
-    raises ModelError for a tensor that does not fit.
+    model: an nn.Module. `model.locate(name)` says which parameter, or shard of one, a tensor fills, and
+    `model.checkpoint_name(place)` names a tensor that does; `model.ignored_weights` lists tensors to skip, and
+    `model.unused_prefixes` how the names of others begin. A module with a `weight_loader(param, tensor[, shard])`
+    places its own share; its `check_weight`, with the same arguments, raises ModelError for a tensor that does not fit.
     missing: the places that are still to be filled, in the model's order.
     """
 
@@ -136,9 +136,8 @@ class ModelWeights:
 
     def names(self) -> list[str]:
         """Return the names under which checkpoints hold the weights, packed ones under both their names."""
-        whole = {name for name, shard in self._homes if shard and "." not in shard}  # not of experts
-        of_experts = {checkpoint_name(self._model, (name, None)) for name, shard in self._homes if shard}
-        return [*(checkpoint_name(self._model, place) for place in self._homes), *sorted(whole | of_experts)]
+        whole = [(name, None) for name, shard in self._homes if shard]
+        return [*dict.fromkeys(map(self._model.checkpoint_name, [*self._homes, *whole]))]
 
     # -------- Off the device, and back --------------------------------------------------------------------------------
 
@@ -179,22 +178,6 @@ class ModelWeights:
             else:
                 storage.copy_(host, non_blocking=True)
             del self._freed[storage]
-
-
-def checkpoint_name(model: Any, place: Place) -> str:
-    """Return the name of the tensor that fills a place: what `model.locate` finds the place of."""
-    name, shard = place
-    packed_names = {packed: name for name, packed in model.packed_modules_mapping.items()}
-    given_names = {ours: name for name, ours in model.renamed_modules.items()}
-    for theirs, ours in model.renamed_endings.items():
-        if shard is None and name.endswith(ours):
-            name = name.removesuffix(ours) + theirs
-    *path, packed, kind = name.split(".")
-    if shard is not None:
-        expert, _, shard = shard.rpartition(".")
-        packed = packed_names.get((packed, shard), packed)
-        path += [expert] if expert else []
-    return ".".join(given_names.get(part, part) for part in (*path, packed, kind))
 
 
 def check_plain(name: Any, tensor: Any) -> None:

@@ -35,8 +35,7 @@ class StepCallbacks:
 
     def add(self, callback: StepCallback) -> Callable[[], None]:
         """Call a function with the StepEvent of each step, from now on; return a function that ends this."""
-        if not callable(callback):
-            raise RequestError(f"callback={callback!r} cannot be called; give a function of a StepEvent")
+        check_callback(callback)
 
         def call(event: StepEvent) -> None:  # an object of its own, so that `end` ends this registration and no other
             callback(event)
@@ -60,6 +59,12 @@ class StepCallbacks:
         if isinstance(self._engine.listener, StepEvents):
             return self._engine.listener
         return StepEvents(self._engine.scheduler, GpuTimer(self._device) if self._device.type == "cuda" else None)
+
+
+def check_callback(callback: object) -> None:
+    """Raise RequestError for what cannot be called."""
+    if not callable(callback):
+        raise RequestError(f"callback={callback!r} cannot be called; give a function of a StepEvent")
 
 
 class GpuTimer:

@@ -26,8 +26,7 @@ class WeightControl:
         self._engine, self._lock = engine, lock
 
     def update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        if not isinstance(named_tensors, Iterable) or isinstance(named_tensors, (str, bytes, Tensor)):
-            raise ModelError(f"named_tensors is a {type(named_tensors).__name__}; give {PAIRS}")
+        check_named_tensors(named_tensors)
         with self._lock:
             runner = self._idle_runner("update_weights")
             if "weights" in runner.asleep:
@@ -41,8 +40,7 @@ class WeightControl:
             num_copied = 0
             try:
                 for pair in named_tensors:
-                    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                        raise ModelError(f"named_tensors has {pair!r:.100} in place of a pair; give {PAIRS}")
+                    check_pair(pair)
                     runner.weights.update(*pair)
                     num_copied += 1
             except ModelError as error:
@@ -51,8 +49,7 @@ class WeightControl:
                 self._engine.block_manager.reset_prefix_cache()  # its keys and values are those of the weights before
 
     def sleep(self, level: int) -> None:
-        if level not in (1, 2):
-            raise ConfigError(f"level={level!r} is not known; use 1 to keep the weights in host memory, 2 to drop them")
+        check_level(level)
         with self._lock:
             runner = self._idle_runner("sleep")
             if len(runner.asleep) < len(SLEEP_TAGS):
@@ -61,7 +58,7 @@ class WeightControl:
                     runner.sleep(level)
 
     def wake_up(self, tags: Collection[str] | None) -> None:
-        wanted = _checked_tags(tags)
+        wanted = checked_tags(tags)
         with self._lock:
             runner = self._idle_runner("wake_up")
             if "weights" in runner.asleep - wanted:
@@ -91,7 +88,25 @@ class WeightControl:
         return runner
 
 
-def _checked_tags(tags: Any) -> set[str]:
+def check_named_tensors(named_tensors: Any) -> None:
+    """Raise ModelError for what can hold no pairs of names and tensors."""
+    if not isinstance(named_tensors, Iterable) or isinstance(named_tensors, (str, bytes, Tensor)):
+        raise ModelError(f"named_tensors is a {type(named_tensors).__name__}; give {PAIRS}")
+
+
+def check_pair(pair: Any) -> None:
+    """Raise ModelError for what is no pair."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ModelError(f"named_tensors has {pair!r:.100} in place of a pair; give {PAIRS}")
+
+
+def check_level(level: Any) -> None:
+    """Raise ConfigError for what is no level of sleep."""
+    if level not in (1, 2):
+        raise ConfigError(f"level={level!r} is not known; use 1 to keep the weights in host memory, 2 to drop them")
+
+
+def checked_tags(tags: Any) -> set[str]:
     """Return what is to wake up; None is all. Raises ConfigError for a tag that is not known."""
     if tags is None:
         return {*SLEEP_TAGS}

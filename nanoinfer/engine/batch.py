@@ -223,11 +223,12 @@ def read_header(packet: Packet) -> Header:
 
 def split(packet: Any, header: Header) -> PacketSections:
     """Cut a packet (an array, or a tensor on the device) into views of its sections."""
-    views, offset = [], len(Header._fields)
+    views, offset, nothing = [], len(Header._fields), packet[:0]
     for num_records, dtype in zip(header[-len(SECTION_DTYPES) :], SECTION_DTYPES, strict=True):
         num_columns = dtype.itemsize // 4
         end = offset + num_records * num_columns
-        views.append(packet[offset:end].reshape(num_records, num_columns))
+        part = packet[offset:end] if num_records else nothing  # most are empty, and a view of a tensor takes time
+        views.append(part.reshape(num_records, num_columns))
         offset = end
     assert offset == len(packet), f"a packet of {len(packet)} numbers has sections of {offset}"
     return PacketSections(*views)

@@ -28,7 +28,7 @@ from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.engine.windowed_blocks import WindowedBlockManager
 from nanoinfer.errors import EngineClosedError, EngineStateError
-from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, refused
+from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, failed_chunks, refused
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer, completion_text, prompt_texts
@@ -131,6 +131,8 @@ class LLMEngine:
         self._num_requests += 1
         if prepared.error is not None:
             inbox.append(refused(request_id, prepared.prompt, params.n, str(prepared.error)))
+            if chunks is not None:
+                chunks.extend(failed_chunks(request_id, index, range(params.n)))
             return request_id
         request = Request(request_id, prepared.prompt, [], inbox)
         for sample in range(params.n):
@@ -309,8 +311,9 @@ class LLMEngine:
     def _end(self, finished: list[Sequence]) -> None:
         """Keep what is needed of sequences that have just finished, until their outputs are made."""
         self._finished += finished
-        if self.config.enable_return_routed_experts and finished:
-            read_routed_experts(self.check_open(is_for_steps=False), self._requests, finished)
+        # A runner that was closed has forgotten it, and nothing more is handed over.
+        if self.config.enable_return_routed_experts and finished and self.runner and not self.runner.closed:
+            read_routed_experts(self.runner, self._requests, finished)
 
     def _collect_until(self, max_in_flight: int) -> None:
         while len(self._in_flight) > max_in_flight:

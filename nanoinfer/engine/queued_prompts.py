@@ -5,12 +5,13 @@ tokens (RadixAttention, Zheng et al. 2024) that is laid out flat.
 """
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from typing import NamedTuple
 
 from nanoinfer.engine.partial_hits import num_common
 
 MAX_PARTINGS = 16  # that are looked for in a text, the last ones
+SORTED_SHARE = 32  # if less than one in so many texts is new, each is put in its place; else all are sorted
 
 
 class Parting(NamedTuple):
@@ -69,10 +70,13 @@ class QueuedPrompts:
         return first, bisect_right(texts, prefix, first, end, key=lambda text: text[:length])
 
     def _sorted(self) -> "list[array[int]]":
-        if self._new:
+        if len(self._new) * SORTED_SHARE < len(self._texts):
+            for text in self._new:
+                insort(self._texts, text)
+        elif self._new:
             self._texts += self._new
             self._texts.sort()
-            self._new.clear()
+        self._new.clear()
         return self._texts
 
 

@@ -245,7 +245,7 @@ class Scheduler:
         for seq in self.running.copy():
             # A prompt with one token left is in the state of a decoding sequence, and is usually run as one.
             is_left = seq.num_computed_tokens + seq.num_decoded < len(seq.token_ids)
-            if budget > 0 and seq.row is not None and is_left:
+            if is_left and budget > 0 and seq.row is not None:
                 if not self._make_room(seq, budget, may_preempt=not (batch or in_flight)):
                     return batch or None
                 if seq.row is not None:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nanoinfer.kernels import all_reduce_rms_norm as all_reduce_rms_norm
-    from nanoinfer.kernels import chunked_delta_rule as chunked_delta_rule
     from nanoinfer.kernels import copy_tokens as copy_tokens
     from nanoinfer.kernels import few_rows_product as few_rows_product
     from nanoinfer.kernels import fp8_experts as fp8_experts
     from nanoinfer.kernels import fp8_product as fp8_product
     from nanoinfer.kernels import fp8_rows as fp8_rows
     from nanoinfer.kernels import gated_activation as gated_activation
+    from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill
     from nanoinfer.kernels import gated_delta_step as gated_delta_step
     from nanoinfer.kernels import gumbel_max as gumbel_max
     from nanoinfer.kernels import hopper_int4 as hopper_int4

@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.device_properties import next_power_of_2
-
-L2_EPS = 1e-6
+from nanoinfer.kernels.gated_delta_math import L2_EPS, gated_norm, gates, silu
 
 
 @triton.jit
@@ -30,8 +29,7 @@ def _convolved(x_ptr, inputs_ptr, weight_ptr, channel, mask, position, num_chann
         inputs = tl.where(earlier >= 0, inputs.to(tl.float32), 0.0)
         total += inputs * weight.to(tl.float32)
     total += x.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
-    total = total.to(x.dtype).to(tl.float32)
-    return x, (total * tl.sigmoid(total)).to(x.dtype).to(tl.float32)
+    return x, silu(total, x.dtype).to(tl.float32)
 
 
 @triton.jit
@@ -53,7 +51,6 @@ def _gated_delta_step_kernel(
     num_places,
     num_channels,
     eps,
-    l2_eps,
     q_scale,
     num_heads: tl.constexpr,  # value heads
     group: tl.constexpr,  # value heads of a key head
@@ -70,6 +67,12 @@ def _gated_delta_step_kernel(
     position = tl.load(positions_ptr + line)
     key_index, value_index = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM)
     is_key, is_value = key_index < key_dim, value_index < value_dim
+
+    # Asked for first of all, so that it comes while the rest of the inputs is computed.
+    matrix_ptrs = matrices_ptr + (place * num_heads + head) * key_dim * value_dim
+    matrix_ptrs += key_index[:, None] * value_dim + value_index[None, :]
+    in_matrix = is_key[:, None] & is_value[None, :]
+    matrix = tl.load(matrix_ptrs, mask=in_matrix, other=0.0)
 
     x_ptr = qkvz_ptr + line * qkvz_stride
     inputs_ptr = conv_inputs_ptr + place * WIDTH * num_channels
@@ -88,31 +91,20 @@ def _gated_delta_step_kernel(
         tl.store(newest_ptr + k_channel, k_inputs, mask=is_key)
     tl.store(newest_ptr + v_channel, v_inputs, mask=is_value)
 
-    q = q * tl.rsqrt(tl.sum(q * q, axis=0) + l2_eps) * q_scale
-    k = k * tl.rsqrt(tl.sum(k * k, axis=0) + l2_eps)
-    b = tl.load(ba_ptr + line * ba_stride + head)
-    beta = tl.sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)
-    a = tl.load(ba_ptr + line * ba_stride + num_heads + head).to(tl.float32)
-    a += tl.load(dt_bias_ptr + head)
-    softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(a)))
-    decay = tl.exp(-tl.exp(tl.load(a_log_ptr + head)) * softplus)
+    q = q * tl.rsqrt(tl.sum(q * q, axis=0) + L2_EPS) * q_scale
+    k = k * tl.rsqrt(tl.sum(k * k, axis=0) + L2_EPS)
+    g, beta = gates(ba_ptr + line * ba_stride, a_log_ptr, dt_bias_ptr, head, num_heads, True)
 
-    matrix_ptrs = matrices_ptr + (place * num_heads + head) * key_dim * value_dim
-    matrix_ptrs += key_index[:, None] * value_dim + value_index[None, :]
-    in_matrix = is_key[:, None] & is_value[None, :]
-    matrix = tl.where(position > 0, tl.load(matrix_ptrs, mask=in_matrix, other=0.0), 0.0) * decay
+    matrix = tl.where(position > 0, matrix, 0.0) * tl.exp(g)
     delta = (v - tl.sum(matrix * k[:, None], axis=0)) * beta
     matrix += k[:, None] * delta[None, :]
     tl.store(matrix_ptrs, matrix, mask=in_matrix)
 
-    out = tl.sum(matrix * q[:, None], axis=0).to(v_inputs.dtype).to(tl.float32)
-    out *= tl.rsqrt(tl.sum(out * out, axis=0) / value_dim + eps)
+    out = tl.sum(matrix * q[:, None], axis=0)
     weight = tl.load(norm_weight_ptr + value_index, mask=is_value, other=0.0).to(tl.float32)
-    # Rounded before it is multiplied by the weight, and after, as PyTorch does it.
-    out = (out.to(v_inputs.dtype).to(tl.float32) * weight).to(v_inputs.dtype).to(tl.float32)
     z = tl.load(x_ptr + num_channels + head * value_dim + value_index, mask=is_value, other=0.0).to(tl.float32)
     out_ptrs = out_ptr + (line * num_heads + head) * value_dim + value_index
-    tl.store(out_ptrs, (out * (z * tl.sigmoid(z))).to(v_inputs.dtype), mask=is_value)
+    tl.store(out_ptrs, gated_norm(out, z, weight, eps, value_dim, v_inputs.dtype), mask=is_value)
 
 
 def gated_delta_step(
@@ -162,7 +154,6 @@ def gated_delta_step(
         num_places,
         num_channels,
         eps,
-        L2_EPS,
         key_dim**-0.5,
         num_heads=num_heads,
         group=num_heads * 2 * key_dim // (num_channels - num_heads * value_dim),
@@ -171,6 +162,7 @@ def gated_delta_step(
         WIDTH=width,
         KEY_DIM=padded[0],
         VALUE_DIM=padded[1],
-        num_warps=max(1, min(8, padded[0] * padded[1] // 2048)),
+        # With more threads than a head has dimensions, Triton has each of them load q and k again for its own part.
+        num_warps=max(1, min(8, padded[0] * padded[1] // 4096)),
     )
     return out

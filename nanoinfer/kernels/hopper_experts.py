@@ -4,6 +4,7 @@ It computes what the two kernels of `moe_experts.py` do, from the same tiles of 
 parts of their own: four fetch rows (gathered, with one copy for each 16 bytes) and weights (in bulk, TMA) into a ring
 of buffers, and two groups of four multiply, each half of the tile's rows. As many programs run as there are
 multiprocessors. Neighbouring items are columns of a tile, and tiles of an expert, so what they read is in the L2 cache.
+Columns beyond the last are computed, of whatever lies there, and not written.
 
 Triton's interpreter does not run Gluon: the twin is compared on a GPU alone, and a CPU only compiles the kernel.
 """
@@ -62,7 +63,7 @@ def _fetch(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, half_rows, gl.SliceLayout(1, layout))
     k = gl.arange(0, width, gl.SliceLayout(0, layout))
-    num_blocks: gl.constexpr = num_columns // (2 * part)
+    num_blocks: gl.constexpr = (num_columns + 2 * part - 1) // (2 * part)
     num_items = gl.load(num_tiles_ptr) * num_blocks
     count = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
@@ -96,6 +97,8 @@ def _multiply(
     half: gl.constexpr,
     plan,
     pair_weights_ptr,
+    bias_ptr,
+    clamps,
     out_ptr,
     num_pairs,
     buffers,
@@ -119,7 +122,7 @@ def _multiply(
     zeros = gl.zeros([half_rows, part], gl.float32, layout)
     row = half * half_rows + gl.arange(0, half_rows, gl.SliceLayout(1, layout))
     part_column = gl.arange(0, part, gl.SliceLayout(0, layout))
-    num_blocks: gl.constexpr = num_columns // (2 * part)
+    num_blocks: gl.constexpr = (num_columns + 2 * part - 1) // (2 * part)
     num_items = gl.load(num_tiles_ptr) * num_blocks
     count = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
@@ -142,20 +145,36 @@ def _multiply(
                 count += 1
             first, second = warpgroup_mma_wait(0, deps=[first, second])
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+        column = block * (part if GATED else 2 * part) + part_column
+        distance: gl.constexpr = num_columns // 2 if GATED else part  # from the first part's lines to the second's
+        first_mask, second_mask = is_pair[:, None], is_pair[:, None]
+        if num_columns % (2 * part) != 0:
+            num_outputs: gl.constexpr = num_columns // 2 if GATED else num_columns
+            first_mask = first_mask & (column < num_outputs)[None, :]
+            second_mask = second_mask & (column + part < num_outputs)[None, :]
+        if bias_ptr is not None and expert < num_experts:
+            ptrs = bias_ptr + expert.to(gl.int64) * num_columns + column
+            first += gl.load(ptrs, mask=column < num_columns, other=0.0).to(gl.float32)[None, :]
+            is_second = column + distance < num_columns
+            second += gl.load(ptrs + distance, mask=is_second, other=0.0).to(gl.float32)[None, :]
         if GATED:
             if expert < num_experts:
                 gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)  # as `gated` rounds them
-                out = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up
-                out_ptrs = (
-                    out_ptr + pair.to(gl.int64)[:, None] * (num_columns // 2) + (block * part + part_column)[None, :]
-                )
-                gl.store(out_ptrs, out.to(dtype), mask=is_pair[:, None])
+                if clamps is None:
+                    out = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up
+                else:  # as `_clamped` of `moe_experts.py`
+                    limit, alpha = clamps
+                    gate = gl.where(gate > limit, limit, gate)
+                    up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
+                    out = gate / (1.0 + gl.exp(-alpha * gate)) * (up + 1.0)
+                out_ptrs = out_ptr + pair.to(gl.int64)[:, None] * (num_columns // 2) + column[None, :]
+                gl.store(out_ptrs, out.to(dtype), mask=first_mask)
         else:
             pair_weight = gl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)
             out_row = (pair % num_choices).to(gl.int64) * (num_pairs // num_choices) + pair // num_choices
-            out_ptrs = out_ptr + out_row[:, None] * num_columns + (block * (2 * part) + part_column)[None, :]
-            gl.store(out_ptrs, (first * pair_weight[:, None]).to(dtype), mask=is_pair[:, None])
-            gl.store(out_ptrs + part, (second * pair_weight[:, None]).to(dtype), mask=is_pair[:, None])
+            out_ptrs = out_ptr + out_row[:, None] * num_columns + column[None, :]
+            gl.store(out_ptrs, (first * pair_weight[:, None]).to(dtype), mask=first_mask)
+            gl.store(out_ptrs + part, (second * pair_weight[:, None]).to(dtype), mask=second_mask)
 
 
 @gluon.jit(do_not_specialize=["num_pairs"])
@@ -166,6 +185,8 @@ def _hopper_experts_kernel(
     tile_experts_ptr,
     num_tiles_ptr,
     pair_weights_ptr,
+    bias_ptr,  # None: there is none
+    clamps,  # limit and alpha of the clamped SwiGLU; None: it is the plain one
     out_ptr,
     x_row_stride,
     num_pairs,
@@ -197,11 +218,11 @@ def _hopper_experts_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                gl.constexpr(0), plan, pair_weights_ptr, out_ptr, num_pairs, buffers, full, empty,
+                gl.constexpr(0), plan, pair_weights_ptr, bias_ptr, clamps, out_ptr, num_pairs, buffers, full, empty,
                 num_choices, num_experts, num_columns, depth, GATED, STAGES,
             )),
             (_multiply, (
-                gl.constexpr(1), plan, pair_weights_ptr, out_ptr, num_pairs, buffers, full, empty,
+                gl.constexpr(1), plan, pair_weights_ptr, bias_ptr, clamps, out_ptr, num_pairs, buffers, full, empty,
                 num_choices, num_experts, num_columns, depth, GATED, STAGES,
             )),
             (_fetch, (
@@ -215,27 +236,38 @@ def _hopper_experts_kernel(
 
 
 def grouped_product(
-    x: Tensor, weight: Tensor, plan: TilePlan, pair_weights: Tensor, out: Tensor, num_choices: int, is_gated: bool
+    x: Tensor,
+    weight: Tensor,
+    plan: TilePlan,
+    pair_weights: Tensor,
+    out: Tensor,
+    num_choices: int,
+    is_gated: bool,
+    bias: Tensor | None = None,
+    clamps: tuple[float, float] | None = None,
 ) -> None:
     """Multiply the rows of each expert's pairs, as `plan` lists them, with its (num_columns, depth) of the weight.
 
     is_gated: x is (num_tokens, depth), and out becomes silu(gate) * up of each pair, (num_pairs, num_columns / 2); else
     x is (num_pairs, depth), and out becomes the products times `pair_weights`, (num_choices, num_tokens, num_columns).
+    The weight's rows may be longer than those of x. bias: (num_experts, num_columns). clamps: of the clamped SwiGLU.
     """
-    num_experts, num_columns, depth = weight.shape
-    lines: list[Any] = [[num_experts * num_columns, depth], [depth, 1], [PART, DEPTH], SWIZZLED]
+    num_experts, num_columns, width = weight.shape
+    lines: list[Any] = [[num_experts * num_columns, width], [width, 1], [PART, DEPTH], SWIZZLED]
     _hopper_experts_kernel[(num_multiprocessors(x.device),)](
         x,
         TensorDescriptor(weight, *lines),
         *plan,
         pair_weights,
+        bias,
+        clamps,
         out,
         x.stride(0),
         pair_weights.numel(),
         num_choices=num_choices,
         num_experts=num_experts,
         num_columns=num_columns,
-        depth=depth,
+        depth=x.shape[1],
         GATED=is_gated,
         ROWS=ROWS,
         PART=PART,
@@ -250,5 +282,5 @@ def grouped_product(
 
 def serves(hidden_size: int, inner_size: int, row_stride: int, dtype: torch.dtype) -> bool:
     """Whether the kernel takes experts of these sizes, and rows so far apart."""
-    fits = inner_size % PART == 0 and hidden_size % (2 * PART) == 0 and row_stride % 16 == 0
+    fits = inner_size % DEPTH == 0 and hidden_size % DEPTH == 0 and row_stride % 16 == 0
     return fits and dtype in (torch.bfloat16, torch.float16)

@@ -7,7 +7,7 @@ kernel of its own (`hopper_int4.py`).
   tensor cores, and nothing moves between threads: the tiles of a group are joined in registers.
 - A number becomes 16 bits without a conversion: its bits, below those of a power of two, are that power plus the
   number (as in Marlin, Frantar et al. 2024); two at a time, see `int4_format.py`. Less the zero point, it is exact.
-- Each group is summed by itself and then multiplied by its scale, in float32.
+- Each group is summed by itself and then multiplied by its scale, in float32. Powers of two multiply the weight.
 """
 
 import torch
@@ -26,11 +26,9 @@ E2M1_BF16, E2M1_F16 = tl.constexpr(int4_format.E2M1_BF16), tl.constexpr(int4_for
 # $1 - $2, of two; before Hopper bfloat16 has no difference, so -1 $2 is added.
 LESS_BF16 = tl.constexpr("{ .reg .b32 one; mov.b32 one, 0xbf80bf80; fma.rn.bf16x2 $0, $2, one, $1; }")
 LESS_F16 = tl.constexpr("sub.f16x2 $0, $1, $2;")
-# $1 2**126, which makes values of e2m1 what they are; $1 2**14 in float16.
-TIMES_BF16 = tl.constexpr(
-    "{ .reg .b32 two, zero; mov.b32 two, 0x7e807e80; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, two, zero; }"
-)
-TIMES_F16 = tl.constexpr("{ .reg .b32 two; mov.b32 two, 0x74007400; mul.f16x2 $0, $1, two; }")
+# $1 $2, of two; before Hopper bfloat16 has no product, so -0 is added.
+TIMES_BF16 = tl.constexpr("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }")
+TIMES_F16 = tl.constexpr("mul.f16x2 $0, $1, $2;")
 WIDE_COLUMNS = 32  # outputs that a program widens, of one block
 
 
@@ -73,23 +71,21 @@ def _number(words, index: tl.constexpr, dtype: tl.constexpr, E2M1: tl.constexpr)
 
 
 @triton.jit
-def _values(bits, offsets, E2M1: tl.constexpr, ASM: tl.constexpr):
-    """Return numbers less what was added to them and their zero points, or values of e2m1; both are exact."""
-    dtype: tl.constexpr = offsets.dtype
-    numbers = bits.to(dtype, bitcast=True)
-    if ASM and E2M1:
+def _values(bits, terms, E2M1: tl.constexpr, ASM: tl.constexpr):
+    """Return what numbers stand for, (16, COLUMNS). It is exact.
+
+    terms: for each column what was added to them and their zero point; or for e2m1 what they are multiplied by.
+    """
+    dtype: tl.constexpr = terms.dtype
+    numbers, terms = tl.broadcast(bits.to(dtype, bitcast=True), terms[None, :])
+    if ASM:
         times: tl.constexpr = TIMES_BF16 if dtype == tl.bfloat16 else TIMES_F16
-        products = tl.inline_asm_elementwise(times, "=r,r", [numbers], tl.int16, is_pure=True, pack=2)
-        return products.to(dtype, bitcast=True)
-    elif E2M1:
-        return numbers * (2.0**126 if dtype == tl.bfloat16 else 2.0**14)
-    elif ASM:
         less: tl.constexpr = LESS_BF16 if dtype == tl.bfloat16 else LESS_F16
-        numbers, offsets = tl.broadcast(numbers, offsets[None, :])
-        difference = tl.inline_asm_elementwise(less, "=r,r,r", [numbers, offsets], tl.int16, is_pure=True, pack=2)
-        return difference.to(dtype, bitcast=True)
+        code: tl.constexpr = times if E2M1 else less
+        values = tl.inline_asm_elementwise(code, "=r,r,r", [numbers, terms], tl.int16, is_pure=True, pack=2)
+        return values.to(dtype, bitcast=True)
     else:
-        return numbers - offsets[None, :]
+        return numbers * terms if E2M1 else numbers - terms
 
 
 @triton.jit
@@ -115,27 +111,62 @@ def _joined(a, b):
 
 
 @triton.jit
-def _quarter(numbers, first: tl.constexpr, offsets, E2M1: tl.constexpr, ASM: tl.constexpr):
+def _quarter(numbers, first: tl.constexpr, terms, E2M1: tl.constexpr, ASM: tl.constexpr):
     """Return 32 inputs of a block, (32, COLUMNS)."""
-    values = _values(numbers[first], offsets, E2M1, ASM)
-    return _joined(values, _values(numbers[first + 1], offsets, E2M1, ASM))
+    values = _values(numbers[first], terms, E2M1, ASM)
+    return _joined(values, _values(numbers[first + 1], terms, E2M1, ASM))
 
 
 @triton.jit
-def _half(numbers, first: tl.constexpr, offsets, E2M1: tl.constexpr, ASM: tl.constexpr):
-    quarter = _quarter(numbers, first, offsets, E2M1, ASM)
-    return _joined(quarter, _quarter(numbers, first + 2, offsets, E2M1, ASM))
+def _half(numbers, first: tl.constexpr, terms, E2M1: tl.constexpr, ASM: tl.constexpr):
+    quarter = _quarter(numbers, first, terms, E2M1, ASM)
+    return _joined(quarter, _quarter(numbers, first + 2, terms, E2M1, ASM))
 
 
 @triton.jit
-def _part(numbers, index: tl.constexpr, PART: tl.constexpr, offsets, E2M1: tl.constexpr, ASM: tl.constexpr):
+def _part(numbers, index: tl.constexpr, PART: tl.constexpr, terms, E2M1: tl.constexpr, ASM: tl.constexpr):
     """Return one part of a block, (PART, COLUMNS)."""
     if PART == 32:
-        return _quarter(numbers, 2 * index, offsets, E2M1, ASM)
+        return _quarter(numbers, 2 * index, terms, E2M1, ASM)
     elif PART == 64:
-        return _half(numbers, 4 * index, offsets, E2M1, ASM)
+        return _half(numbers, 4 * index, terms, E2M1, ASM)
     else:
-        return _joined(_half(numbers, 0, offsets, E2M1, ASM), _half(numbers, 4, offsets, E2M1, ASM))
+        return _joined(_half(numbers, 0, terms, E2M1, ASM), _half(numbers, 4, terms, E2M1, ASM))
+
+
+@triton.jit
+def _terms(zeros, dtype: tl.constexpr, E2M1: tl.constexpr):
+    """Return what `_values` takes with these zero points."""
+    is_bf16: tl.constexpr = dtype == tl.bfloat16
+    if E2M1:
+        return tl.full(zeros.shape, 2.0**126 if is_bf16 else 2.0**14, dtype)
+    else:
+        return (zeros + (128.0 if is_bf16 else 1024.0)).to(dtype)
+
+
+@triton.jit
+def _power(exponents, index: tl.constexpr, dtype: tl.constexpr):
+    """Return 2**(exponent - 127) for one byte of each word, times what makes values of e2m1 what they are.
+
+    These are 2**126, and 2**14 in float16; so an exponent is at most 128.
+    """
+    exponent = (exponents >> (8 * index)) & 255
+    bits = (exponent + 126) << 7 if dtype == tl.bfloat16 else tl.maximum(exponent - 98, 0) << 10
+    return bits.to(tl.int16).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _scaled_block(numbers, exponents, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Return a block of values of e2m1, (128, COLUMNS), each 32 inputs times their power of two."""
+    first = _joined(
+        _quarter(numbers, 0, _power(exponents, 0, dtype), True, ASM),
+        _quarter(numbers, 2, _power(exponents, 1, dtype), True, ASM),
+    )
+    second = _joined(
+        _quarter(numbers, 4, _power(exponents, 2, dtype), True, ASM),
+        _quarter(numbers, 6, _power(exponents, 3, dtype), True, ASM),
+    )
+    return _joined(first, second)
 
 
 @triton.jit
@@ -155,13 +186,18 @@ def int4_tile_product(
     ASM: tl.constexpr,
     x_width: tl.constexpr = None,  # where x has fewer columns than the weight has inputs
 ):
-    """Return x W^T in float32 for a few rows of both, (len(x_rows), len(lines)), over some blocks."""
+    """Return x W^T in float32 for a few rows of both, (len(x_rows), len(lines)), over some blocks.
+
+    Scales in int32 are the exponents of four groups of 32 inputs each, see `_power`. With these the weight is scaled:
+    its values stay exact.
+    """
     words_ptr, scales_ptr, zeros_ptr = weight
     first, end = blocks
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     group_size: tl.constexpr = num_inputs // num_groups
-    above: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
-    part_size: tl.constexpr = 128 if group_size % 128 == 0 else group_size  # of a block, with one scale: 32, 64 or all
+    scales_weight: tl.constexpr = scales_ptr.dtype.element_ty == tl.int32
+    # Of a block, with one scale: 32, 64 or all.
+    part_size: tl.constexpr = 128 if scales_weight or group_size % 128 == 0 else group_size
     word = tl.arange(0, WORDS)
     words_ptrs = words_ptr + lines[None, :] * (num_inputs // 8) + word[:, None]
     x_ptrs = x_ptr + x_rows.to(tl.int64)[:, None] * x_row_stride + tl.arange(0, part_size)[None, :]
@@ -171,14 +207,17 @@ def int4_tile_product(
         numbers = _numbers(words, dtype, E2M1, ASM)
         for index in tl.static_range(128 // part_size):
             start = block * BLOCK + index * part_size
-            groups = lines * num_groups + start // group_size
-            scales, zeros = _load_scales(scales_ptr, zeros_ptr, groups, is_line)
             x_mask = is_row[:, None]
             if x_width is not None:
                 x_mask &= (start + tl.arange(0, part_size) < x_width)[None, :]
             x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
-            part = _part(numbers, index, part_size, (zeros + above).to(dtype), E2M1, ASM)
-            acc += tl.dot(x, part) * scales[None, :]
+            if scales_weight:
+                exponents = tl.load(scales_ptr + lines * (num_inputs // BLOCK) + block, mask=is_line, other=0)
+                acc = tl.dot(x, _scaled_block(numbers, exponents, dtype, ASM), acc)
+            else:
+                scales, zeros = _load_scales(scales_ptr, zeros_ptr, lines * num_groups + start // group_size, is_line)
+                terms = _terms(zeros, dtype, E2M1)
+                acc += tl.dot(x, _part(numbers, index, part_size, terms, E2M1, ASM)) * scales[None, :]
     return acc
 
 

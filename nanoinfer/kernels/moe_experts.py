@@ -12,6 +12,7 @@ kernel over tiles and columns. Rows are gathered where they are read, and nothin
   one thread holds both.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from nanoinfer.kernels.device_properties import (
     next_power_of_2,
     num_multiprocessors,
 )
-from nanoinfer.kernels.int4_product import int4_tile_product
+from nanoinfer.kernels.int4_product import int4_tile_product, widen
 from nanoinfer.kernels.math import gated
 from nanoinfer.kernels.moe_routing import plan_tiles
 from nanoinfer.kernels.programmatic_launch import overlap_options
@@ -256,6 +257,9 @@ def _down_kernel(
     tl.store(out_ptrs, (acc * pair_weight[:, None]).to(dtype), mask=out_mask)
 
 
+WIDE_PAIRS = 150  # of each expert on average, from which on weights in MXFP4 are widened on Hopper, which takes 0.7 ms
+
+
 class Tiling(NamedTuple):
     """How a grouped product is cut: the tile of a program, and how much of it is read ahead."""
 
@@ -288,19 +292,8 @@ def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor
     gate_up: (num_experts, 2 * inner_size, hidden_size), gate before up. down: (num_experts, hidden_size, inner_size).
     Both contiguous. The host does not wait for the device, so a CUDA graph can capture this.
     """
-    num_experts, hidden_size, inner_size = down.shape
-    rows = tile_rows(expert_ids.numel(), num_experts, hidden.dtype)
-    if rows == 128 and has_hopper_kernels(hidden.device):
-        from nanoinfer.kernels import hopper_experts
-
-        if hopper_experts.serves(hidden_size, inner_size, hidden.stride(0), hidden.dtype):
-            _check(hidden, gate_up, down, expert_ids, weights)
-            gated, out = _results(hidden, inner_size, expert_ids)
-            plan, num_choices = plan_tiles(expert_ids, num_experts, rows), expert_ids.shape[1]
-            hopper_experts.grouped_product(hidden, gate_up, plan, weights, gated, num_choices, is_gated=True)
-            hopper_experts.grouped_product(gated, down, plan, weights, out, num_choices, is_gated=False)
-            return out
-    return _expert_mlp(hidden, ExpertWeights(gate_up), ExpertWeights(down), inner_size, expert_ids, weights, rows)
+    rows = tile_rows(expert_ids.numel(), len(down), hidden.dtype)
+    return _expert_mlp(hidden, ExpertWeights(gate_up), ExpertWeights(down), down.shape[2], expert_ids, weights, rows)
 
 
 def int4_expert_mlp(
@@ -337,9 +330,43 @@ def mxfp4_expert_mlp(
     weights: Tensor,
     clamps: tuple[float, float],
 ) -> Tensor:
-    """Return what `clamped_expert_mlp` does, by weights in MXFP4, whose depth is filled up to whole blocks of 128."""
-    rows = min(64, tile_rows(expert_ids.numel(), len(down.values), hidden.dtype))
+    """Return what `clamped_expert_mlp` does, by weights in MXFP4, whose depth is filled up to whole blocks of 128.
+
+    scales: exponents in uint8. `int4_tile_product` reads those of a block at once.
+    """
+    num_experts, num_pairs = len(down.values), expert_ids.numel()
+    if num_pairs >= WIDE_PAIRS * num_experts and _has_hopper_kernel(hidden, inner_size, 128):
+        return _expert_mlp(hidden, gate_up, down, inner_size, expert_ids, weights, 128, clamps)
+    gate_up, down = (
+        weight._replace(scales=weight.scales.view(torch.int32))
+        for weight in (gate_up, down)
+        if weight.scales is not None
+    )
+    rows = min(64, tile_rows(num_pairs, num_experts, hidden.dtype))
     return _expert_mlp(hidden, gate_up, down, inner_size, expert_ids, weights, rows, clamps)
+
+
+def _with_scales_of_blocks(weight: ExpertWeights) -> ExpertWeights:
+    """Return the same with the scales of each block of 128 inputs as one number."""
+    assert weight.scales is not None, "weights in MXFP4 have scales"
+    return weight._replace(scales=weight.scales.view(torch.int32))
+
+
+def _has_hopper_kernel(hidden: Tensor, inner_size: int, rows: int) -> bool:
+    """Return whether tiles of so many rows have the kernel for Hopper GPUs, which wants weights in 16 bits."""
+    if rows < 128 or not has_hopper_kernels(hidden.device):
+        return False
+    from nanoinfer.kernels import hopper_experts
+
+    return hopper_experts.serves(hidden.shape[1], inner_size, hidden.stride(0), hidden.dtype)
+
+
+def _widened(weight: ExpertWeights, dtype: torch.dtype) -> Tensor:
+    """Return a weight in 16 bits, (num_experts, num_rows, depth), with what fills up rows in MXFP4."""
+    if weight.scales is None:
+        return weight.values
+    values, scales = weight.values.flatten(0, 1), weight.scales.flatten(0, 1)
+    return widen(values, scales, None, dtype, is_e2m1=True).unflatten(0, weight.values.shape[:2])
 
 
 def _check(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
@@ -363,7 +390,7 @@ def _expert_mlp(
     expert_ids: Tensor,
     weights: Tensor,
     rows: int,
-    clamps: tuple[float, float] = (0.0, 0.0),
+    clamps: tuple[float, float] | None = None,
 ) -> Tensor:
     num_choices, num_pairs = expert_ids.shape[1], expert_ids.numel()
     num_experts, hidden_size = down.values.shape[:2]
@@ -372,6 +399,13 @@ def _expert_mlp(
     if num_pairs == 0:
         return out
     plan = plan_tiles(expert_ids, num_experts, rows)
+    if _has_hopper_kernel(hidden, inner_size, rows):
+        from nanoinfer.kernels.hopper_experts import grouped_product
+
+        wide = partial(_widened, dtype=hidden.dtype)  # one after the other, in the same memory
+        grouped_product(hidden, wide(gate_up), plan, weights, gated, num_choices, True, gate_up.bias, clamps)
+        grouped_product(gated, wide(down), plan, weights, out, num_choices, False, down.bias)
+        return out
     num_slots = len(plan.tile_experts)
     options = {"ASM": hidden.is_cuda, **overlap_options(hidden.device)}
     choose = choose_tiling if gate_up.scales is None else _choose_int4_tiling
@@ -382,7 +416,7 @@ def _expert_mlp(
         *plan,
         gated,
         hidden.stride(0),
-        *clamps,
+        *(clamps or (0.0, 0.0)),
         num_pairs,
         num_choices=num_choices,
         num_experts=num_experts,

@@ -64,12 +64,15 @@ class RoutingOnHost:
         self._ids, self._event, self._layers, self._num_layers = ids, event, layers, num_layers
 
     def to_array(self) -> NDArray[Any]:
-        """Return it, (num_positions, num_layers, k), once it is there; layers without experts have zeros."""
+        """Return it, (num_positions, num_layers, k), once it is there; layers without experts have zeros.
+
+        It is a copy: outputs may be many, and are not to hold the pinned memory that their ids came in.
+        """
         if self._event is not None:
             self._event.synchronize()
         ids = self._ids.numpy()
         if len(self._layers) == self._num_layers:
-            return ids
+            return ids.copy()
         found = np.zeros((len(ids), self._num_layers, ids.shape[2]), ids.dtype)
         found[:, self._layers] = ids
         return found

@@ -97,6 +97,21 @@ class DecoderForCausalLM(nn.Module):
             shard = f"{path.pop()}.{shard or part.removesuffix('_proj')}"
         return ".".join((*path, packed, kind)), shard
 
+    def checkpoint_name(self, place: tuple[str, str | None]) -> str:
+        """Return the name of a tensor that fills a place: what `locate` finds the place of."""
+        name, shard = place
+        packed_names = {packed: name for name, packed in self.packed_modules_mapping.items()}
+        given_names = {ours: name for name, ours in self.renamed_modules.items()}
+        for theirs, ours in self.renamed_endings.items():
+            if shard is None and name.endswith(ours):
+                name = name.removesuffix(ours) + theirs
+        *path, packed, kind = name.split(".")
+        if shard is not None:
+            expert, _, shard = shard.rpartition(".")
+            packed = packed_names.get((packed, shard), packed)
+            path += [expert] if expert else []
+        return ".".join(given_names.get(part, part) for part in (*path, packed, kind))
+
     def forward(self, step: ForwardStep) -> Tensor:
         """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
         return execution.forward(self.model, step)

@@ -133,6 +133,8 @@ class Pooler:
         """Return the means of those prompts that end in these chunks, (num_prompts, hidden_size) float32."""
         lens = to_device(torch.tensor([length for _, _, length in chunks]), hidden.device)
         sums = torch.segment_reduce(hidden.float(), "sum", lengths=lens, axis=0, unsafe=True)
+        if len(lines) == len(chunks) and all(chunk[1] == 0 and self._ends(chunk) for chunk in chunks):
+            return sums / lens.unsqueeze(1)
         means = []
         for line in lines:
             row, start, length = chunks[line]

@@ -4,10 +4,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from nanoinfer.errors import RequestError
+from nanoinfer.control.step_events import StepCallback, check_callback
 from nanoinfer.outputs import RequestChange, StepEvent
-
-StepCallback = Callable[[StepEvent], object]
 
 
 class ReplicaCallbacks:
@@ -24,8 +22,7 @@ class ReplicaCallbacks:
 
     def add(self, callback: StepCallback) -> Callable[[], None]:
         """Call a function with the StepEvent of each step, from now on; return a function that ends this."""
-        if not callable(callback):
-            raise RequestError(f"callback={callback!r} cannot be called; give a function of a StepEvent")
+        check_callback(callback)
 
         def call(event: StepEvent) -> None:  # an object of its own, so that `end` ends this registration and no other
             callback(event)

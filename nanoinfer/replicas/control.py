@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.checkpoint.weights import check_plain
-from nanoinfer.control.weight_control import PAIRS
-from nanoinfer.errors import ConfigError, EngineStateError, ModelError, WorkerError
+from nanoinfer.control.weight_control import check_level, check_named_tensors, check_pair, checked_tags
+from nanoinfer.errors import EngineStateError, ModelError, WorkerError
 from nanoinfer.executor.shm_ring import RingWriter
 from nanoinfer.replicas.messages import Call
 from nanoinfer.replicas.replicated_engine import ReplicatedEngine
@@ -32,8 +32,7 @@ class ReplicaControl:
 
     def update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         """Read the tensors once, and send each to all replicas. If only some can take it, the engine is closed."""
-        if not isinstance(named_tensors, Iterable) or isinstance(named_tensors, (str, bytes, Tensor)):
-            raise ModelError(f"named_tensors is a {type(named_tensors).__name__}; give {PAIRS}")
+        check_named_tensors(named_tensors)
         with self._lock:
             self._check_idle("update_weights")
             if isinstance(named_tensors, Mapping):
@@ -45,16 +44,16 @@ class ReplicaControl:
             self._update(named_tensors)
 
     def sleep(self, level: int) -> None:
-        if level not in (1, 2):
-            raise ConfigError(f"level={level!r} is not known; use 1 to keep the weights in host memory, 2 to drop them")
+        check_level(level)
         with self._lock:
             self._check_idle("sleep")
             self._call("sleep", level)
 
     def wake_up(self, tags: Collection[str] | None) -> None:
+        wanted = checked_tags(tags)
         with self._lock:
             self._check_idle("wake_up")
-            self._call("wake_up", tags)
+            self._call("wake_up", wanted)
 
     def _check_idle(self, call: str) -> None:
         """Raise EngineStateError where requests are unfinished."""
@@ -75,11 +74,10 @@ class ReplicaControl:
         """Send weights one after another, each when all replicas have copied the one before."""
         engine = self._engine
         num_replicas, num_copied, is_taken = len(engine.alive()), 0, True
-        self._call("update_weights")
         try:
+            self._call("update_weights")
             for pair in weights:
-                if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                    raise ModelError(f"named_tensors has {pair!r:.100} in place of a pair; give {PAIRS}")
+                check_pair(pair)
                 check_plain(*pair)
                 with engine.whole_messages():
                     is_taken = False

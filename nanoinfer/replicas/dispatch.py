@@ -35,8 +35,10 @@ class QueuedRequest:
     is_counted: bool = False  # as work of that replica
 
     @property
-    def num_seqs(self) -> int:
-        return self.prepared.sampling_params.n
+    def num_seqs(self) -> float:
+        """How many sequences it counts as. One that is pooled leaves its row after a step: half a sequence."""
+        states = self.prepared.prompt_states
+        return 0.5 if states is not None and states.pools else self.prepared.sampling_params.n
 
     @property
     def priority(self) -> int:
@@ -94,7 +96,7 @@ class Dispatcher:
 
     def __init__(self, num_replicas: int, num_rows: int) -> None:
         self.capacity = num_rows + max(MIN_MARGIN, num_rows // 4)  # sequences that a replica is given
-        self.num_seqs = [0] * num_replicas  # on each replica
+        self.num_seqs = [0.0] * num_replicas  # on each replica
         self.work = [0.0] * num_replicas  # likewise
         self._priorities = [Counter[int]() for _ in range(num_replicas)]
         self._alive = [*range(num_replicas)]

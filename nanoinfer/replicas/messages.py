@@ -6,7 +6,8 @@ Pickling an array copies its bytes. Lists of token ids would cost the parent mor
 import math
 import pickle
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs
+from nanoinfer.engine.prompt_states import PromptStates
 from nanoinfer.errors import RequestError
 from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
 from nanoinfer.outputs import (
@@ -44,9 +46,9 @@ class Requests(NamedTuple):
 
     columns: NDArray[np.int64]  # (num_requests, 7): see `pack_requests`
     token_ids: NDArray[np.int32]  # of all prompts, one after the other
-    params: list[SamplingParams]  # those without functions
-    pickled_params: list[bytes]  # those with functions, which a replica may not be able to read
-    which_params: NDArray[np.int32]  # (num_requests,) index in both lists, one after the other
+    params: list[bytes]  # each pickled by itself: a replica may not be able to read functions, and classes of users
+    which_params: NDArray[np.int32]  # (num_requests,) index in `params`
+    states: dict[int, PromptStates]  # of requests that want hidden states or are pooled, by their line
     are_aborted: bool  # before they have computed anything
 
 
@@ -142,6 +144,7 @@ class Outputs(NamedTuple):
     texts: list[str]  # of each sample
     others: dict[int, tuple[Any, ...]]  # of samples that have any: stop_reason, logprobs, their sum, error and routing
     prompt_logprobs: dict[int, Any]  # of requests that asked, by their line: packed, or as arrays
+    states: dict[int, Any]  # of requests that want hidden states or are pooled, by their line: PackedStates
 
 
 class Chunks(NamedTuple):
@@ -157,21 +160,8 @@ class Chunks(NamedTuple):
 
 
 def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool], are_aborted: bool = False) -> Requests:
-    plain: dict[int, int] = {}  # id of the options -> index
-    pickled: dict[int, int] = {}
-    params: list[SamplingParams] = []
-    pickled_params: list[bytes] = []
-    for request in queued:
-        one = request.prepared.sampling_params
-        if id(one) in plain or id(one) in pickled:
-            continue
-        if one.logits_processors is None:
-            plain[id(one)] = len(params)
-            params.append(one)
-        else:
-            pickled[id(one)] = len(pickled_params)
-            pickled_params.append(pickle.dumps(one))
-    indices = plain | {key: len(params) + index for key, index in pickled.items()}
+    distinct = {id(params): params for params in (request.prepared.sampling_params for request in queued)}
+    places = {key: place for place, key in enumerate(distinct)}
     rows = [
         (
             request.request_id,
@@ -187,9 +177,13 @@ def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool],
     return Requests(
         np.array(rows, np.int64),
         np.frombuffer(b"".join(request.prompt for request in queued), np.int32),
-        params,
-        pickled_params,
-        np.array([indices[id(request.prepared.sampling_params)] for request in queued], np.int32),
+        [pickle.dumps(params, pickle.HIGHEST_PROTOCOL) for params in distinct.values()],
+        np.array([places[id(request.prepared.sampling_params)] for request in queued], np.int32),
+        {
+            line: replace(request.prepared.prompt_states, to_output=None)  # which stays here
+            for line, request in enumerate(queued)
+            if request.prepared.prompt_states is not None
+        },
         are_aborted,
     )
 
@@ -203,23 +197,28 @@ class ReceivedRequest(NamedTuple):
     is_aborted: bool
 
 
-def unpack_requests(message: Requests) -> list[ReceivedRequest]:
-    """Return the requests; those whose functions cannot be read here have an error."""
-    params: list[SamplingParams] = [*message.params]
+def unpack_requests(message: Requests, to_output: Callable[..., Any]) -> list[ReceivedRequest]:
+    """Return the requests; those whose sampling parameters cannot be read here have an error.
+
+    to_output: of prompts' states.
+    """
+    for states in message.states.values():
+        states.to_output = to_output
+    params: list[SamplingParams] = []
     errors: dict[int, RequestError] = {}
-    for pickled in message.pickled_params:
+    for pickled in message.params:
         try:
             params.append(pickle.loads(pickled))
-        except Exception as error:  # what unpickling does is up to the functions
+        except Exception as error:  # what unpickling does is up to functions and classes of users
             errors[len(params)] = RequestError(
-                f"logits_processors cannot be read by a replica ({type(error).__name__}: {error}); define the "
-                "functions in a module that can be imported"
+                f"sampling_params cannot be read by a replica ({type(error).__name__}: {error}); define functions and "
+                "classes of your own in a module that can be imported"
             )
             params.append(SamplingParams())
     received, end = [], 0
     token_ids = message.token_ids.tolist()
     packed = message.token_ids.tobytes()
-    for row, index in zip(message.columns.tolist(), message.which_params.tolist(), strict=True):
+    for line, (row, index) in enumerate(zip(message.columns.tolist(), message.which_params.tolist(), strict=True)):
         request_id, priority, length, logprobs_start, n, is_text, is_streamed = row
         start, end = end, end + length
         prepared = PreparedRequest(
@@ -229,6 +228,7 @@ def unpack_requests(message: Requests) -> list[ReceivedRequest]:
             packed_ids=packed[4 * start : 4 * end],
             priority=priority,
             prompt_logprobs_start=logprobs_start,
+            prompt_states=message.states.get(line),
             error=errors.get(index),
         )
         received.append(ReceivedRequest(request_id, prepared, bool(is_streamed), message.are_aborted))
@@ -257,6 +257,7 @@ def pack_outputs(outputs: Sequence[RequestOutput]) -> Outputs:
             for line, output in enumerate(outputs)
             if output.prompt_logprobs is not None
         },
+        {line: output.hidden_states for line, output in enumerate(outputs) if output.hidden_states is not None},
     )
 
 
@@ -285,22 +286,30 @@ def unpack_outputs(
             continue
         of_prompt = message.prompt_logprobs.get(row)
         queue_time, first, per_token = (None if math.isnan(time) else time for time in times)
-        found.append(
-            RequestOutput(
-                request_id=request.request_id,
-                prompt=request.prepared.prompt,
-                prompt_token_ids=request.prepared.token_ids,
-                num_cached_tokens=num_cached_tokens,
-                outputs=samples,
-                metrics=RequestMetrics(
-                    None if queue_time is None else queue_time + seconds,
-                    None if first is None else first + seconds,
-                    per_token,
-                ),
-                prompt_logprobs=unpack_logprobs(of_prompt),
-            )
+        output = RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prepared.prompt,
+            prompt_token_ids=request.prepared.token_ids,
+            num_cached_tokens=num_cached_tokens,
+            outputs=samples,
+            metrics=RequestMetrics(
+                None if queue_time is None else queue_time + seconds,
+                None if first is None else first + seconds,
+                per_token,
+            ),
+            prompt_logprobs=unpack_logprobs(of_prompt),
         )
+        if row in message.states:
+            output = with_states(output, request.prepared.prompt_states, message.states[row])
+        found.append(output)
     return found
+
+
+def with_states(output: RequestOutput, states: PromptStates, packed: Any) -> Any:
+    """Return what the user gets of an output and the hidden states that came with it."""
+    from nanoinfer.replicas.states import unpack_states  # PyTorch, without which `nanoinfer bench host` does
+
+    return states.to_output(output, replace(states, found=unpack_states(packed)))
 
 
 def pack_chunks(chunks: Sequence[StreamChunk]) -> Chunks:

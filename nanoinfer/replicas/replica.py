@@ -7,6 +7,7 @@ takes what they have. It never waits for the parent while it has something to ru
 import logging
 import multiprocessing
 import os
+import pickle
 import socket
 import threading
 import time
@@ -25,6 +26,7 @@ import torch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import NanoinferError
 from nanoinfer.executor.shm_ring import Ring, RingReader
+from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import FoundModel, Loaded, load_engine
 from nanoinfer.outputs import RequestOutput, StepEvent, StreamChunk
 from nanoinfer.replicas.messages import (
@@ -44,7 +46,10 @@ from nanoinfer.replicas.messages import (
     pack_outputs,
     unpack_requests,
 )
+from nanoinfer.replicas.states import keep_states
 from nanoinfer.text.refusals import Errors
+
+logger = logging.getLogger("nanoinfer")
 
 METRICS_SECONDS = 0.1  # the parent hears of the work this often, and whenever something has finished
 
@@ -69,10 +74,9 @@ def run_replica(
     # Python lets no daemon start processes. This one ends with its parent, and its ranks with it.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     sender = Sender(connection)
-    log = logging.getLogger("nanoinfer")
-    log.setLevel(max(log_level, logging.WARNING))  # the parent logs the loading, once
-    log.propagate = False
-    log.addHandler(LogSender(sender))
+    logger.setLevel(max(log_level, logging.WARNING))  # the parent logs the loading, once
+    logger.propagate = False
+    logger.addHandler(LogSender(sender))
     try:
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
@@ -99,7 +103,8 @@ class Sender:
 
     def send(self, message: Any) -> None:
         with self._lock:
-            self._connection.send(message)
+            # Of an array, `Connection.send` makes two copies; this makes one.
+            self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
 class LogSender(logging.Handler):
@@ -122,7 +127,7 @@ class Replica:
         self._engine: Any = loaded.engine
         self._connection, self._send = connection, sender.send
         self._read_messages: SimpleQueue[Any] = SimpleQueue()  # None at the end
-        self._received: SimpleQueue[Any] = SimpleQueue()  # likewise; requests are ready to be queued
+        self._received: SimpleQueue[Any] = SimpleQueue()  # likewise; requests are ready to be queued, errors are raised
         self._outputs: list[RequestOutput] = []
         self._chunks: deque[StreamChunk] = deque()
         self._told = 0.0  # when the parent was last told of the work
@@ -134,8 +139,10 @@ class Replica:
             "wake_up": loaded.control.wake_up,
             "check_weights": self._check_weights,
             "update_weights": self._update_weights,
+            "end_update": lambda: None,  # of one that this replica has not begun
         }
 
+    @rare_collections()
     def run(self) -> None:
         """Serve the parent until it closes the pipe."""
         for work in (self._read, self._prepare):
@@ -148,9 +155,13 @@ class Replica:
 
     def _read(self) -> None:
         """Read messages until the pipe is closed, at once: the parent waits while a pipe is full."""
-        with suppress(EOFError, OSError):
+        try:
             while True:
                 self._read_messages.put(self._connection.recv())
+        except (EOFError, OSError):
+            pass
+        except Exception as error:  # which the main thread raises
+            self._read_messages.put(error)
         self._read_messages.put(None)
 
     def _prepare(self) -> None:
@@ -158,12 +169,18 @@ class Replica:
         message: Any = ()
         while message is not None:
             message = self._read_messages.get()
-            if isinstance(message, Requests):
-                received = unpack_requests(message)
-                self._plan(received)
-                self._received.put(received)
-            else:
-                self._received.put(message)
+            try:
+                self._received.put(self._unpack(message) if isinstance(message, Requests) else message)
+            except Exception as error:  # likewise
+                self._received.put(error)
+
+    def _unpack(self, message: Requests) -> list[ReceivedRequest]:
+        received = unpack_requests(message, keep_states)
+        self._plan(received)
+        for request_id, prepared, _, _ in received:
+            if prepared.error is not None:
+                logger.warning("request %d ends in an error: %s", request_id, prepared.error)
+        return received
 
     def _plan(self, received: list[ReceivedRequest]) -> None:
         """Compile grammars and the like. The parent has found them all to be right."""
@@ -184,6 +201,8 @@ class Replica:
             match message:
                 case None:
                     return False
+                case Exception():
+                    raise message
                 case list():
                     for request_id, prepared, is_streamed, is_aborted in message:
                         chunks = self._chunks if is_streamed else None

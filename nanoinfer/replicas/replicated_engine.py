@@ -22,7 +22,7 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import EngineClosedError, EngineStateError, WorkerError
 from nanoinfer.executor.shm_ring import Ring
 from nanoinfer.executor.workers import EXIT_SECONDS, EXPLANATION_SECONDS, Failure, Workers
-from nanoinfer.outputs import CompletionOutput, EngineMetrics, RequestOutput, StreamChunk, refused
+from nanoinfer.outputs import CompletionOutput, EngineMetrics, RequestOutput, StreamChunk, failed_chunks, refused
 from nanoinfer.replicas.callbacks import ReplicaCallbacks
 from nanoinfer.replicas.dispatch import Dispatcher, QueuedRequest, expected_work
 from nanoinfer.replicas.messages import (
@@ -83,7 +83,7 @@ class Unfinished:
     index: int  # of its prompt in the stream
     arrived: float = field(default_factory=time.perf_counter)
     sent: float = 0.0
-    streamed: dict[int, int] = field(default_factory=dict)  # tokens that the stream has, by sample
+    streamed: dict[int, bool] = field(default_factory=dict)  # samples that the stream has chunks of: whether all
 
 
 @dataclass(slots=True)
@@ -349,7 +349,7 @@ class ReplicatedEngine:
         ids = {*message.columns[:, 0].tolist()} & self._requests.keys()
         for chunk in unpack_chunks(message, {request_id: self._requests[request_id].index for request_id in ids}):
             found = self._requests[chunk.request_id]
-            found.streamed[chunk.sample] = found.streamed.get(chunk.sample, 0) + len(chunk.token_ids)
+            found.streamed[chunk.sample] = chunk.finish_reason is not None
             if found.chunks is not None:
                 found.chunks.append(chunk)
 
@@ -402,9 +402,8 @@ class ReplicatedEngine:
         prepared, request_id = request.queued.prepared, request.queued.request_id
         samples = range(prepared.sampling_params.n)
         if request.chunks is not None:
-            request.chunks.extend(
-                StreamChunk(request.index, "", [], "error", sample, request_id=request_id) for sample in samples
-            )
+            left = (sample for sample in samples if not request.streamed.get(sample))
+            request.chunks.extend(failed_chunks(request_id, request.index, left))
         outputs = [CompletionOutput(sample, "", [], "error", error=error) for sample in samples]
         self._forget(request)
         request.inbox.append(RequestOutput(request_id, prepared.prompt, prepared.token_ids, 0, outputs))

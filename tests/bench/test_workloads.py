@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from nanoinfer.bench.floor import count_weights
-from nanoinfer.bench.workloads import LOADS, Load, choose_loads, choose_model, draw_workload
+from nanoinfer.bench.workloads import LOADS, SIZES, Load, choose_loads, choose_model, draw_workload, write_config
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.models import SUPPORTED
 
 
 def test_seed_0_is_the_workload_of_nano_vllms_benchmark() -> None:
@@ -74,3 +76,9 @@ def test_every_size_has_the_parameters_of_its_name(size: str, billions: float, t
     assert str(model) == f"{f'Qwen3-{size}' if size[0].isdigit() else size} (random weights)"
     defaults = [choose_model(None, None, device, tmp_path).name for device in ("cuda", "cpu")]
     assert defaults == ["Qwen3-0.6B", "tiny-qwen3"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size_is_a_model_that_loads(size: str, tmp_path: Path) -> None:
+    write_config(size, tmp_path)
+    assert [ModelConfig.from_folder(tmp_path, SUPPORTED).architecture] == SIZES[size]["architectures"]

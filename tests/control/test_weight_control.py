@@ -15,7 +15,7 @@ from torch import Tensor
 from nanoinfer import LLM, ConfigError, EngineClosedError, EngineStateError, ModelError, SamplingParams
 from nanoinfer.checkpoint import weights
 from nanoinfer.checkpoint.loader import iterate_weights
-from nanoinfer.checkpoint.weights import ModelWeights, checkpoint_name
+from nanoinfer.checkpoint.weights import ModelWeights
 from nanoinfer.models import REGISTRY
 from nanoinfer.runner import memory
 from nanoinfer.runner.model_runner import ModelRunner
@@ -213,7 +213,7 @@ def test_without_a_mistake_names_invert_where_tensors_go(tmp_path: Path) -> None
         with LLM(folder, device="cpu", num_kvcache_blocks=2, max_model_len=32) as llm:
             model = llm.engine.runner.model
             weights = ModelWeights(model)
-            assert all(model.locate(checkpoint_name(model, place)) == place for place in weights._homes)
+            assert all(model.locate(model.checkpoint_name(place)) == place for place in weights._homes)
             saved = {name for name, _ in iterate_weights(folder)} - {*model.ignored_weights}
             assert saved <= {*weights.names()}
 

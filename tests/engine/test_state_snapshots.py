@@ -71,6 +71,27 @@ def test_the_last_token_of_either_text_is_not_shared() -> None:
     assert queued.partings(text(1, 2), above=0) == [(1, 1)]
 
 
+class CountedText(array):  # type: ignore[type-arg]
+    """Counts how often texts are compared."""
+
+    num_compared = 0
+
+    def __lt__(self, other: Any) -> bool:
+        CountedText.num_compared += 1
+        return bool(super().__lt__(other))
+
+
+def test_a_text_that_comes_late_is_compared_with_a_few_of_those_that_wait() -> None:
+    queued = QueuedPrompts()
+    for number in range(1000):
+        queued.add(CountedText("i", [number]))
+    assert queued.num_beginning_with(text(5)) == 1
+    CountedText.num_compared = 0
+    queued.add(CountedText("i", [5, 1]))
+    assert queued.num_beginning_with(text(5)) == 2
+    assert CountedText.num_compared < 50
+
+
 def test_of_equal_texts_the_one_that_is_meant_leaves() -> None:
     queued, one, other = QueuedPrompts(), text(1, 2), text(1, 2)
     queued.add(one)

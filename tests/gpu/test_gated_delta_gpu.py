@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanoinfer import LLM
-from tests.kernels.test_gated_delta import check_chunks, check_step, random_case
+from tests.kernels.test_gated_delta import check_prefill, check_step, random_case
 from tests.models.test_architectures import GREEDY, HYBRIDS, checkpoint, draw_prompts
 
 __all__ = ["checkpoint"]
@@ -20,11 +20,18 @@ def test_a_step_of_the_delta_rule_equals_its_twin(sizes: tuple[int, int, int, in
     check_step(random_case(*sizes, dtype, "cuda"), 1e-4 if dtype == torch.float32 else 3e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("lens", "sizes"), [((1, 300, 64), (32, 128, 128)), ((3, 130), (2, 24, 12))], ids=["Qwen3.5 9B", "odd sizes"]
+    ("lens", "starts", "sizes"),
+    [((1, 300, 64, 2), (0, 0, 5, 3), (16, 2, 128, 128, 4)), ((3, 130), (2, 0), (1, 2, 24, 12, 2))],
+    ids=["Qwen3.5 9B", "odd sizes"],
 )
-def test_chunks_of_the_delta_rule_equal_their_twin(lens: tuple[int, ...], sizes: tuple[int, int, int]) -> None:
-    check_chunks(lens, *sizes, tolerance=1e-3, decay=0.5, device="cuda")
+def test_a_prefill_step_of_the_delta_rule_equals_its_twin(
+    lens: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    check_prefill(
+        lens, starts, sizes, dtype, decay=0.5, tolerance=1e-3 if dtype == torch.float32 else 3e-2, device="cuda"
+    )
 
 
 @pytest.mark.parametrize("architecture", HYBRIDS)

@@ -22,4 +22,4 @@ def test_two_gpus_give_the_tokens_of_one(random_checkpoint: Callable[..., Path])
             metrics = llm.get_metrics()
     assert tokens[0] == tokens[1]
     assert [replica.num_generated_tokens for replica in metrics.replicas] == [600, 600]
-    assert torch.cuda.memory_allocated() == before == 0
+    assert torch.cuda.memory_allocated() == before

@@ -39,3 +39,27 @@ def exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         return rounded.to(getattr(torch, {"fp16": "float16", "fp32": "float32"}[to_dtype.name])).numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+@pytest.fixture
+def exact_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter round to bfloat16 as a GPU does, and multiply bfloat16 matrices. It takes their bits."""
+    import numpy as np
+    import torch
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    theirs, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+    def convert(data: Any, from_dtype: Any, to_dtype: Any, rounding_mode: Any) -> Any:
+        if (from_dtype, to_dtype) != (tl.float32, tl.bfloat16):
+            return theirs(data, from_dtype, to_dtype, rounding_mode)
+        return torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.uint16).numpy()
+
+    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (self.cast_impl(x, tl.float32) for x in (a, b))
+        return dot(self, a, b, *others)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

@@ -68,6 +68,7 @@ CASES = [
     pytest.param(89, "Gemma 3", {"kv_cache_dtype": "int8"}, id="Ada, heads of 256, int8 cache", marks=slow),
     pytest.param(90, "Gemma 3", {}, id="Hopper, heads of 256", marks=slow),
     pytest.param(90, "Qwen3.5", {}, id="Hopper, linear attention", marks=slow),
+    pytest.param(86, "Qwen3.5", {}, id="Ampere, linear attention", marks=slow),
     pytest.param(90, "Qwen3", {**FP8, "kv_cache_dtype": "fp8"}, id="Hopper, FP8", marks=slow),
     pytest.param(90, "Qwen3-MoE", {**FP8, "kv_cache_dtype": "int8"}, id="Hopper, FP8 experts", marks=slow),
     pytest.param(90, "Qwen3-MoE", {}, id="Hopper, experts", marks=slow),
@@ -103,7 +104,9 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
     assert ("_hopper_prefill_kernel" in names) == serves_hopper
     assert ("_hopper_experts_kernel" in names) == (capability == 90 and model == "Qwen3-MoE" and not options)
     assert ("_few_rows_product_kernel" in names) == (capability == 90 and model == "Qwen3" and not options)
-    assert ({"_solve_chunks_kernel", "_pass_states_kernel"} <= names) == (model == "Qwen3.5")
+    assert ({"_convolve_kernel", "_prepare_chunks_kernel", "_pass_states_kernel", "_gated_norm_kernel"} <= names) == (
+        model == "Qwen3.5"
+    )
     in_4_bits = options.get("quantization") == "int4"
     assert ("_hopper_int4_kernel" in names) == (in_4_bits and capability == 90)  # which serves all of these steps
     assert ({"_few_rows_product_int4_kernel", "_widen_kernel"} <= names) == (in_4_bits and capability != 90)

@@ -1,4 +1,4 @@
-"""The kernels of linear attention in Triton's interpreter, against their twins, and these against transformers."""
+"""The kernels of linear attention in Triton's interpreter, against their twins."""
 
 from typing import NamedTuple
 
@@ -8,10 +8,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nanoinfer.kernels import chunked_delta_rule as chunk_kernels
+from nanoinfer.kernels import gated_delta_prefill as prefill_kernels
 from nanoinfer.kernels import gated_delta_step as step_kernels
 from nanoinfer.layers.linear_attention import delta_rule
+from tests.kernels.helpers import exact_bfloat16
 
+__all__ = ["exact_bfloat16"]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
 
 
@@ -77,33 +79,72 @@ def test_a_step_of_the_delta_rule_equals_its_twin(sizes: tuple[int, int, int, in
     check_step(random_case(*sizes, dtype), 1e-5 if dtype == torch.float32 else 4e-3)
 
 
-def check_chunks(
-    lens: tuple[int, ...], heads: int, key_dim: int, value_dim: int, tolerance: float, decay: float, device: str = "cpu"
+def check_prefill(
+    lens: tuple[int, ...],
+    starts: tuple[int, ...],
+    sizes: tuple[int, int, int, int, int],
+    dtype: torch.dtype,
+    decay: float,
+    tolerance: float,
+    device: str = "cpu",
 ) -> None:
-    """The kernels' results are those of the twin. decay: how much of a state is lost with a token, at most (log)."""
-    generator = torch.Generator().manual_seed(sum(lens) + key_dim)
+    """The kernels' results and states are those of the twin. decay: the most that a state loses by a token (log)."""
+    case = random_case(*sizes, dtype, device)
+    generator = torch.Generator().manual_seed(sum(lens))
+    num_tokens, num_places = sum(lens), len(lens) + 2
 
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    q, k = (torch.nn.functional.normalize(randn(sum(lens), heads, key_dim), dim=-1) for _ in range(2))
-    k[sum(lens) // 2 :] = k[-1]  # keys that repeat: powers of a chunk's matrix would be huge
-    v, beta = randn(sum(lens), heads, value_dim), randn(sum(lens), heads).sigmoid()
-    g, initial = -decay * randn(sum(lens), heads).sigmoid(), randn(len(lens), heads, key_dim, value_dim)
-    tensors = [x.to(device) for x in (q, k, v, g, beta, initial)]
-    expected = delta_rule.chunked_delta_rule.__wrapped__(*tensors, lens)  # type: ignore[attr-defined]
-    for actual, wanted in zip(chunk_kernels.chunked_delta_rule(*tensors, lens), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, atol=tolerance, rtol=tolerance)
+    qkvz, ba = randn(num_tokens, case.qkvz.shape[1]), randn(num_tokens, case.ba.shape[1])
+    qkvz[num_tokens // 2 :] = qkvz[-1]  # keys that repeat: powers of a chunk's matrix would be huge
+    a_log = torch.full_like(case.a_log, decay).log()
+    # A column of the packet's chunks, as in a step of an engine. Places 0 and the last one are not used.
+    rows = torch.arange(len(lens), 0, -1, dtype=torch.int32, device=device).repeat(3, 1).t().contiguous()[:, 0]
+    matrices = randn(num_places, *case.matrices.shape[1:], dtype=torch.float32)
+    conv_inputs = randn(num_places, *case.conv_inputs.shape[1:])
+    for row, start in zip(rows, starts, strict=True):
+        if start == 0:
+            matrices[row], conv_inputs[row] = float("nan"), float("nan")  # nothing may read these
+    contexts = tuple(start + length for start, length in zip(starts, lens, strict=True))
+    weights = case.conv_weight, a_log, case.dt_bias, case.norm_weight, case.eps
+    (expected, *wanted), (out, *states) = (
+        (function(qkvz, ba, rows, lens, contexts, *copies, *weights), *copies)
+        for function in (delta_rule.gated_delta_prefill.__wrapped__, prefill_kernels.gated_delta_prefill)  # type: ignore[attr-defined]
+        for copies in [(matrices.clone(), conv_inputs.clone())]
+    )
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(states[0], wanted[0], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(states[1], wanted[1], atol=0, rtol=0, equal_nan=True)
+
+
+ODD = pytest.param((70, 2, 64, 1), (0, 1, 7, 3), (2, 2, 12, 20, 4), id="several sequences, odd sizes")
 
 
 # Decays are added up over a chunk, so what strong ones leave is known less precisely, by the twin too.
-@pytest.mark.parametrize(("decay", "tolerance"), [(0.0, 3e-5), (0.5, 3e-5), (60.0, 2e-3)])
+@pytest.mark.parametrize(("decay", "tolerance"), [(0.0, 1e-4), (0.5, 1e-4), (60.0, 2e-3)])
 @pytest.mark.parametrize(
-    ("lens", "sizes"),
-    [((1,), (1, 16, 16)), ((70, 1, 64), (2, 12, 20)), ((3, 130), (1, 24, 40))],
-    ids=["a token", "several sequences", "odd sizes"],
+    ("lens", "starts", "sizes"),
+    [
+        pytest.param((1,), (0,), (1, 1, 16, 16, 4), id="a token"),
+        pytest.param((3, 130), (2, 0), (1, 3, 24, 40, 2), id="a narrow convolution"),
+        ODD,
+    ],
 )
-def test_chunks_of_the_delta_rule_equal_their_twin(
-    lens: tuple[int, ...], sizes: tuple[int, int, int], decay: float, tolerance: float
+def test_a_prefill_step_of_the_delta_rule_equals_its_twin(
+    lens: tuple[int, ...],
+    starts: tuple[int, ...],
+    sizes: tuple[int, int, int, int, int],
+    decay: float,
+    tolerance: float,
 ) -> None:
-    check_chunks(lens, *sizes, tolerance=tolerance, decay=decay)
+    check_prefill(lens, starts, sizes, torch.float32, decay, tolerance)
+
+
+@pytest.mark.usefixtures("exact_bfloat16")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("lens", "starts", "sizes"), [ODD])
+def test_inputs_in_16_bits_lose_no_more_in_prefill_than_in_the_twin(
+    lens: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    check_prefill(lens, starts, sizes, dtype, 0.5, 4e-3 if dtype == torch.float16 else 3e-2)

@@ -27,9 +27,9 @@ from nanoinfer.sampling.gumbel_max import sample
 triton = pytest.importorskip("triton")
 
 from nanoinfer.kernels import all_reduce_rms_norm as all_reduce_kernels  # noqa: E402
-from nanoinfer.kernels import chunked_delta_rule as chunked_delta_rule_kernels  # noqa: E402
 from nanoinfer.kernels import copy_tokens as copy_tokens_kernels  # noqa: E402
 from nanoinfer.kernels import gated_activation as gated_kernels  # noqa: E402
+from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill_kernels  # noqa: E402
 from nanoinfer.kernels import gated_delta_step as gated_delta_step_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
 from nanoinfer.kernels import logit_statistics as logit_statistics_kernels  # noqa: E402
@@ -84,7 +84,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (logprobs.logit_statistics, logit_statistics_kernels),
         (widened_blocks.widen_blocks, widened_blocks_kernels),
         (delta_rule.gated_delta_step, gated_delta_step_kernels),
-        (delta_rule.chunked_delta_rule, chunked_delta_rule_kernels),
+        (delta_rule.gated_delta_prefill, gated_delta_prefill_kernels),
     ],
 )
 def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ConfigError, ModelError
-from nanoinfer.layers.attention.metadata import PrefillMetadata
 from nanoinfer.layers.linear_attention import delta_rule
 from nanoinfer.layers.linear_attention.states import LayerStates
 from nanoinfer.models import REGISTRY
@@ -44,14 +43,6 @@ def empty_states(num_places: int, heads: int, key_dim: int, value_dim: int, widt
     return LayerStates(torch.full((num_places, heads, key_dim, value_dim), nan), conv_inputs)
 
 
-def prefill_metadata(chunks: list[tuple[int, int]]) -> PrefillMetadata:
-    """Chunks by their starts and lengths."""
-    lens = [length for _, length in chunks]
-    contexts = [start + length for start, length in chunks]
-    cumulative = [torch.tensor([0, *x]).cumsum(0).int() for x in (lens, contexts)]
-    return PrefillMetadata(tuple(lens), tuple(contexts), *cumulative, torch.zeros(0), torch.zeros(len(lens), 1))
-
-
 @pytest.mark.parametrize("cuts", [[], [1], [2, 3], [64], [63, 65, 128], [1, 2, 3, 4, 130], [50, 100, 150]], ids=str)
 def test_chunks_cut_anywhere_and_steps_leave_the_state_that_single_steps_leave(cuts: list[int]) -> None:
     torch.manual_seed(0)
@@ -71,9 +62,8 @@ def test_chunks_cut_anywhere_and_steps_leave_the_state_that_single_steps_leave(c
     )
     outs = []
     for start, end in zip([0, *cuts], [*cuts, num_tokens], strict=True):
-        metadata = prefill_metadata([(start, end - start)])
-        part = slice(start, end)
-        outs.append(delta_rule.gated_delta_prefill(qkvz[part], ba[part], row, metadata, by_chunks, weights))
+        of_chunk = qkvz[start:end], ba[start:end], row, (end - start,), (end,)
+        outs.append(delta_rule.gated_delta_prefill(*of_chunk, *astuple(by_chunks), *weights))
     torch.testing.assert_close(torch.cat(outs), expected, atol=2e-4, rtol=2e-4)
     torch.testing.assert_close(by_chunks.matrices[1], by_steps.matrices[1], atol=1e-4, rtol=1e-4)
     assert torch.equal(by_chunks.conv_inputs[1], by_steps.conv_inputs[1])
@@ -86,18 +76,17 @@ def astuple(states: LayerStates) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_chunks_of_several_sequences_do_not_mix() -> None:
     torch.manual_seed(1)
-    heads, key_dim, value_dim, lens = 2, 8, 8, [1, 70, 3, 128, 64]
+    heads, key_dim, value_dim, lens = 2, 8, 8, (1, 70, 3, 128, 64)
     weights = random_weights(heads, key_dim, value_dim)
     qkvz, ba = torch.randn(sum(lens), heads * (2 * key_dim + 2 * value_dim)), torch.randn(sum(lens), 2 * heads)
     together, alone = (empty_states(len(lens), heads, key_dim, value_dim) for _ in range(2))
     rows = torch.tensor([4, 2, 0, 1, 3], dtype=torch.int32)
-    metadata = prefill_metadata([(0, length) for length in lens])
-    out = delta_rule.gated_delta_prefill(qkvz, ba, rows, metadata, together, weights)
+    out = delta_rule.gated_delta_prefill(qkvz, ba, rows, lens, lens, *astuple(together), *weights)
     first = 0
     for row, length in zip(rows, lens, strict=True):
         part = slice(first, first + length)
-        metadata = prefill_metadata([(0, length)])
-        expected = delta_rule.gated_delta_prefill(qkvz[part], ba[part], row[None], metadata, alone, weights)
+        of_one = qkvz[part], ba[part], row[None], (length,), (length,)
+        expected = delta_rule.gated_delta_prefill(*of_one, *astuple(alone), *weights)
         torch.testing.assert_close(out[part], expected, atol=1e-5, rtol=1e-5)
         first += length
     torch.testing.assert_close(together.matrices, alone.matrices, atol=1e-5, rtol=1e-5)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from nanoinfer import LLM, ConfigError, RequestOutput, SamplingParams, tiny_model_path
+from nanoinfer import LLM, ConfigError, RequestOutput, SamplingParams, WorkerError, tiny_model_path
 from nanoinfer.engine.windowed_blocks import WindowedBlockManager
-from nanoinfer.layers.routed_experts import RoutedExperts
+from nanoinfer.layers.routed_experts import RoutedExperts, RoutingOnHost
 from tests.control.test_weight_control import save_random
 from tests.sampling.test_sampling import prompts
 
@@ -131,6 +131,30 @@ def test_a_stop_string_and_an_abort_leave_what_was_computed(llm: LLM) -> None:
     llm.abort(request_id)
     [waiting] = llm.step()
     assert len(routed(waiting)) == 0, "nothing of it was computed"
+
+
+@pytest.mark.parametrize("layers", [[0, 1], [1]], ids=["all layers", "some"])
+def test_outputs_do_not_hold_the_memory_that_their_ids_came_in(layers: list[int]) -> None:
+    ids = torch.ones(4, len(layers), 3, dtype=torch.uint8)
+    found = RoutingOnHost(ids, None, layers, num_layers=2).to_array()
+    assert found[:, layers].tolist() == ids.tolist()
+    assert not np.shares_memory(found, ids.numpy())
+
+
+def test_an_error_that_closes_the_engine_is_the_one_that_is_raised(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_llm(folder) as llm:
+        runner = llm.engine.runner
+
+        def fail(_handle: Any) -> list[int]:
+            runner.close()
+            raise WorkerError("rank 1 was ended")
+
+        monkeypatch.setattr(runner, "wait", fail)
+        with pytest.raises(WorkerError, match="rank 1 was ended"):
+            llm.generate(PROMPTS, FREE, use_tqdm=False)
+        assert llm.is_finished()
 
 
 def test_nothing_is_returned_unless_it_is_asked_for(folder: Path) -> None:

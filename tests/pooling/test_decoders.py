@@ -371,3 +371,9 @@ def test_modules_that_are_not_supported_are_refused(
 def test_parameters_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         PoolingParams(**options)
+
+
+def test_numpys_integers_are_whole_numbers() -> None:
+    params = PoolingParams(dimensions=np.int64(7))  # type: ignore[arg-type]
+    assert params == PoolingParams(dimensions=7)
+    assert type(params.dimensions) is int

@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, ConfigError, ModelError, PoolingParams, RequestError
+from nanoinfer.checkpoint.weights import ModelWeights
 from tests.models.test_architectures import save_random_model
 from tests.pooling.test_decoders import SMALL, assert_close, embeddings, normalized, write_modules
 
@@ -233,6 +234,26 @@ def test_old_names_of_layer_norms_and_words_for_filling_in_are_read(tmp_path: Pa
     save_file(old, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with LLM(tmp_path, **ENCODERS) as llm:
         assert_close(np.stack(embeddings(llm, PROMPTS)), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_replaced_by_the_names_of_the_checkpoint(encoder: Callable[[str], Path], family: str) -> None:
+    """A wrong name is refused with close ones, all of which the model knows."""
+    weights = load_file(encoder(family) / "model.safetensors")
+    with LLM(encoder(family), **ENCODERS) as llm:
+        expected = np.stack(embeddings(llm, PROMPTS))
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.update_weights(weights)
+        assert_close(np.stack(embeddings(llm, PROMPTS)), expected)
+        name = next(name for name in weights if ".1." in name)
+        with pytest.raises(ModelError, match=rf"'{name}s' cannot be updated: .* close ones are {name},"):
+            llm.update_weights({f"{name}s": weights[name]})
+        model = llm.engine.runner.model
+        names = ModelWeights(model).names()
+        assert {name for name in weights if not name.startswith("pooler.")} <= {*names}
+        parameters = {name for name, _ in model.named_parameters()}
+        assert {model.locate(name)[0] for name in names} == parameters
 
 
 def test_random_weights_need_no_checkpoint(encoder: Callable[[str], Path]) -> None:

@@ -4,12 +4,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from nanoinfer import LLM, RequestError, SamplingParams
 from nanoinfer import hidden_states as module
+from nanoinfer.engine.prompt_states import FoundStates
+from nanoinfer.outputs import refused
+from nanoinfer.text.prompts import PreparedRequest
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts
 from tests.pooling.test_decoders import CHUNKED, SMALL, assert_close, write_modules
 
@@ -109,11 +113,42 @@ def test_a_function_gets_the_states_of_each_chunk_and_nothing_is_kept(checkpoint
             assert_close(torch.cat([states for _, states in taken[index, layer]]), theirs[layer])
 
 
+def test_layers_may_be_numpys_integers(checkpoint: Checkpoint) -> None:
+    with LLM(checkpoint("Qwen3ForCausalLM", 0), **SMALL) as llm:
+        [output] = llm.embed(PROMPTS[:1], use_tqdm=False, hidden_states=[*np.arange(2)])  # type: ignore[list-item]
+    assert output.hidden_states is not None
+    assert [type(layer) for layer in output.hidden_states] == [int, int]
+
+
+def test_states_are_held_once_when_their_output_is_made() -> None:
+    request = PreparedRequest(prompt=None, token_ids=[1, 2], sampling_params=GREEDY)
+    wanted = module.HiddenStates.of(2, 8, 1, [0], "prompt", None)
+    assert wanted is not None
+    wanted.add_to([request])
+    states = request.prompt_states
+    for start in (0, 1):
+        states.add(FoundStates(0, 0, start, torch.full((1, 4), float(start))))
+    output = states.to_output(refused(0, None, 1, ""), states)
+    assert output.hidden_states[0][:, 0].tolist() == [0, 1]
+    assert states.found == {}
+
+
 def test_what_memory_cannot_hold_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(checkpoint("Qwen3ForCausalLM", 0), **SMALL) as llm:
         monkeypatch.setattr(module, "free_host_bytes", lambda: 1000)
         with pytest.raises(RequestError, match=r"hidden_states of these prompts take 0\.0 GiB, and .* by on_hidden_"):
             llm.generate(PROMPTS, GREEDY, hidden_states=[0])
+
+
+def test_memory_that_file_caches_take_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meminfo").write_text(
+        "MemTotal:   90000 kB\nMemFree:      10 kB\nMemAvailable:   70000 kB\nCached: 5 kB\n"
+    )
+    monkeypatch.setattr(module, "MEMINFO", tmp_path / "meminfo")
+    assert module.free_host_bytes() == 70000 * 1024
+    monkeypatch.setattr(module, "MEMINFO", tmp_path / "nothing")
+    monkeypatch.setattr(module.os, "sysconf", {"SC_AVPHYS_PAGES": 3, "SC_PAGE_SIZE": 100}.__getitem__)
+    assert module.free_host_bytes() == 300
 
 
 @pytest.mark.parametrize(
@@ -122,6 +157,7 @@ def test_what_memory_cannot_hold_is_refused(checkpoint: Checkpoint, monkeypatch:
         ({"hidden_states": [3]}, r"has layer 3, and this model has 0 \(the embedding\) to 2 \(after"),
         ({"hidden_states": [-4]}, r"has layer -4, .* or -3 to -1"),
         ({"hidden_states": []}, r"hidden_states=\[\] must be a list of layers"),
+        ({"hidden_states": [True]}, r"hidden_states=\[True\] must be a list of layers"),
         ({"hidden_states": 1}, "hidden_states=1 must be a list of layers"),
         ({"hidden_states": [0], "hidden_state_positions": "all"}, "hidden_state_positions='all' is not known"),
         ({"on_hidden_states": print}, "on_hidden_states is given without hidden_states"),

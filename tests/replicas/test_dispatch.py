@@ -2,6 +2,7 @@
 
 from array import array
 
+from nanoinfer.engine.prompt_states import PromptStates
 from nanoinfer.replicas.dispatch import PREFIX_TOKENS, Dispatcher, QueuedRequest, expected_work
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
@@ -145,6 +146,16 @@ def test_what_is_paused_on_a_replica_leaves_room_for_others() -> None:
     for request in requests[:19]:
         dispatcher.finish(request)
     assert (dispatcher.num_seqs, dispatcher.work) == ([0], [0])
+
+
+def test_texts_that_are_pooled_count_half_since_a_replica_needs_them_for_two_steps() -> None:
+    dispatcher = Dispatcher(num_replicas=1, num_rows=8)
+    for request_id in range(40):
+        request = make_request(request_id, 1)
+        request.prepared.prompt_states = PromptStates(pools=request_id < 30, first=0, to_output=print)
+        dispatcher.add(request)
+    assert len(feed(dispatcher)[0]) == 30 + 1
+    assert dispatcher.num_seqs == [16]
 
 
 def test_a_full_replica_gets_what_has_a_higher_priority_than_something_that_it_has() -> None:

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from nanoinfer.executor.workers import Workers
 from nanoinfer.replicas import loading
 from tests.executor.test_tensor_parallel import is_running, private_folder, remains  # noqa: F401 (a fixture)
 from tests.executor.test_workers import start_script
+from tests.pooling.test_decoders import assert_close
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see what is left of an engine")
 
@@ -82,6 +84,38 @@ def test_requests_of_a_replica_that_dies_go_to_the_others(
         llm.update_weights({"model.norm.weight": torch.ones(96)})
 
 
+def test_a_replica_that_gets_what_it_cannot_read_says_so(random_checkpoint: Checkpoint) -> None:
+    llm, _ = start(random_checkpoint())
+    with llm:
+        llm.engine.replicas[0].connection.send_bytes(b"no pickle")
+        with pytest.warns(RuntimeWarning, match=r"(?s)replica 0 of data_parallel_size=2 failed.*UnpicklingError"):
+            assert len(llm.generate(PROMPTS, LONG, use_tqdm=False)) == 8
+
+
+def test_texts_of_a_replica_that_dies_are_embedded_by_the_others(random_checkpoint: Checkpoint) -> None:
+    options: dict[str, Any] = {"hidden_states": [-1], "use_tqdm": False}
+    with LLM(random_checkpoint(), device="cpu") as llm:
+        expected = llm.embed(PROMPTS, **options)
+    llm, pids = start(random_checkpoint())
+    os.kill(pids[1], signal.SIGSTOP)  # it takes its share, and never answers
+
+    def kill_one(_: Any) -> None:
+        end()
+        kill(pids[1])
+
+    with llm:
+        end = llm.on_step(kill_one)  # after a step of the other one
+        loss = r"replica 1 of data_parallel_size=2 was ended by SIGKILL.*; 4 of its requests go to the 1 others"
+        with pytest.warns(RuntimeWarning, match=loss):
+            outputs = llm.embed(PROMPTS, **options)
+    for ours, theirs in zip(outputs, expected, strict=True):
+        assert ours.prompt_token_ids == theirs.prompt_token_ids
+        assert_close(ours.embedding, theirs.embedding)
+        assert ours.hidden_states is not None
+        assert theirs.hidden_states is not None
+        assert_close(ours.hidden_states[-1], theirs.hidden_states[-1])
+
+
 def test_a_stream_with_tokens_of_a_replica_that_dies_ends_with_an_error(random_checkpoint: Checkpoint) -> None:
     llm, pids = start(random_checkpoint())
     with llm:
@@ -91,6 +125,24 @@ def test_a_stream_with_tokens_of_a_replica_that_dies_ends_with_an_error(random_c
         with pytest.warns(RuntimeWarning, match="and 1 streams end with an error"):
             reasons = {chunk.index: chunk.finish_reason for chunk in stream}
     assert reasons == {first.index: "error", 1 - first.index: "length"}
+
+
+@pytest.mark.filterwarnings("ignore:replica")
+def test_a_sample_whose_last_chunk_came_gets_no_other_one_when_its_replica_dies(random_checkpoint: Checkpoint) -> None:
+    llm, pids = start(random_checkpoint())
+    with llm:
+        params = SamplingParams(n=2, max_tokens=500, ignore_eos=True, seed=0)
+        prompts = [PROMPTS[0]]
+        [output] = llm.generate(prompts, params, use_tqdm=False)
+        first, second = (sample.token_ids for sample in output.outputs)
+        stop = next(token for token in first if token not in second)
+        chunks = []
+        for chunk in llm.stream(prompts, replace(params, stop_token_ids=[stop])):
+            chunks.append(chunk)
+            if chunk.finish_reason == "stop":
+                kill(pids[llm.engine._requests[chunk.request_id].queued.replica])
+    ends = [(chunk.sample, chunk.finish_reason) for chunk in chunks if chunk.finish_reason]
+    assert ends == [(0, "stop"), (1, "error")]
 
 
 @pytest.mark.filterwarnings("ignore:replica")  # of the first one that ends

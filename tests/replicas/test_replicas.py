@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from nanoinfer import (
     LLM,
+    ConfigError,
     EngineStateError,
     ModelError,
     RequestError,
@@ -23,6 +24,7 @@ from nanoinfer import (
 from nanoinfer.batch.batch_job import run_batch
 from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, StepEvent
+from nanoinfer.replicas.messages import Call
 
 PROMPTS = [f"{a}+{b}=?" for a in range(7) for b in range(2)]
 LONG = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
@@ -206,12 +208,28 @@ class ReadNowhere:
         return logits
 
 
-def test_a_function_that_no_replica_can_read_ends_its_request_with_an_error(two: LLM) -> None:
-    params = [SamplingParams(max_tokens=2, n=3, logits_processors=[ReadNowhere()]), SamplingParams(max_tokens=2)]
+class HeldNowhere(float):
+    """Likewise: a temperature."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize(
+    "option", [{"logits_processors": [ReadNowhere()]}, {"temperature": HeldNowhere(0.5)}], ids=["function", "number"]
+)
+def test_what_no_replica_can_read_ends_its_request_with_an_error(two: LLM, option: dict[str, Any]) -> None:
+    params = [SamplingParams(max_tokens=2, n=3, **option), SamplingParams(max_tokens=2)]
     first, second = two.generate(PROMPTS[:2], params, use_tqdm=False)
     assert [sample.finish_reason for sample in first.outputs] == ["error"] * 3
-    assert "logits_processors cannot be read by a replica (ValueError" in str(first.error)
+    assert "sampling_params cannot be read by a replica (ValueError" in str(first.error)
     assert second.finish_reason == "length"
+
+
+def test_a_stream_of_what_no_replica_can_read_ends_with_an_error(two: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    chunks = [*two.stream(PROMPTS[0], SamplingParams(n=2, logits_processors=[ReadNowhere()]))]
+    assert [(chunk.index, chunk.sample, chunk.finish_reason) for chunk in chunks] == [(0, 0, "error"), (0, 1, "error")]
+    assert "request 0 ends in an error: sampling_params cannot be read by a replica (ValueError" in caplog.text
 
 
 def test_aborted_requests_end_as_they_are_wherever_they_are(two: LLM) -> None:
@@ -358,6 +376,30 @@ def test_sleeping_replicas_refuse_requests_until_they_wake_up(two: LLM) -> None:
     two.sleep()
     assert [output.finish_reason for output in two.step()] == ["abort"]
     two.wake_up()
+
+
+@pytest.mark.parametrize(
+    "tags", [[lambda: None], [], "weights", ["scheduling"]], ids=["no text", "none", "text", "other"]
+)
+def test_wrong_tags_are_refused_before_they_are_sent(two: LLM, tags: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^tag"):
+        two.wake_up(tags)
+    two.wake_up()
+
+
+def test_weights_that_only_some_replicas_can_take_leave_none_waiting_for_them(two: LLM) -> None:
+    """As where one of them has found too little memory to wake up."""
+    first = two.engine.replicas[0]
+    first.send(Call("sleep", (1,)))
+    while not first.replies:
+        two.engine.receive(0.01)
+    first.replies.clear()
+    with pytest.raises(EngineStateError, match="this engine sleeps; call wake_up"):
+        two.update_weights(load_file(tiny_model_path() / "model.safetensors").items())
+    two.sleep()
+    assert all(replica.unready for replica in two.engine.replicas)
+    two.wake_up()
+    assert two.generate("1+1=?", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0].text
 
 
 def test_a_cache_that_is_reset_is_empty_on_all_replicas(two: LLM) -> None:

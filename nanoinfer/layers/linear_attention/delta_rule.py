@@ -22,7 +22,6 @@ from torch import Tensor
 
 from nanoinfer import kernels
 from nanoinfer.kernels.dispatch import triton_on_cuda
-from nanoinfer.layers.attention.metadata import PrefillMetadata
 from nanoinfer.layers.linear_attention.states import LayerStates
 
 CHUNK = 64
@@ -86,17 +85,32 @@ def gated_delta_step(
     return gated_norm(out.to(x.dtype), z, weights)
 
 
+@triton_on_cuda(lambda: kernels.gated_delta_prefill.gated_delta_prefill)
 def gated_delta_prefill(
-    qkvz: Tensor, ba: Tensor, rows: Tensor, metadata: PrefillMetadata, states: LayerStates, weights: DeltaWeights
+    qkvz: Tensor,
+    ba: Tensor,
+    rows: Tensor,
+    query_lens: tuple[int, ...],
+    context_lens: tuple[int, ...],
+    matrices: Tensor,
+    conv_inputs: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
 ) -> Tensor:
     """Compute the chunks of a prefill step, and leave the states as they are after them.
 
-    qkvz, ba: as in `gated_delta_step`, of all tokens. rows: (num_chunks,), the places of the chunks' states. A chunk
-    that starts at 0 ignores what its state was. Returns (num_tokens, value_size).
+    qkvz, ba: as in `gated_delta_step`, of all tokens. rows: (num_chunks,) int32, the places of the chunks' states.
+    query_lens, context_lens: as in PrefillMetadata. A chunk that starts at 0 ignores what its state was. The others: as
+    in `gated_delta_step`. Returns (num_tokens, value_size).
     """
+    states = LayerStates(matrices, conv_inputs)
+    weights = DeltaWeights(conv_weight, a_log, dt_bias, norm_weight, eps)
     num_channels, width = weights.conv.shape
     x, z = qkvz[:, :num_channels], qkvz[:, num_channels:]
-    layout = _layout_of(metadata, x.device)
+    layout = _layout_of(query_lens, context_lens, x.device)
     places = rows.long()
     convolved = _convolve(_conv_windows(x, layout, places, states, width), weights.conv)
     _keep_conv_inputs(x, layout, places, states, width)
@@ -104,7 +118,7 @@ def gated_delta_prefill(
     g, beta = _gates(ba, weights)
     begun = (layout.starts > 0)[:, None, None, None]
     initial = torch.where(begun, states.matrices[places], 0)
-    out, final = chunked_delta_rule(q, k, v, g, beta, initial, layout.lens)
+    out, final = chunked_delta_rule(q, k, v, g, beta, initial, query_lens)
     states.matrices[places] = final
     return gated_norm(out.to(x.dtype), z, weights)
 
@@ -113,25 +127,21 @@ class Layout(NamedTuple):
     """Where the tokens of a prefill step belong.
 
     token_chunks: (num_tokens,), which chunk of the step a token is in; offsets: (num_tokens,), its place there. starts:
-    (num_chunks,), the position of a chunk's first token. lens: of the chunks, on the host; firsts: (num_chunks,), the
-    index of a chunk's first token.
+    (num_chunks,), the position of a chunk's first token; firsts: (num_chunks,), its index in the step.
     """
 
     token_chunks: Tensor
     offsets: Tensor
     starts: Tensor
     firsts: Tensor
-    lens: tuple[int, ...]
 
 
-def _layout_of(metadata: PrefillMetadata, device: torch.device) -> Layout:
-    firsts = metadata.cu_query_lens[:-1].long()
-    lens = metadata.cu_query_lens.diff().long()
-    starts = metadata.cu_context_lens.diff().long() - lens
-    num_tokens = sum(metadata.query_lens)
-    token_chunks = torch.arange(len(lens), device=device).repeat_interleave(lens, output_size=num_tokens)
-    offsets = torch.arange(num_tokens, device=device) - firsts[token_chunks]
-    return Layout(token_chunks, offsets, starts, firsts, metadata.query_lens)
+def _layout_of(query_lens: tuple[int, ...], context_lens: tuple[int, ...], device: torch.device) -> Layout:
+    lens, contexts = torch.tensor([query_lens, context_lens], device=device)
+    firsts = lens.cumsum(0) - lens
+    token_chunks = torch.arange(len(lens), device=device).repeat_interleave(lens)
+    offsets = torch.arange(len(token_chunks), device=device) - firsts[token_chunks]
+    return Layout(token_chunks, offsets, contexts - lens, firsts)
 
 
 def _conv_windows(x: Tensor, layout: Layout, places: Tensor, states: LayerStates, width: int) -> list[Tensor]:
@@ -197,7 +207,6 @@ def gated_norm(out: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
     return (normed * F.silu(z.float()).view_as(out)).to(out.dtype).flatten(1)
 
 
-@triton_on_cuda(lambda: kernels.chunked_delta_rule.chunked_delta_rule)
 def chunked_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor, lens: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:

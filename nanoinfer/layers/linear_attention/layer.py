@@ -65,8 +65,9 @@ class GatedDeltaNet(nn.Module):
         qkvz = self.in_proj_qkvz(hidden)
         ba = self.in_proj_ba(hidden if self.in_proj_ba.input_format is not None else wide_rows(hidden))
         weights = DeltaWeights(self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.eps)
+        layer = states.matrices, states.conv_inputs, *weights
         if isinstance(metadata, PrefillMetadata):
-            out = gated_delta_prefill(qkvz, ba, rows, metadata, states, weights)
+            out = gated_delta_prefill(qkvz, ba, rows, metadata.query_lens, metadata.context_lens, *layer)
         else:
-            out = gated_delta_step(qkvz, ba, rows, positions, states.matrices, states.conv_inputs, *weights)
+            out = gated_delta_step(qkvz, ba, rows, positions, *layer)
         return self.out_proj(out)

@@ -238,6 +238,16 @@ class EncoderModel(nn.Module):
         kind = {"gamma": "weight", "beta": "bias"}.get(kind, kind)  # as TensorFlow calls them
         return ".".join((*path, packed, kind)), shard
 
+    def checkpoint_name(self, place: tuple[str, str | None]) -> str:
+        """Return the name of a tensor that fills a place, perhaps with others: what `locate` finds it by."""
+        name, shard = place
+        packed_names = {packed: name for name, packed in self.packed_modules_mapping.items()}
+        *path, part, kind = name.split(".")
+        name = ".".join((*path, packed_names.get((part, shard or ""), part), kind)).removeprefix("model.")
+        for theirs, ours in reversed(self.renamed):
+            name = name.replace(ours, theirs)
+        return name
+
     def forward(self, step: ForwardStep) -> Tensor:
         """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
         return self.model(step)

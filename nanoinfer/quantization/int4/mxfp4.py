@@ -15,6 +15,7 @@ from nanoinfer.quantization.int4.formats import SCALES, WEIGHT, mxfp4_numbers
 from nanoinfer.quantization.int4.numbers import BLOCK, PACKED, PackedWeight, dequantize, pack
 from nanoinfer.quantization.linear_method import LinearMethod, ParamSpec, ProductKind, stored
 
+MAX_EXPONENT = 128  # of a scale, with 127 added; larger ones do not fit into the kernel's bfloat16
 STD_OF_VALUES = 2.93  # of the sixteen values of e2m1, all as likely
 
 
@@ -55,6 +56,10 @@ class Mxfp4Method(LinearMethod):
             )
         if is_blocks and tensor.shape[-1] * 2 != MXFP4_GROUP:
             raise ModelError(f"it has blocks of {tensor.shape[-1]} bytes; those of MXFP4 have {MXFP4_GROUP // 2}")
+        if not is_blocks and int(tensor.max()) > MAX_EXPONENT:
+            raise ModelError(
+                f"it has the scale 2**{int(tensor.max()) - 127}; at most 2**{MAX_EXPONENT - 127} is supported"
+            )
         tensor = tensor.to(self.device)
         return (WEIGHT, mxfp4_numbers(tensor).mT) if is_blocks else (SCALES, tensor.mT)
 
