@@ -257,7 +257,8 @@ def _down_kernel(
     tl.store(out_ptrs, (acc * pair_weight[:, None]).to(dtype), mask=out_mask)
 
 
-WIDE_PAIRS = 150  # of each expert on average, from which on weights in MXFP4 are widened on Hopper, which takes 0.7 ms
+# Pairs of each expert, on average, from which on Hopper widens weights in MXFP4: 0.7 ms for a layer of gpt-oss-20b.
+WIDE_PAIRS = 150
 
 
 class Tiling(NamedTuple):

@@ -107,7 +107,7 @@ def _noisy_best(
     """Return score and id of the winner, (num_rows,) each; `first_id` is a multiple of 4 * GROUP_SIZE."""
     scores = logits.float()
     scores = torch.where(scores.isnan(), torch.inf, scores)
-    if not temperatures.any():  # the noise takes most of the time, and would count for nothing
+    if not temperatures.is_cuda and not temperatures.any():  # the noise takes most of the time, and counts for nothing
         best_score, best = scores.max(1)
         return best_score, first_id + best
     scores = F.pad(scores, (0, -scores.shape[1] % GROUP_SIZE), value=-torch.inf).unflatten(1, (-1, GROUP_SIZE))
