@@ -79,8 +79,8 @@ class AsyncCalls:
         prompts = as_list_of_prompts(prompts)
 
         def prepare() -> list[PreparedRequest]:
-            options = priority, True, tokenization_kwargs, False, on_error
-            return self._queue.prepare(prompts, sampling_params, *options)
+            options = {"tokenization_kwargs": tokenization_kwargs, "on_error": on_error}
+            return self._queue.prepare(prompts, sampling_params, priority, **options)
 
         call = Call(await _with_grammars(prepare, sampling_params, len(prompts)))
         outputs = call.inbox.outputs

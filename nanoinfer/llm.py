@@ -34,8 +34,9 @@ from nanoinfer.pooling_outputs import PoolingRequestOutput
 from nanoinfer.progress import Progress
 from nanoinfer.replicas.loading import load_replicas
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scoring import check_scores, score, scoring_request
+from nanoinfer.scoring import Pairs, check_scores
 from nanoinfer.text.chat import Conversation
+from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import (
     GivenPrompt,
     OnFinish,
@@ -138,11 +139,12 @@ class LLM:
         list, an array or a column of these. sampling_params: for all, or a list with one for each. use_tqdm: show
         finished requests and tokens a second. priority: a whole number for each prompt (0 for all is the default);
         higher runs first, equal ones first come first served, and lower ones give way first when memory is short.
-        on_finish: called with each output as its request finishes; what it raises ends the call. tokenization_kwargs:
-        {"truncate_prompt_tokens": n} keeps the last n tokens of a prompt, -1 as many as fit; {"add_special_tokens":
-        False} adds none. Raises RequestError for prompts that cannot be served, or sampling_params of theirs; nothing
-        is queued then, and nothing is left behind if the call fails later. on_error: with "return" these come back in
-        their places, with finish_reason "error" and the reason in `outputs[0].error`, and the rest is answered.
+        on_finish: called with each output as its request finishes, once all prompts are checked; what it raises ends
+        the call. tokenization_kwargs: {"truncate_prompt_tokens": n} keeps the last n tokens of a prompt, -1 as many as
+        fit; {"add_special_tokens": False} adds none. Raises RequestError for prompts that cannot be served, or
+        sampling_params of theirs. Steps begin when the first few hundred prompts are checked; if the call fails later,
+        nothing of it is left behind. on_error: with "return" these come back in their places, with finish_reason
+        "error" and the reason in `outputs[0].error`, and the rest is answered.
 
         hidden_states: layers whose hidden states of the prompts are wanted, numbered as in transformers: 0 is the
         embedding, the last is after the final norm, negative ones count from the end. They come as
@@ -153,11 +155,19 @@ class LLM:
         check_on_finish(on_finish)
         prompts = as_list_of_prompts(prompts)
         wanted = self._wanted_states(hidden_states, hidden_state_positions, on_hidden_states)
-        options = priority, True, tokenization_kwargs, use_tqdm, on_error
-        requests = self.queue.prepare(prompts, sampling_params, *options)
+        portions = self.queue.prepare_portions(
+            prompts,
+            sampling_params,
+            priority,
+            tokenization_kwargs=tokenization_kwargs,
+            use_tqdm=use_tqdm,
+            on_error=on_error,
+            at_once=wanted is not None or on_finish is not None,
+        )
         if wanted is not None:
-            wanted.add_to(requests)
-        return self._complete(requests, use_tqdm, on_finish)
+            wanted.add_to(requests := portions.take())
+            portions = Portions.of(requests)
+        return self._complete(portions, use_tqdm, on_finish)
 
     @with_vllm_names
     @rare_collections()
@@ -194,7 +204,7 @@ class LLM:
             "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        requests = self.queue.prepare_chats(
+        portions = self.queue.prepare_chats(
             messages,
             sampling_params,
             template_options,
@@ -202,8 +212,9 @@ class LLM:
             tokenization_kwargs=tokenization_kwargs,
             use_tqdm=use_tqdm,
             on_error=on_error,
+            at_once=on_finish is not None,
         )
-        return self._complete(requests, use_tqdm, on_finish)
+        return self._complete(portions, use_tqdm, on_finish)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamChunk]:
         """Complete one prompt or many, and yield what is new of each as its tokens come.
@@ -244,10 +255,8 @@ class LLM:
         """
         self.queue.check_open()
         check_scores(self.config.logprobs_mode)
-        with self.queue.lock:
-            pairs = self.queue.prompts.encode_pairs(as_list_of_prompts(prompts), as_list_of_prompts(completions))
-        outputs = self._complete([*map(scoring_request, pairs)], use_tqdm, on_finish=None)
-        return [*map(score, outputs, pairs)]
+        pairs = Pairs(self.queue.prompts, as_list_of_prompts(prompts), as_list_of_prompts(completions))
+        return pairs.scores(self._complete(pairs.prepare_portions(self.queue.portion_size), use_tqdm))
 
     @rare_collections()
     def embed(
@@ -273,8 +282,8 @@ class LLM:
         model is a classifier.
         """
         wanted = self._wanted_states(hidden_states, hidden_state_positions, on_hidden_states)
-        options = prompt_name, tokenization_kwargs, wanted
-        return self.one_pass.run(self.one_pass.prepare_embeddings(prompts, pooling_params, *options), use_tqdm)
+        portions = self.one_pass.prepare_embeddings(prompts, pooling_params, prompt_name, tokenization_kwargs, wanted)
+        return self.one_pass.run(portions, use_tqdm)
 
     @rare_collections()
     def classify(
@@ -291,7 +300,8 @@ class LLM:
         probabilities by softmax or sigmoid, as config.json says; with PoolingParams(use_activation=False) they stay
         as they are. A model of ...ForTokenClassification has a row for each token. The rest is as in `embed`.
         """
-        return self.one_pass.run(self.one_pass.prepare_classes(prompts, pooling_params, tokenization_kwargs), use_tqdm)
+        portions = self.one_pass.prepare_classes(prompts, pooling_params, tokenization_kwargs)
+        return self.one_pass.run(portions, use_tqdm)
 
     @rare_collections()
     def reward(
@@ -307,22 +317,22 @@ class LLM:
         It is an array with a value for each token where the model rewards tokens. The value is that of the head as it
         is, unless use_activation is True. The rest is as in `classify`.
         """
-        options = pooling_params, tokenization_kwargs, True
-        return self.one_pass.run(self.one_pass.prepare_classes(prompts, *options), use_tqdm)
+        portions = self.one_pass.prepare_classes(prompts, pooling_params, tokenization_kwargs, rewards=True)
+        return self.one_pass.run(portions, use_tqdm)
 
     async def aembed(
         self, prompts: Prompts, pooling_params: PoolingArguments = None, **options: Any
     ) -> list[PoolingRequestOutput]:
         """Do as `embed`, with prompt_name and tokenization_kwargs, while other tasks of the event loop run."""
-        prepare = partial(self.one_pass.prepare_embeddings, prompts, pooling_params, **options)
-        return await self._async_calls.complete(prepare)
+        prepare = partial(self.one_pass.prepare_embeddings, prompts, pooling_params, at_once=True, **options)
+        return await self._async_calls.complete(lambda: prepare().take())
 
     async def aclassify(
         self, prompts: Any, pooling_params: PoolingArguments = None, **options: Any
     ) -> list[PoolingRequestOutput]:
         """Do as `classify`, with tokenization_kwargs, while other tasks of the event loop run."""
-        prepare = partial(self.one_pass.prepare_classes, prompts, pooling_params, **options)
-        return await self._async_calls.complete(prepare)
+        prepare = partial(self.one_pass.prepare_classes, prompts, pooling_params, at_once=True, **options)
+        return await self._async_calls.complete(lambda: prepare().take())
 
     async def areward(
         self, prompts: Any, pooling_params: PoolingArguments = None, **options: Any
@@ -348,7 +358,7 @@ class LLM:
     ) -> int:
         """Queue a conversation, as `chat` reads it, for `step` to answer, and return its id."""
         template_options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-        requests = self.queue.prepare_chats([messages], sampling_params, template_options, priority=[priority])
+        requests = self.queue.prepare_chat(messages, sampling_params, template_options, priority=[priority])
         return self.queue.add_requests(requests, self._inbox)[0]
 
     def step(self) -> list[RequestOutput]:
@@ -444,8 +454,7 @@ class LLM:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, as `generate` makes them. Raises RequestError where there is no tokenizer."""
-        with self.queue.lock:
-            return self.queue.prompts.encode_text(text)
+        return self.queue.prompts.encode_text(text)
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of one token id or several. Raises RequestError for a wrong id, or without a tokenizer."""
@@ -469,26 +478,10 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _complete(
-        self, requests: list[PreparedRequest], use_tqdm: bool, on_finish: OnFinish | None
-    ) -> list[RequestOutput]:
-        """Run these requests to their end; if that fails, leave nothing of them behind."""
-        inbox = Inbox()
-        num_reported = 0
-        try:
-            self.queue.add_requests(requests, inbox)
-            with Progress(self.get_metrics, len(requests), use_tqdm) as progress:
-                while num_reported < len(requests):
-                    if num_reported == len(inbox.outputs):
-                        self.queue.step()
-                    progress.show(len(inbox.outputs))
-                    for output in inbox.outputs[num_reported:]:
-                        num_reported += 1
-                        if on_finish is not None:
-                            on_finish(output)
-        finally:
-            self.queue.drop(inbox)
-        return RequestOutputs(sorted(inbox.outputs, key=lambda output: output.request_id))
+    def _complete(self, portions: Portions, use_tqdm: bool, on_finish: OnFinish | None = None) -> list[RequestOutput]:
+        """Run the requests of a call to their end."""
+        with Progress(self.get_metrics, portions.num_requests, use_tqdm) as progress:
+            return RequestOutputs(self.queue.complete(portions, progress.show, on_finish))
 
     def _stream(self, requests: list[PreparedRequest]) -> Iterator[StreamChunk]:
         """Run these requests and yield their chunks; those that are left early are aborted by a later step."""

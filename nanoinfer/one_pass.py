@@ -17,7 +17,7 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.prompt_states import PromptStates
-from nanoinfer.engine.request_queue import Inbox, RequestQueue
+from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import RequestError, check_names
 from nanoinfer.hidden_states import HiddenStates
 from nanoinfer.outputs import RequestOutput
@@ -25,6 +25,7 @@ from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, Poo
 from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import (
     PreparedRequest,
     Prompt,
@@ -33,7 +34,7 @@ from nanoinfer.text.prompts import (
     as_list_of_prompts,
     find_bad_texts,
 )
-from nanoinfer.text.refusals import Errors, report
+from nanoinfer.text.refusals import Errors
 
 logger = logging.getLogger("nanoinfer")
 
@@ -83,8 +84,12 @@ class OnePass:
         prompt_name: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         wanted: HiddenStates | None = None,
-    ) -> list[PreparedRequest]:
-        """Return the requests of `LLM.embed`. wanted: hidden states that are wanted, too."""
+        at_once: bool = False,
+    ) -> Portions:
+        """Prepare the requests of `LLM.embed`. wanted: hidden states that are wanted, too.
+
+        at_once: whether all are checked before any is queued, in the order of the prompts.
+        """
         if self._config.is_classifier:
             raise RequestError(f"embed needs an embedding model, and {self._model} is a classifier; use classify")
         given = as_list_of_prompts(prompts)
@@ -94,10 +99,12 @@ class OnePass:
         before = self._text_before(prompt_name)
         if before:
             given = [before + prompt if isinstance(prompt, str) else prompt for prompt in given]
-        requests = self._prepare(given, all_params, self._embedding, tokenization_kwargs)
+        at_once |= wanted is not None
+        portions = self._portions(given, all_params, self._embedding, tokenization_kwargs, {}, at_once)
         if wanted is not None:
-            wanted.add_to(requests)
-        return requests
+            wanted.add_to(requests := portions.take())
+            portions = Portions.of(requests)
+        return portions
 
     def prepare_classes(
         self,
@@ -105,8 +112,9 @@ class OnePass:
         params: PoolingArguments = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         rewards: bool = False,
-    ) -> list[PreparedRequest]:
-        """Return the requests of `LLM.classify`, or of `LLM.reward`."""
+        at_once: bool = False,
+    ) -> Portions:
+        """Prepare the requests of `LLM.classify`, or of `LLM.reward`. at_once: as for embeddings."""
         call = "reward" if rewards else "classify"
         if not self._config.is_classifier:
             raise RequestError(
@@ -120,56 +128,64 @@ class OnePass:
         if any(one.dimensions is not None for one in all_params):
             raise RequestError(f"dimensions is about embeddings, and {call} returns none; leave it out")
         make = self._reward if rewards else self._classes
-        return self._prepare(given, all_params, make, tokenization_kwargs, pairs)
+        return self._portions(given, all_params, make, tokenization_kwargs, pairs, at_once)
 
-    def _prepare(
+    def _portions(
         self,
         prompts: list[Prompt],
         all_params: list[PoolingParams],
         make: Any,
         tokenization_kwargs: Mapping[str, Any] | None,
-        pairs: dict[int, str] | None = None,
-    ) -> list[PreparedRequest]:
-        """Return a request for each prompt. Raises RequestError for those that cannot be served."""
+        pairs: dict[int, str],
+        at_once: bool,
+    ) -> Portions:
+        """Prepare a request for each prompt, the longest first. Raises RequestError for what cannot be served."""
         self._queue.check_open()
         options = check_names("tokenization_kwargs", tokenization_kwargs or {}, TOKENIZATION_OPTIONS, {})
-        with self._queue.lock:  # tokenizers do not serve two threads at once
-            ids, second_texts = self._tokenize(prompts, pairs or {}, options.get("truncate_prompt_tokens"))
-            encoded, packed = self._prompts.check([*ids])
-        requests = []
-        for index, (token_ids, params) in enumerate(zip(encoded, all_params, strict=True)):
-            first = len(token_ids) - 1 if self._config.method == "last" else 0
-            to_output = partial(self._output, make, params)
-            states = PromptStates(True, first, to_output, second_text=second_texts[index])
-            text = prompts[index] if isinstance(prompts[index], str) else None
-            requests.append(
-                PreparedRequest(
-                    prompt=text,  # type: ignore[arg-type]
-                    token_ids=token_ids,
-                    packed_ids=packed.get(index),
-                    sampling_params=SAMPLES_NOTHING,
-                    prompt_states=states,
+        max_tokens = self._prompts.most_tokens(options.get("truncate_prompt_tokens"))
+
+        def prepare(indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
+            given = {index: prompts[index] for index in indices}
+            ids, second_texts = self._tokenize(given, pairs, max_tokens, errors)
+            encoded, packed = self._prompts.encode(ids, errors, add_special_tokens=False)
+            requests = []
+            for index, token_ids in encoded.items():
+                first = max(len(token_ids) - 1, 0) if self._config.method == "last" else 0
+                to_output = partial(self._output, make, all_params[index])
+                text = given[index]
+                requests.append(
+                    PreparedRequest(
+                        prompt=text if isinstance(text, str) else None,
+                        token_ids=token_ids,
+                        packed_ids=packed.get(index),
+                        sampling_params=SAMPLES_NOTHING,
+                        prompt_states=PromptStates(True, first, to_output, second_text=second_texts.get(index)),
+                    )
                 )
-            )
-        return requests
+            return requests
+
+        if at_once:
+            return Portions(prepare, range(len(prompts)), len(prompts), on_error=None)
+        order = sorted(range(len(prompts)), key=lambda index: -_length(prompts[index]))
+        return Portions(prepare, order, self._queue.portion_size, on_error=None)
 
     def _tokenize(
-        self, prompts: list[Prompt], pairs: dict[int, str], truncate: int | None
-    ) -> tuple[list[Any], list[int | None]]:
-        """Return the token ids of all prompts, and where the second texts of pairs begin."""
-        max_tokens = self._prompts.most_tokens(truncate)
-        texts = {index: text for index, text in enumerate(prompts) if isinstance(text, str)}
-        errors: Errors = {}
-        for some in (texts, pairs):
-            if some:
-                errors |= find_bad_texts(some, sys.maxsize if max_tokens else self._prompts.longest_text)
-        report(errors, len(prompts))
-        ids: list[Any] = [
-            prompt if isinstance(prompt, str) or max_tokens is None else prompt[:max_tokens] for prompt in prompts
-        ]
-        second_texts: list[int | None] = [None] * len(prompts)
+        self, prompts: Mapping[int, Prompt], pairs: Mapping[int, str], max_tokens: int | None, errors: Errors
+    ) -> tuple[dict[int, Any], dict[int, int | None]]:
+        """Return the token ids of prompts, and where the second texts of pairs begin, both by index."""
+        texts = {index: text for index, text in prompts.items() if isinstance(text, str)}
+        longest = sys.maxsize
+        if texts and max_tokens is None:
+            longest = self._prompts.longest_text
+        errors |= find_bad_texts(texts, longest)
+        errors |= find_bad_texts({index: pairs[index] for index in texts if index in pairs}, longest)
+        ids: dict[int, Any] = {
+            index: prompt if isinstance(prompt, str) or max_tokens is None else prompt[:max_tokens]
+            for index, prompt in prompts.items()
+        }
+        second_texts: dict[int, int | None] = {}
         for is_pair in (False, True):
-            indices = [index for index in texts if (index in pairs) == is_pair]
+            indices = [index for index in texts if (index in pairs) == is_pair and index not in errors]
             if not indices:
                 continue
             given = [texts[index] for index in indices]
@@ -181,21 +197,12 @@ class OnePass:
                 ids[index], second_texts[index] = token_ids, second_text
         return ids, second_texts
 
-    def run(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[PoolingRequestOutput]:
-        """Run requests to their end, in the order of their lengths; outputs come in the order of the requests."""
-        order = sorted(range(len(requests)), key=lambda index: -len(requests[index].token_ids))
-        inbox = Inbox()
-        try:
-            request_ids = self._queue.add_requests([requests[index] for index in order], inbox)
-            with Progress(self._queue.get_metrics, len(requests), use_tqdm, generates=False) as progress:
-                while not inbox.is_complete:
-                    self._queue.step()
-                    progress.show(len(inbox.outputs))
-        finally:
-            self._queue.drop(inbox)
-        places = dict(zip(request_ids, order, strict=True))
-        outputs: list[Any] = inbox.outputs
-        return sorted(outputs, key=lambda output: places[output.request_id])
+    def run(self, portions: Portions, use_tqdm: bool) -> list[PoolingRequestOutput]:
+        """Run requests to their end; outputs come in the order of the prompts."""
+        with Progress(self._queue.get_metrics, portions.num_requests, use_tqdm, generates=False) as progress:
+            outputs: list[Any] = self._queue.complete(portions, progress.show)
+        by_index = dict(zip(portions.order, outputs, strict=True))
+        return [by_index[index] for index in range(len(outputs))]
 
     def _check_dimensions(self, dimensions: int | None) -> None:
         known = self._config.dimensions
@@ -283,6 +290,11 @@ def split_pairs(prompts: Any) -> tuple[list[Prompt], dict[int, str]]:
             item, pairs[index] = (item["text"], item["text_pair"]) if isinstance(item, Mapping) else item
         firsts.append(item)
     return as_list_of_prompts(firsts), pairs
+
+
+def _length(prompt: Any) -> int:
+    """Return how long a prompt is, in characters or token ids; 0 for what is no prompt."""
+    return len(prompt) if isinstance(prompt, (str, list, tuple)) else 0
 
 
 def _is_pair(item: Any) -> bool:

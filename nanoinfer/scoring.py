@@ -1,12 +1,15 @@
 """How likely a completion is, from the log-probabilities of a prompt that ends with it."""
 
 import math
+from collections.abc import Sequence
 
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.errors import RequestError
 from nanoinfer.outputs import RequestOutput, Score
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.prompts import EncodedPair, PreparedRequest
+from nanoinfer.text.portions import Portions
+from nanoinfer.text.prompts import EncodedPair, PreparedRequest, Prompt, PromptProcessor
+from nanoinfer.text.refusals import Errors
 
 SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
@@ -17,6 +20,30 @@ def check_scores(logprobs_mode: str) -> None:
         raise RequestError(
             f"score needs log-probabilities, and this LLM has logprobs_mode={logprobs_mode!r}; use 'raw_logprobs'"
         )
+
+
+class Pairs:
+    """The pairs of one call to `LLM.score`: prepares their requests, and reads the scores from the outputs."""
+
+    def __init__(self, prompts: PromptProcessor, firsts: Sequence[Prompt], seconds: Sequence[Prompt]) -> None:
+        if len(firsts) != len(seconds):
+            raise RequestError(f"{len(seconds)} completions for {len(firsts)} prompts; give one for each")
+        self._prompts, self._firsts, self._seconds = prompts, firsts, seconds
+        self._encoded: dict[int, EncodedPair] = {}
+
+    def prepare_portions(self, size: int) -> Portions:
+        """Return the requests of all pairs. Raises RequestError for those that cannot be served."""
+        return Portions(self._prepare, range(len(self._firsts)), size, on_error=None)
+
+    def scores(self, outputs: Sequence[RequestOutput]) -> list[Score]:
+        """Return the score of each pair, given the outputs of their requests in order."""
+        return [score(output, self._encoded[index]) for index, output in enumerate(outputs)]
+
+    def _prepare(self, indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
+        firsts = {index: self._firsts[index] for index in indices}
+        encoded = self._prompts.encode_pairs(firsts, self._seconds, errors)
+        self._encoded |= encoded
+        return [scoring_request(pair) for pair in encoded.values()]
 
 
 def scoring_request(pair: EncodedPair) -> PreparedRequest:

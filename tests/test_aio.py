@@ -264,10 +264,10 @@ def test_a_call_that_is_cancelled_while_it_is_queued_keeps_no_trainer_waiting(
     owner, name = (llm.queue, "prepare") if place == "prepare" else (llm.engine, "add_request")
     original = getattr(owner, name)
 
-    def slowly(*args: Any) -> Any:
+    def slowly(*args: Any, **options: Any) -> Any:
         is_there.set()
         assert may_go_on.wait(20)
-        return original(*args)
+        return original(*args, **options)
 
     async def train() -> None:
         task = asyncio.create_task(llm.agenerate(PROMPTS[:4], LONG))

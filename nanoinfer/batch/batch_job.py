@@ -249,10 +249,10 @@ class Job:
         body = question.body
         if "input" in body:
             params = PoolingParams(dimensions=body.get("dimensions"))
-            return self._llm.one_pass.prepare_embeddings(body["input"], params)
+            return self._llm.one_pass.prepare_embeddings(body["input"], params, at_once=True).take()
         if "messages" in body:
             options = {name: body[name] for name in CHAT_OPTIONS if name in body}
-            return self._queue.prepare_chats([self._with_system(body["messages"])], self._params(question), options)
+            return self._queue.prepare_chat(self._with_system(body["messages"]), self._params(question), options)
         self._queue.prompts.check_params(question.params)  # what is wrong with them is said once, not for each prompt
         all_params = [self._params(question, index) for index in range(len(body["prompt"]))]
         return self._queue.prepare(body["prompt"], all_params)

@@ -1,7 +1,7 @@
 """What limits the tokens of a request beside their probability: compiled once, then followed token by token."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
@@ -64,9 +64,9 @@ class Constraints:
             plans[key] = self._plan(one, grammar, token_set)
         return [plans.get(id(one)) for one in params]
 
-    def add_plans(self, requests: Sequence[PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
+    def add_plans(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
         """Give requests their plans; what is wrong with those of some is added to `errors`, by index."""
-        params = {index: one.sampling_params for index, one in enumerate(requests) if index not in errors}
+        params = {index: one.sampling_params for index, one in requests.items() if index not in errors}
         try:
             plans = dict(zip(params, self.compile([*params.values()], use_tqdm), strict=True))
         except RequestError:  # of some of them

@@ -31,8 +31,8 @@ class Constraints(Protocol):
     def compile(self, params: abc.Sequence[SamplingParams]) -> object:
         """Compile what these ask for, and keep it. Raises RequestError where that cannot be done."""
 
-    def add_plans(self, requests: abc.Sequence[PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
-        """Give requests their plans; what is wrong with those of some is added to `errors`, by index."""
+    def add_plans(self, requests: abc.Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
+        """Give requests, by index, their plans; what is wrong with those of some is added to `errors`."""
 
     def masks(self, constraints: abc.Sequence[Constraint | None]) -> TokenMasks:
         """Return what the lines of a step may draw, each with its constraint or None."""
@@ -92,10 +92,18 @@ class Engine(Protocol):
     config: EngineConfig
     guard: StepGuard
 
+    def reserve_ids(self, count: int) -> abc.Iterable[int]:
+        """Return the ids of so many new requests."""
+
     def add_request(
-        self, prepared: PreparedRequest, inbox: list[RequestOutput], chunks: deque[StreamChunk] | None, index: int
-    ) -> int:
-        """Queue a request and return its id."""
+        self,
+        request_id: int,
+        prepared: PreparedRequest,
+        inbox: list[RequestOutput],
+        chunks: deque[StreamChunk] | None = None,
+        index: int = 0,
+    ) -> None:
+        """Queue a request under a reserved id."""
 
     def step(self) -> None:
         """Compute, and hand over what has finished."""

@@ -112,28 +112,31 @@ class LLMEngine:
     def listener(self, listener: Listener) -> None:
         self.scheduler.listener = listener
 
+    def reserve_ids(self, count: int) -> range:
+        """Return the ids of so many requests that are to be added."""
+        first, self._num_requests = self._num_requests, self._num_requests + count
+        return range(first, self._num_requests)
+
     def add_request(
         self,
+        request_id: int,
         prepared: PreparedRequest,
         inbox: list[RequestOutput],
         chunks: deque[StreamChunk] | None = None,
         index: int = 0,
-        request_id: int | None = None,
-    ) -> int:
-        """Queue a request and return its id; one that has an error ends with it at once.
+    ) -> None:
+        """Queue a request; one that has an error ends with it at once.
 
-        inbox: where a step puts its output. chunks: where a stream finds what is new of it, under this `index`.
-        request_id: its number, where somebody else counts; draws depend on it.
+        request_id: a reserved one; draws depend on it. inbox: where a step puts its output. chunks: where a stream
+        finds what is new of it, under this `index`.
         """
         self.guard.check()
         params = prepared.sampling_params
-        request_id = self._num_requests if request_id is None else request_id
-        self._num_requests += 1
         if prepared.error is not None:
             inbox.append(refused(request_id, prepared.prompt, params.n, str(prepared.error)))
             if chunks is not None:
                 chunks.extend(failed_chunks(request_id, index, range(params.n)))
-            return request_id
+            return
         request = Request(request_id, prepared.prompt, [], inbox)
         for sample in range(params.n):
             seed = self._seed(params, request_id, sample)
@@ -162,7 +165,6 @@ class LLMEngine:
         for completion in request.completions:
             self.scheduler.add(completion.seq)
             self.listener.arrived(completion.seq, request.arrived)
-        return request_id
 
     def step(self, launch: bool = True) -> None:
         """Launch the next step, collect the one before it, and hand over the requests that finished.

@@ -1,5 +1,9 @@
 """The way to the engine: `LLM`, asyncio and batch jobs add requests, run steps and collect outputs.
 
+outputs = queue.complete(queue.prepare_portions(["Hello"]), show=print)
+
+or, as a thread of its own might:
+
 inbox = Inbox()
 queue.add_requests(queue.prepare(["Hello"]), inbox)
 while not inbox.is_complete:
@@ -11,7 +15,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from nanoinfer.engine.interfaces import Constraints, Engine
@@ -19,9 +24,19 @@ from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.chat import Conversation, render_chats
-from nanoinfer.text.prompts import Params, PreparedRequest, Prompt, PromptProcessor, as_request_ids
-from nanoinfer.text.refusals import Errors, OnError, check_on_error, report
+from nanoinfer.text.chat import Conversation, as_conversations, render_chats
+from nanoinfer.text.portions import PORTION_SIZE, Portions
+from nanoinfer.text.prompts import (
+    OnFinish,
+    Params,
+    PreparedRequest,
+    Prompt,
+    PromptProcessor,
+    as_priorities,
+    as_request_ids,
+    one_for_each,
+)
+from nanoinfer.text.refusals import Errors, OnError, check_on_error
 
 logger = logging.getLogger("nanoinfer")
 
@@ -55,7 +70,7 @@ class RequestQueue:
     """Takes requests and runs them in steps. A step serves the requests of all callers, whichever thread runs it.
 
     Any thread may call any method. prompts: checks and tokenizes prompts. constraints: plans what limits their tokens.
-    lock: held for each step, and while requests are prepared, added or dropped; whoever holds it keeps steps waiting.
+    lock: held for each step, and while requests are added or dropped; whoever holds it keeps steps waiting.
     """
 
     def __init__(self, engine: Engine, prompts: PromptProcessor, constraints: Constraints) -> None:
@@ -65,36 +80,28 @@ class RequestQueue:
         # A full running set, and as many that wait: rows are refilled from them in one step.
         num_rows = engine.config.data_parallel_size * engine.config.max_num_seqs
         self.capacity = 2 * num_rows  # requests that are worth having here at a time
+        self.portion_size = PORTION_SIZE * engine.config.data_parallel_size  # of Portions
         self._idle_since: float | None = None  # perf_counter; 0.0 once the log says so
 
     def prepare(
         self,
-        prompts: list[Prompt],
+        prompts: Sequence[Prompt],
         sampling_params: Params = None,
         priority: Sequence[int] | None = None,
-        add_special_tokens: bool = True,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        use_tqdm: bool = False,
-        on_error: OnError = "raise",
-        errors: Errors | None = None,
+        **options: Any,
     ) -> list[PreparedRequest]:
-        """Check everything that a user can get wrong, before anything is queued; `errors` has what is known of it.
+        """Check everything that a user can get wrong, before anything is queued. options: of `prepare_portions`."""
+        return self.prepare_portions(prompts, sampling_params, priority, at_once=True, **options).take()
 
-        The other arguments are those of `LLM.generate`, and so are the errors.
-        """
-        check_on_error(on_error)
-        errors = {} if errors is None else errors
-        options = sampling_params, priority, errors, add_special_tokens, tokenization_kwargs
-        self._engine.check_open()
-        with self.lock:  # tokenizers do not serve two threads at once
-            requests = self.prompts.prepare(prompts, *options)
-        if on_error == "raise":
-            report(errors, len(prompts))
-        self._constraints.add_plans(requests, errors, use_tqdm)
-        report(errors, len(prompts), on_error)
-        for index, error in errors.items():
-            requests[index].error = error
-        return requests
+    def prepare_chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None,
+        template_options: Mapping[str, Any],
+        **options: Any,
+    ) -> list[PreparedRequest]:
+        """Do as `prepare` with one conversation. template_options: of `render_chats`."""
+        return self.prepare_chats([messages], sampling_params, template_options, at_once=True, **options).take()
 
     def prepare_chats(
         self,
@@ -102,32 +109,105 @@ class RequestQueue:
         sampling_params: Params,
         template_options: Mapping[str, Any],
         **options: Any,
-    ) -> list[PreparedRequest]:
-        """Do as `prepare` with conversations. template_options: of `render_chats`. options: of `prepare`."""
-        errors: Errors = {}
-        texts = render_chats(self.prompts.require_tokenizer(), messages, **template_options, errors=errors)
-        # The template has already written the special tokens.
-        return self.prepare([*texts], sampling_params, add_special_tokens=False, errors=errors, **options)
+    ) -> Portions:
+        """Do as `prepare_portions` with conversations. template_options: of `render_chats`. options: the others."""
+        render = partial(render_chats, self.prompts.require_tokenizer(), **template_options)
+        # The template writes the special tokens.
+        options |= {"add_special_tokens": False, "render": render}
+        return self.prepare_portions(as_conversations(messages), sampling_params, **options)
+
+    def prepare_portions(
+        self,
+        prompts: Sequence[Any],
+        sampling_params: Params = None,
+        priority: Sequence[int] | None = None,
+        *,
+        add_special_tokens: bool = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = False,
+        on_error: OnError = "raise",
+        render: Callable[[Mapping[int, Any], Errors], dict[int, Prompt]] | None = None,
+        at_once: bool = False,
+    ) -> Portions:
+        """Check what a user can get wrong, and prepare the requests of a call: the first portion, or all at once.
+
+        render: makes prompts of what was given. at_once: whether all are checked before any is queued; so are those
+        with priorities, and with grammars, which are compiled side by side. The other arguments are those of
+        `LLM.generate`, and so are the errors.
+        """
+        check_on_error(on_error)
+        self._engine.check_open()
+        all_params = one_for_each(sampling_params, len(prompts))
+        priorities = as_priorities(priority, len(prompts))
+
+        def prepare(indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
+            given = {index: prompts[index] for index in indices}
+            given = given if render is None else render(given, errors)
+            requests = self.prompts.prepare(
+                given, all_params, priorities, errors, add_special_tokens, tokenization_kwargs
+            )
+            if not errors or on_error == "return":
+                self._constraints.add_plans(requests, errors, use_tqdm)
+            return [*requests.values()]
+
+        at_once |= priority is not None or any(one.structured_outputs is not None for one in all_params)
+        return Portions(prepare, range(len(prompts)), len(prompts) if at_once else self.portion_size, on_error)
 
     def compile_grammars(self, params: Sequence[SamplingParams]) -> None:
         """Compile what these ask for, so that `prepare` finds it. Raises RequestError where that cannot be done."""
         self._constraints.compile(params)
 
-    def add_requests(self, requests: list[PreparedRequest], inbox: Inbox) -> list[int]:
-        """Queue requests, whose outputs steps put into the inbox, and return their ids.
+    def complete(
+        self, portions: Portions, show: Callable[[int], object], on_finish: OnFinish | None = None
+    ) -> list[RequestOutput]:
+        """Run the requests of a call to their end, and return the outputs in the order in which they were queued.
+
+        show: is told how many have finished, after each step. on_finish: is called with each output as it comes. If the
+        call fails, nothing of it is left behind.
+        """
+        inbox, num_reported = Inbox(), 0
+        try:
+            with portions:
+                ids = self._reserve_ids(portions.num_requests)
+                while num_reported < portions.num_requests:
+                    # A step may be under way: the device computes while these are queued.
+                    if requests := portions.take(wait=inbox.is_complete):
+                        self.add_requests(requests, inbox, [next(ids) for _ in requests])
+                    if num_reported == len(inbox.outputs):
+                        self.step()
+                    show(len(inbox.outputs))
+                    for output in inbox.outputs[num_reported:]:
+                        num_reported += 1
+                        if on_finish is not None:
+                            on_finish(output)
+        finally:
+            self.drop(inbox)
+        return sorted(inbox.outputs, key=lambda output: output.request_id)
+
+    def add_requests(
+        self, requests: Sequence[PreparedRequest], inbox: Inbox, request_ids: Iterable[int] | None = None
+    ) -> list[int]:
+        """Queue requests, whose outputs steps put into the inbox, and return their ids, reserved ones or new ones.
 
         Chunks of a stream have the request's place in the list as `index`. An interrupted call may have queued them all
         the same: `drop` them. Those added to an abandoned inbox are aborted.
         """
-        request_ids = []
+        added = []
         with self.lock, postponed_interrupt():
-            for index, request in enumerate(requests):
-                chunks = inbox.chunks if inbox.is_stream else None
-                request_ids.append(self._engine.add_request(request, inbox.outputs, chunks, index))
-                inbox.request_ids.add(request_ids[-1])
+            ids = self._reserve_ids(len(requests)) if request_ids is None else iter(request_ids)
+            chunks = inbox.chunks if inbox.is_stream else None
+            for index, (request, request_id) in enumerate(zip(requests, ids, strict=True)):
+                self._engine.add_request(request_id, request, inbox.outputs, chunks, index)
+                inbox.request_ids.add(request_id)
+                added.append(request_id)
             if inbox.is_abandoned:
                 self.abandon(inbox)
-        return request_ids
+        return added
+
+    def _reserve_ids(self, count: int) -> Iterator[int]:
+        """Return the ids of so many requests, which follow each other whatever other threads queue."""
+        with self.lock:
+            return iter(self._engine.reserve_ids(count))
 
     def step(self) -> None:
         """Run one step, or let another thread run its own. What finishes is in the inboxes then."""

@@ -24,7 +24,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import EngineClosedError, check_names
 from nanoinfer.outputs import RequestOutput, TokenLogprobs
 from nanoinfer.sampling_params import is_whole_number
-from nanoinfer.text.chat import render_chats
+from nanoinfer.text.chat import render_chat
 from nanoinfer.text.columns import as_list
 from nanoinfer.text.prompts import as_prompt
 from nanoinfer.vllm_names import LLM_NAMES
@@ -233,7 +233,7 @@ class EngineActor:
             return {"prompts": {"prompt": as_prompt(row[name])}, "sampling_params": params}
         tokenizer, tools = self.llm.queue.prompts.require_tokenizer(), plain(row.get("tools"))
         kwargs = self._chat_template_kwargs
-        [text] = render_chats(tokenizer, [plain(row[name])], tools=tools, chat_template_kwargs=kwargs)
+        text = render_chat(tokenizer, plain(row[name]), tools=tools, chat_template_kwargs=kwargs)
         # The template has already written the special tokens.
         return {"prompts": text, "sampling_params": params, "tokenization_kwargs": {"add_special_tokens": False}}
 

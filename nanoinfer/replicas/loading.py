@@ -5,7 +5,7 @@ import multiprocessing
 import pickle
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.connection import wait
 
@@ -37,11 +37,11 @@ RING_SLOTS, RING_SLOT_SIZE = 16, 2**18  # 16 MiB for new weights
 class CheckedConstraints(Constraints):
     """Finds what is wrong with what requests ask for; replicas compile it for themselves."""
 
-    def add_plans(self, requests: Sequence[PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
-        params = {index: one.sampling_params for index, one in enumerate(requests) if index not in errors}
+    def add_plans(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
+        params = {index: one.sampling_params for index, one in requests.items() if index not in errors}
         for_each_params(check_functions, {i: one for i, one in params.items() if one.logits_processors}, errors)
         super().add_plans(requests, errors, use_tqdm)
-        for request in requests:
+        for request in requests.values():
             request.constraint = None
 
 

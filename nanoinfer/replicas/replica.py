@@ -184,8 +184,8 @@ class Replica:
 
     def _plan(self, received: list[ReceivedRequest]) -> None:
         """Compile grammars and the like. The parent has found them all to be right."""
-        requests = [one.prepared for one in received]
-        errors: Errors = {index: one.error for index, one in enumerate(requests) if one.error is not None}
+        requests = {index: one.prepared for index, one in enumerate(received)}
+        errors: Errors = {index: one.error for index, one in requests.items() if one.error is not None}
         self._loaded.constraints.add_plans(requests, errors)
         for index, error in errors.items():
             requests[index].error = error
@@ -206,7 +206,7 @@ class Replica:
                 case list():
                     for request_id, prepared, is_streamed, is_aborted in message:
                         chunks = self._chunks if is_streamed else None
-                        self._engine.add_request(prepared, self._outputs, chunks, request_id=request_id)
+                        self._engine.add_request(request_id, prepared, self._outputs, chunks)
                         if is_aborted:
                             self._engine.act_later(Scheduler.abort, [request_id])
                 case Act(action, request_ids):

@@ -130,24 +130,27 @@ class ReplicatedEngine:
 
     # -------- What RequestQueue asks for ------------------------------------------------------------------------------
 
+    def reserve_ids(self, count: int) -> range:
+        """Return the ids of so many requests that are to be added."""
+        first, self._num_requests = self._num_requests, self._num_requests + count
+        return range(first, self._num_requests)
+
     def add_request(
         self,
+        request_id: int,
         prepared: PreparedRequest,
         inbox: list[RequestOutput],
         chunks: deque[StreamChunk] | None = None,
         index: int = 0,
-    ) -> int:
-        """Queue a request and return its id; one that has an error ends with it at once. As in LLMEngine."""
+    ) -> None:
+        """Queue a request; one that has an error ends with it at once. As in LLMEngine."""
         self.guard.check()
-        request_id = self._num_requests
-        self._num_requests += 1
         if prepared.error is not None:
             inbox.append(refused(request_id, prepared.prompt, prepared.sampling_params.n, str(prepared.error)))
-            return request_id
+            return
         queued = QueuedRequest(request_id, prepared, expected_work(prepared, self._max_model_len))
         self._requests[request_id] = Unfinished(queued, inbox, chunks, index)
         self.dispatcher.add(queued)
-        return request_id
 
     def step(self) -> None:
         """Give replicas what they lack, and hand over what has come of them; wait a moment for it if nothing has."""

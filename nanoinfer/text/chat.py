@@ -15,24 +15,22 @@ ROLES = ("system", "user", "assistant", "tool")
 
 def render_chats(
     tokenizer: Tokenizer,
-    messages: Conversation | Sequence[Conversation],
+    conversations: Mapping[int, Conversation],
+    errors: Errors,
     *,
     tools: Sequence[Any] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    errors: Errors | None = None,
-) -> list[str]:
-    """Return the text of one conversation, or of each of several.
+) -> dict[int, str]:
+    """Return the texts of conversations, by index; what is wrong with some is added to `errors`, and their text is "".
 
     tools: functions, or their JSON schemas, that the template describes to the model. continue_final_message: end
     within the last message, so that the model goes on with it. chat_template: in place of the tokenizer's own.
-    chat_template_kwargs: what else the template understands. Raises RequestError where there is no template, for a
-    message without role or content, and for what the template refuses. errors: takes what is wrong with some of the
-    conversations, by index, so that it is not raised; the text of these is "".
+    chat_template_kwargs: what else the template understands. Wrong are messages without role or content, and what the
+    template refuses. Raises RequestError where there is no template.
     """
-    found: Errors = {} if errors is None else errors
     if continue_final_message and add_generation_prompt:
         raise RequestError(
             "continue_final_message=True goes on with the last message, and add_generation_prompt=True begins another; "
@@ -40,8 +38,8 @@ def render_chats(
         )
     if chat_template is None and tokenizer.hf.chat_template is None:
         raise RequestError("the tokenizer has no chat template; give one as chat_template, or use generate")
-    texts = [""] * len(conversations := _as_conversations(messages))
-    for index, conversation in enumerate(conversations):
+    texts = dict.fromkeys(conversations, "")
+    for index, conversation in conversations.items():
         try:
             _check(conversation, index, has_own_template=chat_template is not None)
             texts[index] = tokenizer.hf.apply_chat_template(
@@ -54,18 +52,25 @@ def render_chats(
                 **(chat_template_kwargs or {}),
             )
         except RequestError as error:
-            found[index] = error
+            errors[index] = error
         except Exception as error:
-            found[index] = RequestError(
+            errors[index] = RequestError(
                 f"the chat template cannot render conversation {index} ({error}); mend the messages or the template"
             )
-            found[index].__cause__ = error
-    if errors is None:
-        report(found, len(texts))
+            errors[index].__cause__ = error
     return texts
 
 
-def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+def render_chat(tokenizer: Tokenizer, conversation: Conversation, **options: Any) -> str:
+    """Return the text of one conversation; the options are those of `render_chats`. Raises RequestError as it finds."""
+    errors: Errors = {}
+    [text] = render_chats(tokenizer, {0: conversation}, errors, **options).values()
+    report(errors, 1)
+    return text
+
+
+def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """Return one conversation or several as a list."""
     messages = as_list(messages)
     if not isinstance(messages, (list, tuple)):
         raise RequestError(

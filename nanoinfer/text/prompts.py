@@ -62,7 +62,7 @@ class PromptProcessor:
     tokenizer: None where the model has none; prompts must then be token ids. model: its name, for messages.
     stop_token_ids: the model's own. max_logprobs: the engine's option. min_new_tokens: room that prompts leave for a
     completion. refusal: why the model completes none; None if it does. limit: the option that sets max_model_len, for
-    messages. One thread at a time may encode, because tokenizers do not serve two.
+    messages. Any thread may call any method.
     """
 
     def __init__(
@@ -101,79 +101,60 @@ class PromptProcessor:
 
     def prepare(
         self,
-        prompts: list[Prompt],
-        sampling_params: Params,
-        priority: Sequence[int] | None,
+        prompts: Mapping[int, Prompt],
+        all_params: Sequence[SamplingParams],
+        priorities: Sequence[int],
         errors: Errors,
         add_special_tokens: bool = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PreparedRequest]:
-        """Return a request for each prompt, without constraint, and add to `errors` what is wrong with some."""
-        self._check_completes()
-        priorities = as_priorities(priority, len(prompts))
-        given = dict(enumerate(one_for_each(sampling_params, len(prompts))))
+    ) -> dict[int, PreparedRequest]:
+        """Return a request for each of some prompts, without constraint; add to `errors` what is wrong with them.
+
+        prompts: by their index among those of the call, which `all_params` and `priorities` are of.
+        """
+        self.check_completes()
+        given = {index: all_params[index] for index in prompts}
         checked = given | for_each_params(self.check_params, given, errors)
-        encoded, packed = self._encode(prompts, add_special_tokens, "prompt", tokenization_kwargs, errors)
-        return [
-            PreparedRequest(
+        encoded, packed = self.encode(prompts, errors, add_special_tokens, "prompt", tokenization_kwargs)
+        return {
+            index: PreparedRequest(
                 prompt=prompt if isinstance(prompt, str) else None,
-                token_ids=token_ids,
+                token_ids=encoded[index],
                 packed_ids=packed.get(index),
                 sampling_params=checked[index],
                 priority=priorities[index],
             )
-            for index, (prompt, token_ids) in enumerate(zip(prompts, encoded, strict=True))
-        ]
+            for index, prompt in prompts.items()
+        }
 
     def encode(
         self,
-        prompts: list[Prompt],
+        prompts: Mapping[int, Prompt],
+        errors: Errors,
         add_special_tokens: bool = True,
         what: str = "prompt",
         tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[list[int]]:
-        """Return the token ids of each prompt, checked. Raises RequestError for those that cannot be served.
+    ) -> tuple[dict[int, list[int]], dict[int, bytes]]:
+        """Return the token ids of each prompt, checked, and those of most as int32, both by index.
 
-        what: the word for a prompt in error messages. tokenization_kwargs: of TOKENIZATION_OPTIONS.
-        """
-        errors: Errors = {}
-        all_ids, _ = self._encode(prompts, add_special_tokens, what, tokenization_kwargs, errors)
-        report(errors, len(prompts))
-        return all_ids
-
-    def _encode(
-        self,
-        prompts: list[Prompt],
-        add_special_tokens: bool,
-        what: str,
-        tokenization_kwargs: Mapping[str, Any] | None,
-        errors: Errors,
-    ) -> tuple[list[list[int]], dict[int, bytes]]:
-        """Do as `encode`, and also return the ids as int32 of most prompts, by index.
-
-        What is wrong is added to `errors`; a prompt that has an error gets no ids.
+        What is wrong is added to `errors`; a prompt that has an error gets no ids. what: the word for a prompt in
+        error messages. tokenization_kwargs: of TOKENIZATION_OPTIONS.
         """
         options = tokenization_kwargs or {}
         check_names("tokenization_kwargs", options, TOKENIZATION_OPTIONS, {})
         add_special_tokens = options.get("add_special_tokens", add_special_tokens)
         max_tokens = self.most_tokens(options.get("truncate_prompt_tokens"))
         given = self._tokenize(prompts, add_special_tokens, max_tokens, errors)
-        all_ids = [list(ids) if isinstance(ids, (list, tuple)) else ids for ids in given]  # those given are the user's
-        packed = self._pack_served({index: ids for index, ids in enumerate(all_ids) if index not in errors})
-        for index, ids in enumerate(all_ids):
+        # Those given are the user's.
+        all_ids = {index: list(ids) if isinstance(ids, (list, tuple)) else ids for index, ids in given.items()}
+        packed = self._pack_served({index: ids for index, ids in all_ids.items() if index not in errors})
+        for index, ids in all_ids.items():
             if index not in packed and index not in errors:
                 try:
                     all_ids[index] = self._check_token_ids(ids, f"{what} {index}")
                 except RequestError as error:
                     errors[index] = error
-        return [[] if index in errors else ids for index, ids in enumerate(all_ids)], packed
-
-    def check(self, all_ids: list[list[int]]) -> tuple[list[list[int]], dict[int, bytes]]:
-        """Return token ids as they can be served, and most of them as int32. Raises RequestError for the others."""
-        errors: Errors = {}
-        checked = self._encode([*all_ids], False, "prompt", None, errors)
-        report(errors, len(all_ids))
-        return checked
+        return {index: [] if index in errors else ids for index, ids in all_ids.items()}, packed
 
     def _pack_served(self, all_ids: Mapping[int, list[int]]) -> dict[int, bytes]:
         """Return the packed ids of prompts that can be served, but for those that `_check_token_ids` has to look at."""
@@ -187,20 +168,14 @@ class PromptProcessor:
         fits = (lowest >= 0) & (highest < self.vocab_size) & (lengths <= self.longest_prompt)
         return {index: packed[index] for index, one_fits in zip(packed, fits.tolist(), strict=True) if one_fits}
 
-    def tokenize(
-        self, prompts: list[Prompt], add_special_tokens: bool = True, max_tokens: int | None = None
-    ) -> list[list[int]]:
-        """Encode the prompts that are texts, in one batch; of each, and of the others, keep the last `max_tokens`."""
-        errors: Errors = {}
-        all_ids = self._tokenize(prompts, add_special_tokens, max_tokens, errors)
-        report(errors, len(prompts))
-        return all_ids
-
     def _tokenize(
-        self, prompts: list[Prompt], add_special_tokens: bool, max_tokens: int | None, errors: Errors
-    ) -> list[list[int]]:
-        """Do as `tokenize`; add to `errors` what is wrong with texts, which get no ids."""
-        texts = {index: text for index, text in enumerate(prompts) if isinstance(text, str) and index not in errors}
+        self, prompts: Mapping[int, Prompt], add_special_tokens: bool, max_tokens: int | None, errors: Errors
+    ) -> dict[int, list[int]]:
+        """Encode the prompts that are texts, in one batch; of each, and of the others, keep the last `max_tokens`.
+
+        What is wrong with texts is added to `errors`; they get no ids.
+        """
+        texts = {index: text for index, text in prompts.items() if isinstance(text, str) and index not in errors}
         encoded: dict[int, list[int]] = {}
         if texts:
             tokenizer = self.require_tokenizer()
@@ -216,35 +191,50 @@ class PromptProcessor:
                         [encoded[index]] = tokenizer.encode([text], add_special_tokens, max_tokens)
                     except RequestError as error:
                         errors[index] = RequestError(f"prompt {index}: {error}")
-        return [
-            encoded.get(index, []) if isinstance(prompt, str) else keep_last(prompt, max_tokens)
-            for index, prompt in enumerate(prompts)
-        ]
+        return {
+            index: encoded.get(index, []) if isinstance(prompt, str) else keep_last(prompt, max_tokens)
+            for index, prompt in prompts.items()
+        }
 
-    def encode_pairs(self, prompts: list[Prompt], completions: list[Prompt]) -> list[EncodedPair]:
-        """Return the token ids of each prompt and of its completion, as the model reads them one after the other.
+    def encode_pairs(
+        self, prompts: Mapping[int, Prompt], completions: Sequence[Prompt], errors: Errors
+    ) -> dict[int, EncodedPair]:
+        """Return the token ids of some prompts and of their completions, as the model reads them one after the other.
 
-        Two texts are tokenized as one; see `split_whole`. Raises RequestError for a pair that cannot be served.
+        Two texts are tokenized as one; see `split_whole`. What is wrong with a pair is added to `errors`.
         """
-        self._check_completes()
-        if len(prompts) != len(completions):
-            raise RequestError(f"{len(completions)} completions for {len(prompts)} prompts; give one for each")
-        texts: list[Prompt] = [
-            before + after if isinstance(before, str) and isinstance(after, str) else []
-            for before, after in zip(prompts, completions, strict=True)
-        ]
-        apart = self.encode(prompts), self.encode(completions, False, "completion")
-        pairs = [split_whole(*ids) for ids in zip(*apart, self.tokenize(texts), strict=True)]
-        errors: Errors = {}
-        wholes, packed = self._encode([before + after for before, after in pairs], True, "prompt", None, errors)
-        report(errors, len(pairs))  # they may be too long together
-        return [EncodedPair(*pair, wholes[index], packed.get(index)) for index, pair in enumerate(pairs)]
+        self.check_completes()
+        after = {index: completions[index] for index in prompts}
+        texts: dict[int, Prompt] = {
+            index: prompt + after[index]  # type: ignore[operator]
+            for index, prompt in prompts.items()
+            if isinstance(prompt, str) and isinstance(after[index], str)
+        }
+        firsts, first_bytes = self.encode(prompts, errors)
+        seconds, second_bytes = self.encode(after, errors, False, "completion")
+        wholes = self._tokenize(texts, True, None, errors)
+        pairs = {index: split_whole(ids, seconds[index], wholes.get(index, [])) for index, ids in firsts.items()}
+        joined = {index: first + second for index, (first, second) in pairs.items()}
+        packed = {
+            index: first_bytes[index] + second_bytes[index]
+            for index, ids in joined.items()
+            if not (index in texts or index in errors) and len(ids) <= self.longest_prompt
+            if index in first_bytes and index in second_bytes
+        }
+        # The others may be too long together.
+        rest = {index: ids for index, ids in joined.items() if not (index in packed or index in errors)}
+        checked, more = self.encode(cast("dict[int, Prompt]", rest), errors)
+        joined, packed = joined | checked, packed | more
+        return {index: EncodedPair(*pair, joined[index], packed.get(index)) for index, pair in pairs.items()}
 
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a text, however many. Raises RequestError for what is no text."""
         if not isinstance(text, str):
             raise RequestError(f"{text!r} is a {type(text).__name__}; give a string")
-        return self.tokenize([text])[0]
+        errors: Errors = {}
+        token_ids = self._tokenize({0: text}, True, None, errors)[0]
+        report(errors, 1)
+        return token_ids
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool) -> str:
         """Return the text of one token id or several. Raises RequestError for a wrong id, or without a tokenizer."""
@@ -274,7 +264,7 @@ class PromptProcessor:
             )
         return self.longest_prompt if number == -1 else min(int(number), self.longest_prompt)
 
-    def _check_completes(self) -> None:
+    def check_completes(self) -> None:
         """Raise RequestError where the model generates nothing."""
         if self._refusal is not None:
             raise RequestError(self._refusal)

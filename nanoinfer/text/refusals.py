@@ -22,8 +22,11 @@ def check_on_error(on_error: Any) -> None:
         raise RequestError(f"on_error={on_error!r} is not known; use 'raise', or 'return' to get errors as outputs")
 
 
-def report(errors: Mapping[int, RequestError], count: int, on_error: OnError = "raise") -> None:
-    """Raise what is wrong with some of `count` prompts, or log it where it is returned in their places."""
+def report(errors: Mapping[int, RequestError], count: int, on_error: OnError | None = "raise") -> None:
+    """Raise what is wrong with some of `count` prompts, or log it where it is returned in their places.
+
+    on_error: None for a call that does not know it.
+    """
     if not errors:
         return
     found = [errors[index] for index in sorted(errors)]
@@ -35,10 +38,8 @@ def report(errors: Mapping[int, RequestError], count: int, on_error: OnError = "
     elif is_one:
         raise found[0]
     else:
-        raise RequestError(
-            f"{len(found)} of {count} prompts cannot be served; mend them, or let generate or chat answer the rest by "
-            f"on_error='return':{named}"
-        )
+        remedy = "" if on_error is None else ", or let generate or chat answer the rest by on_error='return'"
+        raise RequestError(f"{len(found)} of {count} prompts cannot be served; mend them{remedy}:{named}")
 
 
 def for_each_params(

@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -32,9 +33,13 @@ PASSED_ON = (KeyboardInterrupt, SystemExit, MemoryError)
 
 
 class Tokenizer:
-    """Encodes and decodes by a transformers tokenizer, `hf`, and turns its failures into errors of ours."""
+    """Encodes and decodes by a transformers tokenizer, `hf`, and turns its failures into errors of ours.
+
+    Any thread may encode or decode.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self._encoding = threading.Lock()  # a tokenizer that is told to truncate must not be encoding meanwhile
         try:
             self.hf: Any = _tokenizer_class(folder).from_pretrained(folder, trust_remote_code=False)
         except PASSED_ON:
@@ -81,13 +86,14 @@ class Tokenizer:
         if not texts:
             return []
         try:
-            batch: list[list[int]] = self.hf(texts, add_special_tokens=add_special_tokens, **IDS_ALONE)["input_ids"]
+            with self._encoding:
+                batch: list[list[int]] = self.hf(texts, add_special_tokens=add_special_tokens, **IDS_ALONE)["input_ids"]
+                bos, bos_id = self.hf.bos_token, self.hf.bos_token_id
+                adds_bos = add_special_tokens and bos is not None and self.hf("")["input_ids"][:1] == [bos_id]
         except PASSED_ON:
             raise
         except BaseException as error:
             raise RequestError(f"the tokenizer cannot encode a prompt ({error}); shorten it") from error
-        bos, bos_id = self.hf.bos_token, self.hf.bos_token_id
-        adds_bos = add_special_tokens and bos is not None and self.hf("")["input_ids"][:1] == [bos_id]
         if adds_bos:
             batch = [ids[1:] if text.startswith(bos) else ids for text, ids in zip(texts, batch, strict=True)]
         return [keep_last(ids, max_tokens, num_first=int(adds_bos)) for ids in batch]
@@ -105,7 +111,8 @@ class Tokenizer:
         if pairs is not None:  # whether the model tells texts apart is what the tokenizer says
             options["return_token_type_ids"] = "token_type_ids" in self.hf.model_input_names
         try:
-            batch = self.hf(texts, pairs, **options)
+            with self._encoding:
+                batch = self.hf(texts, pairs, **options)
         except PASSED_ON:
             raise
         except BaseException as error:

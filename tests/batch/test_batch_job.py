@@ -223,8 +223,8 @@ def test_a_system_message_is_for_chats_that_have_none(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[dict[str, str]]] = []
-    original = llm.queue.prepare_chats
-    monkeypatch.setattr(llm.queue, "prepare_chats", lambda said, *args: asked.extend(said) or original(said, *args))
+    original = llm.queue.prepare_chat
+    monkeypatch.setattr(llm.queue, "prepare_chat", lambda said, *args: asked.append(said) or original(said, *args))
     own = [QUESTION[0], {"role": "system", "content": "mine"}]
     lines = [{"messages": messages, **GREEDY} for messages in (QUESTION, own, [], ["x"])]
     path = write(tmp_path / "in.jsonl", *lines, {"prompt": "a", **GREEDY})

@@ -135,7 +135,7 @@ def test_what_cannot_be_served_is_refused(two: LLM) -> None:
 
 def test_aborted_texts_have_values_of_nan(two: LLM) -> None:
     inbox = Inbox()
-    ids = two.queue.add_requests(two.one_pass.prepare_embeddings(["1", "2"]), inbox)
+    ids = two.queue.add_requests(two.one_pass.prepare_embeddings(["1", "2"], at_once=True).take(), inbox)
     two.abort(ids[:1])
     while not inbox.is_complete:
         two.queue.step()

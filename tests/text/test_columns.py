@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanoinfer import LLM, RequestError, SamplingParams, tiny_model_path
-from nanoinfer.text.chat import render_chats
+from nanoinfer.text.chat import as_conversations, render_chat
 from nanoinfer.text.prompts import as_list_of_prompts
 
 TEXTS = ["What is 2", "Sort 3"]
@@ -73,9 +73,9 @@ def test_a_column_of_texts_or_of_ids_is_a_list_of_them(kind: str, prompts: list[
 def test_a_column_of_conversations_is_a_list_of_them(kind: str, llm: LLM) -> None:
     if kind == "datasets of arrays":
         pytest.skip("NumPy has no array of dicts that `datasets` would make")
-    assert render_chats(llm.queue.prompts.require_tokenizer(), KINDS[kind](CHATS)) == render_chats(
-        llm.queue.prompts.require_tokenizer(), CHATS
-    )
+    tokenizer = llm.queue.prompts.require_tokenizer()
+    found = [render_chat(tokenizer, conversation) for conversation in as_conversations(KINDS[kind](CHATS))]
+    assert found == [render_chat(tokenizer, conversation) for conversation in CHATS]
 
 
 def test_an_array_of_whole_numbers_is_one_prompt_and_one_of_two_dimensions_is_several() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from nanoinfer import RequestError, SamplingParams, StructuredOutputsParams
 from nanoinfer.text.prompts import PromptProcessor, split_whole
-from nanoinfer.text.refusals import Errors
+from nanoinfer.text.refusals import Errors, report
 from nanoinfer.text.tokenizer import Tokenizer
 from tests.text.test_tokenizer import save_tokenizer
 
@@ -23,13 +23,21 @@ def prompts(tmp_path: Path) -> PromptProcessor:
     return PromptProcessor(Tokenizer(tmp_path), "a model", vocab_size=10, max_model_len=4)
 
 
+def encode(prompts: PromptProcessor, given: list[Any], **options: Any) -> list[list[int]]:
+    """The token ids of prompts; what is wrong with them is raised."""
+    errors: Errors = {}
+    encoded, _ = prompts.encode(dict(enumerate(given)), errors, **options)
+    report(errors, len(given))
+    return [*encoded.values()]
+
+
 def test_texts_and_token_ids_may_be_mixed(prompts: PromptProcessor) -> None:
     given = [9, 8]
-    encoded = prompts.encode(["one", given, "two one"])
+    encoded = encode(prompts, ["one", given, "two one"])
     given.append(3)  # the list is the user's, and a copy was taken
     assert encoded == [[BOS, ONE], [9, 8], [BOS, TWO, ONE]]
-    assert prompts.encode(["one"], add_special_tokens=False) == [[ONE]]
-    assert prompts.encode([]) == []
+    assert encode(prompts, ["one"], add_special_tokens=False) == [[ONE]]
+    assert encode(prompts, []) == []
 
 
 TRUNCATED = [
@@ -46,29 +54,29 @@ def test_a_prompt_that_is_truncated_keeps_its_last_tokens(
     prompts: PromptProcessor, number: int, expected: list[list[int]]
 ) -> None:
     options = {"truncate_prompt_tokens": number}
-    assert prompts.encode(["one two two one", [5, 9, 8, 7]], tokenization_kwargs=options) == expected
-    assert prompts.encode(["two", [5]], tokenization_kwargs=options)[1] == [5]
+    assert encode(prompts, ["one two two one", [5, 9, 8, 7]], tokenization_kwargs=options) == expected
+    assert encode(prompts, ["two", [5]], tokenization_kwargs=options)[1] == [5]
     plain = {"truncate_prompt_tokens": 2, "add_special_tokens": False}
-    assert prompts.encode(["one two two one"], tokenization_kwargs=plain) == [[TWO, ONE]]
+    assert encode(prompts, ["one two two one"], tokenization_kwargs=plain) == [[TWO, ONE]]
 
 
 @pytest.mark.parametrize("number", [0, -2, 5, 1.0, True, "1"])
 def test_a_wrong_number_of_tokens_to_keep_is_refused(prompts: PromptProcessor, number: object) -> None:
     message = f"truncate_prompt_tokens={number!r} must be a whole number of at least 1 and at most max_model_len=4"
     with pytest.raises(RequestError, match=message):
-        prompts.encode(["one"], tokenization_kwargs={"truncate_prompt_tokens": number})
+        encode(prompts, ["one"], tokenization_kwargs={"truncate_prompt_tokens": number})
 
 
 def test_an_option_of_tokenizing_that_there_is_not_is_a_type_error(prompts: PromptProcessor) -> None:
     message = "tokenization_kwargs has no option 'truncate_prompt'; did you mean 'truncate_prompt_tokens'?"
     with pytest.raises(TypeError, match=re.escape(message)):
-        prompts.encode(["one"], tokenization_kwargs={"truncate_prompt": 1})
+        encode(prompts, ["one"], tokenization_kwargs={"truncate_prompt": 1})
 
 
 def test_an_empty_text_can_be_tokenized_but_not_served(prompts: PromptProcessor) -> None:
-    assert prompts.tokenize([""], add_special_tokens=False) == [[]]
+    assert prompts.encode_text("") == [BOS]
     with pytest.raises(RequestError, match="prompt 0 is empty; give at least one token"):
-        prompts.encode([""], add_special_tokens=False)
+        encode(prompts, [""], add_special_tokens=False)
 
 
 @pytest.mark.parametrize(
@@ -87,25 +95,26 @@ def test_a_prompt_that_cannot_be_served_is_refused_by_its_place(
     prompts: PromptProcessor, prompt: object, message: str
 ) -> None:
     with pytest.raises(RequestError, match=rf"^prompt 1 {message}"):
-        prompts.encode([[1], prompt])  # type: ignore[list-item]
+        encode(prompts, [[1], prompt])
 
 
 @pytest.mark.parametrize("item", [True, False, 2.0, float("nan"), None, "2", np.bool_(True), [2]], ids=repr)
 def test_what_is_no_whole_number_is_refused_among_token_ids(prompts: PromptProcessor, item: object) -> None:
     with pytest.raises(RequestError, match=rf"^prompt 1 has {re.escape(repr(item))} among its token ids; give ints"):
-        prompts.encode([[1, 2], [2, item], [3]])  # type: ignore[list-item]
+        encode(prompts, [[1, 2], [2, item], [3]])
 
 
 @pytest.mark.parametrize("token_id", [-1, 10, 2**31, -(2**31) - 1, 10**30])
 def test_a_whole_number_of_any_size_outside_the_vocabulary_is_refused(prompts: PromptProcessor, token_id: int) -> None:
     with pytest.raises(RequestError, match=f"^prompt 1 has token id {token_id}, outside the vocabulary"):
-        prompts.encode([[1, 2], [2, token_id], [3]])
+        encode(prompts, [[1, 2], [2, token_id], [3]])
 
 
 def test_whole_numbers_of_numpy_become_ints_beside_prompts_of_ints(prompts: PromptProcessor) -> None:
     errors: Errors = {}
     given: list[Any] = [[1, 2], [np.int64(3), np.uint8(4)], [], (0, 9)]
-    requests = prompts.prepare(given, None, None, errors)
+    params = [SamplingParams()] * len(given)
+    requests = [*prompts.prepare(dict(enumerate(given)), params, [0] * len(given), errors).values()]
     assert [request.token_ids for request in requests] == [[1, 2], [3, 4], [], [0, 9]]
     assert {*map(type, requests[1].token_ids)} == {int}
     assert [*errors] == [2]
@@ -115,14 +124,14 @@ def test_whole_numbers_of_numpy_become_ints_beside_prompts_of_ints(prompts: Prom
 
 def test_an_error_names_what_it_is_about(prompts: PromptProcessor) -> None:
     with pytest.raises(RequestError, match="completion 0 is empty"):
-        prompts.encode([[]], what="completion")
+        encode(prompts, [[]], what="completion")
 
 
 def test_without_a_tokenizer_token_ids_are_served_and_texts_are_not() -> None:
     prompts = PromptProcessor(None, "a model", vocab_size=10, max_model_len=4)
-    assert prompts.encode([[1, 2]]) == [[1, 2]]
+    assert encode(prompts, [[1, 2]]) == [[1, 2]]
     with pytest.raises(RequestError, match="a model has no tokenizer; give the prompt as a list of token ids"):
-        prompts.encode(["one"])
+        encode(prompts, ["one"])
     for options, said in (
         ({"stop": "a"}, r"stop=\('a',\) is about text, and a model has no tokenizer; use stop_token_ids"),
         ({"bad_words": ["a"]}, r"bad_words=\('a',\) is about text, and a model has no tokenizer; use logit_bias"),

@@ -1,0 +1,76 @@
+"""Prepares the requests of a call a portion at a time, so that steps begin before all its texts are tokenized."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.refusals import Errors, OnError, report
+
+PORTION_SIZE = 256  # requests: they take some 10 ms to prepare, about as long as a step
+
+Prepare = Callable[[Sequence[int], Errors], list[PreparedRequest]]
+
+
+class Portions:
+    """Holds the requests of one call. Entered with `with`, it prepares the next portion in a thread of its own.
+
+    prepare: makes the requests of the prompts with these indices, and adds to the errors what is wrong with some. It
+    is called by one thread at a time. order: the indices of all prompts, in the order in which they are queued.
+    on_error: as in `LLM.generate`; all but "return" raise, with what is wrong with any of the prompts.
+    """
+
+    def __init__(
+        self,
+        prepare: Prepare,
+        order: Sequence[int],
+        size: int = PORTION_SIZE,
+        on_error: OnError | None = "raise",
+    ) -> None:
+        self.num_requests, self.order = len(order), order
+        self._prepare, self._on_error = prepare, on_error
+        self._errors: Errors = {}
+        starts = range(0, max(len(order), 1), max(size, 1))
+        self._left = deque(order[start : start + size] for start in starts)
+        self._ready = self._prepare_next()  # by the call itself, which raises what is wrong with a few prompts
+        self._coming: Future[list[PreparedRequest]] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def of(cls, requests: list[PreparedRequest]) -> "Portions":
+        """Return requests that are prepared as the one portion of their call."""
+        return cls(lambda _, __: requests, range(len(requests)), size=len(requests))
+
+    def take(self, wait: bool = False) -> list[PreparedRequest]:
+        """Return the next portion; none where it is not ready, unless told to wait, or where none is left.
+
+        Raises RequestError where a prompt of it cannot be served.
+        """
+        ready, self._ready = self._ready, []
+        if not ready and self._coming is not None and (wait or self._coming.done()):
+            coming, self._coming = self._coming, None
+            ready = coming.result()
+        if self._thread is not None and self._coming is None and self._left:
+            self._coming = self._thread.submit(self._prepare_next)
+        return ready
+
+    def __enter__(self) -> "Portions":
+        if self._left:
+            self._thread = ThreadPoolExecutor(1, "nanoinfer prompts")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _prepare_next(self) -> list[PreparedRequest]:
+        indices = self._left.popleft()
+        requests = self._prepare(indices, self._errors)
+        raises = self._on_error != "return"
+        while self._errors and raises and self._left:  # so that the error names them all
+            self._prepare(self._left.popleft(), self._errors)
+        if raises or not self._left:
+            report(self._errors, self.num_requests, self._on_error)
+        for index, request in zip(indices, requests, strict=True):
+            request.error = request.error or self._errors.get(index)
+        return requests

@@ -1,0 +1,174 @@
+"""Calls whose prompts are prepared a portion at a time: they begin early, and give what they gave at once."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from nanoinfer import LLM, RequestError, SamplingParams, tiny_model_path
+from nanoinfer.sampling_params import SamplingParams as Params
+from nanoinfer.text.portions import Portions
+from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.refusals import Errors
+
+PROMPTS = [f"{number} + {number} =" for number in range(11)]
+DRAWN = SamplingParams(temperature=1.0, max_tokens=4)
+LONG = [5] * 300  # longer than the model takes
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[LLM]:
+    with LLM(tiny_model_path(), device="cpu", max_model_len=256, max_num_seqs=4) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """One whose portions have three requests."""
+    monkeypatch.setattr(loaded.queue, "portion_size", 3)
+    return loaded
+
+
+def requests_of(indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
+    """A request for each index, whose prompt says it; 7 and 9 cannot be served."""
+    errors |= {index: RequestError(f"prompt {index} is wrong") for index in indices if index in (7, 9)}
+    return [PreparedRequest(prompt=str(i), token_ids=[i], sampling_params=Params()) for i in indices]
+
+
+def taken(portions: Portions) -> list[list[str | None]]:
+    found = []
+    with portions:
+        while requests := portions.take(wait=True):
+            found.append([request.prompt for request in requests])
+    return found
+
+
+def test_portions_come_in_order_and_the_last_may_be_short() -> None:
+    assert taken(Portions(requests_of, range(5), size=2)) == [["0", "1"], ["2", "3"], ["4"]]
+    assert taken(Portions(requests_of, [4, 1, 3], size=2)) == [["4", "1"], ["3"]]
+    assert taken(Portions(requests_of, [], size=2)) == []
+    assert taken(Portions.of(requests_of([1, 2], {}))) == [["1", "2"]]
+
+
+def test_a_portion_that_is_not_ready_is_not_waited_for_unless_that_is_asked() -> None:
+    may_go_on = threading.Event()
+
+    def slowly(indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
+        assert indices[0] == 0 or may_go_on.wait(20)
+        return requests_of(indices, errors)
+
+    with Portions(slowly, range(4), size=2) as portions:
+        assert [request.prompt for request in portions.take()] == ["0", "1"]
+        assert portions.take() == []
+        may_go_on.set()
+        assert [request.prompt for request in portions.take(wait=True)] == ["2", "3"]
+        assert portions.take(wait=True) == []
+
+
+def test_an_error_names_every_prompt_that_is_wrong_also_those_of_later_portions() -> None:
+    with Portions(requests_of, range(12), size=2) as portions:
+        for _ in range(3):
+            portions.take(wait=True)
+        with pytest.raises(RequestError, match="2 of 12 prompts cannot be served") as raised:
+            portions.take(wait=True)
+    assert "prompt 7 is wrong\n  prompt 9 is wrong" in str(raised.value)
+    with pytest.raises(RequestError, match=r"^prompt 7 is wrong$"):
+        Portions(requests_of, [7], on_error=None)
+
+
+def test_prompts_that_are_wrong_may_come_back_with_their_error() -> None:
+    with Portions(requests_of, range(10), size=4, on_error="return") as portions:
+        found = [portions.take(wait=True) for _ in range(3)]
+    assert [request.error is not None for portion in found for request in portion] == [i in (7, 9) for i in range(10)]
+
+
+def test_portions_give_the_tokens_and_the_order_of_prompts_that_are_prepared_at_once(loaded: LLM) -> None:
+    expected, found = [], []
+    for size in (256, 3):
+        with LLM(tiny_model_path(), device="cpu", max_model_len=256, max_num_seqs=4) as llm:
+            llm.queue.portion_size = size
+            (found if size == 3 else expected).extend(llm.generate(PROMPTS, DRAWN, use_tqdm=False))
+    assert [output.prompt for output in found] == PROMPTS
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    assert [output.request_id for output in found] == [*range(11)]
+
+
+def test_steps_run_before_the_last_prompts_are_tokenized(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_finished, original = threading.Event(), llm.queue.prompts.prepare
+
+    def wait_for_a_step(prompts: dict[int, Any], *arguments: Any) -> Any:
+        assert 9 not in prompts or has_finished.wait(20), "no step has run before the last portion is prepared"
+        return original(prompts, *arguments)
+
+    callback = llm.on_step(lambda event: has_finished.set())
+    monkeypatch.setattr(llm.queue.prompts, "prepare", wait_for_a_step)
+    assert len(llm.generate(PROMPTS, DRAWN, use_tqdm=False)) == 11
+    callback()
+
+
+def test_a_prompt_of_a_later_portion_that_cannot_be_served_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"^prompt 10 has 300 tokens") as raised:
+        llm.generate([*PROMPTS[:10], LONG], DRAWN, use_tqdm=False)
+    assert "shorten it" in str(raised.value)
+    assert llm.is_finished()
+    outputs = llm.generate([*PROMPTS[:10], LONG], DRAWN, use_tqdm=False, on_error="return")
+    assert [output.finish_reason == "error" for output in outputs] == [False] * 10 + [True]
+
+
+def test_all_prompts_are_checked_first_where_outputs_are_handed_over_as_they_finish(llm: LLM) -> None:
+    seen: list[Any] = []
+    for options in ({"on_finish": seen.append}, {"priority": [0] * 11}):
+        before = llm.get_metrics().num_prompt_tokens
+        with pytest.raises(RequestError, match=r"^prompt 10 has 300 tokens"):
+            llm.generate([*PROMPTS[:10], LONG], DRAWN, use_tqdm=False, **options)  # type: ignore[arg-type]
+        assert llm.get_metrics().num_prompt_tokens == before
+    assert seen == []
+
+
+def test_chats_and_scores_come_in_portions_too(llm: LLM) -> None:
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=3)
+    alone = [llm.chat(chat, params, use_tqdm=False)[0].token_ids for chat in chats]
+    assert [output.token_ids for output in llm.chat(chats, params, use_tqdm=False)] == alone
+    with pytest.raises(RequestError, match=r"2 of 5 prompts cannot be served(.|\n)*conversation 3 is (.|\n)*on 4 is"):
+        llm.chat([*chats[:3], [], []], params, use_tqdm=False)
+    answers = [str(2 * number) for number in range(11)]
+    found = llm.score(PROMPTS, answers, use_tqdm=False)
+    each = [llm.score(prompt, answer, use_tqdm=False)[0] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    assert [score.token_ids for score in found] == [score.token_ids for score in each]
+    assert [sum(score.logprobs) for score in found] == pytest.approx([sum(score.logprobs) for score in each], abs=1e-4)
+    with pytest.raises(RequestError, match=r"^completion 10 is empty"):
+        llm.score(PROMPTS, [*answers[:10], []], use_tqdm=False)
+
+
+def test_embeddings_come_in_the_order_of_the_texts_though_the_longest_are_read_first(llm: LLM) -> None:
+    texts = ["1 + 1 " * (1 + number * 5 % 11) for number in range(11)]
+    found = llm.embed(texts, use_tqdm=False)
+    assert [output.prompt for output in found] == texts
+    for output, text in zip(found, texts, strict=True):
+        assert output.embedding == pytest.approx(llm.embed(text, use_tqdm=False)[0].embedding, abs=1e-4)
+    with pytest.raises(RequestError, match="2 of 11 prompts cannot be served; mend them:") as raised:
+        llm.embed([*texts[:9], LONG, []], use_tqdm=False)
+    assert "prompt 9 has 300 tokens" in str(raised.value)
+    assert "prompt 10 is empty" in str(raised.value)
+
+
+def test_ids_of_a_call_follow_each_other_while_another_thread_queues_its_own(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[int] = []
+    original = llm.queue.prompts.prepare
+
+    def add_between(prompts: dict[int, Any], *arguments: Any) -> Any:
+        if 3 in prompts and threading.current_thread() is not threading.main_thread():
+            others.append(llm.add_request("1 + 1 =", SamplingParams(max_tokens=1)))
+        return original(prompts, *arguments)
+
+    monkeypatch.setattr(llm.queue.prompts, "prepare", add_between)
+    ids = [output.request_id for output in llm.generate(PROMPTS, DRAWN, use_tqdm=False)]
+    assert ids == [*range(ids[0], ids[0] + 11)]
+    while not llm.is_finished():
+        llm.step()
+    assert len(others) == 1
+    assert others[0] not in ids
