@@ -183,8 +183,9 @@ class PromptProcessor:
             errors |= find_bad_texts(texts, longest)
             texts = {index: text for index, text in texts.items() if index not in errors}
             try:
-                ids = tokenizer.encode([*texts.values()], add_special_tokens, max_tokens)
-                encoded = dict(zip(texts, ids, strict=True))
+                distinct = [*dict.fromkeys(texts.values())]  # a task's contexts and a trainer's prompts come repeatedly
+                ids = dict(zip(distinct, tokenizer.encode(distinct, add_special_tokens, max_tokens), strict=True))
+                encoded = {index: ids[text] for index, text in texts.items()}
             except RequestError:  # of one of them
                 for index, text in texts.items():
                     try:

@@ -40,6 +40,18 @@ def test_texts_and_token_ids_may_be_mixed(prompts: PromptProcessor) -> None:
     assert encode(prompts, []) == []
 
 
+def test_a_text_that_comes_repeatedly_is_tokenized_once_and_each_prompt_has_ids_of_its_own(
+    prompts: PromptProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    original = prompts.require_tokenizer().encode
+    monkeypatch.setattr(prompts.tokenizer, "encode", lambda texts, *args: asked.extend(texts) or original(texts, *args))
+    first, _, third = encode(prompts, ["one", "two", "one"])
+    assert asked == ["one", "two"]
+    first.append(9)
+    assert third == [BOS, ONE]
+
+
 TRUNCATED = [
     (1, [[ONE], [7]]),
     (2, [[BOS, ONE], [8, 7]]),  # the BOS that the tokenizer adds stays
