@@ -457,8 +457,7 @@ def paged_decode_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     group_size = q.shape[1] // k_cache.shape[1]
     cache, plan = (k_cache, v_cache, k_scales, v_scales), (tiles, row_starts, tile_size)
-    options = {"prefix": prefix, "windowed": windowed, "sinks": sinks, "soft_cap": soft_cap}
-    _launch(q, cache, plan, scale, group_size, out, **options)
+    _launch(q, cache, plan, scale, group_size, out, prefix=prefix, windowed=windowed, sinks=sinks, soft_cap=soft_cap)
     return out
 
 

@@ -124,6 +124,7 @@ class DecoderAttention(nn.Module):
             scale=config.attention_scale,
             window=window,
             has_sinks=spec.has_sinks,
+            soft_cap=config.attention_soft_cap,
         )
         self.sinks = AttentionSinks(num_heads, tp) if spec.has_sinks else None
         self.heads_size = attention.num_heads * head_dim

@@ -21,6 +21,7 @@ from nanoinfer.layers.attention.layer import norm_rope_store
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, SharedPrefixes
 from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
 from nanoinfer.layers.linear import RowParallelLinear
+from nanoinfer.layers.soft_cap import cap_logits
 from nanoinfer.runner.step_tables import read_rows
 from nanoinfer.sampling.gumbel_max import best_candidates, sample, sample_and_append
 from nanoinfer.sampling.logprobs import logit_statistics
@@ -660,6 +661,17 @@ def test_the_first_tokens_of_blocks_are_copied_as_by_the_twin(sizes: tuple[int, 
     copy_tokens.__wrapped__(expected, copies)
     assert torch.equal(actual, expected)
     assert not torch.equal(actual, cache)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(256000, torch.bfloat16), (32003, torch.float16), (1000, torch.float32)])
+def test_a_soft_cap_of_logits_equals_its_twin(size: int, dtype: torch.dtype) -> None:
+    logits = 40 * randn(300, size, dtype=dtype)
+    logits[0, 0], logits[1, 0], logits[2, 0] = torch.nan, torch.inf, -torch.inf
+    expected = cap_logits.__wrapped__(logits.clone(), 30.0)
+    capped = cap_logits(logits, 30.0)
+    assert capped.data_ptr() == logits.data_ptr()
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(capped, expected, rtol=tolerance, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("num_best", [0, 1, 5, 20])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoinfer.distributed.cuda_ipc import RELEASED
 from nanoinfer.kernels.symmetric_buffers import BITS, SymmetricBuffers, empty_bits
-from nanoinfer.layers import activation, layernorm
+from nanoinfer.layers import activation, layernorm, soft_cap
 from nanoinfer.layers.attention import block_copies, widened_blocks
 from nanoinfer.layers.attention import layer as attention_layer
 from nanoinfer.layers.linear_attention import delta_rule
@@ -36,6 +36,7 @@ from nanoinfer.kernels import logit_statistics as logit_statistics_kernels  # no
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
 from nanoinfer.kernels import read_rows as read_rows_kernels  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
+from nanoinfer.kernels import soft_cap as soft_cap_kernels  # noqa: E402
 from nanoinfer.kernels import token_bitmask as bitmask_kernels  # noqa: E402
 from nanoinfer.kernels import top_k_top_p as threshold_kernels  # noqa: E402
 from nanoinfer.kernels import widened_blocks as widened_blocks_kernels  # noqa: E402
@@ -82,6 +83,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (step_tables.read_rows, read_rows_kernels),
         (block_copies.copy_tokens, copy_tokens_kernels),
         (logprobs.logit_statistics, logit_statistics_kernels),
+        (soft_cap.cap_logits, soft_cap_kernels),
         (widened_blocks.widen_blocks, widened_blocks_kernels),
         (delta_rule.gated_delta_step, gated_delta_step_kernels),
         (delta_rule.gated_delta_prefill, gated_delta_prefill_kernels),
@@ -353,6 +355,25 @@ def test_a_gate_is_closed_where_its_exponential_overflows() -> None:
     gate_up = torch.tensor([[-200.0, 200.0, 1.0, 2.0]])  # gates, then ups
     assert gated_kernels.silu_and_mul(gate_up).tolist() == [[0.0, 400.0]]
     assert gated_kernels.gelu_tanh_and_mul(gate_up).tolist() == [[0.0, 400.0]]
+
+
+# --- cap_logits ---
+
+
+@pytest.mark.parametrize(("size", "dtype"), [*SIZES_AND_DTYPES, (9001, torch.float16)])
+def test_a_soft_cap_of_any_row_equals_its_twin_and_leaves_what_lies_between_rows(size: int, dtype: torch.dtype) -> None:
+    whole = 40 * randn(3, size + 5, dtype=dtype)
+    whole[0, 0], whole[1, 0], whole[2, 0] = math.nan, math.inf, -math.inf
+    expected = whole.clone()
+    soft_cap.cap_logits(expected[:, :size], 30.0)
+    capped = soft_cap_kernels.cap_logits(whole[:, :size], 30.0)
+    torch.testing.assert_close(capped, expected[:, :size], rtol=4 * torch.finfo(dtype).eps, atol=1e-5, equal_nan=True)
+    assert capped[:, 0].tolist()[1:] == [30.0, -30.0]
+    assert torch.equal(whole[:, size:], expected[:, size:])
+
+
+def test_a_soft_cap_of_no_rows_is_none() -> None:
+    assert soft_cap_kernels.cap_logits(randn(0, 7), 30.0).shape == (0, 7)
 
 
 # --- norm_rope_store ---

@@ -481,6 +481,22 @@ SIXTEEN = torch.bfloat16
         ("flash_attn", TRITON, "cuda", SIXTEEN, FULL, "the package flash-attn, which cannot be imported"),
         ("flash_attn", ("flash_attn",), "cuda", SIXTEEN, FULL, "the package triton, which cannot be imported"),
         ("triton", (), "cuda", SIXTEEN, FULL, "triton, which cannot be imported (not there); install it"),
+        (
+            "flash_attn",
+            BOTH,
+            "cuda",
+            SIXTEEN,
+            replace(FULL, has_sinks=True),
+            "has no attention sinks, and the model has",
+        ),
+        (
+            "flash_attn",
+            BOTH,
+            "cuda",
+            SIXTEEN,
+            replace(FULL, soft_cap=50.0),
+            "caps no scores, and attn_logit_softcapping",
+        ),
         ("flash_attn", BOTH, "cpu", SIXTEEN, FULL, "runs on CUDA, and device is 'cpu'; use a GPU"),
         ("triton", BOTH, "cpu", SIXTEEN, FULL, "runs on CUDA, and device is 'cpu'; use a GPU"),
     ],
@@ -598,6 +614,8 @@ def test_only_before_hopper_prefill_is_by_flash_attn_where_its_build_serves(
     pretend_gpu(monkeypatch, capability)
     for requested in ("auto", "triton"):
         assert select_backend(requested, CUDA, SIXTEEN, FULL, block_size=256).name == chosen
+    for spec in (replace(FULL, has_sinks=True), replace(FULL, soft_cap=50.0)):  # which it lacks in every build
+        assert select_backend("auto", CUDA, SIXTEEN, spec, block_size=256).name == "triton"
     if installed == BOTH and lacks is None:
         assert select_backend("flash_attn", CUDA, SIXTEEN, FULL, block_size=256).name == "flash_attn"
 

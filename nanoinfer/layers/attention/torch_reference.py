@@ -145,8 +145,8 @@ def soft_capped_attention(
 ) -> Tensor:
     """Attend from q (..., num_queries, head_dim) to k and v (..., num_keys, head_dim) by capped scores, in float32.
 
-    mask: (..., num_queries, num_keys) bool, which keys each query sees; one that sees none gets the mean of v. sinks: of
-    a shape that broadcasts to that of q without head_dim.
+    mask: (..., num_queries, num_keys) bool, which keys each query sees; one that sees none gets the mean of all values.
+    sinks: of a shape that broadcasts to that of q without head_dim.
     """
     scores = soft_cap * torch.tanh(q.float() @ k.float().transpose(-1, -2) * scale / soft_cap)
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)

@@ -80,9 +80,7 @@ class TritonBackend(AttentionBackend):
         tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
         cu_lens = None if self.spec.causal else metadata.cu_context_lens
         spec = self.spec
-        return paged_prefill_attention(
-            *tensors, plan.tiles, tables, scale, spec.window, sinks, cu_lens, spec.soft_cap
-        )
+        return paged_prefill_attention(*tensors, plan.tiles, tables, scale, spec.window, sinks, cu_lens, spec.soft_cap)
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
         plan, shared, spec = metadata.plans[self.spec], metadata.shared_prefixes, self.spec

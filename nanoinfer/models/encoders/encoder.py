@@ -212,7 +212,7 @@ class EncoderModel(nn.Module):
         self, config: ModelConfig, max_positions: int, backends: AttentionBackends, tp: TensorParallel
     ) -> None:
         super().__init__()
-        self.generates, self.logits_scaling = False, 1.0
+        self.generates = False
         self.model = Encoder(config, max_positions, backends, tp)
         self.lm_head = NoHead(config.vocab_size, config.hidden_size, tp)
         head = config.head
