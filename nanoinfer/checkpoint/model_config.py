@@ -33,8 +33,7 @@ MAX_SIZE, MAX_LAYERS, MAX_FLOAT = 2**24, 2**12, 1e30  # what is beyond them in a
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")  # Granite's
 ROPE_FLOATS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 ROPE_LISTS = ("short_factor", "long_factor")  # of longrope: a number for each pair of dimensions
-# What config.json may ask for that is not built in, and the value that does not ask for it, unless an architecture has
-# another default.
+# What config.json may ask for that is not built in, and the value that does not ask for it.
 UNSUPPORTED_UNLESS = {
     "hidden_act": "silu",
     "hidden_activation": "gelu_pytorch_tanh",  # Gemma's name for it
@@ -61,11 +60,12 @@ class Architecture(Protocol):
     config_defaults: Mapping[str, Any]  # what config.json may leave out, by the values that transformers then takes
     # The fields that count for this architecture though not for all: sliding_window, use_sliding_window,
     # max_window_layers, sliding_window_pattern, partial_rotary_factor, query_pre_attn_scalar, rope_local_base_freq,
-    # no_rope_layers, llama_4_scaling_beta, use_qk_norm, rotary_dim, the four MULTIPLIERS, attn_logit_softcapping,
-    # final_logit_softcapping, what says how experts are chosen and shared, and num_experts and linear_num_key_heads
-    # with all that belongs to them. And one that is none: rotates_windows_alone, where layers without a window know no
-    # positions if others have one.
+    # no_rope_layers, llama_4_scaling_beta, layer_norm_eps, logit_scale, use_qk_norm, rotary_dim, the four MULTIPLIERS,
+    # attn_logit_softcapping, final_logit_softcapping, what says how experts are chosen and shared, and num_experts and
+    # linear_num_key_heads with all that belongs to them. And two that are none: rotates_windows_alone, where layers
+    # without a window know no positions if others have one, and needs_window, where sliding_window may not be null.
     special_fields: Set[str]
+    unsupported_unless: Mapping[str, Any]  # as UNSUPPORTED_UNLESS, and before it
     packed_modules_mapping: Mapping[str, tuple[str, str]]  # a checkpoint's name -> our packed module, and its shard
     renamed_modules: Mapping[str, str]  # a checkpoint's name -> ours
 
@@ -187,8 +187,7 @@ class ModelConfig:
             )
         defaults = {**DEFAULTS, **supported[architecture].config_defaults}
         special = {name: defaults.get(name) for name in supported[architecture].special_fields}
-        built_in = {name: defaults.get(name, without) for name, without in UNSUPPORTED_UNLESS.items()}
-        for name, without in built_in.items():
+        for name, without in {**UNSUPPORTED_UNLESS, **supported[architecture].unsupported_unless}.items():
             value = None if name in special else raw.get(name, without)
             if value not in (without, None):
                 raise ModelError(f"config.json has {name}={value!r}, which is not supported; use a model without it")
@@ -205,10 +204,13 @@ class ModelConfig:
             if item.name in MULTIPLIERS and item.name not in special:
                 continue
             if item.type in (int, float) and item.name not in ("rotary_dim", "attention_scale"):
-                default = absent.get(item.name, defaults.get(item.name))
-                values[item.name] = _number(raw, item.name, item.type, default)
+                name = "layer_norm_eps" if item.name == "rms_norm_eps" and "layer_norm_eps" in special else item.name
+                default = absent.get(name, defaults.get(name))
+                values[item.name] = _number(raw, name, item.type, default)
             elif item.type is bool:
                 values[item.name] = _flag(raw, item.name, defaults.get(item.name, False))
+        if "logit_scale" in special:
+            values["logits_scaling"] = 1 / _number(raw, "logit_scale", float, special["logit_scale"])
         config = cls(
             architecture=architecture,
             dtype=_read_dtype(raw),
@@ -388,7 +390,7 @@ def _flag(raw: Mapping[str, Any], name: str, default: bool) -> bool:
 def _read_windows(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """Read which layers have a sliding window. special: the architecture's special fields, and their defaults."""
     none = (None,) * num_layers
-    if "sliding_window" not in special or raw.get("sliding_window") is None:
+    if "sliding_window" not in special or (raw.get("sliding_window") is None and "needs_window" not in special):
         return none
     if "use_sliding_window" in special and not _flag(raw, "use_sliding_window", False):
         return none

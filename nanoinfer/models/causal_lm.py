@@ -38,6 +38,7 @@ class DecoderForCausalLM(nn.Module):
     spec: ClassVar[DecoderSpec] = DecoderSpec()
     config_defaults: ClassVar[Mapping[str, Any]] = {}
     special_fields: ClassVar[Set[str]] = frozenset()
+    unsupported_unless: ClassVar[Mapping[str, Any]] = {}
     # How the names of tensors begin that are not needed: those of vision models.
     unused_prefixes: ClassVar[tuple[str, ...]] = (
         *("vision_tower.", "multi_modal_projector.", "visual."),

@@ -20,7 +20,6 @@ class Gemma2ForCausalLM(DecoderForCausalLM):
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 256,
-        "hidden_act": "gelu_pytorch_tanh",  # as its first checkpoints have it, beside hidden_activation
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
         "query_pre_attn_scalar": 256,
@@ -36,3 +35,5 @@ class Gemma2ForCausalLM(DecoderForCausalLM):
         "attn_logit_softcapping",
         "final_logit_softcapping",
     }
+    # Checkpoints have it beside hidden_activation.
+    unsupported_unless: ClassVar = {"hidden_act": "gelu_pytorch_tanh"}

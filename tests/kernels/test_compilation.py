@@ -51,6 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 256,
         "sliding_window": 100,
     },
+    "Cohere2": {"architectures": ["Cohere2ForCausalLM"], **SIZES, "num_hidden_layers": 4, "sliding_window": 100},
     "gpt-oss": {
         "architectures": ["GptOssForCausalLM"],
         **SIZES,
@@ -92,6 +93,7 @@ CASES = [
     pytest.param(80, "Gemma 3", {}, id="Ampere, heads of 256", marks=slow),
     pytest.param(90, "Gemma 2", {}, id="Hopper, soft caps", marks=slow),
     pytest.param(86, "Gemma 2", {"kv_cache_dtype": "int8"}, id="Ampere, soft caps, int8 cache", marks=slow),
+    pytest.param(90, "Cohere2", {}, id="Hopper, attention beside the MLP", marks=slow),
     pytest.param(90, "gpt-oss", {}, id="Hopper, sinks, MXFP4", marks=slow),
     pytest.param(86, "gpt-oss", {"kv_cache_dtype": "int8"}, id="Ampere, sinks, MXFP4, int8 cache", marks=slow),
 ]

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,21 @@ def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(
 
 
 SIZES_AND_DTYPES = [(1, torch.float32), (96, torch.float16), (1000, torch.float32), (1025, torch.float16)]
+
+
+@pytest.mark.parametrize("num_terms", [1, 3])
+@pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
+def test_a_norm_that_subtracts_the_mean_equals_its_twin(size: int, dtype: torch.dtype, num_terms: int) -> None:
+    x, residual = 1 + randn(num_terms, 4, size, dtype=dtype), randn(4, size, seed=1, dtype=dtype)
+    weight = randn(size, seed=2)
+    arguments = x, residual, weight, 1e-5
+    out, total = rms_norm_kernels.add_rms_norm(*arguments, centres=True)
+    expected, expected_total = layernorm.add_rms_norm(*arguments, centres=True)
+    assert_nearly_equal(total, expected_total)
+    # The twin adds up terms in their own dtype.
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
+    alone, twin = (norms.rms_norm(x[0], weight, 1e-5, centres=True) for norms in (rms_norm_kernels, layernorm))
+    torch.testing.assert_close(alone, twin, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [*SIZES_AND_DTYPES, (8192, torch.float16)])
@@ -391,6 +407,7 @@ class HeadsStep:
     has_norms: bool = True
     weight_dtype: torch.dtype | None = None  # of the norms; None for that of the heads
     rotary_dim: int | None = None  # of head_dim; None for all
+    interleaved: bool = False
     num_splits: int = 1  # of split-K
     slots: tuple[int, ...] = (33, -1, 0, 15, -1, 16, 47, -1)  # of 48, out of order; -1: no slot
 
@@ -409,7 +426,8 @@ class HeadsStep:
         shape = (48 // self.block_size, self.num_kv_heads, self.block_size, self.head_dim)
         k_cache, v_cache = (torch.full(shape, -7.0, dtype=self.dtype) for _ in "kv")
         slots = torch.tensor(self.slots, dtype=torch.int64)
-        q, k, v = norm_rope_store(qkv, weights, 1e-5, positions, table, k_cache, v_cache, slots)
+        inputs = qkv, weights, 1e-5, positions, table, k_cache, v_cache, slots
+        q, k, v = norm_rope_store(*inputs, interleaved=self.interleaved)
         assert q.shape == (num_tokens, self.num_heads, self.head_dim)
         assert k.shape == v.shape == (num_tokens, self.num_kv_heads, self.head_dim)
         return {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
@@ -462,6 +480,21 @@ def test_float32_weights_multiply_heads_of_16_bits_before_these_are_rounded() ->
     step = HeadsStep(head_dim=256, dtype=torch.bfloat16, weight_dtype=torch.float32)
     rounded_before = replace(step, weight_dtype=None).run(attention_layer.norm_rope_store)
     assert not torch.equal(assert_step_equals_its_twin(step)["q"], rounded_before["q"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"head_dim": 80, "has_norms": False}, {"rotary_dim": 24}, {"num_splits": 3, "dtype": torch.float16}],
+    ids=str,
+)
+def test_neighbouring_dimensions_are_rotated_together_as_by_the_twin(options: dict[str, Any]) -> None:
+    step = HeadsStep(**options, interleaved=True)
+    out, halves = (
+        assert_step_equals_its_twin(step),
+        replace(step, interleaved=False).run(attention_layer.norm_rope_store),
+    )
+    assert not torch.equal(out["q"], halves["q"])
+    assert torch.equal(out["v_cache"], halves["v_cache"])
 
 
 @pytest.mark.parametrize("has_norms", [True, False])

@@ -363,7 +363,7 @@ def spec_of(q: Tensor, k: Tensor) -> AttentionSpec:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata | DecodeMetadata) -> Tensor:
     """The layer, on heads of 8 dimensions that are neither normalised nor turned."""
-    no_turn = SimpleNamespace(cos_sin_cache=torch.tensor([[1.0] * 4 + [0.0] * 4]))
+    no_turn = SimpleNamespace(cos_sin_cache=torch.tensor([[1.0] * 4 + [0.0] * 4]), is_interleaved=False)
     qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
     layer = Attention(no_turn, norm_eps=1e-6, backend=TorchBackend(spec_of(q, k)))
     return layer(qkv, None, torch.zeros(len(q), dtype=torch.int64), cache, metadata)

@@ -200,6 +200,7 @@ class EncoderModel(nn.Module):
 
     config_defaults: ClassVar[Mapping[str, Any]] = {}
     special_fields: ClassVar[Set[str]] = frozenset()
+    unsupported_unless: ClassVar[Mapping[str, Any]] = {}
     renamed_modules: ClassVar[Mapping[str, str]] = {}
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {}
     # How names of whole models begin, which those of encoders alone lack.
