@@ -84,7 +84,7 @@ def draw_options(architecture: str, seed: int) -> dict[str, Any]:
             "layer_norm_eps": options.pop("rms_norm_eps"),
             "pad_token_id": 0,
         }
-        options |= {"logit_scale": rng.choice((0.0625, 1.0, 3.0)), "sliding_window": window or 200}
+        options |= {"logit_scale": rng.choice((0.0625, 0.3, 1.0)), "sliding_window": window or 200}
         options |= {"num_hidden_layers": 4, "sliding_window_pattern": rng.choice((1, 2, 3, 4))}
         if rng.random() < 0.3:
             options |= {"num_hidden_layers": 3, "layer_types": ["full_attention"] + ["sliding_attention"] * 2}
