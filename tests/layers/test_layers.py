@@ -620,6 +620,20 @@ def test_only_before_hopper_prefill_is_by_flash_attn_where_its_build_serves(
         assert select_backend("flash_attn", CUDA, SIXTEEN, FULL, block_size=256).name == "flash_attn"
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, True), ({"window": 7}, False), ({"has_sinks": True}, False), ({"soft_cap": 50.0}, False)],
+    ids=str,
+)
+def test_hoppers_own_prefill_kernel_serves_plain_layers_alone(
+    changes: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", minversion="3.6")
+    monkeypatch.setattr("nanoinfer.kernels.device_properties.has_hopper_kernels", lambda _device: True)
+    spec = replace(FULL, head_dim=128, **changes)
+    assert selection._has_hopper_kernel(CUDA, SIXTEEN, spec, 256) == expected
+
+
 def test_layers_of_the_same_kind_share_a_backend_and_a_model_has_one_for_each_kind() -> None:
     backends = AttentionBackends("auto", CPU, torch.float32, block_size=16)
     windowed = replace(FULL, window=7)

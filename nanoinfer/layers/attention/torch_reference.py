@@ -7,7 +7,7 @@ from torch import Tensor
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata
 
-MAX_GATHER_ELEMENTS = 2**24  # of keys that decode gathers at a time: 64 MiB in float32
+MAX_GATHER_ELEMENTS = 2**24  # of keys that decode gathers at a time, and of capped scores: 64 MiB in float32
 
 
 class TorchBackend(AttentionBackend):
@@ -17,7 +17,7 @@ class TorchBackend(AttentionBackend):
     needs_host = True
 
     def __init__(self, spec: AttentionSpec) -> None:
-        assert spec.causal or spec.soft_cap is None, "no encoder caps its scores"
+        assert spec.causal or spec.soft_cap is None, "attention to both sides caps no scores here"
         self.spec = spec
         self._scratch: list[Tensor] = []  # for gathered keys and values: new memory costs a CPU as much as the rest
 
@@ -116,8 +116,11 @@ def causal_attention(
     if mask is not None and soft_cap is not None:
         grouped = q.unflatten(1, (k.shape[1], -1))  # (1, kv_heads, heads of each, tokens, head_dim)
         own = None if sinks is None else sinks.view(k.shape[1], -1, 1)
-        out = soft_capped_attention(grouped, k.unsqueeze(2), v.unsqueeze(2), mask, scale, soft_cap, own)
-        return out.flatten(1, 2).squeeze(0).transpose(0, 1)
+        k, v = k.unsqueeze(2), v.unsqueeze(2)
+        at_once = max(1, MAX_GATHER_ELEMENTS // (q.shape[1] * context_len))  # queries
+        parts = zip(grouped.split(at_once, dim=3), mask.split(at_once), strict=True)
+        sums = [soft_capped_attention(part, k, v, seen, scale, soft_cap, own) for part, seen in parts]
+        return torch.cat(sums, dim=3).flatten(1, 2).squeeze(0).transpose(0, 1)
     if mask is not None and sinks is not None:
         return attention_with_sinks(q, k, v, mask, scale, sinks[:, None]).squeeze(0).transpose(0, 1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
