@@ -39,6 +39,7 @@ class Layer:
     causal: bool = True
     scale: float = 0.1
     has_sinks: bool = False
+    soft_cap: float | None = None
     cache_dtype: torch.dtype | None = None  # of 8 bits; None for a cache in the layer's dtype
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
@@ -47,7 +48,7 @@ class Layer:
     def spec(self) -> AttentionSpec:
         num_heads = self.num_kv_heads * self.group_size
         sizes = num_heads, self.num_kv_heads, self.head_dim
-        return AttentionSpec(*sizes, self.scale, self.window, self.has_sinks, self.causal)
+        return AttentionSpec(*sizes, self.scale, self.window, self.has_sinks, self.causal, self.soft_cap)
 
 
 @dataclass
@@ -250,6 +251,12 @@ DECODE_CASES = {
     "sinks": Case(Layer(3, has_sinks=True), (1, 20, 0, 33)),
     "sinks, a window of 7": Case(Layer(8, num_kv_heads=1, window=7, has_sinks=True), (1, 6, 8, 50, 100, 97)),
     "sinks, int8": Case(Layer(8, cache_dtype=INT8, has_sinks=True), (1, 20, 33)),
+    # Scores are of about 0.8 here: caps of 0.5 and 2 change all of them.
+    "a soft cap": Case(Layer(3, soft_cap=0.5), (1, 20, 0, 33)),
+    "a soft cap, a window of 7, head_dim 256": Case(
+        Layer(2, 256, num_kv_heads=1, window=7, soft_cap=2.0), (1, 6, 8, 50, 100, 97)
+    ),
+    "a soft cap, sinks, int8": Case(Layer(8, cache_dtype=INT8, has_sinks=True, soft_cap=0.5), (1, 20, 33)),
 }
 
 MIXED = {"context_lens": (1, 40, 50, 64, 3), "query_lens": (1, 40, 1, 17, 3)}  # fresh, and after 49 and 47 tokens
@@ -276,6 +283,16 @@ PREFILL_CASES = {
     "sinks": Case(Layer(3, has_sinks=True), **MIXED),
     "sinks, a window of 7": Case(Layer(8, num_kv_heads=1, window=7, has_sinks=True), **MIXED),
     "sinks, int8": Case(Layer(8, cache_dtype=INT8, has_sinks=True), **MIXED),
+    "a soft cap": Case(Layer(3, soft_cap=0.5), **MIXED),
+    "a soft cap, blocks of 256": Case(
+        Layer(num_kv_heads=1, block_size=256, soft_cap=0.5), (300, 257, 600, 256), (300, 1, 70, 256)
+    ),
+    "a soft cap, a window of 100, head_dim 256": Case(
+        Layer(2, 256, num_kv_heads=1, block_size=256, window=100, soft_cap=2.0), (100, 400, 300), (100, 70, 1)
+    ),
+    "a soft cap, sinks, a window of 7, int8": Case(
+        Layer(8, window=7, cache_dtype=INT8, has_sinks=True, soft_cap=0.5), **MIXED
+    ),
 }
 
 WHOLE = {"context_lens": (1, 40, 128, 17, 300), "query_lens": (1, 40, 128, 17, 300)}
@@ -302,6 +319,8 @@ SHARED_CASES = {
             "int8": Layer(2, 80, cache_dtype=INT8),
             "fp8": Layer(2, 80, cache_dtype=FP8),
             "sinks": Layer(4, num_kv_heads=1, has_sinks=True),
+            "a soft cap": Layer(4, num_kv_heads=1, soft_cap=0.5),
+            "a soft cap, int8": Layer(2, 80, cache_dtype=INT8, soft_cap=0.5),
         }.items()
     },
     "blocks of 256": Case(

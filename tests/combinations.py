@@ -140,7 +140,7 @@ def _draw_model(rng: random.Random, sizes: Sizes, architecture: str, seed: int) 
         if rope.get("rope_type") == "yarn":  # whose context is the product of these two
             rope["factor"] = sizes.max_positions / rope["original_max_position_embeddings"]
     # Logits of about the same size for every hidden size; Gemma's embeddings are scaled and tied.
-    spread = 0.4 if architecture == "Gemma3ForCausalLM" else 1.5
+    spread = 0.4 if architecture.startswith("Gemma") else 1.5
     return {**model, "hidden_size": hidden_size, "initializer_range": spread / hidden_size**0.5}
 
 

@@ -60,10 +60,12 @@ class Architecture(Protocol):
     config_defaults: Mapping[str, Any]  # what config.json may leave out, by the values that transformers then takes
     # The fields that count for this architecture though not for all: sliding_window, use_sliding_window,
     # max_window_layers, sliding_window_pattern, partial_rotary_factor, query_pre_attn_scalar, rope_local_base_freq,
-    # no_rope_layers, llama_4_scaling_beta, use_qk_norm, rotary_dim, the four MULTIPLIERS, what says how experts are
-    # chosen and shared, and num_experts and linear_num_key_heads with all that belongs to them. And one that is none:
-    # rotates_windows_alone, where layers without a window know no positions if others have one.
+    # no_rope_layers, llama_4_scaling_beta, layer_norm_eps, logit_scale, use_qk_norm, rotary_dim, the four MULTIPLIERS,
+    # attn_logit_softcapping, final_logit_softcapping, what says how experts are chosen and shared, and num_experts and
+    # linear_num_key_heads with all that belongs to them. And two that are none: rotates_windows_alone, where layers
+    # without a window know no positions if others have one, and needs_window, where sliding_window may not be null.
     special_fields: Set[str]
+    unsupported_unless: Mapping[str, Any]  # as UNSUPPORTED_UNLESS, and before it
     packed_modules_mapping: Mapping[str, tuple[str, str]]  # a checkpoint's name -> our packed module, and its shard
     renamed_modules: Mapping[str, str]  # a checkpoint's name -> ours
 
@@ -124,6 +126,7 @@ class ModelConfig:
     rotary_dim: int  # how many dimensions of a head, the first ones, are rotated
     local_rope: RopeConfig | None = None  # of layers with a window, where it is not that of the others
     attention_scale: float  # the factor of the scores
+    attention_soft_cap: float | None = None  # of the scores, see `AttentionSpec`; None: none
     windows: tuple[int | None, ...]  # how many tokens each token attends to, by layer; None for all before it
     unrotated: tuple[bool, ...]  # which layers know no positions
     qk_norm: bool | None = None  # whether each head of queries and keys is normalised; None: the architecture says
@@ -131,6 +134,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_scaling: float = 1.0  # logits are divided by it
+    logits_soft_cap: float | None = None  # of the logits, see `layers/soft_cap.py`; None: none
     moe: MoEConfig | None = None
     linear_attention: LinearAttentionConfig | None = None  # None: all layers attend to tokens
     quantization: QuantizationConfig | None = None  # None: all weights have 16 bits, or 32
@@ -181,12 +185,12 @@ class ModelConfig:
             raise ModelError(
                 "encoders have their weights in 16 or 32 bits; leave quantization out, or take another checkpoint"
             )
-        for name, without in UNSUPPORTED_UNLESS.items():
-            value = raw.get(name, without)
-            if value not in (without, None):
-                raise ModelError(f"config.json has {name}={value!r}, which is not supported; use a model without it")
         defaults = {**DEFAULTS, **supported[architecture].config_defaults}
         special = {name: defaults.get(name) for name in supported[architecture].special_fields}
+        for name, without in {**UNSUPPORTED_UNLESS, **supported[architecture].unsupported_unless}.items():
+            value = None if name in special else raw.get(name, without)
+            if value not in (without, None):
+                raise ModelError(f"config.json has {name}={value!r}, which is not supported; use a model without it")
         if raw.get("rope_scaling"):
             defaults.pop("rope_parameters", None)
         raw = {**defaults, **raw}
@@ -200,10 +204,13 @@ class ModelConfig:
             if item.name in MULTIPLIERS and item.name not in special:
                 continue
             if item.type in (int, float) and item.name not in ("rotary_dim", "attention_scale"):
-                default = absent.get(item.name, defaults.get(item.name))
-                values[item.name] = _number(raw, item.name, item.type, default)
+                name = "layer_norm_eps" if item.name == "rms_norm_eps" and "layer_norm_eps" in special else item.name
+                default = absent.get(name, defaults.get(name))
+                values[item.name] = _number(raw, name, item.type, default)
             elif item.type is bool:
                 values[item.name] = _flag(raw, item.name, defaults.get(item.name, False))
+        if "logit_scale" in special:
+            values["logits_scaling"] = 1 / _number(raw, "logit_scale", float, special["logit_scale"])
         config = cls(
             architecture=architecture,
             dtype=_read_dtype(raw),
@@ -211,6 +218,8 @@ class ModelConfig:
             local_rope=_read_rope(raw_of_windows) if raw_of_windows else None,
             rotary_dim=_read_rotary_dim(raw, special, values["head_dim"]),
             attention_scale=_read_attention_scale(raw, special, values["head_dim"]),
+            attention_soft_cap=_read_soft_cap(raw, special, "attn_logit_softcapping"),
+            logits_soft_cap=_read_soft_cap(raw, special, "final_logit_softcapping"),
             windows=_read_windows(raw, special, values["num_hidden_layers"]),
             unrotated=_read_unrotated(raw, special, values["num_hidden_layers"]),
             qk_norm=_flag(raw, "use_qk_norm", False) if "use_qk_norm" in special else None,
@@ -381,7 +390,7 @@ def _flag(raw: Mapping[str, Any], name: str, default: bool) -> bool:
 def _read_windows(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """Read which layers have a sliding window. special: the architecture's special fields, and their defaults."""
     none = (None,) * num_layers
-    if "sliding_window" not in special or raw.get("sliding_window") is None:
+    if "sliding_window" not in special or (raw.get("sliding_window") is None and "needs_window" not in special):
         return none
     if "use_sliding_window" in special and not _flag(raw, "use_sliding_window", False):
         return none
@@ -512,6 +521,11 @@ def _read_attention_scale(raw: Mapping[str, Any], special: Mapping[str, Any], he
         return _number(raw, "attention_multiplier", float)
     name = "query_pre_attn_scalar"
     return (_number(raw, name, float, special[name]) if name in special else head_dim) ** -0.5
+
+
+def _read_soft_cap(raw: Mapping[str, Any], special: Mapping[str, Any], name: str) -> float | None:
+    """Read a soft cap; null stands for none."""
+    return None if name not in special or raw[name] is None else float(_number(raw, name, float))
 
 
 def _read_dtype(raw: Mapping[str, Any]) -> str:

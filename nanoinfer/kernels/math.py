@@ -1,4 +1,6 @@
-"""Arithmetic that several kernels end in: gated activations, and rounding to e4m3. Rounds where the twins round."""
+"""Arithmetic that several kernels share: gated activations, soft caps, e4m3. Rounds where the twins round."""
+
+import math
 
 import triton
 import triton.language as tl
@@ -8,6 +10,7 @@ from nanoinfer.kernels.fp8_format import FP8_MAX, TINY, TO_SCALE
 LARGEST_E4M3: tl.constexpr = tl.constexpr(FP8_MAX)
 LARGEST_TO_SCALE: tl.constexpr = tl.constexpr(TO_SCALE)
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(TINY)
+TWO_LOG2_E: tl.constexpr = tl.constexpr(2 * math.log2(math.e))
 
 
 @triton.jit
@@ -21,6 +24,14 @@ def gated(gate, up, dtype: tl.constexpr, GELU: tl.constexpr = False):
     if GELU:  # (1 + tanh(z)) / 2 is the logistic function of 2 z; here 2 z = sqrt(8 / pi) * (x + 0.044715 x^3)
         slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return (gate / (1.0 + tl.exp(-slope))).to(dtype).to(tl.float32) * up
+
+
+@triton.jit
+def soft_capped(x, CAP: tl.constexpr):
+    """Return CAP * tanh(x / CAP) of float32 values. Written so that nothing overflows, however large they are."""
+    decay = tl.exp2(tl.abs(x) * (-TWO_LOG2_E / CAP))  # exp(-2 |x| / CAP)
+    magnitude = CAP * (1.0 - decay) / (1.0 + decay)
+    return tl.where(x < 0, -magnitude, magnitude)
 
 
 @triton.jit

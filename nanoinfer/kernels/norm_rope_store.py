@@ -4,7 +4,7 @@ The twin is `norm_rope_store` in `layers/attention/layer.py`. Heads of queries a
 place. Keys and values are copied to their slots of the paged cache. A program holds a few heads of one token as two
 tiles (heads, head_dim / 2), one for each of the halves that RoPE mixes. So only the sum of squares moves data between
 threads. Where only the first dimensions are rotated, the tiles hold the halves of these and the halves of the others,
-which are turned by nothing.
+which are turned by nothing. Where RoPE turns neighbouring dimensions, the tiles hold the even and the odd ones.
 
 For a cache in 8 bits, keys and values are rounded as `round_vectors` in `layers/attention/kv_rounding.py` says.
 """
@@ -67,6 +67,7 @@ def _norm_rope_store_kernel(
     HEADS: tl.constexpr,  # heads for each program
     HALF_DIM: tl.constexpr,  # half_dim, rounded up to a power of two
     largest: tl.constexpr,  # the largest value of a format of 8 bits
+    INTERLEAVED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     token = (tl.program_id(0) // num_groups).to(tl.int64)
@@ -85,7 +86,11 @@ def _norm_rope_store_kernel(
     first_dim = dim
     distance = half_dim
     is_turned = mask
-    if rotary_half < half_dim:
+    if INTERLEAVED:
+        is_turned = mask & (dim < rotary_half)
+        first_dim = 2 * dim
+        distance = 1
+    elif rotary_half < half_dim:
         is_turned = mask & (dim < rotary_half)
         first_dim = tl.where(dim < rotary_half, dim, dim + rotary_half)
         distance = tl.where(dim < rotary_half, rotary_half, half_dim - rotary_half)
@@ -155,6 +160,7 @@ def norm_rope_store(
     slot_mapping: Tensor,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise and rotate queries and keys in place, and write keys and values to their slots. Slot -1 is skipped.
 
@@ -167,6 +173,7 @@ def norm_rope_store(
     k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous.
     slot_mapping: (num_tokens,) int64, block_id * block_size + offset.
     k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits.
+    interleaved: whether neighbouring dimensions are turned together, and not those of the halves.
     Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim), views of qkv.
     """
     _, num_kv_heads, block_size, head_dim = k_cache.shape
@@ -209,6 +216,7 @@ def norm_rope_store(
         HEADS=heads_per_program,
         HALF_DIM=padded_half_dim,
         largest=LARGEST.get(k_cache.dtype),
+        INTERLEAVED=interleaved,
         num_warps=NUM_WARPS,
         **overlap_options(qkv.device),
     )

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.bytes_to_float16 import interleaved, widened, widened_bytes
 from nanoinfer.kernels.device_properties import has_large_shared_memory, next_power_of_2, num_multiprocessors
+from nanoinfer.kernels.math import soft_capped
 from nanoinfer.kernels.programmatic_launch import overlap_options
 
 TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions
@@ -114,11 +115,13 @@ def _load_tile(cache_ptr, first_line, visible, size: tl.constexpr, SIZE: tl.cons
 
 
 @triton.jit
-def _score(q, k, k_scales, visible, scale_log2, dtype: tl.constexpr, ASM: tl.constexpr):
+def _score(q, k, k_scales, visible, scale_log2, dtype: tl.constexpr, ASM: tl.constexpr, SOFT_CAP: tl.constexpr):
     """Return the scores of a tile's keys, (QUERIES, TILE), to base 2."""
     wide_k = tl.trans(widened(k, dtype, ASM))
     scores = tl.dot(q.to(dtype), wide_k, input_precision="ieee")
     scores *= scale_log2 if k_scales is None else (k_scales * scale_log2)[None, :]
+    if SOFT_CAP is not None:
+        scores = soft_capped(scores, SOFT_CAP * LOG2_E)
     return tl.where(visible[None, :], scores, MASKED)
 
 
@@ -210,6 +213,7 @@ def _paged_decode_kernel(
     QUERIES: tl.constexpr,  # num_queries, padded
     TILE: tl.constexpr,  # divides block_size, so a tile lies within one block
     WINDOWED: tl.constexpr,  # whether the first tile of a row begins before the row's window
+    SOFT_CAP: tl.constexpr,  # of the scores, to base e; None for none
     ASM: tl.constexpr,  # whether a cache in 8 bits may be widened by PTX
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -263,7 +267,7 @@ def _paged_decode_kernel(
         if k_scales_ptr is not None:
             k_scales = tl.load(k_scales_ptr + start + token, mask=visible, other=0.0)
             v_scales = tl.load(v_scales_ptr + start + token, mask=visible, other=0.0)
-        scores = _score(q, k, k_scales, visible, scale_log2, dtype, ASM)
+        scores = _score(q, k, k_scales, visible, scale_log2, dtype, ASM, SOFT_CAP)
         state = _attend(state, scores, v, v_scales, dtype, k.dtype, ASM)
 
         if ends_row | (tile == last - 1):
@@ -438,6 +442,7 @@ def paged_decode_attention(
     windowed: bool = False,
     prefix: PrefixResult | None = None,
     sinks: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Attend from one token of each row to the row's cached tokens; the result has the shape of q.
 
@@ -446,13 +451,13 @@ def paged_decode_attention(
     k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits. scale: of the scores.
     tiles, row_starts, tile_size: from `plan_decode`. A row without tokens gives zeros.
     windowed: whether the plan has first tokens that are no multiple of the block size.
-    prefix: from `shared_prefix_attention`, where the plan leaves the shared prefixes out. sinks: (num_heads,), see
-    `AttentionSpec`.
+    prefix: from `shared_prefix_attention`, where the plan leaves the shared prefixes out. sinks: (num_heads,), and
+    soft_cap: see `AttentionSpec`.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     group_size = q.shape[1] // k_cache.shape[1]
     cache, plan = (k_cache, v_cache, k_scales, v_scales), (tiles, row_starts, tile_size)
-    _launch(q, cache, plan, scale, group_size, out, prefix=prefix, windowed=windowed, sinks=sinks)
+    _launch(q, cache, plan, scale, group_size, out, prefix=prefix, windowed=windowed, sinks=sinks, soft_cap=soft_cap)
     return out
 
 
@@ -467,6 +472,7 @@ def shared_prefix_attention(
     tile_size: int,
     group_rows: Tensor,
     scale: float,
+    soft_cap: float | None = None,
 ) -> PrefixResult:
     """Attend from the rows of each group to the group's shared blocks, which are read once for all of them.
 
@@ -476,10 +482,8 @@ def shared_prefix_attention(
     """
     out = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     lse = out.new_empty(out.shape[:2])
-    plan = tiles, row_starts, tile_size
-    _launch(
-        q, (k_cache, v_cache, k_scales, v_scales), plan, scale, GROUP_QUERIES, out, out_lse=lse, group_rows=group_rows
-    )
+    cache, plan = (k_cache, v_cache, k_scales, v_scales), (tiles, row_starts, tile_size)
+    _launch(q, cache, plan, scale, GROUP_QUERIES, out, out_lse=lse, group_rows=group_rows, soft_cap=soft_cap)
     return PrefixResult(out, lse)
 
 
@@ -511,6 +515,7 @@ def _launch(
     prefix: PrefixResult | None = None,
     windowed: bool = False,
     sinks: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """Attend from rows, or from groups of rows, and combine what several programs have computed of one."""
     _, num_heads, head_dim = q.shape
@@ -553,6 +558,7 @@ def _launch(
         QUERIES=queries,
         TILE=tile_size,
         WINDOWED=windowed,
+        SOFT_CAP=soft_cap,
         ASM=q.is_cuda,
         STAGES=_num_stages(q.device, queries, head_dim),
         num_warps=_num_warps(queries, head_dim, in_8_bits),

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from nanoinfer.device import to_device
 from nanoinfer.kernels.device_properties import has_large_shared_memory, next_power_of_2
+from nanoinfer.kernels.math import soft_capped
 from nanoinfer.kernels.paged_decode_attention import LIFT, LOG2_E, MASKED, padded_head_dim
 
 TILE_ROWS = 128  # queries of a tile: tokens x heads of a group
@@ -90,6 +91,7 @@ def _attend(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     MASK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -106,6 +108,9 @@ def _attend(
         key = tl.arange(0, KEYS)
         if k_scales_ptr is not None:
             scores *= tl.load(k_scales_ptr + line + key, mask=key < end - start, other=0.0)[None, :]
+        factor = scale_log2
+        if SOFT_CAP is not None:
+            scores, factor = soft_capped(scores * scale_log2, SOFT_CAP * LOG2_E), 1.0
         if MASK:
             if CAUSAL:
                 visible = (start + key)[None, :] <= position[:, None]
@@ -117,10 +122,8 @@ def _attend(
                 visible &= (start + key)[None, :] > position[:, None] - WINDOW
             # Scaled before it is masked: below, a compiler that fuses product and difference would not round MASKED *
             # scale as new_maximum is rounded, and their difference would not be 0.
-            scores = tl.where(visible, scores * scale_log2, MASKED)
+            scores = tl.where(visible, scores * factor, MASKED)
             factor = 1.0
-        else:
-            factor = scale_log2
         highest = tl.max(scores, axis=1) * factor
         if k_scales_ptr is not None:
             highest -= LIFT
@@ -159,6 +162,7 @@ def _paged_prefill_kernel(
     KEYS: tl.constexpr,  # divides block_size, so a tile of keys lies within one block
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
+    SOFT_CAP: tl.constexpr,  # of the scores, to base e; None for none
     STAGES: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -207,17 +211,17 @@ def _paged_prefill_kernel(
         state = _attend(
             state, q, position, first_key, first_full, end,
             k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, scale_log2,
-            num_kv_heads, block_size, head_dim, HEAD_DIM, KEYS, WINDOW, CAUSAL, True, STAGES,
+            num_kv_heads, block_size, head_dim, HEAD_DIM, KEYS, WINDOW, CAUSAL, SOFT_CAP, True, STAGES,
         )  # fmt: skip
     state = _attend(
         state, q, position, first_full, last_full, end,
         k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, scale_log2,
-        num_kv_heads, block_size, head_dim, HEAD_DIM, KEYS, WINDOW, CAUSAL, False, STAGES,
+        num_kv_heads, block_size, head_dim, HEAD_DIM, KEYS, WINDOW, CAUSAL, SOFT_CAP, False, STAGES,
     )  # fmt: skip
     state = _attend(
         state, q, position, last_full, end, end,
         k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, scale_log2,
-        num_kv_heads, block_size, head_dim, HEAD_DIM, KEYS, WINDOW, CAUSAL, True, 1,
+        num_kv_heads, block_size, head_dim, HEAD_DIM, KEYS, WINDOW, CAUSAL, SOFT_CAP, True, 1,
     )  # fmt: skip
     _, total, acc = state
     out_stride = num_kv_heads * group_size * head_dim
@@ -257,6 +261,7 @@ def paged_prefill_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     cu_lens: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Attend from all tokens of a step's chunks to their contexts; the result has the shape of q.
 
@@ -266,7 +271,7 @@ def paged_prefill_attention(
     tiles: from `plan_prefill`. block_tables: (num_chunks, max_blocks) int32. scale: of the scores. window: how many
     tokens each one attends to, itself included; None for all. sinks: (num_heads,), see `AttentionSpec`. cu_lens:
     (num_chunks + 1,) int32, where texts begin and end whose tokens attend to all others, or to those of the window on
-    either side; None for causal attention.
+    either side; None for causal attention. soft_cap: see `AttentionSpec`.
     """
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
@@ -297,6 +302,7 @@ def paged_prefill_attention(
         KEYS=math.gcd(block_size, shape.keys),
         WINDOW=window,
         CAUSAL=cu_lens is None,
+        SOFT_CAP=soft_cap,
         STAGES=shape.num_stages,
         num_warps=shape.num_warps,
         maxnreg=shape.max_registers,

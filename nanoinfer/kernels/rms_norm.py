@@ -51,6 +51,7 @@ def _rms_norm_kernel(
     num_groups: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,  # size, rounded up to a power of two
+    CENTRES: tl.constexpr,  # whether the mean is subtracted
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -78,6 +79,8 @@ def _rms_norm_kernel(
         total = (wide + residual.to(tl.float32)).to(residual.dtype)
         tl.store(total_ptr + row * size + column, total, mask=mask)
         wide = total.to(tl.float32)
+    if CENTRES:
+        wide = tl.where(mask, wide - tl.sum(wide, axis=0) / size, 0.0)
     out = normalised(wide, weight, size, eps)
     if out_ptr is not None:
         tl.store(out_ptr + row * size + column, out, mask=mask)
@@ -87,13 +90,14 @@ def _rms_norm_kernel(
         store_rounded(out, 0, size, values_ptr + row * size, row_scales, static_scale_ptr, GROUP, SIZE)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, centres: bool = False) -> Tensor:
     """Return x / rms(x) * weight over the last dimension, computed in float32, in the shape and dtype of x.
 
-    x: (..., size), the last dimension contiguous. weight: (size,) in the dtype of x, or in float32.
+    x: (..., size), the last dimension contiguous. weight: (size,) in the dtype of x, or in float32. centres: whether
+    the mean of x is subtracted first.
     """
     out = x.new_empty(x.shape)
-    _launch(x.reshape(1, -1, x.shape[-1]), None, weight, None, out, None, eps)
+    _launch(x.reshape(1, -1, x.shape[-1]), None, weight, None, out, None, eps, centres=centres)
     return out
 
 
@@ -105,6 +109,7 @@ def add_rms_norm(
     sum_weight: Tensor | None = None,
     other_terms: Tensor | None = None,
     out: Tensor | None = None,
+    centres: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of x + residual, and x + residual, which is rounded to its dtype before it is normalised.
 
@@ -113,12 +118,14 @@ def add_rms_norm(
     residual: (..., size), in the dtype of the results. weight: (size,) in that dtype, or in float32.
     sum_weight: the same, of a norm of x by itself before the residual is added; None for no such norm.
     other_terms: (num_terms, ..., size), added to x; each is contiguous. out: where the norm is written, contiguous.
+    centres: whether the mean of the sum is subtracted before it is normalised.
     """
     size = x.shape[-1]
     out = residual.new_empty(residual.shape) if out is None else out
     total = residual.new_empty(residual.shape)
     splits = x.reshape(len(x) if x.dim() > residual.dim() else 1, -1, size)
-    _launch(splits, residual.reshape(-1, size), weight, sum_weight, out, total, eps, other_terms=other_terms)
+    rows = residual.reshape(-1, size)
+    _launch(splits, rows, weight, sum_weight, out, total, eps, other_terms=other_terms, centres=centres)
     return out, total
 
 
@@ -143,6 +150,7 @@ def _launch(
     rows: QuantizedRows | None = None,
     row_format: RowFormat | None = None,
     other_terms: Tensor | None = None,
+    centres: bool = False,
 ) -> None:
     """Launch the kernel. x: (num_splits, num_rows, size). residual: (num_rows, size)."""
     num_splits, num_rows, size = x.shape
@@ -175,6 +183,7 @@ def _launch(
         num_groups=1 if rows is None else rows.scales.shape[1],
         GROUP=None if row_format is None else row_format.group_size,
         SIZE=padded_size,
+        CENTRES=centres,
         num_warps=num_warps(padded_size),
         **overlap_options(x.device),
     )

@@ -15,12 +15,14 @@ from nanoinfer.quantization.fp8 import quantize_rows
 
 
 @triton_on_cuda(lambda: kernels.rms_norm.rms_norm)
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, centres: bool = False) -> Tensor:
     """Return x / rms(x) * weight over the last dimension, computed in float32; shape and dtype of `x`.
 
-    The quotient is rounded to the weight's dtype: that of `x`, or float32, which rounds only the product.
+    The quotient is rounded to the weight's dtype: that of `x`, or float32, which rounds only the product. centres:
+    whether the mean of x is subtracted first, as layer normalisation does.
     """
     wide = x.float()
+    wide = wide - wide.mean(dim=-1, keepdim=True) if centres else wide
     wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (wide.to(weight.dtype) * weight).to(x.dtype)
 
@@ -34,11 +36,13 @@ def add_rms_norm(
     sum_weight: Tensor | None = None,
     other_terms: Tensor | None = None,
     out: Tensor | None = None,
+    centres: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of x + residual, and x + residual; an `x` with one dimension more is summed over it first.
 
     sum_weight: (size,), of a norm of `x` by itself before the residual is added; None for no such norm. other_terms:
-    (num_terms, ..., size), to be added to `x`. out: where the norm is written.
+    (num_terms, ..., size), to be added to `x`. out: where the norm is written. centres: whether the mean of the sum is
+    subtracted before it is normalised.
     """
     if x.dim() > residual.dim():
         x = x.sum(0)
@@ -47,7 +51,7 @@ def add_rms_norm(
     if sum_weight is not None:
         x = rms_norm(x.to(residual.dtype), sum_weight, eps)
     total = (x + residual).to(residual.dtype)
-    normed = rms_norm(total, weight, eps)
+    normed = rms_norm(total, weight, eps, centres)
     return normed if out is None else out.copy_(normed), total
 
 

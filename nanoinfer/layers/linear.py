@@ -5,7 +5,7 @@ copies a full tensor, or the part of it that this rank holds, into its place. A 
 bits its weight is, and multiplies by it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +164,13 @@ class PartialSum:
     all_ranks: SymmetricBuffers | None = None
     sum_weight: Tensor | None = None
     tp: TensorParallel | None = None
+
+    def plus(self, other: "PartialSum") -> "PartialSum":
+        """Return the sum of both, which the ranks all-reduce once. Neither is to be all-reduced by a norm."""
+        assert self.all_ranks is other.all_ranks is None, "a norm all-reduces one product alone"
+        if self.tp is None:
+            return replace(self, terms=torch.cat((self.terms, other.terms)))
+        return replace(self, terms=self.terms + other.terms)
 
     def all_reduced(self) -> Tensor:
         """Return the terms, all-reduced unless the norm does that; to be called once."""

@@ -14,28 +14,35 @@ from nanoinfer.errors import ModelError
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 
 
-def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the two halves of each head, or of its first dimensions, by its token's position, in float32.
 
     x: (num_tokens, num_heads, head_dim). positions: (num_tokens,). cos_sin_cache: (max_positions, rotary_dim).
+    interleaved: whether neighbouring dimensions are turned together, 0 and 1, 2 and 3, in place of the halves.
     """
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)  # (num_tokens, 1, rotary_dim / 2) each
     rotary_dim = cos_sin_cache.shape[1]
-    first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat([*(half.to(x.dtype) for half in rotated), x[..., rotary_dim:]], dim=-1)
+    turned = x[..., :rotary_dim].float()
+    first, second = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
+    halves = [half.to(x.dtype) for half in (first * cos - second * sin, second * cos + first * sin)]
+    rotated = torch.stack(halves, dim=-1).flatten(-2) if interleaved else torch.cat(halves, dim=-1)
+    return torch.cat([rotated, x[..., rotary_dim:]], dim=-1)
 
 
 class RotaryEmbedding(nn.Module):
     """Holds the cosines and sines of all positions, computed once: (max_positions, rotary_dim) float32.
 
     rotates: False for layers that know no positions; their angles are 0, and rotating by them changes nothing.
+    is_interleaved: see `rotate`.
     """
 
     cos_sin_cache: Tensor
 
-    def __init__(self, config: ModelConfig, max_positions: int, rotates: bool = True) -> None:
+    def __init__(
+        self, config: ModelConfig, max_positions: int, rotates: bool = True, is_interleaved: bool = False
+    ) -> None:
         super().__init__()
+        self.is_interleaved = is_interleaved
         inv_freq, scale = rope_frequencies(config, max_positions)
         if not rotates:
             inv_freq, scale = torch.zeros_like(inv_freq), 1.0

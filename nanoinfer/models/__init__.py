@@ -7,9 +7,11 @@ from typing import Any
 
 from nanoinfer.errors import ModelError
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.cohere2 import Cohere2ForCausalLM
 from nanoinfer.models.encoders.bert import BertModel
 from nanoinfer.models.encoders.modernbert import ModernBertModel
 from nanoinfer.models.exaone4 import Exaone4ForCausalLM
+from nanoinfer.models.gemma2 import Gemma2ForCausalLM
 from nanoinfer.models.gemma3 import Gemma3ForCausalLM
 from nanoinfer.models.glm4_moe import Glm4MoeForCausalLM
 from nanoinfer.models.gpt_oss import GptOssForCausalLM
@@ -30,7 +32,9 @@ from nanoinfer.models.seed_oss import SeedOssForCausalLM
 from nanoinfer.models.smollm3 import SmolLM3ForCausalLM
 
 REGISTRY: dict[str, type[DecoderForCausalLM]] = {
+    "Cohere2ForCausalLM": Cohere2ForCausalLM,
     "Exaone4ForCausalLM": Exaone4ForCausalLM,
+    "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
     "Glm4MoeForCausalLM": Glm4MoeForCausalLM,

@@ -10,6 +10,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.layers.embed_head import NoHead, ParallelLMHead
 from nanoinfer.layers.score_head import ScoreHead, score_head
+from nanoinfer.layers.soft_cap import cap_logits
 from nanoinfer.models import execution
 from nanoinfer.models.decoder import Decoder, DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
@@ -37,6 +38,7 @@ class DecoderForCausalLM(nn.Module):
     spec: ClassVar[DecoderSpec] = DecoderSpec()
     config_defaults: ClassVar[Mapping[str, Any]] = {}
     special_fields: ClassVar[Set[str]] = frozenset()
+    unsupported_unless: ClassVar[Mapping[str, Any]] = {}
     # How the names of tensors begin that are not needed: those of vision models.
     unused_prefixes: ClassVar[tuple[str, ...]] = (
         *("vision_tower.", "multi_modal_projector.", "visual."),
@@ -71,7 +73,7 @@ class DecoderForCausalLM(nn.Module):
         # A tied checkpoint may repeat the embedding under the head's name: there is nothing to load there.
         is_ignored = config.tie_word_embeddings or not has_logits
         self.ignored_weights = ("lm_head.weight", "language_model.lm_head.weight") if is_ignored else ()
-        self.logits_scaling = config.logits_scaling
+        self.logits_scaling, self.logits_soft_cap = config.logits_scaling, config.logits_soft_cap
         if config.tie_word_embeddings and has_logits:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -118,5 +120,10 @@ class DecoderForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """(num_rows, hidden_size) -> logits (num_rows, lm_head.vocab.size) in the model's dtype, in `out` if given."""
-        logits = self.lm_head(hidden, out)
-        return logits if self.logits_scaling == 1 else logits.div_(self.logits_scaling)
+        return self.finish_logits(self.lm_head(hidden, out))
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """Scale and cap what the head's product has, (num_rows, size), in its place."""
+        if self.logits_scaling != 1:
+            logits.div_(self.logits_scaling)
+        return logits if self.logits_soft_cap is None else cap_logits(logits, self.logits_soft_cap)

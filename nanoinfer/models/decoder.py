@@ -45,6 +45,9 @@ class DecoderSpec:
     whole_qk_norm: whether all queries of a token are normalised together, and all keys.
     norms_sums: whether what attention and MLP add to the residual stream is normalised before it is added.
     norms_inputs: whether the inputs of attention and MLP are normalised.
+    is_parallel: whether attention and MLP have the same normalised inputs, and both are added to the residual stream at
+    once.
+    interleaves_rotary: whether RoPE turns neighbouring dimensions of a head together, in place of its halves.
     o_bias: whether the output product of attention has a bias if config.json has attention_bias.
     has_sinks: whether each query head has a sink, see `AttentionSpec`.
     has_gates: whether attention's output is multiplied by the sigmoid of gates, which q_proj computes too.
@@ -58,6 +61,8 @@ class DecoderSpec:
     whole_qk_norm: bool = False
     norms_sums: bool = False
     norms_inputs: bool = True
+    is_parallel: bool = False
+    interleaves_rotary: bool = False
     o_bias: bool = True
     has_sinks: bool = False
     has_gates: bool = False
@@ -66,6 +71,11 @@ class DecoderSpec:
     embedding: type[VocabParallelEmbedding] = VocabParallelEmbedding
     activation: Callable[[Tensor, RowFormat | None], Activations] = silu_and_mul
     experts: Callable[..., SparseMoE] = SparseMoE
+
+    @property
+    def adds_whole_sums(self) -> bool:
+        """Whether what attention and MLP add is all-reduced before the next norm, see `RowParallelLinear`."""
+        return self.is_parallel or not self.norms_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +115,7 @@ class DecoderAttention(nn.Module):
         heads = head_dim, num_heads, num_kv_heads
         self.qkv_proj = QKVParallelLinear(config.hidden_size, *heads, bias=qkv_bias, tp=tp, has_gates=spec.has_gates)
         sizes = num_heads * head_dim, config.hidden_size
-        self.o_proj = RowParallelLinear(
-            *sizes, spec.o_bias and config.attention_bias, tp, is_sum_whole=not spec.norms_inputs
-        )
+        self.o_proj = RowParallelLinear(*sizes, spec.o_bias and config.attention_bias, tp, spec.adds_whole_sums)
         self.has_whole_norms = spec.whole_qk_norm
         if spec.whole_qk_norm:
             of_keys = tp.split_of_kv_heads(num_kv_heads)
@@ -124,6 +132,7 @@ class DecoderAttention(nn.Module):
             scale=config.attention_scale,
             window=window,
             has_sinks=spec.has_sinks,
+            soft_cap=config.attention_soft_cap,
         )
         self.sinks = AttentionSinks(num_heads, tp) if spec.has_sinks else None
         self.heads_size = attention.num_heads * head_dim
@@ -171,7 +180,7 @@ class DecoderMLP(nn.Module):
         size, bias = config.intermediate_size, config.mlp_bias
         self.activation = spec.activation
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, size, bias=bias, tp=tp)
-        self.down_proj = RowParallelLinear(size, config.hidden_size, bias, tp, is_sum_whole=not spec.norms_inputs)
+        self.down_proj = RowParallelLinear(size, config.hidden_size, bias, tp, spec.adds_whole_sums)
 
     @property
     def input_format(self) -> RowFormat | None:
@@ -224,6 +233,8 @@ class DecoderLayer(nn.Module):
         self.mlp = DecoderMLP(config, spec, tp) if moe is None else spec.experts(config.hidden_size, moe, tp)
         norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = norm() if spec.norms_inputs else ResidualSum(config.hidden_size, config.rms_norm_eps)
+        if spec.is_parallel:
+            return
         self.post_attention_layernorm = norm()  # checkpoints give this name to one norm or the other
         self.norms = LayerNorms(None, self.post_attention_layernorm, None)
         if spec.norms_sums:
@@ -241,7 +252,12 @@ class DecoderLayer(nn.Module):
     def traits(self) -> LayerTraits:
         methods = (getattr(part, "quant_method", None) for part in self.modules())
         products = frozenset(method.kind for method in methods if method is not None)
-        is_plain = self.spec.norms_inputs and not self.spec.has_gates and not self.has_multipliers
+        is_plain = (
+            self.spec.norms_inputs
+            and not self.spec.is_parallel
+            and not self.spec.has_gates
+            and not self.has_multipliers
+        )
         has_plain_attention = is_plain and not self.is_linear
         is_common = self.spec.activation is silu_and_mul and not self.spec.norms_sums and not self.has_experts
         return LayerTraits(products, is_common and has_plain_attention, has_plain_attention)
@@ -253,6 +269,8 @@ class DecoderLayer(nn.Module):
 
         hidden: what the layer before adds; None for nothing. residual: (num_tokens, hidden_size).
         """
+        if self.spec.is_parallel:
+            return self._forward_in_parallel(hidden, residual, step)
         norm_of_attention, norm_before_mlp, norm_of_mlp = self.norms
         normed, residual = self.input_layernorm(hidden, residual, self.mixer.input_format)
         hidden = self._scaled(self.mixer(normed, step))
@@ -261,6 +279,12 @@ class DecoderLayer(nn.Module):
         normed, residual = norm_before_mlp(hidden, residual, self.mlp.input_format)
         hidden = self._scaled(self.mlp(normed, step.row_mask, step.routed))
         return hidden if norm_of_mlp is None else norm_of_mlp.of_sum(hidden), residual
+
+    def _forward_in_parallel(
+        self, hidden: PartialSum | None, residual: Tensor, step: ForwardStep
+    ) -> tuple[PartialSum, Tensor]:
+        normed, residual = self.input_layernorm(hidden, residual)  # which both round for themselves, if at all
+        return self.mixer(normed, step).plus(self.mlp(normed, step.row_mask, step.routed)), residual
 
     def _scaled(self, hidden: PartialSum) -> PartialSum:
         """Return what is added to the residual stream."""
@@ -288,10 +312,11 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        rotary_emb = local_rotary_emb = RotaryEmbedding(config, max_positions)
+        rotary = partial(RotaryEmbedding, max_positions=max_positions, is_interleaved=spec.interleaves_rotary)
+        rotary_emb = local_rotary_emb = rotary(config)
         if config.local_rope is not None:
-            local_rotary_emb = RotaryEmbedding(replace(config, rope=config.local_rope), max_positions)
-        unrotated_emb = RotaryEmbedding(config, max_positions, rotates=False) if any(config.unrotated) else rotary_emb
+            local_rotary_emb = rotary(replace(config, rope=config.local_rope))
+        unrotated_emb = rotary(config, rotates=False) if any(config.unrotated) else rotary_emb
         self.embedding_multiplier = config.embedding_multiplier
         self.embed_tokens = spec.embedding(config.vocab_size, config.hidden_size, tp)
         windows = config.windows_within(max_positions)

@@ -170,5 +170,5 @@ class Pooler:
         """Return the logit of the token for yes, less that of the token for no if there is one: (num_vectors, 1)."""
         head, ids = self._model.lm_head, torch.tensor(self._config.token_ids, device=vectors.device)
         weights = VocabParallelEmbedding.forward(head, ids)  # of all ranks
-        logits = F.linear(vectors.float(), weights.float()) / self._model.logits_scaling
+        logits = self._model.finish_logits(F.linear(vectors.float(), weights.float()))
         return logits[:, -1:] - logits[:, :1] if len(ids) > 1 else logits

@@ -161,7 +161,9 @@ def test_models_of_one_kind_have_one_group() -> None:
 # --- whole engines ---
 
 
-@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Olmo3ForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["Cohere2ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Olmo3ForCausalLM"]
+)
 def test_tokens_are_those_of_transformers_while_blocks_are_given_back_and_found(
     checkpoint: Callable[..., Path], architecture: str
 ) -> None:

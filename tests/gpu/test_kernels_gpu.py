@@ -21,6 +21,7 @@ from nanoinfer.layers.attention.layer import norm_rope_store
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, SharedPrefixes
 from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
 from nanoinfer.layers.linear import RowParallelLinear
+from nanoinfer.layers.soft_cap import cap_logits
 from nanoinfer.runner.step_tables import read_rows
 from nanoinfer.sampling.gumbel_max import best_candidates, sample, sample_and_append
 from nanoinfer.sampling.logprobs import logit_statistics
@@ -88,6 +89,19 @@ def test_rms_norm_equals_its_twin_on_the_cpu(size: int, num_rows: int, dtype: to
     assert torch.equal(total, expected_total.cuda())
     assert torch.equal(x, unchanged[0])
     assert torch.equal(residual, unchanged[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "num_terms"), [(1000, 1), (4096, 2), (12288, 5)])
+def test_a_norm_that_subtracts_the_mean_equals_its_twin(size: int, num_terms: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    terms, residual, weight = randn(num_terms, 300, size, dtype=dtype), randn(300, size, dtype=dtype), randn(size)
+    out, total = add_rms_norm(terms, residual, weight, 1e-5, centres=True)
+    expected, expected_total = add_rms_norm(terms.cpu(), residual.cpu(), weight.cpu(), 1e-5, centres=True)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(total, expected_total.cuda(), rtol=2 * eps, atol=4 * eps)
+    torch.testing.assert_close(out, expected.cuda(), rtol=4 * eps, atol=16 * eps)
+    torch.testing.assert_close(rms_norm(total, weight, 1e-5, centres=True), out, rtol=2 * eps, atol=2 * eps)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +231,24 @@ def test_partial_sums_of_queries_keys_and_values_are_added_up_as_by_the_twin(
     expected = norm_rope_store(qkv.cpu(), weights_on_cpu, 1e-6, positions, table, on_cpu.k, on_cpu.v, slots)
     inputs = qkv, weights, 1e-6, positions.cuda(), table.cuda(), cache.k, cache.v, slots.cuda()
     actual = norm_rope_store(*inputs)
+    for ours, twin in zip((*actual, cache.k, cache.v), (*expected, on_cpu.k, on_cpu.v), strict=True):
+        assert_nearly_equal(ours, twin)
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 128), (80, 80), (256, 96)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neighbouring_dimensions_are_rotated_together_as_by_the_twin(
+    head_dim: int, rotary_dim: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    qkv, angles = 3 * randn(200, 12 * head_dim, dtype=dtype), torch.randn(200, rotary_dim // 2)
+    table, positions = torch.cat([angles.cos(), angles.sin()], dim=1), torch.arange(200)
+    cache = random_cache(13, 2, 16, head_dim, dtype)
+    on_cpu = LayerCache(cache.k.cpu(), cache.v.cpu())
+    inputs = qkv.cpu(), None, 1e-6, positions, table, on_cpu.k, on_cpu.v, positions
+    expected = norm_rope_store(*inputs, interleaved=True)
+    inputs = qkv, None, 1e-6, positions.cuda(), table.cuda(), cache.k, cache.v, positions.cuda()
+    actual = norm_rope_store(*inputs, interleaved=True)
     for ours, twin in zip((*actual, cache.k, cache.v), (*expected, on_cpu.k, on_cpu.v), strict=True):
         assert_nearly_equal(ours, twin)
 
@@ -660,6 +692,17 @@ def test_the_first_tokens_of_blocks_are_copied_as_by_the_twin(sizes: tuple[int, 
     copy_tokens.__wrapped__(expected, copies)
     assert torch.equal(actual, expected)
     assert not torch.equal(actual, cache)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(256000, torch.bfloat16), (32003, torch.float16), (1000, torch.float32)])
+def test_a_soft_cap_of_logits_equals_its_twin(size: int, dtype: torch.dtype) -> None:
+    logits = 40 * randn(300, size, dtype=dtype)
+    logits[0, 0], logits[1, 0], logits[2, 0] = torch.nan, torch.inf, -torch.inf
+    expected = cap_logits.__wrapped__(logits.clone(), 30.0)
+    capped = cap_logits(logits, 30.0)
+    assert capped.data_ptr() == logits.data_ptr()
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(capped, expected, rtol=tolerance, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("num_best", [0, 1, 5, 20])

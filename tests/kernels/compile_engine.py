@@ -102,7 +102,7 @@ def select_backend(
     from nanoinfer.kernels.hopper_prefill_attention import serves
     from nanoinfer.layers.attention.triton import TritonBackend
 
-    is_plain = spec.window is None and not spec.has_sinks
+    is_plain = spec.window is None and not spec.has_sinks and spec.soft_cap is None
     serves_layer = is_plain and serves(spec.head_dim, spec.group_size, block_size, dtype)
     return TritonBackend(spec, has_hopper_kernel=capability == 90 and serves_layer)
 

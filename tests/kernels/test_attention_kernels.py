@@ -84,6 +84,15 @@ def test_prefill_survives_scores_that_overflow_a_naive_softmax() -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("query_lens", [[40], None])
+def test_a_soft_cap_holds_scores_however_large_they_are(query_lens: list[int] | None) -> None:
+    """Scores of thousands, which would leave one key all the weight, become 2 and -2."""
+    step = random_step(Layer(soft_cap=2.0), [40], query_lens)
+    step.q *= 1000
+    last = step.assert_equals_twin(TritonBackend(step.spec))[-1]
+    assert last.abs().amax() < 0.5 * step.cache.v.nan_to_num().abs().amax()
+
+
 @pytest.mark.parametrize("group_size", [1, 2, 3, 7, 64, 200])
 def test_a_plan_of_prefill_has_every_token_once_and_what_fits_into_a_tile(group_size: int) -> None:
     query_lens, context_lens = (1, 130, 3, 300), (5, 130, 3, 1000)
@@ -277,6 +286,7 @@ layers = st.builds(
     window=st.none() | st.integers(1, 80),
     cache_dtype=st.sampled_from([None, INT8, FP8]),
     has_sinks=st.booleans(),
+    soft_cap=st.sampled_from([None, None, 0.3, 50.0]),
 )
 
 

@@ -42,6 +42,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 100,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "Gemma 2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        **SIZES,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 100,
+    },
+    "Cohere2": {"architectures": ["Cohere2ForCausalLM"], **SIZES, "num_hidden_layers": 4, "sliding_window": 100},
     "gpt-oss": {
         "architectures": ["GptOssForCausalLM"],
         **SIZES,
@@ -81,6 +91,9 @@ CASES = [
     ),
     pytest.param(86, "Qwen3-MoE", {"quantization": "int4"}, id="Ampere, experts in 4 bits", marks=slow),
     pytest.param(80, "Gemma 3", {}, id="Ampere, heads of 256", marks=slow),
+    pytest.param(90, "Gemma 2", {}, id="Hopper, soft caps", marks=slow),
+    pytest.param(86, "Gemma 2", {"kv_cache_dtype": "int8"}, id="Ampere, soft caps, int8 cache", marks=slow),
+    pytest.param(90, "Cohere2", {}, id="Hopper, attention beside the MLP", marks=slow),
     pytest.param(90, "gpt-oss", {}, id="Hopper, sinks, MXFP4", marks=slow),
     pytest.param(86, "gpt-oss", {"kv_cache_dtype": "int8"}, id="Ampere, sinks, MXFP4, int8 cache", marks=slow),
 ]
@@ -98,7 +111,7 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     names = {kernel["kernel"] for kernel in kernels}
     assert {"_paged_prefill_kernel", "_paged_decode_kernel", "_norm_rope_store_kernel", "_best_group_kernel"} <= names
-    has_kernel = model not in ("Gemma 3", "Qwen3.5", "gpt-oss")  # which have heads of 256, or sinks
+    has_kernel = model not in ("Gemma 2", "Gemma 3", "Qwen3.5", "gpt-oss")  # which have heads of 256, or sinks
     has_kernel = has_kernel and "kv_cache_dtype" not in options
     serves_hopper = capability == 90 and has_kernel
     assert ("_hopper_prefill_kernel" in names) == serves_hopper
@@ -107,6 +120,7 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
     assert ({"_convolve_kernel", "_prepare_chunks_kernel", "_pass_states_kernel", "_gated_norm_kernel"} <= names) == (
         model == "Qwen3.5"
     )
+    assert ("_cap_logits_kernel" in names) == (model == "Gemma 2")
     in_4_bits = options.get("quantization") == "int4"
     assert ("_hopper_int4_kernel" in names) == (in_4_bits and capability == 90)  # which serves all of these steps
     assert ({"_few_rows_product_int4_kernel", "_widen_kernel"} <= names) == (in_4_bits and capability != 90)

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from nanoinfer.kernels import paged_decode_attention as decode_kernels
 from nanoinfer.layers.attention import triton as triton_backend
 from tests.kernels.helpers import exact_fp8, loops_are_interpreted
+from tests.models.test_architectures import draw_options, save_random_model
 
 __all__ = ["exact_fp8"]
 pytestmark = [
@@ -38,11 +39,25 @@ def draw(folder: Path, min_saved_tokens: int, kv_cache_dtype: str) -> list[list[
     return [completion.token_ids for output in outputs for completion in output.outputs]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("architecture", "kv_cache_dtype"),
+    [(None, "auto"), (None, "int8"), (None, "fp8"), ("Gemma2ForCausalLM", "auto"), ("Gemma2ForCausalLM", "int8")],
+)
 def test_samples_that_read_their_prompt_together_are_those_of_plain_attention(
-    random_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str
+    random_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kv_cache_dtype: str,
+    architecture: str | None,
 ) -> None:
-    expected = draw(random_checkpoint(), 0, kv_cache_dtype)
+    """Of a plain model, and of one whose scores are capped, in full attention alone."""
+    folder = tmp_path
+    if architecture is None:
+        folder = random_checkpoint()
+    else:
+        full = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "attn_logit_softcapping": 0.2}
+        save_random_model(folder, architecture, draw_options(architecture, 1) | full, seed=1)
+    expected = draw(folder, 0, kv_cache_dtype)
     assert len({tuple(token_ids) for token_ids in expected}) == 6
     passes = []
 
@@ -53,7 +68,7 @@ def test_samples_that_read_their_prompt_together_are_those_of_plain_attention(
     monkeypatch.setattr(decode_kernels, "num_multiprocessors", lambda device: 2)
     monkeypatch.setattr(triton_backend, "shared_prefix_attention", note)
     monkeypatch.setattr(selection, "select_backend", lambda *args: triton_backend.TritonBackend(args[3]))
-    assert draw(random_checkpoint(), 10**9, kv_cache_dtype) == expected
+    assert draw(folder, 10**9, kv_cache_dtype) == expected
     assert not passes
-    assert draw(random_checkpoint(), 0, kv_cache_dtype) == expected
+    assert draw(folder, 0, kv_cache_dtype) == expected
     assert len(passes) == 2 * 2, "each decode step, in both layers"

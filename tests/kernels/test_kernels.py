@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from nanoinfer.distributed.cuda_ipc import RELEASED
 from nanoinfer.kernels.symmetric_buffers import BITS, SymmetricBuffers, empty_bits
-from nanoinfer.layers import activation, layernorm
+from nanoinfer.layers import activation, layernorm, soft_cap
 from nanoinfer.layers.attention import block_copies, widened_blocks
 from nanoinfer.layers.attention import layer as attention_layer
 from nanoinfer.layers.linear_attention import delta_rule
@@ -36,6 +37,7 @@ from nanoinfer.kernels import logit_statistics as logit_statistics_kernels  # no
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
 from nanoinfer.kernels import read_rows as read_rows_kernels  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
+from nanoinfer.kernels import soft_cap as soft_cap_kernels  # noqa: E402
 from nanoinfer.kernels import token_bitmask as bitmask_kernels  # noqa: E402
 from nanoinfer.kernels import top_k_top_p as threshold_kernels  # noqa: E402
 from nanoinfer.kernels import widened_blocks as widened_blocks_kernels  # noqa: E402
@@ -82,6 +84,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (step_tables.read_rows, read_rows_kernels),
         (block_copies.copy_tokens, copy_tokens_kernels),
         (logprobs.logit_statistics, logit_statistics_kernels),
+        (soft_cap.cap_logits, soft_cap_kernels),
         (widened_blocks.widen_blocks, widened_blocks_kernels),
         (delta_rule.gated_delta_step, gated_delta_step_kernels),
         (delta_rule.gated_delta_prefill, gated_delta_prefill_kernels),
@@ -99,6 +102,21 @@ def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(
 
 
 SIZES_AND_DTYPES = [(1, torch.float32), (96, torch.float16), (1000, torch.float32), (1025, torch.float16)]
+
+
+@pytest.mark.parametrize("num_terms", [1, 3])
+@pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
+def test_a_norm_that_subtracts_the_mean_equals_its_twin(size: int, dtype: torch.dtype, num_terms: int) -> None:
+    x, residual = 1 + randn(num_terms, 4, size, dtype=dtype), randn(4, size, seed=1, dtype=dtype)
+    weight = randn(size, seed=2)
+    arguments = x, residual, weight, 1e-5
+    out, total = rms_norm_kernels.add_rms_norm(*arguments, centres=True)
+    expected, expected_total = layernorm.add_rms_norm(*arguments, centres=True)
+    assert_nearly_equal(total, expected_total)
+    # The twin adds up terms in their own dtype.
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
+    alone, twin = (norms.rms_norm(x[0], weight, 1e-5, centres=True) for norms in (rms_norm_kernels, layernorm))
+    torch.testing.assert_close(alone, twin, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [*SIZES_AND_DTYPES, (8192, torch.float16)])
@@ -355,6 +373,25 @@ def test_a_gate_is_closed_where_its_exponential_overflows() -> None:
     assert gated_kernels.gelu_tanh_and_mul(gate_up).tolist() == [[0.0, 400.0]]
 
 
+# --- cap_logits ---
+
+
+@pytest.mark.parametrize(("size", "dtype"), [*SIZES_AND_DTYPES, (9001, torch.float16)])
+def test_a_soft_cap_of_any_row_equals_its_twin_and_leaves_what_lies_between_rows(size: int, dtype: torch.dtype) -> None:
+    whole = 40 * randn(3, size + 5, dtype=dtype)
+    whole[0, 0], whole[1, 0], whole[2, 0] = math.nan, math.inf, -math.inf
+    expected = whole.clone()
+    soft_cap.cap_logits(expected[:, :size], 30.0)
+    capped = soft_cap_kernels.cap_logits(whole[:, :size], 30.0)
+    torch.testing.assert_close(capped, expected[:, :size], rtol=4 * torch.finfo(dtype).eps, atol=1e-5, equal_nan=True)
+    assert capped[:, 0].tolist()[1:] == [30.0, -30.0]
+    assert torch.equal(whole[:, size:], expected[:, size:])
+
+
+def test_a_soft_cap_of_no_rows_is_none() -> None:
+    assert soft_cap_kernels.cap_logits(randn(0, 7), 30.0).shape == (0, 7)
+
+
 # --- norm_rope_store ---
 
 
@@ -370,6 +407,7 @@ class HeadsStep:
     has_norms: bool = True
     weight_dtype: torch.dtype | None = None  # of the norms; None for that of the heads
     rotary_dim: int | None = None  # of head_dim; None for all
+    interleaved: bool = False
     num_splits: int = 1  # of split-K
     slots: tuple[int, ...] = (33, -1, 0, 15, -1, 16, 47, -1)  # of 48, out of order; -1: no slot
 
@@ -388,7 +426,8 @@ class HeadsStep:
         shape = (48 // self.block_size, self.num_kv_heads, self.block_size, self.head_dim)
         k_cache, v_cache = (torch.full(shape, -7.0, dtype=self.dtype) for _ in "kv")
         slots = torch.tensor(self.slots, dtype=torch.int64)
-        q, k, v = norm_rope_store(qkv, weights, 1e-5, positions, table, k_cache, v_cache, slots)
+        inputs = qkv, weights, 1e-5, positions, table, k_cache, v_cache, slots
+        q, k, v = norm_rope_store(*inputs, interleaved=self.interleaved)
         assert q.shape == (num_tokens, self.num_heads, self.head_dim)
         assert k.shape == v.shape == (num_tokens, self.num_kv_heads, self.head_dim)
         return {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
@@ -441,6 +480,21 @@ def test_float32_weights_multiply_heads_of_16_bits_before_these_are_rounded() ->
     step = HeadsStep(head_dim=256, dtype=torch.bfloat16, weight_dtype=torch.float32)
     rounded_before = replace(step, weight_dtype=None).run(attention_layer.norm_rope_store)
     assert not torch.equal(assert_step_equals_its_twin(step)["q"], rounded_before["q"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"head_dim": 80, "has_norms": False}, {"rotary_dim": 24}, {"num_splits": 3, "dtype": torch.float16}],
+    ids=str,
+)
+def test_neighbouring_dimensions_are_rotated_together_as_by_the_twin(options: dict[str, Any]) -> None:
+    step = HeadsStep(**options, interleaved=True)
+    out, halves = (
+        assert_step_equals_its_twin(step),
+        replace(step, interleaved=False).run(attention_layer.norm_rope_store),
+    )
+    assert not torch.equal(out["q"], halves["q"])
+    assert torch.equal(out["v_cache"], halves["v_cache"])
 
 
 @pytest.mark.parametrize("has_norms", [True, False])

@@ -363,7 +363,7 @@ def spec_of(q: Tensor, k: Tensor) -> AttentionSpec:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata | DecodeMetadata) -> Tensor:
     """The layer, on heads of 8 dimensions that are neither normalised nor turned."""
-    no_turn = SimpleNamespace(cos_sin_cache=torch.tensor([[1.0] * 4 + [0.0] * 4]))
+    no_turn = SimpleNamespace(cos_sin_cache=torch.tensor([[1.0] * 4 + [0.0] * 4]), is_interleaved=False)
     qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
     layer = Attention(no_turn, norm_eps=1e-6, backend=TorchBackend(spec_of(q, k)))
     return layer(qkv, None, torch.zeros(len(q), dtype=torch.int64), cache, metadata)
@@ -481,6 +481,22 @@ SIXTEEN = torch.bfloat16
         ("flash_attn", TRITON, "cuda", SIXTEEN, FULL, "the package flash-attn, which cannot be imported"),
         ("flash_attn", ("flash_attn",), "cuda", SIXTEEN, FULL, "the package triton, which cannot be imported"),
         ("triton", (), "cuda", SIXTEEN, FULL, "triton, which cannot be imported (not there); install it"),
+        (
+            "flash_attn",
+            BOTH,
+            "cuda",
+            SIXTEEN,
+            replace(FULL, has_sinks=True),
+            "has no attention sinks, and the model has",
+        ),
+        (
+            "flash_attn",
+            BOTH,
+            "cuda",
+            SIXTEEN,
+            replace(FULL, soft_cap=50.0),
+            "caps no scores, and attn_logit_softcapping",
+        ),
         ("flash_attn", BOTH, "cpu", SIXTEEN, FULL, "runs on CUDA, and device is 'cpu'; use a GPU"),
         ("triton", BOTH, "cpu", SIXTEEN, FULL, "runs on CUDA, and device is 'cpu'; use a GPU"),
     ],
@@ -598,8 +614,24 @@ def test_only_before_hopper_prefill_is_by_flash_attn_where_its_build_serves(
     pretend_gpu(monkeypatch, capability)
     for requested in ("auto", "triton"):
         assert select_backend(requested, CUDA, SIXTEEN, FULL, block_size=256).name == chosen
+    for spec in (replace(FULL, has_sinks=True), replace(FULL, soft_cap=50.0)):  # which it lacks in every build
+        assert select_backend("auto", CUDA, SIXTEEN, spec, block_size=256).name == "triton"
     if installed == BOTH and lacks is None:
         assert select_backend("flash_attn", CUDA, SIXTEEN, FULL, block_size=256).name == "flash_attn"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, True), ({"window": 7}, False), ({"has_sinks": True}, False), ({"soft_cap": 50.0}, False)],
+    ids=str,
+)
+def test_hoppers_own_prefill_kernel_serves_plain_layers_alone(
+    changes: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", minversion="3.6")
+    monkeypatch.setattr("nanoinfer.kernels.device_properties.has_hopper_kernels", lambda _device: True)
+    spec = replace(FULL, head_dim=128, **changes)
+    assert selection._has_hopper_kernel(CUDA, SIXTEEN, spec, 256) == expected
 
 
 def test_layers_of_the_same_kind_share_a_backend_and_a_model_has_one_for_each_kind() -> None:

@@ -27,6 +27,8 @@ def naive_attention(step: Step) -> Tensor:
         k, v = (context(step.cache, side, table, length) for side in "kv")
         k, v = (x.repeat_interleave(spec.group_size, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q.double(), k) * spec.scale
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * (scores / spec.soft_cap).tanh()
         distance = (length - len(q) + torch.arange(len(q)))[:, None] - torch.arange(length)  # of each key to a query
         if not spec.causal:
             distance = distance.abs()

@@ -78,6 +78,24 @@ def draw_options(architecture: str, seed: int) -> dict[str, Any]:
         options |= {"sliding_window": window, "pad_token_id": 0}
         factor = rng.choice((1.0, 0.5))
         options["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": factor}
+    elif architecture == "Cohere2ForCausalLM":
+        options |= {
+            "attention_bias": rng.random() < 0.5,
+            "layer_norm_eps": options.pop("rms_norm_eps"),
+            "pad_token_id": 0,
+        }
+        options |= {"logit_scale": rng.choice((0.0625, 0.3, 1.0)), "sliding_window": window or 200}
+        options |= {"num_hidden_layers": 4, "sliding_window_pattern": rng.choice((1, 2, 3, 4))}
+        if rng.random() < 0.3:
+            options |= {"num_hidden_layers": 3, "layer_types": ["full_attention"] + ["sliding_attention"] * 2}
+    elif architecture == "Gemma2ForCausalLM":
+        options |= {"head_dim": rng.choice((8, 16, 32)), "attention_bias": rng.random() < 0.5}
+        options["initializer_range"] = 0.05  # or scaled, tied embeddings would repeat the last token
+        options |= {"query_pre_attn_scalar": rng.choice((6, 20, 64)), "sliding_window": window or 200}
+        options |= {"attn_logit_softcapping": rng.choice((None, 0.2, 50.0))}  # scores are small here
+        options |= {"final_logit_softcapping": rng.choice((None, 0.3, 30.0))}
+        if rng.random() < 0.5:
+            options |= {"num_hidden_layers": 3, "layer_types": ["full_attention"] + ["sliding_attention"] * 2}
     elif architecture == "Gemma3ForCausalLM":
         options |= {"head_dim": rng.choice((8, 16, 32)), "attention_bias": seed > 1}
         options["initializer_range"] = 0.05  # or scaled, tied embeddings would repeat the last token
@@ -282,6 +300,18 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(architecture: str) 
         ("Glm4MoeForCausalLM", {"n_group": 32}, "n_group=32 and topk_group=1, which 128 experts, 8 for each"),
         ("Glm4MoeForCausalLM", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1; it must be a whole number"),
         ("Glm4MoeForCausalLM", {"use_qk_norm": "yes"}, "use_qk_norm='yes'"),
+        ("Cohere2ForCausalLM", {"use_qk_norm": True}, "use_qk_norm=True, which is not supported"),
+        ("Cohere2ForCausalLM", {"use_parallel_block": False}, "use_parallel_block=False, which is not supported"),
+        ("Cohere2ForCausalLM", {"position_embedding_type": "none"}, "position_embedding_type='none', which is not"),
+        ("Cohere2ForCausalLM", {"layer_norm_eps": 0}, "layer_norm_eps=0; it must be a positive number"),
+        ("Cohere2ForCausalLM", {"logit_scale": -1}, "logit_scale=-1; it must be a positive number"),
+        ("Cohere2ForCausalLM", {"sliding_window": None}, "sliding_window=None; it must be a whole number"),
+        ("Gemma2ForCausalLM", {"attn_logit_softcapping": 0}, "attn_logit_softcapping=0; it must be a positive number"),
+        ("Gemma2ForCausalLM", {"final_logit_softcapping": "x"}, "final_logit_softcapping='x'; it must be a positive"),
+        ("Gemma2ForCausalLM", {"hidden_activation": "gelu"}, "hidden_activation='gelu', which is not supported"),
+        ("Gemma2ForCausalLM", {"hidden_act": "silu"}, "hidden_act='silu', which is not supported"),
+        ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True, which is not"),
+        ("LlamaForCausalLM", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0, which is not supported"),
         ("MiniMaxM2ForCausalLM", {"rotary_dim": 256}, "rotary_dim=256, more than a head's 128 dimensions"),
         ("Phi3ForCausalLM", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5, which is not supported"),
         ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, which is not supported"),

@@ -59,12 +59,12 @@ def test_few_rows_give_the_tokens_of_the_common_path(
     assert "few_rows_product" in calls
 
 
-def test_experts_gelu_and_weights_in_8_bits_take_the_common_path(
+def test_experts_gelu_parallel_layers_and_weights_in_8_bits_take_the_common_path(
     calls: list[str],
     checkpoint: Callable[..., Path],  # noqa: F811
     random_checkpoint: Callable[..., Path],
 ) -> None:
-    for architecture in ("MixtralForCausalLM", "Gemma3ForCausalLM"):
+    for architecture in ("MixtralForCausalLM", "Gemma3ForCausalLM", "Cohere2ForCausalLM"):
         generate(checkpoint(architecture, 0), [[1, 2, 3]], max_model_len=64)
     generate(random_checkpoint(), [[1, 2, 3]], max_model_len=64, quantization="fp8")
     assert not calls

@@ -18,7 +18,14 @@ from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.quantization.linear_method import ProductKind
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
-RUN_WHOLE = (*HYBRIDS, "Exaone4ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
+RUN_WHOLE = (
+    *HYBRIDS,
+    "Cohere2ForCausalLM",
+    "Exaone4ForCausalLM",
+    "GraniteForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+)
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ class AttentionSpec:
     tokens each token attends to, itself included; None for all before it. has_sinks: whether each query head has a
     sink, a score of its own without a value: exp(sink) is added to the sum that the softmax divides by (StreamingLLM,
     Xiao et al. 2023; learned as in gpt-oss). causal: whether a token attends to those before it alone; else to all of
-    its text, or to as many of either side as the window says, itself counted on both.
+    its text, or to as many of either side as the window says, itself counted on both. soft_cap: scaled scores become
+    soft_cap * tanh(score / soft_cap) before the softmax, so that none is larger (Gemma 2); None leaves them.
     """
 
     num_heads: int
@@ -26,6 +27,7 @@ class AttentionSpec:
     window: int | None = None
     has_sinks: bool = False
     causal: bool = True
+    soft_cap: float | None = None
 
     @property
     def group_size(self) -> int:

@@ -46,6 +46,7 @@ class Attention(nn.Module):
             slot_mapping,
             cache.k_scales,
             cache.v_scales,
+            self.rotary_emb.is_interleaved,
         )
         if isinstance(metadata, PrefillMetadata):
             return self.backend.prefill(q, k, v, cache, metadata, sinks)
@@ -87,6 +88,7 @@ def norm_rope_store(
     slot_mapping: Tensor,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise and rotate queries and keys, write keys and values to the cache, and return all three.
 
@@ -96,7 +98,7 @@ def norm_rope_store(
     cos_sin_cache: (max_positions, rotary_dim) float32; the first rotary_dim dimensions of each head are rotated.
     k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim). slot_mapping: (num_tokens,) int64; -1 skips the
     write. k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits, to which keys and
-    values are rounded as by `round_vectors`.
+    values are rounded as by `round_vectors`. interleaved: see `rotate`.
     Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim), not rounded to 8 bits.
     """
     _, num_kv_heads, _, head_dim = k_cache.shape
@@ -106,6 +108,6 @@ def norm_rope_store(
     q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     if norm_weights is not None:
         q, k = (rms_norm(x, weight, eps) for x, weight in zip((q, k), norm_weights, strict=True))
-    q, k = (rotate(x, positions, cos_sin_cache) for x in (q, k))
+    q, k = (rotate(x, positions, cos_sin_cache, interleaved) for x in (q, k))
     store(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales)
     return q, k, v

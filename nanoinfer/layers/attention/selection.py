@@ -104,7 +104,8 @@ def _has_hopper_kernel(device: torch.device, dtype: torch.dtype, spec: Attention
     """Whether Hopper's own prefill kernel serves layers like this one."""
     from nanoinfer.kernels.device_properties import has_hopper_kernels
 
-    if spec.window is not None or spec.has_sinks or not spec.causal or not has_hopper_kernels(device):
+    is_plain = spec.window is None and not spec.has_sinks and spec.soft_cap is None and spec.causal
+    if not is_plain or not has_hopper_kernels(device):
         return False
     from nanoinfer.kernels.hopper_prefill_attention import serves
 
@@ -139,6 +140,8 @@ def _obstacle(
         )
     if backend == "flash_attn" and spec.has_sinks:
         return "has no attention sinks, and the model has; leave attention_backend out"
+    if backend == "flash_attn" and spec.soft_cap is not None:
+        return "caps no scores, and attn_logit_softcapping asks for that; leave attention_backend out"
     if backend == "flash_attn" and in_8_bits:
         return "reads a KV cache in 16 bits alone, and kv_cache_dtype asks for 8; leave kv_cache_dtype out"
     if backend == "flash_attn" and block_size % 256 != 0:

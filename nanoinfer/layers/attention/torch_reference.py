@@ -7,7 +7,7 @@ from torch import Tensor
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata
 
-MAX_GATHER_ELEMENTS = 2**24  # of keys that decode gathers at a time: 64 MiB in float32
+MAX_GATHER_ELEMENTS = 2**24  # of keys that decode gathers at a time, and of capped scores: 64 MiB in float32
 
 
 class TorchBackend(AttentionBackend):
@@ -17,6 +17,7 @@ class TorchBackend(AttentionBackend):
     needs_host = True
 
     def __init__(self, spec: AttentionSpec) -> None:
+        assert spec.causal or spec.soft_cap is None, "attention to both sides caps no scores here"
         self.spec = spec
         self._scratch: list[Tensor] = []  # for gathered keys and values: new memory costs a CPU as much as the rest
 
@@ -31,7 +32,8 @@ class TorchBackend(AttentionBackend):
             if query_len != context_len or cache.is_rounded:
                 context_k, context_v = gather_context(cache, metadata.block_tables[index], context_len, q.dtype)
             if self.spec.causal:
-                attended = causal_attention(q[chunk], context_k, context_v, self.spec.scale, self.spec.window, sinks)
+                options = self.spec.window, sinks, self.spec.soft_cap
+                attended = causal_attention(q[chunk], context_k, context_v, self.spec.scale, *options)
             else:
                 attended = full_attention(q[chunk], context_k, context_v, self.spec.scale, self.spec.window)
             out[chunk] = attended
@@ -59,7 +61,10 @@ class TorchBackend(AttentionBackend):
             k, v = (side[:, :, :max_context] for side in gathered)
             for side in (k, v):  # what lies past a context may be NaN, and 0 x NaN is NaN
                 side.masked_fill_(~visible[rows].transpose(2, 3), 0)
-            if sinks is None:
+            if self.spec.soft_cap is not None:
+                own = None if sinks is None else sinks.view(num_kv_heads, -1)
+                sums = soft_capped_attention(q[rows], k, v, visible[rows], self.spec.scale, self.spec.soft_cap, own)
+            elif sinks is None:
                 sums = F.scaled_dot_product_attention(q[rows], k, v, attn_mask=visible[rows], scale=self.spec.scale)
             else:
                 sums = attention_with_sinks(q[rows], k, v, visible[rows], self.spec.scale, sinks.view(num_kv_heads, -1))
@@ -88,19 +93,34 @@ class TorchBackend(AttentionBackend):
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Compute causal attention for one sequence, whose last len(q) tokens attend to all len(k) tokens.
 
-    window: how many tokens each one attends to at most, itself included. sinks: (num_heads,), see `AttentionSpec`.
+    window: how many tokens each one attends to at most, itself included. sinks: (num_heads,), and soft_cap: see
+    `AttentionSpec`.
     """
     query_len, context_len = len(q), len(k)
     mask = None
-    if query_len != context_len or window is not None or sinks is not None:
+    if query_len != context_len or window is not None or sinks is not None or soft_cap is not None:
         mask = torch.ones(query_len, context_len, dtype=torch.bool, device=q.device).tril(context_len - query_len)
     if mask is not None and window is not None:
         mask = mask.triu(context_len - query_len - window + 1)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, heads, tokens, head_dim)
+    if mask is not None and soft_cap is not None:
+        grouped = q.unflatten(1, (k.shape[1], -1))  # (1, kv_heads, heads of each, tokens, head_dim)
+        own = None if sinks is None else sinks.view(k.shape[1], -1, 1)
+        k, v = k.unsqueeze(2), v.unsqueeze(2)
+        at_once = max(1, MAX_GATHER_ELEMENTS // (q.shape[1] * context_len))  # queries
+        parts = zip(grouped.split(at_once, dim=3), mask.split(at_once), strict=True)
+        sums = [soft_capped_attention(part, k, v, seen, scale, soft_cap, own) for part, seen in parts]
+        return torch.cat(sums, dim=3).flatten(1, 2).squeeze(0).transpose(0, 1)
     if mask is not None and sinks is not None:
         return attention_with_sinks(q, k, v, mask, scale, sinks[:, None]).squeeze(0).transpose(0, 1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
@@ -121,6 +141,22 @@ def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: f
         torch.cat((q, own), dim=-1), k, v, attn_mask=F.pad(mask, (1, 0), value=True), scale=scale, enable_gqa=True
     )
     return out[..., :-1]
+
+
+def soft_capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, soft_cap: float, sinks: Tensor | None = None
+) -> Tensor:
+    """Attend from q (..., num_queries, head_dim) to k and v (..., num_keys, head_dim) by capped scores, in float32.
+
+    mask: (..., num_queries, num_keys) bool, which keys each query sees; one that sees none gets the mean of all values.
+    sinks: of a shape that broadcasts to that of q without head_dim.
+    """
+    scores = soft_cap * torch.tanh(q.float() @ k.float().transpose(-1, -2) * scale / soft_cap)
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:  # each a score without a value
+        scores = torch.cat((sinks.float().expand(q.shape[:-1]).unsqueeze(-1), scores), dim=-1)
+    weights = scores.softmax(dim=-1)[..., -k.shape[-2] :]
+    return (weights @ v.float()).to(q.dtype)
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:

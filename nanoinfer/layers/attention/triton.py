@@ -79,16 +79,18 @@ class TritonBackend(AttentionBackend):
             return hopper_prefill_attention(q, cache.k, cache.v, plan.tiles, plan.counters, tables, lens, scale)
         tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
         cu_lens = None if self.spec.causal else metadata.cu_context_lens
-        return paged_prefill_attention(*tensors, plan.tiles, tables, scale, self.spec.window, sinks, cu_lens)
+        spec = self.spec
+        return paged_prefill_attention(*tensors, plan.tiles, tables, scale, spec.window, sinks, cu_lens, spec.soft_cap)
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
-        plan, shared = metadata.plans[self.spec], metadata.shared_prefixes
+        plan, shared, spec = metadata.plans[self.spec], metadata.shared_prefixes, self.spec
         tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
         prefix = None
         if plan.groups is not None and shared is not None:
-            prefix = shared_prefix_attention(*tensors, *plan.groups, shared.num_group_rows, self.spec.scale)
-        windowed = self.spec.window is not None
-        return paged_decode_attention(*tensors, *plan.rows, self.spec.scale, windowed, prefix, sinks)
+            scores = spec.scale, spec.soft_cap
+            prefix = shared_prefix_attention(*tensors, *plan.groups, shared.num_group_rows, *scores)
+        windowed = spec.window is not None
+        return paged_decode_attention(*tensors, *plan.rows, spec.scale, windowed, prefix, sinks, spec.soft_cap)
 
     def _plan_prefill(self, metadata: PrefillMetadata, cache: KVCache) -> PrefillPlan:
         device, lens, contexts = metadata.cu_query_lens.device, metadata.query_lens, metadata.context_lens

@@ -200,6 +200,7 @@ class EncoderModel(nn.Module):
 
     config_defaults: ClassVar[Mapping[str, Any]] = {}
     special_fields: ClassVar[Set[str]] = frozenset()
+    unsupported_unless: ClassVar[Mapping[str, Any]] = {}
     renamed_modules: ClassVar[Mapping[str, str]] = {}
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {}
     # How names of whole models begin, which those of encoders alone lack.
@@ -212,7 +213,7 @@ class EncoderModel(nn.Module):
         self, config: ModelConfig, max_positions: int, backends: AttentionBackends, tp: TensorParallel
     ) -> None:
         super().__init__()
-        self.generates, self.logits_scaling = False, 1.0
+        self.generates = False
         self.model = Encoder(config, max_positions, backends, tp)
         self.lm_head = NoHead(config.vocab_size, config.hidden_size, tp)
         head = config.head

@@ -1,0 +1,35 @@
+"""Cohere2: attention and MLP side by side, norms that subtract the mean, positions in layers with a window alone."""
+
+from typing import ClassVar
+
+from nanoinfer.layers.centred_norm import CentredNorm
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.decoder import DecoderSpec
+
+
+class Cohere2ForCausalLM(DecoderForCausalLM):
+    spec: ClassVar = DecoderSpec(is_parallel=True, interleaves_rotary=True, norm=CentredNorm)
+    config_defaults: ClassVar = {
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,  # every fourth layer attends to all tokens
+    }
+    special_fields: ClassVar = {
+        "layer_norm_eps",
+        "logit_scale",
+        "sliding_window",
+        "sliding_window_pattern",
+        "needs_window",
+        "rotates_windows_alone",
+    }
+    unsupported_unless: ClassVar = {
+        "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj",
+        "rotary_pct": 1.0,
+        "use_gated_activation": True,
+        "use_parallel_block": True,
+        "use_qk_norm": False,
+    }

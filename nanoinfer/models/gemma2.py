@@ -1,0 +1,39 @@
+"""Gemma 2: soft caps of attention's scores and of logits; a window in every other layer; the rest as in Gemma 3."""
+
+from typing import ClassVar
+
+from nanoinfer.layers.activation import gelu_tanh_and_mul
+from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.decoder import DecoderSpec
+from nanoinfer.models.gemma3 import Gemma3Embedding, Gemma3Norm
+
+
+class Gemma2ForCausalLM(DecoderForCausalLM):
+    spec: ClassVar = DecoderSpec(
+        norms_sums=True, norm=Gemma3Norm, embedding=Gemma3Embedding, activation=gelu_tanh_and_mul
+    )
+    config_defaults: ClassVar = {
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,  # every second layer attends to all tokens
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
+    special_fields: ClassVar = {
+        "query_pre_attn_scalar",
+        "sliding_window",
+        "sliding_window_pattern",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+    }
+    # Checkpoints have it beside hidden_activation.
+    unsupported_unless: ClassVar = {"hidden_act": "gelu_pytorch_tanh"}
