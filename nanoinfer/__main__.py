@@ -58,6 +58,7 @@ exit codes:
   3    every line has a result, and some are errors
   4    stopped at more errors than --max-errors
   130  stopped by Ctrl-C; the same command goes on"""
+MODELS = "List what `architectures` in config.json may say. docs/models.md tells which checkpoints have which."
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -68,6 +69,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     add_run_batch(commands)
     add_chat(commands)
     bench.add_parser(commands)
+    models = commands.add_parser("models", help="list the architectures that load", description=MODELS)
+    models.set_defaults(run=list_models)
     args = parser.parse_args(arguments)
     show_log()
     sys.exit(args.run(args))  # each command sets its own function, which returns the exit code
@@ -108,6 +111,17 @@ def add_chat(commands: Any) -> None:
     chat.add_argument("--chat-template-kwargs", type=json_object, metavar="JSON", help=template)
     add_engine_options(chat.add_argument_group("the model and the engine"))
     chat.set_defaults(run=run_chat)
+
+
+def list_models(_args: argparse.Namespace) -> int:
+    """Print what `architectures` in a config.json may say, and return the exit code."""
+    from nanoinfer.models import ENCODERS, REGISTRY  # which imports PyTorch
+
+    print("generate and embed; those of the decoder alone, and of its classifiers, load too:")
+    print(*(f"  {name}" for name in REGISTRY), sep="\n")
+    print("embed, and classify:")
+    print(*(f"  {name}" for name in ENCODERS), sep="\n")
+    return 0
 
 
 def a_file(text: str) -> Path:

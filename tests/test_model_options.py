@@ -10,6 +10,7 @@ import pytest
 
 from nanoinfer import LLM, ConfigError, ModelError, NanoinferError, SamplingParams, tiny_model_path
 from nanoinfer.__main__ import main
+from nanoinfer.models import SUPPORTED
 
 LONG = SamplingParams(temperature=0, max_tokens=40)
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -203,3 +204,10 @@ def test_overrides_that_are_no_json_object_or_change_nothing_are_refused_in_one_
     assert code == 2
     assert message in said
     assert len(said.splitlines()) == 1
+
+
+def test_every_architecture_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["models"])
+    assert ended.value.code == 0
+    assert {*capsys.readouterr().out.split()} >= {*SUPPORTED}
