@@ -91,7 +91,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": EVERYBODY | {*nanoinfer.__all__, "llm", "engine", "executor", "text", "progress", "batch"},
     "cli": EVERYBODY,
     "terminal_chat": EVERYBODY | {*nanoinfer.__all__},
-    "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "cli", "terminal_chat", "batch", "bench"},
+    "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "cli", "terminal_chat", "batch", "bench", "models"},
 }
 WITHOUT_TORCH = {"constraints", "engine", "config", "sampling_params"}
 WITHOUT_TORCH |= {"outputs", "flat_logprobs", "errors", "vllm_names", "cli"}
