@@ -260,11 +260,9 @@ class Scheduler:
 
     def _make_room(self, seq: Sequence, budget: int, may_preempt: bool) -> bool:
         """Free blocks for the next chunk of a sequence, which may itself be preempted; False if it has to wait."""
-        end = min(seq.num_computed_tokens + budget, seq.num_tokens)
-        while (
-            seq.row is not None
-            and self.block_manager.num_blocks_for_chunk(seq, end) > self.block_manager.num_free_blocks
-        ):
+        manager, end = self.block_manager, min(seq.num_computed_tokens + budget, seq.num_tokens)
+        manager.leave_window(seq)
+        while seq.row is not None and manager.num_blocks_for_chunk(seq, end) > manager.num_free_blocks:
             if self.reclaim():
                 continue
             if not may_preempt:
@@ -313,6 +311,8 @@ class Scheduler:
         # One whose last token is in flight has nothing more to run.
         decode = [seq for seq in self.running if seq.num_tokens < seq.stopping.max_num_tokens]
         needy = [seq for seq in decode if self.block_manager.needs_block(seq)]
+        for seq in needy:
+            self.block_manager.leave_window(seq)
         while self._is_short(needy) and self.reclaim():
             pass
         if in_flight and self._is_short(needy):

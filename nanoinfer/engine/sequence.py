@@ -80,5 +80,15 @@ class Sequence:
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
+    def max_cached_tokens(self) -> int:
+        """How many of its tokens may come from the prefix cache.
+
+        The last token is always left to compute, since its logits are needed. If log-probabilities of prompt tokens are
+        wanted, so is all from the token before the first of them; if hidden states, all from the first of these.
+        """
+        most = (self.prompt_logprobs_start or len(self.token_ids)) - 1
+        return most if self.prompt_states is None else min(most, self.prompt_states.first)
+
+    @property
     def completion_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :].tolist()
