@@ -12,7 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nanoinfer.engine.sequence import Sequence
+
 MIN_COPIED_TOKENS = 8  # so prompts that have nothing but their first token in common copy nothing
+# A prompt waits for a step if it then finds so many more tokens in the cache. Where a step has room left, those that
+# wait must spare so many together: about what a step costs beyond its tokens.
+MIN_AWAITED_TOKENS = 32
+MIN_AWAITED_IN_ALL = 1024
+MAX_PASSED_OVER = 256  # in a step, since each is looked up
 
 
 class BlockCopy(NamedTuple):
@@ -89,8 +96,29 @@ class PartialHits:
         return max(0, num_new - _longest(self._siblings.get(parent_serial), tokens)[1]) if num_new else 0
 
 
+class PassedOver:
+    """The prompts that stay in the queue for a step, because the next one finds more of them in the cache.
+
+    They begin like prompts that this very step computes, and part from them within a block. Others overtake them, but
+    take neither the rows nor the blocks that they will need. max_prompts: how many may stay.
+    """
+
+    def __init__(self, max_prompts: int) -> None:
+        self.max_prompts = max_prompts
+        self.seqs: list[Sequence] = []
+        self.num_spared = 0  # tokens that the next step finds, of all of them together
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.seqs) >= self.max_prompts
+
+    def add(self, seq: Sequence, num_spared: int) -> None:
+        self.seqs.append(seq)
+        self.num_spared += num_spared
+
+
 def _longest(siblings: Siblings | None, tokens: bytes) -> tuple[CacheEntry | None, int]:
-    """Return the entry that begins with the most of `tokens`: in sorted order, a neighbour of where they belong."""
+    """Return the entry that begins with the most of `tokens`: in sorted order, it is next to where they belong."""
     found: tuple[CacheEntry | None, int] = None, 0
     if siblings:
         index = bisect_left(siblings, (tokens,))

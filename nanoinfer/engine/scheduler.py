@@ -25,20 +25,15 @@ from itertools import chain
 from nanoinfer.engine.batch import NewBlock, PrefillChunk, ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.interfaces import SILENT, Listener
+from nanoinfer.engine.partial_hits import MAX_PASSED_OVER, MIN_AWAITED_IN_ALL, MIN_AWAITED_TOKENS, PassedOver
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.shared_prefixes import PrefixGrouper
 from nanoinfer.engine.stopping import NO_TOKEN, Stopping
 
 # Under a long queue, rows are refilled in groups: one prefill step for each finished sequence would stall all others.
 ADMISSION_GROUP = 16
-# On nano-vllm's benchmark with 400 blocks of 256 tokens, 64 recomputes 5% of the prompt tokens, 128 none, and 256 none
-# either but takes 10% more decode steps.
+# Less room and running sequences are preempted and computed again, more room and rows stay empty.
 RESERVED_TOKENS = 128
-# A prompt waits for a step if it then finds so many more tokens in the cache. Where a step has room left, those that
-# wait must spare so many together: about what a step costs beyond its tokens.
-MIN_AWAITED_TOKENS = 32
-MIN_AWAITED_IN_ALL = 1024
-MAX_PASSED_OVER = 256  # in a step, since each is looked up
 
 
 class Scheduler:
@@ -254,9 +249,10 @@ class Scheduler:
                     budget -= self._add_chunk(batch, seq, budget)
         if not (batch.prefill or self._worth_admitting()):
             return batch
-        budget, awaited = self._admit(batch, budget, MAX_PASSED_OVER)
-        if budget > 0 and 0 < awaited < self.min_awaited_in_all:
-            self._admit(batch, budget, max_passed_over=0)
+        passed_over = PassedOver(MAX_PASSED_OVER)
+        budget = self._admit(batch, budget, passed_over)
+        if budget > 0 and 0 < passed_over.num_spared < self.min_awaited_in_all:
+            self._admit(batch, budget, PassedOver(max_prompts=0))
         batch.prefill.sort(key=lambda chunk: not chunk.samples)
         return batch
 
@@ -272,41 +268,35 @@ class Scheduler:
             self._preempt(self.running)
         return True
 
-    def _admit(self, batch: ScheduledBatch, budget: int, max_passed_over: int) -> tuple[int, int]:
-        """Schedule new prompts; return what is left of the budget, and how many tokens those passed over will spare.
-
-        A prompt is passed over, and stays where it is in the queue, if it begins like one that is computed in this very
-        step and parts from it within a block: in the next step it finds what they share. Its row and blocks are kept
-        for it: what comes after it in the queue does not take them.
-        """
-        passed_over: list[tuple[tuple[int, int], Sequence]] = []
-        awaited = 0
+    def _admit(self, batch: ScheduledBatch, budget: int, passed_over: PassedOver) -> int:
+        """Schedule new prompts; return what is left of the budget. Those that are passed over stay in the queue."""
+        manager = self.block_manager
         growth = sum(self._growth(seq) for seq in self.running) if self._waiting else 0
-        while budget > 0 and self._waiting and (len(self._free_rows) > len(passed_over) or self.reclaim()):
+        while budget > 0 and self._waiting and (len(self._free_rows) > len(passed_over.seqs) or self.reclaim()):
             seq = self._waiting[0][1]
             if self.whole_prompts and seq.num_tokens > budget:
                 break
-            if self.running and self._blocked == (seq.seq_id, self.block_manager.num_frees):
+            if self.running and self._blocked == (seq.seq_id, manager.num_frees):
                 break
-            cached_block_ids = self.block_manager.find_cached_prefix(seq)
-            num_later = self.block_manager.num_found_later(seq, cached_block_ids)
+            cached_block_ids = manager.find_cached_prefix(seq)
+            num_later = manager.num_found_later(seq, cached_block_ids)
             if num_later >= self.min_awaited_tokens:
-                if len(passed_over) < max_passed_over:
-                    passed_over.append(heapq.heappop(self._waiting))
-                    awaited += num_later
-                    num_blocks = self.block_manager.num_blocks_to_allocate(seq, cached_block_ids)
-                    growth += num_blocks * self.block_manager.block_size + self._growth(seq)
+                if not passed_over.is_full:
+                    heapq.heappop(self._waiting)
+                    passed_over.add(seq, num_later)
+                    num_blocks = manager.num_blocks_to_allocate(seq, cached_block_ids)
+                    growth += num_blocks * manager.block_size + self._growth(seq)
                     continue
-                if awaited >= budget:
+                if passed_over.num_spared >= budget:
                     break  # waiting spares more than the step has room for, so no more of them are looked up
             growth += self._growth(seq)
             if not self._try_admit(batch, seq, cached_block_ids, growth):
                 break
             budget -= self._add_chunk(batch, seq, budget)
-        for item in passed_over:
-            heapq.heappush(self._waiting, item)
-        self._awaits_prefix = bool(passed_over)
-        return budget, awaited
+        for seq in passed_over.seqs:
+            heapq.heappush(self._waiting, (seq.rank, seq))
+        self._awaits_prefix = bool(passed_over.seqs)
+        return budget
 
     def _schedule_decode(self, in_flight: bool) -> ScheduledBatch:
         """Schedule one token for each running sequence; the lowest in rank are preempted while blocks are short."""
