@@ -46,7 +46,7 @@ class BlockHooks:
         return []
 
     def num_blocks_to_grow(self, seqs: list[Sequence]) -> int:
-        """Return how many free blocks `grow` would take for these, all of which need a block."""
+        """Return how many free blocks `grow` would take for these sequences. All of them need a block."""
         return len(seqs)
 
     def num_growing_tables(self, seq: Sequence) -> int:

@@ -43,7 +43,7 @@ class BlockManager(BlockHooks):
     cached prefix, and `free` sets it to 0; in between, the scheduler advances it.
 
     num_blocks: blocks in the pool. block_size: tokens in a block. hash_function: bytes to an unsigned 64-bit integer.
-    min_copied_tokens: where a prompt has fewer in common with a cached block, they are computed again.
+    min_copied_tokens: if a prompt has fewer tokens in common with a cached block, they are computed again.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 A hit needs the keys and values of all its tokens and the states after the last of them. The blocks that are full are
 shared, as in every model. The tokens after them are copied from another block, and the states from a snapshot, before
 the step computes anything. Where two or more texts part from the one that is computed, its chunk ends and the states
-are kept; the others wait for that. States are kept at the end of a prompt and of an answer, too, for prompts that
-nobody knows of yet: those of a prompt before its last token, which is always computed.
+are kept; the others wait for that. For prompts that nobody knows of yet, states are also kept before the last token of
+a prompt, which is always computed, and at the end of an answer.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,11 +32,11 @@ class Hit(NamedTuple):
 
 
 class HybridBlockManager(BlockManager):
-    """Finds the prefixes of which a state is kept, and has states kept.
+    """Finds prefixes that end where a state is kept, and decides which states are kept.
 
-    num_rows: the states of the running sequences have the places before those of snapshots. num_snapshots: places for
-    these. min_spared_tokens: what texts that wait must be spared by a snapshot. min_kept_tokens: the least length of a
-    text whose end is kept. The rest is that of BlockManager.
+    num_rows: states of running sequences; their places come before those of snapshots. num_snapshots: how many these
+    are. min_spared_tokens: a snapshot must spare the texts that wait for it so many tokens. min_kept_tokens: only texts
+    of so many tokens leave a state at their end. The rest is that of BlockManager.
     """
 
     def __init__(

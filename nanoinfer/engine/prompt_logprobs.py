@@ -1,4 +1,4 @@
-"""The log-probabilities of a request's prompt: arrays, of which dicts are made when somebody looks at them."""
+"""The log-probabilities of a request's prompt: arrays, which become dicts when somebody looks at them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -32,7 +32,7 @@ from nanoinfer.engine.stopping import NO_TOKEN, Stopping
 
 # Under a long queue, rows are refilled in groups: one prefill step for each finished sequence would stall all others.
 ADMISSION_GROUP = 16
-# Less room and running sequences are preempted and computed again, more room and rows stay empty.
+# With less, running sequences are preempted and computed again; with more, rows stay empty.
 RESERVED_TOKENS = 128
 
 
@@ -79,7 +79,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on (-priority, seq_id)
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
         self._complete: list[Sequence] = []  # they end with the prompts of the step that was scheduled last
-        self._awaits_prefix = False  # whether the last step that admitted passed prompts over, for the next one
+        self._awaits_prefix = False  # whether the last admission passed prompts over, which are next
         self._blocked: tuple[int, int] | None = None  # (seq_id, num_frees) of a queue head that did not fit
 
     @property

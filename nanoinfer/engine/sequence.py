@@ -36,8 +36,8 @@ class Sequence:
     priority: int = 0  # higher runs first
     request_id: int = 0
     sample: int = 0  # which of the request's completions it is
-    prompt_logprobs_start: int | None = None  # first prompt token whose log-probability is wanted; None: no more are
-    packed_ids: InitVar[bytes | None] = None  # the prompt's as int32, if they are known
+    prompt_logprobs_start: int | None = None  # first prompt token whose log-probability is still wanted
+    packed_ids: InitVar[bytes | None] = None  # prompt_token_ids as int32, where somebody has packed them
     constraint: Constraint | None = None  # what limits its tokens beside sampling_params
     prompt_states: PromptStates | None = None  # what is wanted of its hidden states; None once all has come
     stopping: Stopping = NEVER  # what ends it; the scheduler sets it when it is queued

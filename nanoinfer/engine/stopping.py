@@ -1,8 +1,8 @@
 """What ends a sample by its tokens, and which tokens may not end it yet.
 
-The scheduler asks after each token, and a constraint when its text may end. The sampler forbids the stop tokens that
-come too early, unless a grammar's masks leave them out. Text that ends a sample is the request's
-(`Completion.advance`); it may not either before `min_tokens`.
+The scheduler asks after each token, and a constraint asks when its text may end. The sampler forbids the stop tokens
+that come too early, unless a grammar's masks leave them out. Stop strings are found elsewhere (`Completion.advance`);
+they do not end a sample before `min_tokens` either.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ NO_TOKEN = -1  # stands for a sampled id where the logits were NaN or infinite
 class StopTokens(NamedTuple):
     """The stop tokens of a request.
 
-    ids: the model's, and those that it names. ignored: of the model's under ignore_eos, those that it does not name.
+    ids: the model's, and those that the request names. ignored: under ignore_eos, the model's that it does not name.
     """
 
     ids: frozenset[int]
@@ -68,7 +68,7 @@ class Stopping:
         return "length" if num_tokens >= self.max_num_tokens else None
 
     def num_early(self, num_generated: int) -> int:
-        """Return how many tokens must still come before a stop token or a stop string may."""
+        """Return how many tokens must still come before a stop token or a stop string counts."""
         return max(0, self.min_tokens - num_generated)
 
     @property

@@ -27,10 +27,10 @@ NOBODY = 0  # the page that table entries point to where no block is held any mo
 
 @dataclass(slots=True)
 class WindowTables:
-    """The block tables of a sequence in all groups but the first: alike, so one list of columns says all.
+    """The block tables of a sequence in all groups but the first. They are alike, so one list of columns says all.
 
-    first: the place of the first column that is held. num_cleared: the entries before it that the device knows to be
-    given back. num_told: those before it that the device knows.
+    first: the place of the first column that is held. num_cleared: the device knows that what lies before this place
+    was given back. num_told: the device knows the entries before this place.
     """
 
     first: int
@@ -163,14 +163,15 @@ class WindowedBlockManager(BlockManager):
         return max(0, len(cached) * self.block_size - self.window + 1) // self.block_size
 
     def _num_columns_with(self, num_users: int, cached: list[int]) -> int:
-        """Return how many columns that a token after these blocks needs have so many users."""
+        """Count the columns that a token after these blocks needs, and that so many sequences hold."""
         columns = (self._cached_columns[block_id] for block_id in cached[self._first_column(cached) :])
         return sum(self._blocks[column[0]].ref_count == num_users for column in columns)
 
     def _num_columns_of(self, seq: Sequence, cached: list[int], num_own: int) -> int:
-        """Return how many columns `seq` takes at most while its prompt is computed. num_own: of those that it shares.
+        """Return how many columns `seq` takes at most while its prompt is computed.
 
-        What others use as well does not count: it stays when its window has left it.
+        num_own: cached columns that it needs and no other sequence holds. Those that others hold do not count: they
+        stay when the window has left them.
         """
         return min(self._num_blocks_for(seq.num_tokens) - len(cached) + num_own, self._max_columns)
 
