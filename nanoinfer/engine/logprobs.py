@@ -18,8 +18,9 @@ def want_prompt_logprobs(request: Request, prepared: PreparedRequest, tokenizer:
     """Make room for the log-probabilities of a request's prompt, if it wants any, and say where they begin."""
     token_ids, params = prepared.token_ids, prepared.sampling_params
     if params.prompt_logprobs is not None:
-        request.prompt_logprobs = PromptLogprobs(len(token_ids), params.prompt_logprobs)
-        request.prompt_texts = prompt_texts(tokenizer, params, prepared.prompt, token_ids)
+        texts = prompt_texts(tokenizer, params, prepared.prompt, token_ids)
+        found = PromptLogprobs(len(token_ids), params.prompt_logprobs, texts, params.flat_logprobs)
+        request.prompt_logprobs = found
         if prepared.prompt_logprobs_start < len(token_ids):
             request.completions[0].seq.prompt_logprobs_start = prepared.prompt_logprobs_start
 
