@@ -19,6 +19,8 @@ from nanoinfer.text.tokenizer import Tokenizer
 
 
 class Extras:
+    """Starts, collects and completes what was asked for."""
+
     def __init__(self, config: EngineConfig, runner: Runner, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._routed_experts = RoutedExperts(runner) if config.enable_return_routed_experts else None
