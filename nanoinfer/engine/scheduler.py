@@ -136,7 +136,7 @@ class Scheduler:
                 num_computed = len(seq.token_ids) - 1  # by this step and those before it
                 if num_computed % block_size == 0:
                     self.block_manager.cache_blocks(seq, num_computed)
-            if reason := seq.stopping.reason(token_id, len(seq.token_ids), seq.constraint):
+            if reason := seq.stopping.advance(token_id, len(seq.token_ids), seq.constraint):
                 finished.append((seq, reason))
         return self.finish(finished)
 
@@ -199,16 +199,16 @@ class Scheduler:
 
         In the queue they have their old place. Those that are not paused stay as they are.
         """
-        paused = {*self.paused}
-        for seq in self._withdraw(seq_ids):
+        resumed = [seq for seq in self.paused if seq.seq_id in seq_ids]
+        self.paused = [seq for seq in self.paused if seq.seq_id not in seq_ids]
+        for seq in resumed:
             if seq.row is None:
                 seq.status = SequenceStatus.WAITING
                 self.add(seq)
             else:
                 seq.status = SequenceStatus.RUNNING
                 self.running.append(seq)
-            if seq in paused:
-                self.listener.resumed(seq)
+            self.listener.resumed(seq)
         self.shared_prefixes.forget()
 
     def _withdraw(self, seq_ids: set[int]) -> list[Sequence]:

@@ -57,8 +57,8 @@ class Stopping:
         tokens = StopTokens.of(params.stop_token_ids or (), params.ignore_eos, model_ids)
         return cls(tokens, min(longest, max_model_len), params.min_tokens, ends_with_prompt)
 
-    def reason(self, token_id: int, num_tokens: int, constraint: Constraint | None) -> str | None:
-        """Return why a sample ends with `token_id`, its newest of so many tokens; None where it goes on."""
+    def advance(self, token_id: int, num_tokens: int, constraint: Constraint | None) -> str | None:
+        """Hand a sample's newest token to its constraint. Return why the sample ends; None if it goes on."""
         if token_id == NO_TOKEN:
             return "error"
         if token_id in self.tokens.ids and token_id not in self.tokens.ignored:
