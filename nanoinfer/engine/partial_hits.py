@@ -12,6 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nanoinfer.engine.sequence import Sequence
+
+MIN_COPIED_TOKENS = 8  # so prompts that have nothing but their first token in common copy nothing
+# A prompt waits for a step if it then finds so many more tokens in the cache. Where a step has room left, those that
+# wait must spare so many together: about what a step costs beyond its tokens.
+MIN_AWAITED_TOKENS = 32
+MIN_AWAITED_IN_ALL = 1024
+MAX_PASSED_OVER = 256  # in a step, since each is looked up
+
 
 class BlockCopy(NamedTuple):
     """Says that a step begins with a copy of the first `num_tokens` tokens' keys and values from block to block."""
@@ -32,6 +41,13 @@ class CacheEntry:
     tokens: bytes  # ids as int32, block_size of them if it is full
 
 
+class PartialHit(NamedTuple):
+    """Says that a cached block begins with the first `num_tokens` tokens of another one."""
+
+    block_id: int
+    num_tokens: int
+
+
 Buffer = bytes | memoryview  # of token ids as int32
 Siblings = list[tuple[bytes, int, CacheEntry]]  # entries after their tokens and serials, sorted
 
@@ -41,9 +57,12 @@ class PartialHits:
 
     What a step computes can be copied by later steps only: a copy is made before the step's own keys and values are
     written. So an entry is found from the next `start_step` on.
+
+    min_tokens: what has fewer tokens in common is no hit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, min_tokens: int) -> None:
+        self.min_tokens = min_tokens
         self._siblings: defaultdict[int, Siblings] = defaultdict(list)  # by the parent's serial
         self._new: defaultdict[int, Siblings] = defaultdict(list)  # likewise: those of the current step
 
@@ -66,18 +85,40 @@ class PartialHits:
                 if not siblings:
                     del by_parent[entry.parent_serial]
 
-    def find(self, parent_serial: int, tokens: bytes) -> tuple[CacheEntry | None, int]:
-        """Return the entry after this parent that begins with the most of `tokens` (ids as int32), and how many."""
-        return _longest(self._siblings.get(parent_serial), tokens)
+    def find(self, parent_serial: int, tokens: bytes) -> PartialHit | None:
+        """Return the block after this parent that begins with the most of `tokens` (ids as int32)."""
+        entry, num_tokens = _longest(self._siblings.get(parent_serial), tokens)
+        return PartialHit(entry.block_id, num_tokens) if entry and num_tokens >= self.min_tokens else None
 
     def num_found_later(self, parent_serial: int, tokens: bytes) -> int:
-        """Return how many more of these tokens `find` will find from the next step on."""
+        """Return how many more of these tokens are there from the next step on."""
         _, num_new = _longest(self._new.get(parent_serial), tokens)
-        return max(0, num_new - self.find(parent_serial, tokens)[1]) if num_new else 0
+        return max(0, num_new - _longest(self._siblings.get(parent_serial), tokens)[1]) if num_new else 0
+
+
+class PassedOver:
+    """The prompts that stay in the queue for a step, because the next one finds more of them in the cache.
+
+    They begin like prompts that this very step computes, and part from them within a block. Others overtake them, but
+    take neither the rows nor the blocks that they will need. max_prompts: how many may stay.
+    """
+
+    def __init__(self, max_prompts: int) -> None:
+        self.max_prompts = max_prompts
+        self.seqs: list[Sequence] = []
+        self.num_spared = 0  # tokens that the next step finds, of all of them together
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.seqs) >= self.max_prompts
+
+    def add(self, seq: Sequence, num_spared: int) -> None:
+        self.seqs.append(seq)
+        self.num_spared += num_spared
 
 
 def _longest(siblings: Siblings | None, tokens: bytes) -> tuple[CacheEntry | None, int]:
-    """Return the entry that begins with the most of `tokens`: in sorted order, a neighbour of where they belong."""
+    """Return the entry that begins with the most of `tokens`: in sorted order, it is next to where they belong."""
     found: tuple[CacheEntry | None, int] = None, 0
     if siblings:
         index = bisect_left(siblings, (tokens,))

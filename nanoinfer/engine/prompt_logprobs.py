@@ -1,4 +1,4 @@
-"""The log-probabilities of a request's prompt: arrays, of which dicts are made when somebody looks at them."""
+"""The log-probabilities of a request's prompt: arrays, which become dicts when somebody looks at them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,10 +18,12 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
     dicts are made at the first look at any: making those of 100,000 positions takes as long as computing them.
 
     ranks: (num_tokens,), the rank of the position's token; 0 where nothing is known of it. token_ids, logprobs:
-    (num_tokens, 1 + num_best), those of the position's token first.
+    (num_tokens, 1 + num_best), those of the position's token first. texts: stands where they begin; None where the user
+    wants no texts. is_flat: the user wants arrays.
     """
 
-    def __init__(self, num_tokens: int, num_best: int) -> None:
+    def __init__(self, num_tokens: int, num_best: int, texts: TokenTexts | None = None, is_flat: bool = False) -> None:
+        self._texts, self._is_flat = texts, is_flat
         self.ranks = np.zeros(num_tokens, np.int32)
         self.token_ids = np.zeros((num_tokens, 1 + num_best), np.int32)
         self.logprobs = np.full((num_tokens, 1 + num_best), np.nan, np.float32)
@@ -34,18 +36,22 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
         self.token_ids[start:end] = token_ids[:, :width]
         self.logprobs[start:end] = logprobs[:, :width]
 
-    def to_dicts(self, texts: TokenTexts | None = None) -> list[TokenLogprobs | None]:
-        """Return a dict for each position, with texts if `texts` stands where the first known position begins."""
-        return [position and token_logprobs(*position, texts) for position in self._positions()]
+    def for_user(self) -> "PromptLogprobs | list[TokenLogprobs | None] | FlatLogprobs":
+        """Return what the user gets; texts, which a tokenizer makes, are made in this thread."""
+        if self._is_flat:
+            return self._to_flat()
+        return self if self._texts is None else self._to_dicts()
 
-    def to_flat(self, texts: TokenTexts | None = None) -> FlatLogprobs:
-        """Return the same in arrays."""
+    def _to_dicts(self) -> list[TokenLogprobs | None]:
+        return [position and token_logprobs(*position, self._texts) for position in self._positions()]
+
+    def _to_flat(self) -> FlatLogprobs:
         flat = FlatLogprobs()
         for position in self._positions():
             if position is None:
                 flat.append((), (), (), ())
             else:
-                add_position(flat, *position, texts)
+                add_position(flat, *position, self._texts)
         return flat
 
     def _positions(self) -> Iterator[tuple[list[int], list[int], list[float]] | None]:
@@ -58,7 +64,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
 
     def _list(self) -> list[TokenLogprobs | None]:
         if self._dicts is None:
-            self._dicts = self.to_dicts()
+            self._dicts = self._to_dicts()
         return self._dicts
 
     def __len__(self) -> int:

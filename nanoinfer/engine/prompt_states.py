@@ -32,14 +32,15 @@ class FoundStates(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PromptStates:
-    """What a request wants of its prompt's hidden states, and what has come of it.
+    """What a request wants of its prompt's hidden states, and what has come so far.
 
     pools: whether they are pooled, so that the request ends with its prompt. first: the first token whose states are
-    wanted; those before it may come from the prefix cache. to_output: makes what the user gets of the request's
-    RequestOutput and of this. layers: whose hidden states are wanted as they are, counted from 0, the embedding.
+    wanted; those before it may come from the prefix cache. to_output: makes the user's output, of the request's
+    RequestOutput and of this object. layers: their hidden states are wanted as they are; 0 is the embedding.
     layers_from: the first token of these. second_text: where the second text of a pair begins; None for one text. take:
-    is called with a layer, the first token and hidden states on the device, as they are computed; None keeps them here.
-    found: by layer, the first token of each part and its values; a part that is computed again takes its old place.
+    is called with a layer, the first token, and hidden states on the device, as soon as a step computes them; None
+    keeps them in `found`. found: by layer, and by the first token of a part, the part's values; one that is computed
+    again replaces the old one.
     """
 
     pools: bool
@@ -57,9 +58,8 @@ class PromptStates:
         return StatesRecord(*numbers, len(self.layers))
 
     def add(self, found: FoundStates) -> None:
-        if found.start <= (
-            0 if found.layer is None else self.layers_from
-        ):  # the prompt is computed again, maybe in other chunks
+        first = 0 if found.layer is None else self.layers_from
+        if found.start <= first:  # the prompt is computed again, maybe in other chunks
             self.found.pop(found.layer, None)
         self.found.setdefault(found.layer, {})[found.start] = found.values
 
@@ -86,5 +86,6 @@ def collect_states(chunks: Sequence[Any], found: Sequence[FoundStates]) -> None:
         elif states is not None and states.take is None:
             states.add(one._replace(values=one.values.clone()))  # the memory that they came in is wanted again
     for seq, start, length, _ in chunks:
-        if seq.prompt_states is not None and not seq.pools and start + length >= seq.num_prompt_tokens:
+        states = seq.prompt_states
+        if states is not None and not states.pools and start + length >= seq.num_prompt_tokens:
             seq.prompt_states = None  # all has come; if the prompt is computed again, then without

@@ -12,7 +12,6 @@ A sample of a request ends for one of these reasons:
 import time
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Iterated
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,7 @@ from nanoinfer.engine.prompt_states import PromptStates
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
-from nanoinfer.text.detokenizer import CompletionText, TokenTexts
+from nanoinfer.text.detokenizer import CompletionText
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +126,6 @@ class Request:
     inbox: list[RequestOutput]  # where its output is put
     prompt_logprobs: PromptLogprobs | None = None
     prompt_states: PromptStates | None = None
-    prompt_texts: TokenTexts | None = None  # stands where the log-probabilities begin
     arrived: float = field(default_factory=time.perf_counter)
 
     def output(self) -> RequestOutput | None:
@@ -152,13 +150,6 @@ class Request:
                 time_to_first_token=None if first_token is None else first_token - self.arrived,
                 time_per_token=time_per_token,
             ),
-            prompt_logprobs=self._prompt_logprobs(),
+            prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs.for_user(),
         )
         return output if self.prompt_states is None else self.prompt_states.to_output(output, self.prompt_states)
-
-    def _prompt_logprobs(self) -> Iterated[TokenLogprobs | None] | None:
-        """Return those of the prompt; texts, which a tokenizer makes, are made in this thread."""
-        found = self.prompt_logprobs
-        if found is not None and self.completions[0].seq.sampling_params.flat_logprobs:
-            return found.to_flat(self.prompt_texts)
-        return found if found is None or self.prompt_texts is None else found.to_dicts(self.prompt_texts)

@@ -9,8 +9,8 @@ Prefill goes first, so that the decode batch is as full as it can be. A sequence
 
     WAITING or RUNNING --pause--> PAUSED --resume--> RUNNING if it still holds its row and blocks, else WAITING
 
-A sequence that pools ends with its prompt. The step after the one that completes it may have its row and blocks, since
-steps run in their order, and it is finished when that step is collected.
+A sequence that samples nothing ends with its prompt. The step after the one that completes the prompt may have its row
+and blocks, since steps run in their order, and it is finished when that first step is collected.
 
 Preemption frees a sequence's blocks and computes it again later, its generated tokens included (recomputation, as in
 PagedAttention, Kwon et al. 2023). Paused sequences give up theirs first, also for those that wait. The waiting queue is
@@ -19,26 +19,21 @@ priority: it arrived before all that still wait.
 """
 
 import heapq
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import chain
 
 from nanoinfer.engine.batch import NewBlock, PrefillChunk, ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.interfaces import SILENT, Listener
+from nanoinfer.engine.partial_hits import MAX_PASSED_OVER, MIN_AWAITED_IN_ALL, MIN_AWAITED_TOKENS, PassedOver
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.shared_prefixes import PrefixGrouper
 from nanoinfer.engine.stopping import NO_TOKEN, Stopping
 
 # Under a long queue, rows are refilled in groups: one prefill step for each finished sequence would stall all others.
 ADMISSION_GROUP = 16
-# On nano-vllm's benchmark with 400 blocks of 256 tokens, 64 recomputes 5% of the prompt tokens, 128 none, and 256 none
-# either but takes 10% more decode steps.
+# With less, running sequences are preempted and computed again; with more, rows stay empty.
 RESERVED_TOKENS = 128
-# A prompt waits for a step if it then finds so many more tokens in the cache. Where a step has room left, those that
-# wait must spare so many together: about what a step costs beyond its tokens.
-MIN_AWAITED_TOKENS = 32
-MIN_AWAITED_IN_ALL = 1024
-MAX_PASSED_OVER = 256  # in a step, since each is looked up
 
 
 class Scheduler:
@@ -48,7 +43,8 @@ class Scheduler:
     max_model_len: a sequence of so many tokens is finished. stop_token_ids: the model's own, which end a completion.
     reserved_tokens: room in the cache that an admission leaves free for each running sequence to grow into, or less
     where the sequence will end before. max_group_rows: the most decode rows that attention can read a shared prefix for
-    at once; 0 where it cannot. whole_prompts: whether a prompt is computed in one step, and never in chunks.
+    at once; 0 where it cannot. whole_prompts: whether a prompt is computed in one step, and never in chunks. on_finish:
+    is called with a running sequence that finishes, while it still holds its blocks.
     """
 
     def __init__(
@@ -62,6 +58,7 @@ class Scheduler:
         reserved_tokens: int = RESERVED_TOKENS,
         max_group_rows: int = 0,
         whole_prompts: bool = False,
+        on_finish: Callable[[Sequence], object] | None = None,
     ) -> None:
         assert block_manager.holds(max_model_len), f"the cache cannot hold a sequence of {max_model_len} tokens"
         self.block_manager = block_manager
@@ -71,6 +68,7 @@ class Scheduler:
         self.stop_token_ids = stop_token_ids
         self.reserved_tokens = reserved_tokens
         self.whole_prompts = whole_prompts
+        self._on_finish = on_finish
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
         self.min_awaited_in_all = MIN_AWAITED_IN_ALL
         self.shared_prefixes = PrefixGrouper(max_group_rows, block_manager.block_size)
@@ -80,8 +78,8 @@ class Scheduler:
         self.listener: Listener = SILENT  # is told what happens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on (-priority, seq_id)
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
-        self._pooled: list[Sequence] = []  # completed by the last step that was scheduled
-        self._awaits_prefix = False  # whether the last step that admitted passed prompts over, for the next one
+        self._complete: list[Sequence] = []  # they end with the prompts of the step that was scheduled last
+        self._awaits_prefix = False  # whether the last admission passed prompts over, which are next
         self._blocked: tuple[int, int] | None = None  # (seq_id, num_frees) of a queue head that did not fit
 
     @property
@@ -94,11 +92,8 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, by its priority and arrival."""
-        params = seq.sampling_params
-        seq.stopping = Stopping.of(params, seq.num_prompt_tokens, self.stop_token_ids, self.max_model_len)
-        seq.num_decoded = int(seq.prompt_states is None)
-        if seq.pools:  # it grows by no token, and needs no room to
-            seq.stopping = replace(seq.stopping, max_num_tokens=seq.num_prompt_tokens)
+        params, pools = seq.sampling_params, seq.prompt_states is not None and seq.prompt_states.pools
+        seq.stopping = Stopping.of(params, seq.num_prompt_tokens, self.stop_token_ids, self.max_model_len, pools)
         heapq.heappush(self._waiting, (seq.rank, seq))
         self.block_manager.enqueue(seq)
 
@@ -110,8 +105,8 @@ class Scheduler:
         are known.
         """
         self.block_manager.start_step()
-        if self._pooled:
-            self._release_pooled()
+        if self._complete:
+            self._release_complete()
         batch = self._schedule_prefill(in_flight)
         if batch is None:
             return ScheduledBatch()
@@ -141,7 +136,7 @@ class Scheduler:
                 num_computed = len(seq.token_ids) - 1  # by this step and those before it
                 if num_computed % block_size == 0:
                     self.block_manager.cache_blocks(seq, num_computed)
-            if reason := seq.stopping.reason(token_id, len(seq.token_ids), seq.constraint):
+            if reason := seq.stopping.advance(token_id, len(seq.token_ids), seq.constraint):
                 finished.append((seq, reason))
         return self.finish(finished)
 
@@ -149,12 +144,13 @@ class Scheduler:
         """Take everything from running sequences, each with the reason why it ends; they are returned."""
         for seq, reason in reasons:
             seq.finish_reason = reason
-            if seq.row is None:  # one that pools
+            if seq.row is None:  # it ended with its prompt, and a later step has its row
                 seq.status = SequenceStatus.FINISHED
                 continue
-            if reason in ("stop", "length") and not seq.pools:
+            if reason in ("stop", "length") and not seq.stopping.ends_with_prompt:
                 self.block_manager.cache_end(seq)
-            seq.final_blocks, seq.num_final_tokens = seq.block_table.copy(), seq.num_computed_tokens
+            if self._on_finish is not None:
+                self._on_finish(seq)
             self._release(seq, SequenceStatus.FINISHED)
         if reasons:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
@@ -164,8 +160,8 @@ class Scheduler:
         """Undo steps that failed: their sequences go back to the queue, and what they were to cache is forgotten."""
         block_size = self.block_manager.block_size
         chunks = [chunk for batch in batches for chunk in batch.prefill]
-        if any(chunk.seq.pools and chunk.seq.row is None for chunk in chunks):
-            self.block_manager.reset_prefix_cache()  # which of its blocks they were to fill is not known any more
+        if any(chunk.seq.row is None for chunk in chunks):  # it ends with its prompt, and has given its blocks back
+            self.block_manager.reset_prefix_cache()  # so which of them were to be filled is not known any more
         tables = (chunk.seq.block_table[chunk.start // block_size :] for chunk in chunks)
         self.block_manager.evict_failed(chain.from_iterable(tables))
         for batch in batches:
@@ -203,16 +199,16 @@ class Scheduler:
 
         In the queue they have their old place. Those that are not paused stay as they are.
         """
-        paused = {*self.paused}
-        for seq in self._withdraw(seq_ids):
+        resumed = [seq for seq in self.paused if seq.seq_id in seq_ids]
+        self.paused = [seq for seq in self.paused if seq.seq_id not in seq_ids]
+        for seq in resumed:
             if seq.row is None:
                 seq.status = SequenceStatus.WAITING
                 self.add(seq)
             else:
                 seq.status = SequenceStatus.RUNNING
                 self.running.append(seq)
-            if seq in paused:
-                self.listener.resumed(seq)
+            self.listener.resumed(seq)
         self.shared_prefixes.forget()
 
     def _withdraw(self, seq_ids: set[int]) -> list[Sequence]:
@@ -243,28 +239,28 @@ class Scheduler:
         batch = ScheduledBatch()
         budget = self.max_num_batched_tokens
         for seq in self.running.copy():
-            # A prompt with one token left is in the state of a decoding sequence, and is usually run as one.
-            is_left = seq.num_computed_tokens + seq.num_decoded < len(seq.token_ids)
-            if is_left and budget > 0 and seq.row is not None:
+            num_left = len(seq.token_ids) - seq.num_computed_tokens
+            if num_left == 1 and (seq.prompt_states is None or seq.num_computed_tokens >= seq.num_prompt_tokens):
+                continue  # it is in the state of a decoding sequence; only hidden states have to come from prefill
+            if num_left > 0 and budget > 0 and seq.row is not None:
                 if not self._make_room(seq, budget, may_preempt=not (batch or in_flight)):
                     return batch or None
                 if seq.row is not None:
                     budget -= self._add_chunk(batch, seq, budget)
         if not (batch.prefill or self._worth_admitting()):
             return batch
-        budget, awaited = self._admit(batch, budget, MAX_PASSED_OVER)
-        if budget > 0 and 0 < awaited < self.min_awaited_in_all:
-            self._admit(batch, budget, max_passed_over=0)
+        passed_over = PassedOver(MAX_PASSED_OVER)
+        budget = self._admit(batch, budget, passed_over)
+        if budget > 0 and 0 < passed_over.num_spared < self.min_awaited_in_all:
+            self._admit(batch, budget, PassedOver(max_prompts=0))
         batch.prefill.sort(key=lambda chunk: not chunk.samples)
         return batch
 
     def _make_room(self, seq: Sequence, budget: int, may_preempt: bool) -> bool:
         """Free blocks for the next chunk of a sequence, which may itself be preempted; False if it has to wait."""
-        end = min(seq.num_computed_tokens + budget, seq.num_tokens)
-        while (
-            seq.row is not None
-            and self.block_manager.num_blocks_for_chunk(seq, end) > self.block_manager.num_free_blocks
-        ):
+        manager, end = self.block_manager, min(seq.num_computed_tokens + budget, seq.num_tokens)
+        manager.leave_window(seq)
+        while seq.row is not None and manager.num_blocks_for_chunk(seq, end) > manager.num_free_blocks:
             if self.reclaim():
                 continue
             if not may_preempt:
@@ -272,47 +268,43 @@ class Scheduler:
             self._preempt(self.running)
         return True
 
-    def _admit(self, batch: ScheduledBatch, budget: int, max_passed_over: int) -> tuple[int, int]:
-        """Schedule new prompts; return what is left of the budget, and how many tokens those passed over will spare.
-
-        A prompt is passed over, and stays where it is in the queue, if it begins like one that is computed in this very
-        step and parts from it within a block: in the next step it finds what they share. Its row and blocks are kept
-        for it: what comes after it in the queue does not take them.
-        """
-        passed_over: list[tuple[tuple[int, int], Sequence]] = []
-        awaited = 0
+    def _admit(self, batch: ScheduledBatch, budget: int, passed_over: PassedOver) -> int:
+        """Schedule new prompts; return what is left of the budget. Those that are passed over stay in the queue."""
+        manager = self.block_manager
         growth = sum(self._growth(seq) for seq in self.running) if self._waiting else 0
-        while budget > 0 and self._waiting and (len(self._free_rows) > len(passed_over) or self.reclaim()):
+        while budget > 0 and self._waiting and (len(self._free_rows) > len(passed_over.seqs) or self.reclaim()):
             seq = self._waiting[0][1]
             if self.whole_prompts and seq.num_tokens > budget:
                 break
-            if self.running and self._blocked == (seq.seq_id, self.block_manager.num_frees):
+            if self.running and self._blocked == (seq.seq_id, manager.num_frees):
                 break
-            cached_block_ids = self.block_manager.find_cached_prefix(seq)
-            num_later = self.block_manager.num_found_later(seq, cached_block_ids)
+            cached_block_ids = manager.find_cached_prefix(seq)
+            num_later = manager.num_found_later(seq, cached_block_ids)
             if num_later >= self.min_awaited_tokens:
-                if len(passed_over) < max_passed_over:
-                    passed_over.append(heapq.heappop(self._waiting))
-                    awaited += num_later
-                    num_blocks = self.block_manager.num_blocks_to_allocate(seq, cached_block_ids)
-                    growth += num_blocks * self.block_manager.block_size + self._growth(seq)
+                if not passed_over.is_full:
+                    heapq.heappop(self._waiting)
+                    passed_over.add(seq, num_later)
+                    num_blocks = manager.num_blocks_to_allocate(seq, cached_block_ids)
+                    growth += num_blocks * manager.block_size + self._growth(seq)
                     continue
-                if awaited >= budget:
+                if passed_over.num_spared >= budget:
                     break  # waiting spares more than the step has room for, so no more of them are looked up
             growth += self._growth(seq)
             if not self._try_admit(batch, seq, cached_block_ids, growth):
                 break
             budget -= self._add_chunk(batch, seq, budget)
-        for item in passed_over:
-            heapq.heappush(self._waiting, item)
-        self._awaits_prefix = bool(passed_over)
-        return budget, awaited
+        for seq in passed_over.seqs:
+            heapq.heappush(self._waiting, (seq.rank, seq))
+        self._awaits_prefix = bool(passed_over.seqs)
+        return budget
 
     def _schedule_decode(self, in_flight: bool) -> ScheduledBatch:
         """Schedule one token for each running sequence; the lowest in rank are preempted while blocks are short."""
         # One whose last token is in flight has nothing more to run.
         decode = [seq for seq in self.running if seq.num_tokens < seq.stopping.max_num_tokens]
         needy = [seq for seq in decode if self.block_manager.needs_block(seq)]
+        for seq in needy:
+            self.block_manager.leave_window(seq)
         while self._is_short(needy) and self.reclaim():
             pass
         if in_flight and self._is_short(needy):
@@ -378,7 +370,7 @@ class Scheduler:
         start = seq.num_computed_tokens
         length = self.block_manager.chunk_end(seq, start + min(budget, seq.num_tokens - start)) - start
         ends = start + length == seq.num_tokens
-        samples = ends and not seq.pools
+        samples = ends and not seq.stopping.ends_with_prompt
         batch.prefill.append(PrefillChunk(seq, start, length, samples))
         batch.new_blocks += self.block_manager.enter_chunk(seq, start + length)
         seq.num_computed_tokens += length
@@ -386,9 +378,8 @@ class Scheduler:
         self.block_manager.cache_blocks(seq, seq.num_computed_tokens)
         if ends:
             self.block_manager.cache_last_block(seq, seq.num_computed_tokens)
-            seq.num_decoded = 1
             if not samples:
-                self._pooled.append(seq)
+                self._complete.append(seq)
         seq.num_pending_tokens += samples
         return length
 
@@ -401,13 +392,13 @@ class Scheduler:
         seq.num_pending_tokens = 0
         self.add(seq)
 
-    def _release_pooled(self) -> None:
-        """Take rows and blocks from sequences that the step before completes; its collection will finish them."""
-        for seq in self._pooled:
+    def _release_complete(self) -> None:
+        """Take rows and blocks from sequences that end with the step before; its collection will finish them."""
+        for seq in self._complete:
             if seq.row is not None:
                 self._release(seq, seq.status)
         self.running = [seq for seq in self.running if seq.row is not None]
-        self._pooled = []
+        self._complete = []
 
     def _release(self, seq: Sequence, status: SequenceStatus) -> None:
         assert seq.row is not None, f"sequence {seq.seq_id} is released and has no row"

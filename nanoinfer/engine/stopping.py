@@ -1,8 +1,8 @@
 """What ends a sample by its tokens, and which tokens may not end it yet.
 
-The scheduler asks after each token, and a constraint when its text may end. The sampler forbids the stop tokens that
-come too early, unless a grammar's masks leave them out. Text that ends a sample is the request's
-(`Completion.advance`); it may not either before `min_tokens`.
+The scheduler asks after each token, and a constraint asks when its text may end. The sampler forbids the stop tokens
+that come too early, unless a grammar's masks leave them out. Stop strings are found elsewhere (`Completion.advance`);
+they do not end a sample before `min_tokens` either.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ NO_TOKEN = -1  # stands for a sampled id where the logits were NaN or infinite
 class StopTokens(NamedTuple):
     """The stop tokens of a request.
 
-    ids: the model's, and those that it names. ignored: of the model's under ignore_eos, those that it does not name.
+    ids: the model's, and those that the request names. ignored: under ignore_eos, the model's that it does not name.
     """
 
     ids: frozenset[int]
@@ -35,23 +35,30 @@ class Stopping:
     """What ends one sample.
 
     max_num_tokens: of prompt and completion together. min_tokens: of the completion; no stop token or stop string ends
-    it before.
+    it before. ends_with_prompt: nothing is sampled.
     """
 
     tokens: StopTokens
     max_num_tokens: int
     min_tokens: int
+    ends_with_prompt: bool = False
 
     @classmethod
     def of(
-        cls, params: SamplingParams, num_prompt_tokens: int, model_ids: frozenset[int], max_model_len: int
+        cls,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        model_ids: frozenset[int],
+        max_model_len: int,
+        ends_with_prompt: bool = False,
     ) -> "Stopping":
-        longest = max_model_len if params.max_tokens is None else num_prompt_tokens + params.max_tokens
+        max_tokens = 0 if ends_with_prompt else params.max_tokens
+        longest = max_model_len if max_tokens is None else num_prompt_tokens + max_tokens
         tokens = StopTokens.of(params.stop_token_ids or (), params.ignore_eos, model_ids)
-        return cls(tokens, min(longest, max_model_len), params.min_tokens)
+        return cls(tokens, min(longest, max_model_len), params.min_tokens, ends_with_prompt)
 
-    def reason(self, token_id: int, num_tokens: int, constraint: Constraint | None) -> str | None:
-        """Return why a sample ends with `token_id`, its newest of so many tokens; None where it goes on."""
+    def advance(self, token_id: int, num_tokens: int, constraint: Constraint | None) -> str | None:
+        """Hand a sample's newest token to its constraint. Return why the sample ends; None if it goes on."""
         if token_id == NO_TOKEN:
             return "error"
         if token_id in self.tokens.ids and token_id not in self.tokens.ignored:
@@ -61,7 +68,7 @@ class Stopping:
         return "length" if num_tokens >= self.max_num_tokens else None
 
     def num_early(self, num_generated: int) -> int:
-        """Return how many tokens must still come before a stop token or a stop string may."""
+        """Return how many tokens must still come before a stop token or a stop string counts."""
         return max(0, self.min_tokens - num_generated)
 
     @property

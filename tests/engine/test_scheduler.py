@@ -116,6 +116,23 @@ def test_update_returns_the_sequences_that_finished_and_frees_what_they_held() -
     assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
 
 
+def test_a_sequence_that_finishes_is_shown_to_an_observer_while_it_holds_its_blocks() -> None:
+    shown: list[tuple[int, list[int], int]] = []
+    scheduler = Scheduler(
+        BlockManager(10, 4),
+        max_num_seqs=2,
+        max_num_batched_tokens=100,
+        max_model_len=40,
+        on_finish=lambda seq: shown.append((seq.seq_id, seq.block_table.copy(), seq.num_computed_tokens)),
+    )
+    add_prompts(scheduler, [1, 2, 3, 4, 5], [6, 7, 8], max_tokens=2)
+    run_to_the_end(scheduler)
+    assert shown == [(0, [0, 1], 6), (1, [2], 4)]
+    [waiting] = add_prompts(scheduler, [1])
+    scheduler.abort({waiting.seq_id})
+    assert len(shown) == 2, "what still waits holds nothing"
+
+
 def test_a_prompt_that_fills_the_whole_cache_but_one_token_finishes() -> None:
     scheduler = make_scheduler(num_blocks=3, block_size=2)
     full, after = add_prompts(scheduler, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5])

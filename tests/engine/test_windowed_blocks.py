@@ -57,6 +57,17 @@ def test_blocks_that_have_left_the_window_are_given_back_while_the_sequence_runs
     assert manager.num_used_blocks == 0
 
 
+def test_asking_what_a_chunk_takes_gives_nothing_back_and_leaving_the_window_does() -> None:
+    scheduler, manager = windowed_scheduler(window=8)
+    [seq] = add_prompts(scheduler, [1] * 21)
+    step(scheduler)
+    for asked in (21, 24, 25):
+        assert manager.num_blocks_for_chunk(seq, asked) == (asked > 24)
+        assert manager.num_used_blocks == 2 * 6
+    manager.leave_window(seq)
+    assert manager.num_used_blocks == 6 + 3, "the 22nd token attends to tokens from 14 on, so to blocks 3, 4 and 5"
+
+
 def test_a_long_prompt_holds_the_window_and_a_chunk() -> None:
     scheduler, manager = windowed_scheduler(num_pages=31, window=8, max_num_batched_tokens=8)
     [seq] = add_prompts(scheduler, [1] * 80, max_tokens=4)
