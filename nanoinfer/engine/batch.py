@@ -87,7 +87,7 @@ class ScheduledBatch:
     def pooled(self) -> list[Sequence]:
         """The sequences that this step completes without a token."""
         whole = (chunk for chunk in self.prefill if chunk.start + chunk.length == chunk.seq.num_prompt_tokens)
-        return [chunk.seq for chunk in whole if chunk.seq.pools]
+        return [chunk.seq for chunk in whole if chunk.seq.stopping.ends_with_prompt]
 
 
 class Header(NamedTuple):

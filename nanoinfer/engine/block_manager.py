@@ -19,12 +19,11 @@ from dataclasses import dataclass
 import xxhash
 
 from nanoinfer.engine.batch import NewBlock
-from nanoinfer.engine.partial_hits import BlockCopy, CacheEntry, PartialHits
+from nanoinfer.engine.block_hooks import BlockHooks
+from nanoinfer.engine.partial_hits import MIN_COPIED_TOKENS, BlockCopy, CacheEntry, PartialHit, PartialHits
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.state_snapshots import StateCopy
 
 ROOT_SERIAL = 0  # the parent of every first block
-MIN_COPIED_TOKENS = 8  # so prompts that have nothing but their first token in common copy nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +35,7 @@ class Block:
     entry: CacheEntry | None = None  # None if it is not in the prefix cache
 
 
-class BlockManager:
+class BlockManager(BlockHooks):
     """Gives blocks to sequences, takes them back, and finds prefixes that are already computed.
 
     Three fields of a Sequence are written by nobody else: `block_table`, `prefix_serials`, and `prefix_hashes`, which
@@ -56,14 +55,13 @@ class BlockManager:
         min_copied_tokens: int = MIN_COPIED_TOKENS,
     ) -> None:
         self.block_size = block_size
-        self.min_copied_tokens = min_copied_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.num_frees = 0  # changes whenever blocks come back: a prompt that did not fit may fit now
         self._hash = hash_function
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # in the order of reuse
         self._entries: dict[int, CacheEntry] = {}  # the prefix cache, by hash
-        self._partial_hits = PartialHits()
+        self._partial_hits = PartialHits(min_copied_tokens)
         self._next_serial = ROOT_SERIAL + 1
 
     @property
@@ -84,11 +82,6 @@ class BlockManager:
         """Blocks with an entry in the prefix cache, whether in use or free."""
         return len(self._entries)
 
-    @property
-    def num_snapshots(self) -> int:
-        """Recurrent states that are kept for prefix hits; of models that have any, see `hybrid_blocks.py`."""
-        return 0
-
     def holds(self, num_tokens: int) -> bool:
         """Return whether a sequence of so many tokens fits into the pool."""
         return self._num_blocks_for(num_tokens) <= self.num_blocks
@@ -97,23 +90,13 @@ class BlockManager:
         """Let the next step copy what the steps before it compute."""
         self._partial_hits.start_step()
 
-    def take_state_copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
-        """Return the copies of recurrent states that the scheduled step begins with: to snapshots, then from them."""
-        return [], []
-
-    def enqueue(self, seq: Sequence) -> None:
-        """Note that a sequence waits for blocks."""
-
-    def dequeue(self, seq: Sequence) -> None:
-        """Note that a sequence waits no more."""
-
     def find_cached_prefix(self, seq: Sequence) -> list[int]:
         """Return the ids of the full blocks that hold the longest cached prefix of `seq`, which may be empty."""
         if not self.enable_prefix_caching:
             return []
         found: list[int] = []
         parent_serial = ROOT_SERIAL
-        for index in range(max_cached_tokens(seq) // self.block_size):
+        for index in range(seq.max_cached_tokens // self.block_size):
             entry = self._find(seq, index, parent_serial)
             if entry is None:
                 break
@@ -123,11 +106,8 @@ class BlockManager:
 
     def num_found_later(self, seq: Sequence, cached_block_ids: list[int]) -> int:
         """Return how many more tokens a lookup will find once the step that is being scheduled is computed."""
-        if not self.enable_prefix_caching:
-            return 0
-        last = self._blocks[cached_block_ids[-1]].entry if cached_block_ids else None
-        parent_serial = last.serial if last else ROOT_SERIAL
-        return self._partial_hits.num_found_later(parent_serial, self._next_tokens(seq, len(cached_block_ids)))
+        next_tokens = self._next_tokens(seq, len(cached_block_ids))
+        return self._partial_hits.num_found_later(self._serial_of(cached_block_ids), next_tokens)
 
     def num_blocks_to_allocate(self, seq: Sequence, cached_block_ids: list[int]) -> int:
         """Return how many free blocks `allocate` would take: new ones, and cached ones that no sequence uses now."""
@@ -148,19 +128,15 @@ class BlockManager:
             seq.prefix_serials.append(block.entry.serial)
         seq.block_table.extend(cached_block_ids)
         seq.num_computed_tokens = len(cached_block_ids) * self.block_size
-        source, num_tokens = self._find_partial_hit(seq)
-        if source is not None:
-            self._hold(source)
+        hit = self._find_partial_hit(seq)
+        if hit is not None:
+            self._hold_source(hit.block_id)
         while len(seq.block_table) < self._num_blocks_for(seq.num_tokens):
             self.append_block(seq)
-        if source is None:
+        if hit is None:
             return []
-        seq.num_computed_tokens += num_tokens
-        return [BlockCopy(source.block_id, seq.block_table[len(cached_block_ids)], num_tokens)]
-
-    def chunk_end(self, seq: Sequence, end: int) -> int:
-        """Return where a chunk that could compute the tokens before `end` is to end."""
-        return end
+        seq.num_computed_tokens += hit.num_tokens
+        return [BlockCopy(hit.block_id, seq.block_table[len(cached_block_ids)], hit.num_tokens)]
 
     def needs_block(self, seq: Sequence) -> bool:
         """Return whether the next token to compute lies past the blocks of `seq`."""
@@ -171,27 +147,11 @@ class BlockManager:
         seq.block_table.append(self._take_block())
         return seq.block_table[-1]
 
-    def num_blocks_for_chunk(self, seq: Sequence, end: int) -> int:
-        """Return how many free blocks `enter_chunk` would take."""
-        return 0
-
-    def enter_chunk(self, seq: Sequence, end: int) -> list[NewBlock]:
-        """Prepare for a chunk that ends before token `end`; return what the device has to know beside `block_table`."""
-        return []
-
-    def num_blocks_to_grow(self, seqs: list[Sequence]) -> int:
-        """Return how many free blocks `grow` would take for these, all of which need a block."""
-        return len(seqs)
-
     def grow(self, seq: Sequence) -> list[NewBlock]:
         """Give a decoding sequence the block of its next token."""
         assert seq.row is not None, f"sequence {seq.seq_id} is running and has no row"
         column = len(seq.block_table)
         return [NewBlock(seq.row, column, self.append_block(seq))]
-
-    def num_growing_tables(self, seq: Sequence) -> int:
-        """Return how many blocks a sequence takes for a block of tokens."""
-        return 1
 
     def cache_blocks(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Make entries for the full blocks among the first `num_computed_tokens` of `seq`.
@@ -201,7 +161,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         for index in range(len(seq.prefix_serials), num_computed_tokens // self.block_size):
-            parent_serial = seq.prefix_serials[-1] if seq.prefix_serials else ROOT_SERIAL
+            parent_serial = last_serial(seq)
             entry = self._find(seq, index, parent_serial)
             if entry is None:
                 key, tokens = seq.prefix_hashes[index]
@@ -217,12 +177,12 @@ class BlockManager:
         Prompts that repeat this text, or go on from it, find it to its end.
         """
         index, num_tokens = divmod(num_computed_tokens, self.block_size)
-        if not self.enable_prefix_caching or num_tokens < self.min_copied_tokens or index != len(seq.prefix_serials):
+        if not self.enable_prefix_caching or index != len(seq.prefix_serials):
             return
-        start = index * self.block_size
-        tokens = seq.token_ids[start : start + num_tokens].tobytes()
-        parent_serial = seq.prefix_serials[-1] if seq.prefix_serials else ROOT_SERIAL
-        self._add_entry(seq.block_table[index], None, parent_serial, tokens)
+        if num_tokens >= self._partial_hits.min_tokens:
+            start = index * self.block_size
+            tokens = seq.token_ids[start : start + num_tokens].tobytes()
+            self._add_entry(seq.block_table[index], None, last_serial(seq), tokens)
 
     def cache_end(self, seq: Sequence) -> None:
         """Cache what is left of a sequence that ends."""
@@ -305,23 +265,28 @@ class BlockManager:
             del self._entries[block.entry.hash]
         block.entry = None
 
-    def _find_partial_hit(self, seq: Sequence) -> tuple[Block | None, int]:
-        """Return the block that begins like the first block of `seq` that is not cached, and how many tokens agree."""
-        if not self.enable_prefix_caching:
-            return None, 0
-        parent_serial = seq.prefix_serials[-1] if seq.prefix_serials else ROOT_SERIAL
-        entry, num_tokens = self._partial_hits.find(parent_serial, self._next_tokens(seq, len(seq.block_table)))
-        if entry is None or num_tokens < self.min_copied_tokens:
-            return None, 0
-        block, num_needed = self._blocks[entry.block_id], self._num_blocks_for(seq.num_tokens) - len(seq.block_table)
-        if block.ref_count == 0 and self.num_free_blocks == num_needed:  # it has to be handed out itself
-            return None, 0
-        return block, num_tokens
+    def _find_partial_hit(self, seq: Sequence) -> PartialHit | None:
+        """Return the block that begins like the first block of `seq` that is not cached."""
+        hit = self._partial_hits.find(last_serial(seq), self._next_tokens(seq, len(seq.block_table)))
+        if hit is not None and self._blocks[hit.block_id].ref_count == 0:
+            num_needed = self._num_blocks_for(seq.num_tokens) - len(seq.block_table)
+            if num_needed == self.num_free_blocks:  # it has to be handed out itself
+                return None
+        return hit
+
+    def _hold_source(self, block_id: int) -> None:
+        """Hold a block that is copied from, until `release`."""
+        self._hold(self._blocks[block_id])
 
     def _next_tokens(self, seq: Sequence, index: int) -> bytes:
         """Return the tokens of block `index` that may come from the cache."""
         start = index * self.block_size
-        return seq.token_ids[start : min(start + self.block_size, max_cached_tokens(seq))].tobytes()
+        return seq.token_ids[start : min(start + self.block_size, seq.max_cached_tokens)].tobytes()
+
+    def _serial_of(self, cached_block_ids: list[int]) -> int:
+        """Return the serial number of the entry of the last of these blocks."""
+        last = self._blocks[cached_block_ids[-1]].entry if cached_block_ids else None
+        return last.serial if last else ROOT_SERIAL
 
     def _find(self, seq: Sequence, index: int, parent_serial: int) -> CacheEntry | None:
         """Return the entry that block `index` of `seq` hits, if the block before it has hit `parent_serial`."""
@@ -336,11 +301,6 @@ class BlockManager:
         return entry if entry and (entry.parent_serial, entry.tokens) == (parent_serial, tokens) else None
 
 
-def max_cached_tokens(seq: Sequence) -> int:
-    """Return how many tokens may come from the cache.
-
-    The last token is always left to compute, since its logits are needed. If log-probabilities of prompt tokens are
-    wanted, so is all from the token before the first of them; if hidden states, all from the first of these.
-    """
-    most = (seq.prompt_logprobs_start or len(seq.token_ids)) - 1
-    return most if seq.prompt_states is None else min(most, seq.prompt_states.first)
+def last_serial(seq: Sequence) -> int:
+    """Return the serial number of the entry of the last block of `seq` that has one."""
+    return seq.prefix_serials[-1] if seq.prefix_serials else ROOT_SERIAL

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import xxhash
 
-from nanoinfer.engine.block_manager import ROOT_SERIAL, Block, BlockManager, max_cached_tokens
-from nanoinfer.engine.partial_hits import BlockCopy
+from nanoinfer.engine.block_manager import ROOT_SERIAL, Block, BlockManager
+from nanoinfer.engine.partial_hits import BlockCopy, PartialHit
 from nanoinfer.engine.queued_prompts import QueuedPrompts
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.state_snapshots import Snapshot, StateCopy, StateSnapshots
@@ -82,7 +82,7 @@ class HybridBlockManager(BlockManager):
     def num_found_later(self, seq: Sequence, cached_block_ids: list[int]) -> int:
         hit = self._hit(seq, cached_block_ids)
         num_found = len(hit.snapshot.text) if hit else 0
-        return max(0, self.snapshots.find_later(seq, max_cached_tokens(seq)) - num_found)
+        return max(0, self.snapshots.find_later(seq, seq.max_cached_tokens) - num_found)
 
     def num_blocks_to_allocate(self, seq: Sequence, cached_block_ids: list[int]) -> int:
         hit = self._hit(seq, cached_block_ids)
@@ -141,15 +141,14 @@ class HybridBlockManager(BlockManager):
         self.snapshots.drop_children(block.entry.serial)
         super()._remove_entry(block)
 
-    def _find_partial_hit(self, seq: Sequence) -> tuple[Block | None, int]:
+    def _find_partial_hit(self, seq: Sequence) -> PartialHit | None:
         hit = self._hit(seq, seq.block_table)
-        return (hit.source, len(hit.snapshot.tail) // 4) if hit else (None, 0)
+        return PartialHit(hit.source.block_id, len(hit.snapshot.tail) // 4) if hit and hit.source else None
 
     def _hit(self, seq: Sequence, cached_block_ids: list[int]) -> Hit | None:
         """Return the longest hit of a sequence that shares just these blocks."""
-        last = self._blocks[cached_block_ids[-1]].entry if cached_block_ids else None
-        parent_serial = last.serial if last else ROOT_SERIAL
-        for snapshot in self.snapshots.find(parent_serial, self._next_tokens(seq, len(cached_block_ids))):
+        next_tokens = self._next_tokens(seq, len(cached_block_ids))
+        for snapshot in self.snapshots.find(self._serial_of(cached_block_ids), next_tokens):
             if not snapshot.tail:
                 return Hit(snapshot, None)
             # The source of the copy is held beside the sequence's own blocks, which may be all that there are.
@@ -161,8 +160,8 @@ class HybridBlockManager(BlockManager):
         """Return a block that has had the keys and values of the snapshot's tail since before this step."""
         if snapshot.block is not None and self._num_uses[snapshot.block[0]] == snapshot.block[1]:
             return self._blocks[snapshot.block[0]]
-        entry, num_tokens = self._partial_hits.find(snapshot.parent_serial, snapshot.tail)
-        return self._blocks[entry.block_id] if entry and num_tokens == len(snapshot.tail) // 4 else None
+        hit = self._partial_hits.find(snapshot.parent_serial, snapshot.tail)
+        return self._blocks[hit.block_id] if hit and hit.num_tokens == len(snapshot.tail) // 4 else None
 
     def _plan(self, seq: Sequence) -> None:
         """Decide where an admitted sequence leaves states: where others part from it, and before its last token."""

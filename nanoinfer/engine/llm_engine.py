@@ -14,24 +14,19 @@ import xxhash
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import ScheduledBatch, pack
-from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.hybrid_blocks import HybridBlockManager
+from nanoinfer.engine.block_managers import make_block_manager
+from nanoinfer.engine.extras import Extras
 from nanoinfer.engine.interfaces import Constraints, Listener, Runner
 from nanoinfer.engine.interrupts import StepGuard
-from nanoinfer.engine.logprobs import collect_logprobs, end_texts
-from nanoinfer.engine.prompt_logprobs import PromptLogprobs
-from nanoinfer.engine.prompt_states import collect_states, hand_over_states
 from nanoinfer.engine.request import Completion, Request
-from nanoinfer.engine.routed_experts import read_routed_experts
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.token_masks import TokenMasks
-from nanoinfer.engine.windowed_blocks import WindowedBlockManager
 from nanoinfer.errors import EngineClosedError, EngineStateError
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, failed_chunks, refused
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
-from nanoinfer.text.tokenizer import Tokenizer, completion_text, prompt_texts
+from nanoinfer.text.tokenizer import Tokenizer, completion_text
 
 logger = logging.getLogger("nanoinfer")
 
@@ -44,23 +39,6 @@ class Step(NamedTuple):
     batch: ScheduledBatch
     handle: Any  # the runner's
     started: float
-
-
-def make_block_manager(config: EngineConfig, runner: Runner) -> BlockManager:
-    """Return what gives out the blocks of a runner's cache, by what its layers remember."""
-    sizes = runner.num_blocks, config.kvcache_block_size
-    if runner.num_snapshots > 0:
-        return HybridBlockManager(*sizes, runner.max_num_seqs, runner.num_snapshots)
-    if runner.window is None:
-        return BlockManager(*sizes, config.enable_prefix_caching)
-    return WindowedBlockManager(
-        *sizes,
-        config.enable_prefix_caching,
-        window=runner.window,
-        num_windowed_groups=runner.num_windowed_groups,
-        max_chunk_tokens=config.max_num_batched_tokens,
-        num_rows=runner.max_num_seqs + 1,
-    )
 
 
 class LLMEngine:
@@ -83,6 +61,7 @@ class LLMEngine:
         self.runner: Runner | None = runner
         self.tokenizer = tokenizer
         self.block_manager = make_block_manager(config, runner)
+        self.extras = Extras(config, runner, tokenizer)
         self.scheduler = Scheduler(
             self.block_manager,
             max_num_seqs=runner.max_num_seqs,
@@ -91,6 +70,7 @@ class LLMEngine:
             stop_token_ids=stop_token_ids,
             max_group_rows=runner.max_group_rows,
             whole_prompts=runner.whole_prompts,
+            on_finish=self.extras.on_finish,
         )
         self._launches_early = config.overlap and runner.computes_beside_host
         self.stats = EngineMetrics()
@@ -154,13 +134,7 @@ class LLMEngine:
             self._num_sequences += 1
             new_text = partial(completion_text, self.tokenizer, params, prepared.token_ids)
             request.completions.append(Completion(seq, new_text, chunks, index))
-        if params.prompt_logprobs is not None:
-            request.prompt_logprobs = PromptLogprobs(len(prepared.token_ids), params.prompt_logprobs)
-            request.prompt_texts = prompt_texts(self.tokenizer, params, prepared.prompt, prepared.token_ids)
-            if prepared.prompt_logprobs_start < len(prepared.token_ids):
-                request.completions[0].seq.prompt_logprobs_start = prepared.prompt_logprobs_start
-        if prepared.prompt_states is not None:
-            request.prompt_states = request.completions[0].seq.prompt_states = prepared.prompt_states
+        self.extras.start(request, prepared)
         self._requests[request_id] = request
         for completion in request.completions:
             self.scheduler.add(completion.seq)
@@ -266,8 +240,7 @@ class LLMEngine:
             pending = runner.launch(pack(batch, awaits_masks=is_constrained))
             masks = self._masks(batch) if is_constrained else None
             handle = runner.sample(pending, masks)
-            if handle.states:
-                hand_over_states(batch.prefill, handle.states)
+            self.extras.launched(batch, handle)
             self._in_flight.append(Step(batch, handle, started))
             self.listener.launched(batch)
         except BaseException:
@@ -299,9 +272,7 @@ class LLMEngine:
             step.batch.sampled[line].error = error
         wanted = [seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled]
         self._end(self.scheduler.update(step.batch, token_ids))
-        collect_logprobs(self._requests, step.batch, step.handle, wanted)
-        if step.handle.states:
-            collect_states(step.batch.prefill, step.handle.states)
+        self.extras.collected(self._requests, step.batch, step.handle, wanted)
         # Steps overlap: each counts from its launch, or from the end of the one before it.
         seconds = now - max(step.started, self._last_collected)
         self.stats.count_step(bool(step.batch.prefill), step.batch.num_prefill_tokens, sum(wanted), seconds)
@@ -313,9 +284,7 @@ class LLMEngine:
     def _end(self, finished: list[Sequence]) -> None:
         """Keep what is needed of sequences that have just finished, until their outputs are made."""
         self._finished += finished
-        # A runner that was closed has forgotten it, and nothing more is handed over.
-        if self.config.enable_return_routed_experts and finished and self.runner and not self.runner.closed:
-            read_routed_experts(self.runner, self._requests, finished)
+        self.extras.finished(self._requests, finished)
 
     def _collect_until(self, max_in_flight: int) -> None:
         while len(self._in_flight) > max_in_flight:
@@ -372,9 +341,9 @@ class LLMEngine:
         """Finish a sample; return the output of its request, if it is the last."""
         self._watched.pop(seq.seq_id, None)
         request = self._requests[seq.request_id]
-        eos_token_id = self.tokenizer.eos_token_id if self.tokenizer else None
-        end_texts(request.completions[seq.sample])
-        output = request.completions[seq.sample].finish(eos_token_id)
+        completion = request.completions[seq.sample]
+        self.extras.complete(completion)
+        output = completion.finish(self.tokenizer.eos_token_id if self.tokenizer else None)
         if output.error:
             logger.warning("request %d ends in an error: %s", seq.request_id, output.error)
         return request.output()

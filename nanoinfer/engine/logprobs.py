@@ -7,9 +7,21 @@ from typing import Any
 from numpy.typing import NDArray
 
 from nanoinfer.engine.batch import PositionLogprobs, ScheduledBatch
-from nanoinfer.engine.prompt_logprobs import add_position, token_logprobs
+from nanoinfer.engine.prompt_logprobs import PromptLogprobs, add_position, token_logprobs
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
+from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.tokenizer import Tokenizer, prompt_texts
+
+
+def want_prompt_logprobs(request: Request, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
+    """Make room for the log-probabilities of a request's prompt, if it wants any, and say where they begin."""
+    token_ids, params = prepared.token_ids, prepared.sampling_params
+    if params.prompt_logprobs is not None:
+        request.prompt_logprobs = PromptLogprobs(len(token_ids), params.prompt_logprobs)
+        request.prompt_texts = prompt_texts(tokenizer, params, prepared.prompt, token_ids)
+        if prepared.prompt_logprobs_start < len(token_ids):
+            request.completions[0].seq.prompt_logprobs_start = prepared.prompt_logprobs_start
 
 
 def collect_logprobs(requests: Mapping[int, Request], batch: ScheduledBatch, handle: Any, wanted: list[bool]) -> None:

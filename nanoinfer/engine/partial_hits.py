@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+MIN_COPIED_TOKENS = 8  # so prompts that have nothing but their first token in common copy nothing
+
 
 class BlockCopy(NamedTuple):
     """Says that a step begins with a copy of the first `num_tokens` tokens' keys and values from block to block."""
@@ -32,6 +34,13 @@ class CacheEntry:
     tokens: bytes  # ids as int32, block_size of them if it is full
 
 
+class PartialHit(NamedTuple):
+    """Says that a cached block begins with the first `num_tokens` tokens of another one."""
+
+    block_id: int
+    num_tokens: int
+
+
 Buffer = bytes | memoryview  # of token ids as int32
 Siblings = list[tuple[bytes, int, CacheEntry]]  # entries after their tokens and serials, sorted
 
@@ -41,9 +50,12 @@ class PartialHits:
 
     What a step computes can be copied by later steps only: a copy is made before the step's own keys and values are
     written. So an entry is found from the next `start_step` on.
+
+    min_tokens: what has fewer tokens in common is no hit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, min_tokens: int) -> None:
+        self.min_tokens = min_tokens
         self._siblings: defaultdict[int, Siblings] = defaultdict(list)  # by the parent's serial
         self._new: defaultdict[int, Siblings] = defaultdict(list)  # likewise: those of the current step
 
@@ -66,14 +78,15 @@ class PartialHits:
                 if not siblings:
                     del by_parent[entry.parent_serial]
 
-    def find(self, parent_serial: int, tokens: bytes) -> tuple[CacheEntry | None, int]:
-        """Return the entry after this parent that begins with the most of `tokens` (ids as int32), and how many."""
-        return _longest(self._siblings.get(parent_serial), tokens)
+    def find(self, parent_serial: int, tokens: bytes) -> PartialHit | None:
+        """Return the block after this parent that begins with the most of `tokens` (ids as int32)."""
+        entry, num_tokens = _longest(self._siblings.get(parent_serial), tokens)
+        return PartialHit(entry.block_id, num_tokens) if entry and num_tokens >= self.min_tokens else None
 
     def num_found_later(self, parent_serial: int, tokens: bytes) -> int:
-        """Return how many more of these tokens `find` will find from the next step on."""
+        """Return how many more of these tokens are there from the next step on."""
         _, num_new = _longest(self._new.get(parent_serial), tokens)
-        return max(0, num_new - self.find(parent_serial, tokens)[1]) if num_new else 0
+        return max(0, num_new - _longest(self._siblings.get(parent_serial), tokens)[1]) if num_new else 0
 
 
 def _longest(siblings: Siblings | None, tokens: bytes) -> tuple[CacheEntry | None, int]:

@@ -86,5 +86,6 @@ def collect_states(chunks: Sequence[Any], found: Sequence[FoundStates]) -> None:
         elif states is not None and states.take is None:
             states.add(one._replace(values=one.values.clone()))  # the memory that they came in is wanted again
     for seq, start, length, _ in chunks:
-        if seq.prompt_states is not None and not seq.pools and start + length >= seq.num_prompt_tokens:
+        states = seq.prompt_states
+        if states is not None and not states.pools and start + length >= seq.num_prompt_tokens:
             seq.prompt_states = None  # all has come; if the prompt is computed again, then without

@@ -7,13 +7,24 @@ from nanoinfer.engine.request import Request
 from nanoinfer.engine.sequence import Sequence
 
 
-def read_routed_experts(runner: Runner, requests: Mapping[int, Request], finished: Iterable[Sequence]) -> None:
-    """Have the runner copy the routing of sequences that have just finished, before another step has their blocks.
+class RoutedExperts:
+    """Has the runner copy the routing of sequences that finish, before another step has their blocks."""
 
-    The newest token was never computed, so it has none.
-    """
-    for seq in finished:
-        start = min(seq.sampling_params.routed_experts_prompt_start, seq.num_prompt_tokens)
-        end = min(seq.num_final_tokens, len(seq.token_ids) - 1)
-        completion = requests[seq.request_id].completions[seq.sample]
-        completion.routed_experts = runner.read_routed_experts(seq.final_blocks, start, end)
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._final: dict[Sequence, tuple[list[int], int]] = {}  # blocks of those that have just finished, and tokens
+
+    def on_finish(self, seq: Sequence) -> None:
+        """Note the blocks of a sequence that finishes, and how many tokens were computed."""
+        self._final[seq] = seq.block_table.copy(), seq.num_computed_tokens
+
+    def read(self, requests: Mapping[int, Request], finished: Iterable[Sequence]) -> None:
+        """Start the copies for sequences that have just finished. Those that held no blocks get none."""
+        for seq in finished:
+            block_ids, num_computed_tokens = self._final.pop(seq, ([], 0))
+            if self._runner.closed:  # it has forgotten them, and nothing more is handed over
+                continue
+            start = min(seq.sampling_params.routed_experts_prompt_start, seq.num_prompt_tokens)
+            end = min(num_computed_tokens, len(seq.token_ids) - 1)  # the newest token was never computed
+            completion = requests[seq.request_id].completions[seq.sample]
+            completion.routed_experts = self._runner.read_routed_experts(block_ids, start, end)

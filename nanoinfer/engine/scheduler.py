@@ -9,8 +9,8 @@ Prefill goes first, so that the decode batch is as full as it can be. A sequence
 
     WAITING or RUNNING --pause--> PAUSED --resume--> RUNNING if it still holds its row and blocks, else WAITING
 
-A sequence that pools ends with its prompt. The step after the one that completes it may have its row and blocks, since
-steps run in their order, and it is finished when that step is collected.
+A sequence that samples nothing ends with its prompt. The step after the one that completes the prompt may have its row
+and blocks, since steps run in their order, and it is finished when that first step is collected.
 
 Preemption frees a sequence's blocks and computes it again later, its generated tokens included (recomputation, as in
 PagedAttention, Kwon et al. 2023). Paused sequences give up theirs first, also for those that wait. The waiting queue is
@@ -19,7 +19,7 @@ priority: it arrived before all that still wait.
 """
 
 import heapq
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import chain
 
 from nanoinfer.engine.batch import NewBlock, PrefillChunk, ScheduledBatch
@@ -48,7 +48,8 @@ class Scheduler:
     max_model_len: a sequence of so many tokens is finished. stop_token_ids: the model's own, which end a completion.
     reserved_tokens: room in the cache that an admission leaves free for each running sequence to grow into, or less
     where the sequence will end before. max_group_rows: the most decode rows that attention can read a shared prefix for
-    at once; 0 where it cannot. whole_prompts: whether a prompt is computed in one step, and never in chunks.
+    at once; 0 where it cannot. whole_prompts: whether a prompt is computed in one step, and never in chunks. on_finish:
+    is called with a running sequence that finishes, while it still holds its blocks.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Scheduler:
         reserved_tokens: int = RESERVED_TOKENS,
         max_group_rows: int = 0,
         whole_prompts: bool = False,
+        on_finish: Callable[[Sequence], object] | None = None,
     ) -> None:
         assert block_manager.holds(max_model_len), f"the cache cannot hold a sequence of {max_model_len} tokens"
         self.block_manager = block_manager
@@ -71,6 +73,7 @@ class Scheduler:
         self.stop_token_ids = stop_token_ids
         self.reserved_tokens = reserved_tokens
         self.whole_prompts = whole_prompts
+        self._on_finish = on_finish
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
         self.min_awaited_in_all = MIN_AWAITED_IN_ALL
         self.shared_prefixes = PrefixGrouper(max_group_rows, block_manager.block_size)
@@ -80,7 +83,7 @@ class Scheduler:
         self.listener: Listener = SILENT  # is told what happens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on (-priority, seq_id)
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
-        self._pooled: list[Sequence] = []  # completed by the last step that was scheduled
+        self._complete: list[Sequence] = []  # they end with the prompts of the step that was scheduled last
         self._awaits_prefix = False  # whether the last step that admitted passed prompts over, for the next one
         self._blocked: tuple[int, int] | None = None  # (seq_id, num_frees) of a queue head that did not fit
 
@@ -94,11 +97,8 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, by its priority and arrival."""
-        params = seq.sampling_params
-        seq.stopping = Stopping.of(params, seq.num_prompt_tokens, self.stop_token_ids, self.max_model_len)
-        seq.num_decoded = int(seq.prompt_states is None)
-        if seq.pools:  # it grows by no token, and needs no room to
-            seq.stopping = replace(seq.stopping, max_num_tokens=seq.num_prompt_tokens)
+        params, pools = seq.sampling_params, seq.prompt_states is not None and seq.prompt_states.pools
+        seq.stopping = Stopping.of(params, seq.num_prompt_tokens, self.stop_token_ids, self.max_model_len, pools)
         heapq.heappush(self._waiting, (seq.rank, seq))
         self.block_manager.enqueue(seq)
 
@@ -110,8 +110,8 @@ class Scheduler:
         are known.
         """
         self.block_manager.start_step()
-        if self._pooled:
-            self._release_pooled()
+        if self._complete:
+            self._release_complete()
         batch = self._schedule_prefill(in_flight)
         if batch is None:
             return ScheduledBatch()
@@ -149,12 +149,13 @@ class Scheduler:
         """Take everything from running sequences, each with the reason why it ends; they are returned."""
         for seq, reason in reasons:
             seq.finish_reason = reason
-            if seq.row is None:  # one that pools
+            if seq.row is None:  # it ended with its prompt, and a later step has its row
                 seq.status = SequenceStatus.FINISHED
                 continue
-            if reason in ("stop", "length") and not seq.pools:
+            if reason in ("stop", "length") and not seq.stopping.ends_with_prompt:
                 self.block_manager.cache_end(seq)
-            seq.final_blocks, seq.num_final_tokens = seq.block_table.copy(), seq.num_computed_tokens
+            if self._on_finish is not None:
+                self._on_finish(seq)
             self._release(seq, SequenceStatus.FINISHED)
         if reasons:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
@@ -164,8 +165,8 @@ class Scheduler:
         """Undo steps that failed: their sequences go back to the queue, and what they were to cache is forgotten."""
         block_size = self.block_manager.block_size
         chunks = [chunk for batch in batches for chunk in batch.prefill]
-        if any(chunk.seq.pools and chunk.seq.row is None for chunk in chunks):
-            self.block_manager.reset_prefix_cache()  # which of its blocks they were to fill is not known any more
+        if any(chunk.seq.row is None for chunk in chunks):  # it ends with its prompt, and has given its blocks back
+            self.block_manager.reset_prefix_cache()  # so which of them were to be filled is not known any more
         tables = (chunk.seq.block_table[chunk.start // block_size :] for chunk in chunks)
         self.block_manager.evict_failed(chain.from_iterable(tables))
         for batch in batches:
@@ -243,9 +244,10 @@ class Scheduler:
         batch = ScheduledBatch()
         budget = self.max_num_batched_tokens
         for seq in self.running.copy():
-            # A prompt with one token left is in the state of a decoding sequence, and is usually run as one.
-            is_left = seq.num_computed_tokens + seq.num_decoded < len(seq.token_ids)
-            if is_left and budget > 0 and seq.row is not None:
+            num_left = len(seq.token_ids) - seq.num_computed_tokens
+            if num_left == 1 and (seq.prompt_states is None or seq.num_computed_tokens >= seq.num_prompt_tokens):
+                continue  # it is in the state of a decoding sequence; only hidden states have to come from prefill
+            if num_left > 0 and budget > 0 and seq.row is not None:
                 if not self._make_room(seq, budget, may_preempt=not (batch or in_flight)):
                     return batch or None
                 if seq.row is not None:
@@ -260,11 +262,9 @@ class Scheduler:
 
     def _make_room(self, seq: Sequence, budget: int, may_preempt: bool) -> bool:
         """Free blocks for the next chunk of a sequence, which may itself be preempted; False if it has to wait."""
-        end = min(seq.num_computed_tokens + budget, seq.num_tokens)
-        while (
-            seq.row is not None
-            and self.block_manager.num_blocks_for_chunk(seq, end) > self.block_manager.num_free_blocks
-        ):
+        manager, end = self.block_manager, min(seq.num_computed_tokens + budget, seq.num_tokens)
+        manager.leave_window(seq)
+        while seq.row is not None and manager.num_blocks_for_chunk(seq, end) > manager.num_free_blocks:
             if self.reclaim():
                 continue
             if not may_preempt:
@@ -313,6 +313,8 @@ class Scheduler:
         # One whose last token is in flight has nothing more to run.
         decode = [seq for seq in self.running if seq.num_tokens < seq.stopping.max_num_tokens]
         needy = [seq for seq in decode if self.block_manager.needs_block(seq)]
+        for seq in needy:
+            self.block_manager.leave_window(seq)
         while self._is_short(needy) and self.reclaim():
             pass
         if in_flight and self._is_short(needy):
@@ -378,7 +380,7 @@ class Scheduler:
         start = seq.num_computed_tokens
         length = self.block_manager.chunk_end(seq, start + min(budget, seq.num_tokens - start)) - start
         ends = start + length == seq.num_tokens
-        samples = ends and not seq.pools
+        samples = ends and not seq.stopping.ends_with_prompt
         batch.prefill.append(PrefillChunk(seq, start, length, samples))
         batch.new_blocks += self.block_manager.enter_chunk(seq, start + length)
         seq.num_computed_tokens += length
@@ -386,9 +388,8 @@ class Scheduler:
         self.block_manager.cache_blocks(seq, seq.num_computed_tokens)
         if ends:
             self.block_manager.cache_last_block(seq, seq.num_computed_tokens)
-            seq.num_decoded = 1
             if not samples:
-                self._pooled.append(seq)
+                self._complete.append(seq)
         seq.num_pending_tokens += samples
         return length
 
@@ -401,13 +402,13 @@ class Scheduler:
         seq.num_pending_tokens = 0
         self.add(seq)
 
-    def _release_pooled(self) -> None:
-        """Take rows and blocks from sequences that the step before completes; its collection will finish them."""
-        for seq in self._pooled:
+    def _release_complete(self) -> None:
+        """Take rows and blocks from sequences that end with the step before; its collection will finish them."""
+        for seq in self._complete:
             if seq.row is not None:
                 self._release(seq, seq.status)
         self.running = [seq for seq in self.running if seq.row is not None]
-        self._pooled = []
+        self._complete = []
 
     def _release(self, seq: Sequence, status: SequenceStatus) -> None:
         assert seq.row is not None, f"sequence {seq.seq_id} is released and has no row"

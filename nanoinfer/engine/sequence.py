@@ -40,8 +40,6 @@ class Sequence:
     packed_ids: InitVar[bytes | None] = None  # the prompt's as int32, if they are known
     constraint: Constraint | None = None  # what limits its tokens beside sampling_params
     prompt_states: PromptStates | None = None  # what is wanted of its hidden states; None once all has come
-    # How many of its last tokens decode computes: 0 while hidden states are wanted, which come from prefill alone.
-    num_decoded: int = 1
     stopping: Stopping = NEVER  # what ends it; the scheduler sets it when it is queued
     token_ids: "array[int]" = field(init=False)  # prompt and collected completion, as int32
     status: SequenceStatus = SequenceStatus.WAITING
@@ -50,8 +48,6 @@ class Sequence:
     row: int | None = None  # line in the device tables while running
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
-    final_blocks: list[int] = field(default_factory=list)  # those it had when it finished,
-    num_final_tokens: int = 0  # with the keys and values of so many tokens
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at the first admission
     # Written by the block manager only:
     block_table: list[int] = field(default_factory=list)  # block i holds tokens [i * block_size, (i + 1) * block_size)
@@ -67,17 +63,22 @@ class Sequence:
         return -self.priority, self.seq_id
 
     @property
-    def pools(self) -> bool:
-        """Whether it ends with its prompt, of which hidden states are pooled, and samples nothing."""
-        return self.prompt_states is not None and self.prompt_states.pools
-
-    @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """How many of its tokens may come from the prefix cache.
+
+        The last token is always left to compute, since its logits are needed. If log-probabilities of prompt tokens are
+        wanted, so is all from the token before the first of them; if hidden states, all from the first of these.
+        """
+        most = (self.prompt_logprobs_start or len(self.token_ids)) - 1
+        return most if self.prompt_states is None else min(most, self.prompt_states.first)
 
     @property
     def completion_token_ids(self) -> list[int]:

@@ -35,20 +35,27 @@ class Stopping:
     """What ends one sample.
 
     max_num_tokens: of prompt and completion together. min_tokens: of the completion; no stop token or stop string ends
-    it before.
+    it before. ends_with_prompt: nothing is sampled.
     """
 
     tokens: StopTokens
     max_num_tokens: int
     min_tokens: int
+    ends_with_prompt: bool = False
 
     @classmethod
     def of(
-        cls, params: SamplingParams, num_prompt_tokens: int, model_ids: frozenset[int], max_model_len: int
+        cls,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        model_ids: frozenset[int],
+        max_model_len: int,
+        ends_with_prompt: bool = False,
     ) -> "Stopping":
-        longest = max_model_len if params.max_tokens is None else num_prompt_tokens + params.max_tokens
+        max_tokens = 0 if ends_with_prompt else params.max_tokens
+        longest = max_model_len if max_tokens is None else num_prompt_tokens + max_tokens
         tokens = StopTokens.of(params.stop_token_ids or (), params.ignore_eos, model_ids)
-        return cls(tokens, min(longest, max_model_len), params.min_tokens)
+        return cls(tokens, min(longest, max_model_len), params.min_tokens, ends_with_prompt)
 
     def reason(self, token_id: int, num_tokens: int, constraint: Constraint | None) -> str | None:
         """Return why a sample ends with `token_id`, its newest of so many tokens; None where it goes on."""

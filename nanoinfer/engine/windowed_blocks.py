@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import xxhash
 
 from nanoinfer.engine.batch import NewBlock
-from nanoinfer.engine.block_manager import MIN_COPIED_TOKENS, ROOT_SERIAL, Block, BlockManager
-from nanoinfer.engine.partial_hits import BlockCopy
+from nanoinfer.engine.block_manager import Block, BlockManager, last_serial
+from nanoinfer.engine.partial_hits import MIN_COPIED_TOKENS, BlockCopy, PartialHit
 from nanoinfer.engine.sequence import Sequence
 
 Column = tuple[int, ...]  # the blocks of a place in all tables but the first
@@ -106,14 +106,19 @@ class WindowedBlockManager(BlockManager):
             copies += [BlockCopy(source, target, copy.num_tokens) for source, target in pairs]
         return copies
 
-    def num_blocks_for_chunk(self, seq: Sequence, end: int) -> int:
+    def leave_window(self, seq: Sequence) -> None:
         tables = self._tables[seq]
-        self._give_back_left(tables, seq.num_computed_tokens)
-        return max(0, self._num_blocks_for(end) - tables.end) * self.num_windowed_groups
+        first = max(0, seq.num_computed_tokens - self.window + 1) // self.block_size
+        while tables.first < first and tables.columns:
+            self._give_back(tables.columns.popleft())
+            tables.first += 1
+
+    def num_blocks_for_chunk(self, seq: Sequence, end: int) -> int:
+        return max(0, self._num_blocks_for(end) - self._tables[seq].end) * self.num_windowed_groups
 
     def enter_chunk(self, seq: Sequence, end: int) -> list[NewBlock]:
         tables = self._tables[seq]
-        self._give_back_left(tables, seq.num_computed_tokens)
+        self.leave_window(seq)
         while tables.end < self._num_blocks_for(end):
             self._append_column(tables)
         return self._news(seq, tables)
@@ -137,7 +142,7 @@ class WindowedBlockManager(BlockManager):
             return
         # One block at a time: an entry that has lost its blocks in the other groups makes room for that of this block.
         for index in range(len(seq.prefix_serials), num_computed_tokens // self.block_size):
-            entry = self._find(seq, index, seq.prefix_serials[-1] if index else ROOT_SERIAL)
+            entry = self._find(seq, index, last_serial(seq))
             if entry is not None and entry.block_id not in self._cached_columns:
                 self.evict_blocks([entry.block_id])
             super().cache_blocks(seq, (index + 1) * self.block_size)
@@ -173,13 +178,6 @@ class WindowedBlockManager(BlockManager):
         column = tuple(self._take_block() for _ in range(self.num_windowed_groups))
         tables.columns.append(column)
         return column
-
-    def _give_back_left(self, tables: WindowTables, num_computed_tokens: int) -> None:
-        """Give back the blocks that no token after the computed ones attends to."""
-        first = max(0, num_computed_tokens - self.window + 1) // self.block_size
-        while tables.first < first and tables.columns:
-            self._give_back(tables.columns.popleft())
-            tables.first += 1
 
     def _news(self, seq: Sequence, tables: WindowTables) -> list[NewBlock]:
         """Return what the device does not know yet of the tables."""
@@ -231,16 +229,17 @@ class WindowedBlockManager(BlockManager):
         super()._remove_entry(block)
         self._forget_column(block.block_id)
 
-    def _find_partial_hit(self, seq: Sequence) -> tuple[Block | None, int]:
-        block, num_tokens = super()._find_partial_hit(seq)
-        sources = self._cached_columns.get(block.block_id) if block else None
-        if block is None or sources is None:
-            return None, 0
-        idle = sum(self._blocks[block_id].ref_count == 0 for block_id in (block.block_id, *sources))
+    def _find_partial_hit(self, seq: Sequence) -> PartialHit | None:
+        hit = super()._find_partial_hit(seq)
+        if hit is None or hit.block_id not in self._cached_columns:
+            return None
+        sources = hit.block_id, *self._cached_columns[hit.block_id]
+        num_idle = sum(self._blocks[block_id].ref_count == 0 for block_id in sources)
         num_own = self._num_columns_with(1, seq.block_table)
         num_new = self._num_blocks_for(seq.num_tokens) - len(seq.block_table)
         num_new += self.num_windowed_groups * (self._num_columns_of(seq, seq.block_table, num_own) - num_own)
-        if num_new + idle > self.num_free_blocks:
-            return None, 0
-        self._hold_all(sources)  # until `release`
-        return block, num_tokens
+        return hit if num_new + num_idle <= self.num_free_blocks else None
+
+    def _hold_source(self, block_id: int) -> None:
+        super()._hold_source(block_id)
+        self._hold_all(self._cached_columns[block_id])

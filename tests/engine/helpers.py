@@ -6,9 +6,9 @@ from itertools import accumulate
 from random import Random
 
 from nanoinfer.engine.batch import ScheduledBatch, pack, read_header, split
-from nanoinfer.engine.block_manager import MIN_COPIED_TOKENS, BlockManager
+from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.hybrid_blocks import HybridBlockManager
-from nanoinfer.engine.partial_hits import BlockCopy
+from nanoinfer.engine.partial_hits import MIN_COPIED_TOKENS, BlockCopy
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.windowed_blocks import WindowedBlockManager

@@ -1,0 +1,54 @@
+"""What a block manager does beside giving out blocks, where layers remember more, or less, than keys and values.
+
+The scheduler calls these hooks for every model, and they do nothing where all layers attend to all tokens.
+"""
+
+from nanoinfer.engine.batch import NewBlock
+from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.state_snapshots import StateCopy
+
+
+class BlockHooks:
+    """The hooks as `BlockManager` has them.
+
+    `hybrid_blocks.py` overrides the first ones, to keep recurrent states and find them again. `windowed_blocks.py`
+    overrides those from `leave_window` on: its sequences take blocks and give them back while they run.
+    """
+
+    @property
+    def num_snapshots(self) -> int:
+        """Recurrent states that are kept for prefix hits."""
+        return 0
+
+    def enqueue(self, seq: Sequence) -> None:
+        """Note that a sequence waits for blocks."""
+
+    def dequeue(self, seq: Sequence) -> None:
+        """Note that a sequence waits no more."""
+
+    def chunk_end(self, seq: Sequence, end: int) -> int:
+        """Return where a chunk that could compute the tokens before `end` is to end."""
+        return end
+
+    def take_state_copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
+        """Return the copies of recurrent states that the scheduled step begins with: to snapshots, then from them."""
+        return [], []
+
+    def leave_window(self, seq: Sequence) -> None:
+        """Take back the blocks that no token after the computed ones attends to."""
+
+    def num_blocks_for_chunk(self, seq: Sequence, end: int) -> int:
+        """Return how many free blocks `enter_chunk` would take."""
+        return 0
+
+    def enter_chunk(self, seq: Sequence, end: int) -> list[NewBlock]:
+        """Prepare for a chunk that ends before token `end`; return what the device has to know beside `block_table`."""
+        return []
+
+    def num_blocks_to_grow(self, seqs: list[Sequence]) -> int:
+        """Return how many free blocks `grow` would take for these, all of which need a block."""
+        return len(seqs)
+
+    def num_growing_tables(self, seq: Sequence) -> int:
+        """Return how many blocks a sequence takes for a block of tokens."""
+        return 1

@@ -1,0 +1,53 @@
+"""What requests may want beside their text: log-probabilities, hidden states of their prompts, routed experts.
+
+The loop calls these methods in the order in which they stand; the file of each feature does the work.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.batch import ScheduledBatch
+from nanoinfer.engine.interfaces import Runner
+from nanoinfer.engine.logprobs import collect_logprobs, end_texts, want_prompt_logprobs
+from nanoinfer.engine.prompt_states import collect_states, hand_over_states
+from nanoinfer.engine.request import Completion, Request
+from nanoinfer.engine.routed_experts import RoutedExperts
+from nanoinfer.engine.sequence import Sequence
+from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.tokenizer import Tokenizer
+
+
+class Extras:
+    def __init__(self, config: EngineConfig, runner: Runner, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._routed_experts = RoutedExperts(runner) if config.enable_return_routed_experts else None
+        # What the scheduler is to call with a sequence that finishes, while it holds its blocks.
+        self.on_finish = self._routed_experts.on_finish if self._routed_experts else None
+
+    def start(self, request: Request, prepared: PreparedRequest) -> None:
+        """Note what a request wants that is about to be queued."""
+        want_prompt_logprobs(request, prepared, self._tokenizer)
+        request.prompt_states = request.completions[0].seq.prompt_states = prepared.prompt_states
+
+    def launched(self, batch: ScheduledBatch, handle: Any) -> None:
+        """Hand over what a step brings on the device. handle: the runner's."""
+        if handle.states:
+            hand_over_states(batch.prefill, handle.states)
+
+    def collected(
+        self, requests: Mapping[int, Request], batch: ScheduledBatch, handle: Any, wanted: list[bool]
+    ) -> None:
+        """Keep what a step has brought. wanted: for each of its tokens, whether its sequence was still running."""
+        collect_logprobs(requests, batch, handle, wanted)
+        if handle.states:
+            collect_states(batch.prefill, handle.states)
+
+    def finished(self, requests: Mapping[int, Request], seqs: list[Sequence]) -> None:
+        """Start what is to be read of sequences that have just finished, before another step has their blocks."""
+        if self._routed_experts is not None:
+            self._routed_experts.read(requests, seqs)
+
+    def complete(self, completion: Completion) -> None:
+        """Complete what belongs to a sample, before its output is made."""
+        end_texts(completion)
