@@ -5,6 +5,7 @@ batches and memory are those of all requests.
 """
 
 import logging
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -236,7 +237,9 @@ class OnePass:
         """Make the output of a request that has ended."""
         parts = [part.numpy() for part in states.parts(None)]
         is_whole = bool(parts) and output.finish_reason != "abort"
-        values = np.concatenate(parts) if is_whole else np.full((1, self._size), np.nan, np.float32)
+        if not is_whole:
+            parts = [np.full((1, self._size), np.nan, np.float32)]
+        values = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if is_whole and not np.isfinite(values).all():
             logger.warning("request %d: the model's values are NaN or infinite", output.request_id)
         return PoolingRequestOutput(
@@ -249,11 +252,10 @@ class OnePass:
         )
 
     def _embedding(self, vector: Values, params: PoolingParams) -> EmbeddingOutput:
-        vector = vector[: params.dimensions].astype(np.float32)
+        vector = vector[: params.dimensions]
         normalizes = self._config.activation == "normalize" if params.use_activation is None else params.use_activation
-        if normalizes:
-            vector /= max(np.sqrt(np.square(vector).sum()), MIN_NORM)
-        return EmbeddingOutput(vector)
+        norm = max(math.sqrt(vector.dot(vector)), MIN_NORM) if normalizes else 1.0
+        return EmbeddingOutput(np.divide(vector, norm, dtype=np.float32))
 
     def _classes(self, logits: Values, params: PoolingParams) -> ClassificationOutput:
         activation = "identity" if params.use_activation is False else self._config.activation

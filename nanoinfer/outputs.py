@@ -290,14 +290,13 @@ class RequestOutput:
     hidden_states: Mapping[int, Any] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        first = self.outputs[0]
-        derived = {
-            **{name: getattr(first, name) for name in ("text", "token_ids", "finish_reason", "error")},
-            "num_prompt_tokens": len(self.prompt_token_ids),
-            "num_generated_tokens": len(first.token_ids),
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)  # the class is frozen
+        first, set_field = self.outputs[0], object.__setattr__  # the class is frozen
+        set_field(self, "text", first.text)
+        set_field(self, "token_ids", first.token_ids)
+        set_field(self, "finish_reason", first.finish_reason)
+        set_field(self, "error", first.error)
+        set_field(self, "num_prompt_tokens", len(self.prompt_token_ids))
+        set_field(self, "num_generated_tokens", len(first.token_ids))
 
     __repr__ = short_repr
 

@@ -106,6 +106,8 @@ class BlockManager(BlockHooks):
 
     def num_found_later(self, seq: Sequence, cached_block_ids: list[int]) -> int:
         """Return how many more tokens a lookup will find once the step that is being scheduled is computed."""
+        if not self.enable_prefix_caching:
+            return 0
         next_tokens = self._next_tokens(seq, len(cached_block_ids))
         return self._partial_hits.num_found_later(self._serial_of(cached_block_ids), next_tokens)
 
@@ -267,6 +269,8 @@ class BlockManager(BlockHooks):
 
     def _find_partial_hit(self, seq: Sequence) -> PartialHit | None:
         """Return the block that begins like the first block of `seq` that is not cached."""
+        if not self.enable_prefix_caching:
+            return None
         hit = self._partial_hits.find(last_serial(seq), self._next_tokens(seq, len(seq.block_table)))
         if hit is not None and self._blocks[hit.block_id].ref_count == 0:
             num_needed = self._num_blocks_for(seq.num_tokens) - len(seq.block_table)

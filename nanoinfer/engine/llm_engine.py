@@ -247,7 +247,8 @@ class LLMEngine:
             self._discard(batch)
             raise
         for seq in batch.admitted:  # while the device computes
-            self._requests[seq.request_id].completions[seq.sample].start_text()
+            if not seq.stopping.ends_with_prompt:
+                self._requests[seq.request_id].completions[seq.sample].start_text()
         return True
 
     def _masks(self, batch: ScheduledBatch) -> TokenMasks | None:

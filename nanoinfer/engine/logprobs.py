@@ -71,8 +71,9 @@ def _add_of_prompt(request: Request, start: int, arrays: list[NDArray[Any]]) -> 
 
 def end_texts(completion: Completion) -> None:
     """Give the last token of a completion the half of a character that its text ends with, if there is one."""
-    texts, logprobs = completion.text.of_tokens, completion.logprobs
-    if not texts or not logprobs:
+    logprobs = completion.logprobs
+    texts = completion.text.of_tokens if logprobs else None
+    if not texts:
         return
     if isinstance(logprobs, FlatLogprobs):
         place = logprobs.start_indices[-1]

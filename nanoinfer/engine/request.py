@@ -68,10 +68,13 @@ class Completion:
 
     def finish(self, eos_token_id: int | None) -> CompletionOutput:
         """Read the rest, end the stream, and make the output; `eos_token_id`, the tokenizer's, is no stop_reason."""
-        seq, params, text = self.seq, self.seq.sampling_params, self.text
-        reason = seq.finish_reason
-        stop_reason: str | int | None = None
+        seq, reason = self.seq, self.seq.finish_reason
         assert reason is not None, f"sequence {seq.seq_id} is returned before it finished"
+        if seq.stopping.ends_with_prompt:
+            self.output = CompletionOutput(seq.sample, "", [], reason)
+            return self.output
+        params, text = seq.sampling_params, self.text
+        stop_reason: str | int | None = None
         rest = unread = self._unread()
         if reason == "stop" and text.stop_string is None and seq.token_ids[-1] in seq.stopping.tokens.ids:
             stop_reason = seq.token_ids[-1] if seq.token_ids[-1] != eos_token_id or params.ignore_eos else None

@@ -81,6 +81,8 @@ def logprob_ids_of(seq: Sequence) -> list[int]:
 
 def sampling_record(seq: Sequence) -> SamplingRecord | None:
     """Return what a sequence with a row asks for; None if that is nothing."""
+    if seq.stopping.ends_with_prompt:
+        return None
     asked, params = asked_options(seq.sampling_params), seq.sampling_params
     if not asked and not params.logit_bias and seq.prompt_logprobs_start is None:
         return None
