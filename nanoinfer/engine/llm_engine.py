@@ -18,6 +18,7 @@ from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.interfaces import Constraints, Listener, Runner
 from nanoinfer.engine.interrupts import StepGuard
+from nanoinfer.engine.limits import RunnerLimits
 from nanoinfer.engine.logprobs import collect_logprobs, end_texts
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.engine.prompt_states import collect_states, hand_over_states
@@ -46,20 +47,20 @@ class Step(NamedTuple):
     started: float
 
 
-def make_block_manager(config: EngineConfig, runner: Runner) -> BlockManager:
+def make_block_manager(config: EngineConfig, limits: RunnerLimits) -> BlockManager:
     """Return what gives out the blocks of a runner's cache, by what its layers remember."""
-    sizes = runner.num_blocks, config.kvcache_block_size
-    if runner.num_snapshots > 0:
-        return HybridBlockManager(*sizes, runner.max_num_seqs, runner.num_snapshots)
-    if runner.window is None:
+    sizes = limits.num_blocks, config.kvcache_block_size
+    if limits.num_snapshots > 0:
+        return HybridBlockManager(*sizes, limits.max_num_seqs, limits.num_snapshots)
+    if limits.window is None:
         return BlockManager(*sizes, config.enable_prefix_caching)
     return WindowedBlockManager(
         *sizes,
         config.enable_prefix_caching,
-        window=runner.window,
-        num_windowed_groups=runner.num_windowed_groups,
+        window=limits.window,
+        num_windowed_groups=limits.num_windowed_groups,
         max_chunk_tokens=config.max_num_batched_tokens,
-        num_rows=runner.max_num_seqs + 1,
+        num_rows=limits.max_num_seqs + 1,
     )
 
 
@@ -82,17 +83,18 @@ class LLMEngine:
         self.constraints = constraints
         self.runner: Runner | None = runner
         self.tokenizer = tokenizer
-        self.block_manager = make_block_manager(config, runner)
+        limits = runner.limits
+        self.block_manager = make_block_manager(config, limits)
         self.scheduler = Scheduler(
             self.block_manager,
-            max_num_seqs=runner.max_num_seqs,
+            max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=runner.max_model_len,
+            max_model_len=limits.max_model_len,
             stop_token_ids=stop_token_ids,
-            max_group_rows=runner.max_group_rows,
-            whole_prompts=runner.whole_prompts,
+            max_group_rows=limits.max_group_rows,
+            whole_prompts=limits.whole_prompts,
         )
-        self._launches_early = config.overlap and runner.computes_beside_host
+        self._launches_early = config.overlap and limits.computes_beside_host
         self.stats = EngineMetrics()
         self._in_flight: deque[Step] = deque()  # sampled and not collected, the oldest first
         self._finished: deque[Sequence] = deque()  # what their users get is still to be made
@@ -264,8 +266,8 @@ class LLMEngine:
             pending = runner.launch(pack(batch, awaits_masks=is_constrained))
             masks = self._masks(batch) if is_constrained else None
             handle = runner.sample(pending, masks)
-            if handle.states:
-                hand_over_states(batch.prefill, handle.states)
+            if handle.hidden_states:
+                hand_over_states(batch.prefill, handle.hidden_states)
             self._in_flight.append(Step(batch, handle, started))
             self.listener.launched(batch)
         except BaseException:
@@ -298,8 +300,8 @@ class LLMEngine:
         wanted = [seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled]
         self._end(self.scheduler.update(step.batch, token_ids))
         collect_logprobs(self._requests, step.batch, step.handle, wanted)
-        if step.handle.states:
-            collect_states(step.batch.prefill, step.handle.states)
+        if step.handle.hidden_states:
+            collect_states(step.batch.prefill, step.handle.hidden_states)
         # Steps overlap: each counts from its launch, or from the end of the one before it.
         seconds = now - max(step.started, self._last_collected)
         self.stats.count_step(bool(step.batch.prefill), step.batch.num_prefill_tokens, sum(wanted), seconds)

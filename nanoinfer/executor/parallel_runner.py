@@ -84,11 +84,7 @@ class ParallelRunner:
             self._workers.wait_for_stage(2)  # all have loaded the model
         except BaseException as error:
             self._fail(error)
-        self.num_blocks, self.max_model_len = self._runner.num_blocks, self._runner.max_model_len
-        self.max_group_rows, self.max_num_seqs = self._runner.max_group_rows, self._runner.max_num_seqs
-        self.num_snapshots = self._runner.num_snapshots
-        self.window, self.num_windowed_groups = self._runner.window, self._runner.num_windowed_groups
-        self.computes_beside_host, self.whole_prompts = self._runner.computes_beside_host, self._runner.whole_prompts
+        self.limits = self._runner.limits
         self.info = self._runner.info
 
     def launch(self, packet: Packet) -> PendingStep:

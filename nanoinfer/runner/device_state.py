@@ -7,6 +7,9 @@ from torch import Tensor
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
+from nanoinfer.engine.batch import Header, PacketSections
+from nanoinfer.engine.limits import RunnerLimits
+from nanoinfer.layers.attention.block_copies import copy_cached_tokens
 from nanoinfer.layers.attention.layer_groups import LayerGroups
 from nanoinfer.layers.attention.metadata import KVCache
 from nanoinfer.layers.linear_attention.states import StateShape
@@ -65,27 +68,38 @@ class DeviceState:
     def allocate(
         cls,
         buffers: StepBuffers,
+        limits: RunnerLimits,
         config: EngineConfig,
         model_config: ModelConfig,
+        groups: LayerGroups,
+        kv_dtype: torch.dtype,
         model: DecoderForCausalLM,
         dense: list[DenseLayer],
-        kv_dtype: torch.dtype,
-        num_blocks: int,
-        max_model_len: int,
-        groups: LayerGroups,
-        num_snapshots: int,
     ) -> "DeviceState":
-        tp, device = model.model.tp, model.lm_head.weight.device
-        shape = memory.cache_shape(model_config, groups.layers_per_page, num_blocks, config.kvcache_block_size, tp)
+        """Allocate what `limits` says. dense: the layers after pooling."""
+        tp, device, block_size = model.model.tp, model.lm_head.weight.device, config.kvcache_block_size
+        shape = memory.cache_shape(model_config, groups.layers_per_page, limits.num_blocks, block_size, tp)
         kv_cache = memory.allocate_kv_cache(shape, kv_dtype, device)
         state_shape = StateShape.of(model_config, model.lm_head.weight.dtype, tp)
-        states = state_shape.allocate(config.max_num_seqs + num_snapshots, device) if state_shape else None
-        tables = StepTables(config.max_num_seqs, max_model_len, kv_cache, states, groups.num_groups)
+        recurrent = state_shape.allocate(limits.max_num_seqs + limits.num_snapshots, device) if state_shape else None
+        tables = StepTables(limits.max_num_seqs, limits.max_model_len, kv_cache, recurrent, groups.num_groups)
         vocab_size, mode = model_config.vocab_size, config.logprobs_mode
         sampler = Sampler(tables.token_ids, tables.context_lens, vocab_size, tp, mode)
         assert model_config.pooling is not None, "the folder was read, and with it how the model pools"
         pooler = Pooler(model, model_config.pooling, dense)
         routed_experts = None
         if config.enable_return_routed_experts and model_config.moe is not None:
-            routed_experts = RoutedExperts(model_config.moe, num_blocks, config.kvcache_block_size, device)
+            routed_experts = RoutedExperts(model_config.moe, limits.num_blocks, block_size, device)
         return cls(buffers, kv_cache, tables, sampler, pooler, routed_experts)
+
+    def enter(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> None:
+        """Enter what is new of rows and blocks, and make the copies that a step begins with."""
+        self.tables.update(header, on_device)
+        self.sampler.admit(header, on_host, on_device)
+        self.pooler.admit(header, on_host)
+        if header.num_block_copies:
+            copy_cached_tokens(self.kv_cache, on_device.block_copies)
+            if self.routed_experts is not None:
+                self.routed_experts.copy_blocks(on_device.block_copies)
+        if header.num_kept_states or header.num_restored_states:
+            self.tables.copy_states(on_host)

@@ -69,7 +69,7 @@ def num_blocks_in(
     """
     shape = cache_shape(config, groups.layers_per_page, 1, block_size, tp)
     bytes_per_block = num_cache_bytes(shape, dtype) + other_bytes
-    if free_bytes < bytes_per_block * groups.least_pages:
+    if free_bytes < bytes_per_block * groups.num_pages_of(1):
         raise ConfigError(
             f"{max(free_bytes, 0) / GIB:.2f} GiB are left for the KV cache, and one block of {block_size} tokens takes "
             f"{bytes_per_block / GIB:.2g} GiB; raise gpu_memory_utilization, lower max_num_batched_tokens or "
