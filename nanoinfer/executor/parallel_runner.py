@@ -231,8 +231,8 @@ def _connect(
     """Connect to the other ranks through a folder that all of them know, and share GPU memory with them."""
     tp = connect(rank, len(devices), devices[rank], shared_folder / "store")
     dtype = select_dtype(config.dtype, model_config.dtype, devices[rank])
-    sizes = config.max_num_seqs, max_step_tokens(config, model_config), model_config.hidden_size
-    return tp.with_shared_memory(*sizes, dtype, devices)
+    max_tokens = max_step_tokens(config, model_config, config.max_num_seqs)
+    return tp.with_shared_memory(config.max_num_seqs, max_tokens, model_config.hidden_size, dtype, devices)
 
 
 def _abort(tp: TensorParallel, seconds: float) -> None:

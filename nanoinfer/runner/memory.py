@@ -19,9 +19,9 @@ GIB = 2**30
 MAX_FREE_SHARE = 0.98  # of what other programs leave free on a GPU, the most that is taken
 
 
-def max_step_tokens(config: EngineConfig, model_config: ModelConfig) -> int:
+def max_step_tokens(config: EngineConfig, model_config: ModelConfig, max_num_seqs: int) -> int:
     """Return the most tokens of a prefill step, which has at most one chunk of each row of the tables."""
-    return min(config.max_num_batched_tokens, config.max_num_seqs * model_config.longest_sequence(config.max_model_len))
+    return min(config.max_num_batched_tokens, max_num_seqs * model_config.longest_sequence(config.max_model_len))
 
 
 def cache_shape(

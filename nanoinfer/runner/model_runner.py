@@ -18,34 +18,20 @@ from torch import Tensor
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.weights import ModelWeights
 from nanoinfer.config import EngineConfig
-from nanoinfer.device import computing, is_out_of_memory, select_device, select_dtype, to_device
+from nanoinfer.device import computing, is_out_of_memory, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import DecodeRow, Header, Packet, PacketSections, read_header, split
-from nanoinfer.engine.limits import RunnerLimits
 from nanoinfer.engine.prompt_states import FoundStates
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError
-from nanoinfer.layers.attention.kv_rounding import select_kv_cache_dtype
-from nanoinfer.layers.attention.layer_groups import LayerGroups
 from nanoinfer.layers.attention.metadata import SharedPrefixes
-from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.layers.routed_experts import RoutingOnHost
 from nanoinfer.models.execution import sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.pooling.dense import load_dense
-from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_graph_sizes
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
-from nanoinfer.runner.setup import (
-    RunnerInfo,
-    build_model,
-    describe,
-    largest_prefill,
-    limit_recurrent_states,
-    measure_free_bytes,
-    num_cpu_threads,
-    with_sized_cache,
-)
+from nanoinfer.runner.memory import CPU_CACHE_BYTES
+from nanoinfer.runner.setup import RunnerInfo, Setup, largest_prefill
 from nanoinfer.runner.step_tables import PADDING_ROW
 from nanoinfer.sampling.drawn_logprobs import SampleLogprobs
 from nanoinfer.sampling.sampler import PromptLogprobs, Sampled
@@ -84,14 +70,9 @@ class ModelRunner:
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TensorParallel | None = None
     ) -> None:
-        self.config = config
-        self.model_config = model_config
         self.tp = tp or TensorParallel()
-        self.device = select_device(config.device)
-        self.dtype = select_dtype(config.dtype, model_config.dtype, self.device)
-        self.kv_dtype = select_kv_cache_dtype(config.kv_cache_dtype, self.dtype, self.device)
-        backend, block_size = config.attention_backend, config.kvcache_block_size
-        self.backends = AttentionBackends(backend, self.device, self.dtype, block_size, self.kv_dtype != self.dtype)
+        self.setup = Setup.of(config, model_config, self.tp)
+        self.device, self.backends = self.setup.device, self.setup.backends
         self._device_state: DeviceState | None = None  # None while it sleeps
         self.closed = False
         self.asleep: frozenset[str] = frozenset()  # "weights" and "kv_cache", or one of them
@@ -202,7 +183,7 @@ class ModelRunner:
                     self.weights.return_to_device()
                     self.asleep -= {"weights"}
                 if "kv_cache" in slept & tags:
-                    self._allocate(self._step_buffers())
+                    self._allocate_state(self.setup.allocate_buffers(self.model, self.limits))
                     self._capture_graphs()
                     self.asleep -= {"kv_cache"}
         except BaseException:
@@ -250,7 +231,7 @@ class ModelRunner:
         plan, memory = self.backends.plan, step.memory
         windowed = tuple(plan(metadata, memory, windowed=True) for metadata in step.windowed_attention)
         attention = plan(step.attention, memory, windowed=False if windowed else None)
-        routed: list[Tensor] | None = [] if self.config.enable_return_routed_experts else None
+        routed: list[Tensor] | None = [] if self.setup.config.enable_return_routed_experts else None
         return replace(step, attention=attention, windowed_attention=windowed, routed=routed)
 
     def _write_logits(self, step: ForwardStep, hidden: Tensor) -> None:
@@ -264,96 +245,40 @@ class ModelRunner:
 
     def _set_up(self, folder: Path) -> None:
         """Load the model, size and allocate what steps need beside it, capture the graphs."""
-        started = time.perf_counter()
-        free_at_start = self.tp.num_shared_bytes
-        if self.device.type == "cuda":
-            free_at_start += torch.cuda.mem_get_info(self.device)[0]
-        self._load(folder, free_at_start)
+        setup, started = self.setup, time.perf_counter()
+        free_at_start = setup.free_at_start()
+        self.model = setup.load_model(folder)
+        self.weights, self._dense = ModelWeights(self.model), setup.load_dense()
+        self._num_threads = setup.num_threads(self.model)
+        self.limits = setup.limits_without_cache(free_at_start)
         loaded = time.perf_counter()
-        self._size_and_allocate(free_at_start)
+        buffers, free_bytes = setup.allocate_buffers(self.model, self.limits), CPU_CACHE_BYTES
+        if self.device.type == "cuda":
+            self._allocate_state(buffers)
+            forwards = self.run_largest_prefills, self.decode
+            free_bytes = setup.measure_free_bytes(self.model, self.limits, *forwards, free_at_start)
+        self.limits = setup.limits_with_cache(self.limits, free_bytes)
+        self._allocate_state(buffers)
         sized = time.perf_counter()
         self._capture_graphs()
         seconds = {"weights": loaded - started, "warm-up": sized - loaded, "graphs": time.perf_counter() - sized}
-        kv_cache = self.device_state.kv_cache
-        description = describe(self.config, self.model_config, self.backends, self._groups, kv_cache)
-        self.info = RunnerInfo(self.device, self.dtype, description, seconds)
+        self.info = RunnerInfo(self.device, setup.dtype, setup.describe(self.device_state.kv_cache), seconds)
 
-    def _load(self, folder: Path, free_at_start: int) -> None:
-        """Load the model; know all limits but those that follow from the size of the cache."""
-        config, model_config = self.config, self.model_config
-        longest = model_config.longest_sequence(config.max_model_len)
-        self._groups = LayerGroups.of(model_config, longest)
-        self.model = build_model(config, model_config, folder, self.backends, self.tp, longest, self.device, self.dtype)
-        self.weights = ModelWeights(self.model)
-        assert model_config.pooling is not None, "the folder was read, and with it how the model pools"
-        self._dense = load_dense(model_config.pooling.dense, config.load_format == "dummy", self.device)
-        max_num_seqs, num_snapshots = limit_recurrent_states(
-            config, model_config, self.dtype, self.tp, free_at_start, self.device
-        )
-        self.config = replace(config, max_num_seqs=max_num_seqs)
-        self.max_step_tokens = memory.max_step_tokens(self.config, model_config)
-        self._num_threads = num_cpu_threads(self.model) if self.device.type == "cpu" else None
-        self.limits = RunnerLimits(
-            max_model_len=longest,
-            num_blocks=1,
-            max_num_seqs=max_num_seqs,
-            num_snapshots=num_snapshots,
-            window=self._groups.window,
-            num_windowed_groups=self._groups.num_groups - 1,
-            max_group_rows=self.backends.max_group_rows,
-            whole_prompts=model_config.encoder is not None,
-            computes_beside_host=self.device.type != "cpu",
-        )
-
-    def _size_and_allocate(self, free_at_start: int) -> None:
-        """Measure what is left beside the largest steps, where it limits the cache, and allocate a cache of that."""
-        buffers, free_bytes = self._step_buffers(), memory.CPU_CACHE_BYTES
-        if self.device.type == "cuda":
-            self._allocate(buffers)
-            free_bytes = measure_free_bytes(
-                self.config,
-                self.model.model,
-                self.run_largest_prefills,
-                self.decode if self.uses_graphs else None,
-                shares_prefixes=self.limits.max_group_rows > 1 and self.config.enable_prefix_caching,
-                free_at_start=free_at_start,
-            )
-        self.limits = with_sized_cache(
-            self.limits, self.config, self.model_config, self._groups, self.kv_dtype, self.tp, self.device, free_bytes
-        )
-        self._allocate(buffers)
-
-    @property
-    def uses_graphs(self) -> bool:
-        has_decode = self.model.generates and not self.backends.needs_host
-        return self.device.type == "cuda" and not self.config.enforce_eager and has_decode
-
-    def _step_buffers(self) -> StepBuffers:
-        return StepBuffers.allocate(self.config, self.model, self.max_step_tokens, self.uses_graphs)
-
-    def _allocate(self, buffers: StepBuffers) -> None:
+    def _allocate_state(self, buffers: StepBuffers) -> None:
         self._device_state = None  # its cache, if there is one, makes room
-        self._device_state = DeviceState.allocate(
-            buffers,
-            self.limits,
-            self.config,
-            self.model_config,
-            groups=self._groups,
-            kv_dtype=self.kv_dtype,
-            model=self.model,
-            dense=self._dense,
-        )
+        self._device_state = self.setup.allocate_state(buffers, self.model, self._dense, self.limits)
 
     def _capture_graphs(self) -> None:
-        if self.uses_graphs:
-            sizes, sharing_sizes = graph_sizes(self.config.max_num_seqs), sharing_graph_sizes(self.config.max_num_seqs)
+        if self.setup.uses_graphs(self.model):
+            max_num_seqs = self.limits.max_num_seqs
+            sizes, sharing_sizes = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
             self.device_state.graphs = DecodeGraphs(self.decode, sizes, sharing_sizes, self.device)
 
     def run_largest_prefills(self) -> None:
         """Run prefill steps that need as much memory as any, in the longest sequences, and sample for all rows."""
         tables, sampler = self.device_state.tables, self.device_state.sampler
-        rows = torch.arange(self.config.max_num_seqs, device=self.device)
-        for num_tokens in sizes_to_measure(self.max_step_tokens, self.tp):
+        rows = torch.arange(self.limits.max_num_seqs, device=self.device)
+        for num_tokens in sizes_to_measure(self.setup.max_step_tokens(self.limits), self.tp):
             step = largest_prefill(tables, rows, num_tokens)
             step = self._planned(step)
             hidden = self.model(step)

@@ -173,7 +173,7 @@ def test_a_model_without_experts_is_refused() -> None:
 def test_ids_are_as_small_as_they_can_be_and_padding_is_written_beside_the_cache(
     llm: LLM, num_experts: int, dtype: Any
 ) -> None:
-    moe = llm.engine.runner.model_config.moe  # type: ignore[union-attr]
+    moe = llm.engine.runner.setup.model_config.moe  # type: ignore[union-attr]
     assert moe is not None
     table = RoutedExperts(replace(moe, num_experts=num_experts), num_blocks=2, block_size=4, device=torch.device("cpu"))
     largest = torch.tensor([[num_experts - 1, 1, 2], [3, 4, 5], [9, 9, 9]], dtype=torch.int32)
