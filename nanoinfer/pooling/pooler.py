@@ -38,12 +38,12 @@ class Pooler:
 
     def admit(self, header: Header, on_host: PacketSections) -> None:
         """Enter what the newly admitted rows of a packet want, in place of what was known of these rows."""
-        if self._records and header.num_admitted:
+        if self._records and header.counts.row_records:
             for row in on_host.row_records[:, 0].tolist():
                 self._records.pop(row, None)
                 self._sums.pop(row, None)
-        if header.num_states_records:
-            layers = on_host.layers[:, 0].tolist()
+        if header.counts.states_records:
+            layers = on_host.wanted_layers[:, 0].tolist()
             for numbers in on_host.states_records.tolist():
                 record = StatesRecord(*numbers)
                 self._records[record.row] = record

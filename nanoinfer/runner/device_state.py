@@ -48,9 +48,9 @@ class DeviceState:
         self.tables.update(header, on_device)
         self.sampler.admit(header, on_host, on_device)
         self.pooler.admit(header, on_host)
-        if header.num_block_copies:
+        if header.counts.block_copies:
             copy_cached_tokens(self.kv_cache, on_device.block_copies)
             if self.routed_experts is not None:
                 self.routed_experts.copy_blocks(on_device.block_copies)
-        if header.num_kept_states or header.num_restored_states:
+        if header.counts.kept_states or header.counts.restored_states:
             self.tables.copy_states(on_host)

@@ -96,12 +96,12 @@ class ModelRunner:
             header = read_header(packet)
             on_host, on_device = split(packet, header), split(to_device(torch.from_numpy(packet), self.device), header)
             self.device_state.enter(header, on_host, on_device)
-            if header.num_chunks:
+            if header.counts.chunks:
                 return self._launch_prefill(header, on_host, on_device)
             return self._launch_decode(on_host, on_device)
 
     def _launch_prefill(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> PendingStep:
-        assert not header.num_decode, "a step is prefill or decode: both would write the logits from their first line"
+        assert not header.counts.decode_rows, "both prefill and decode would write the first logits"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
         step = self._planned(self.device_state.tables.prefill_step(header, on_device.chunks, chunks))
         forward = self.device_state.buffers.prefill_graphs.get(len(step.token_ids), self.model)

@@ -90,7 +90,7 @@ class Sampler:
 
     def admit(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> None:
         """Enter how the newly admitted rows of a packet are sampled, in place of what was known of these rows."""
-        if not header.num_admitted:
+        if not header.counts.row_records:
             return
         records = on_device.row_records
         rows = records[:, 0].long()
@@ -105,7 +105,7 @@ class Sampler:
                     self._logprobs.release(row)
                     for processor in self.processors:
                         processor.release(row)
-        if header.num_sampling_records:
+        if header.counts.sampling_records:
             self._admit_records(on_host, on_device)
 
     def _admit_records(self, on_host: PacketSections, on_device: PacketSections) -> None:
