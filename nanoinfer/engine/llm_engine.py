@@ -295,8 +295,8 @@ class LLMEngine:
             raise
         now = time.perf_counter()
         self._in_flight.popleft()
-        for line, error in step.handle.errors.items():
-            step.batch.sampled[line].error = error
+        for batch_idx, error in step.handle.errors.items():
+            step.batch.sampled[batch_idx].error = error
         wanted = [seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled]
         self._end(self.scheduler.update(step.batch, token_ids))
         collect_logprobs(self._requests, step.batch, step.handle, wanted)

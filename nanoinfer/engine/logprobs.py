@@ -19,9 +19,10 @@ def collect_logprobs(requests: Mapping[int, Request], batch: ScheduledBatch, han
     """
     sampled, prefill = batch.sampled, batch.prefill
     for of_samples in handle.logprobs:
-        for line, entry in zip(of_samples.lines, of_samples.logprobs.to_positions(), strict=True):
-            if wanted[line]:
-                _add(requests[sampled[line].request_id], sampled[line].sample, *entry)
+        for batch_idx, entry in zip(of_samples.batch_indices, of_samples.logprobs.to_positions(), strict=True):
+            if wanted[batch_idx]:
+                seq = sampled[batch_idx]
+                _add(requests[seq.request_id], seq.sample, *entry)
     for of_prompts in handle.prompt_logprobs:
         arrays, offset = [part.numpy() for part in of_prompts.logprobs], 0
         for chunk, start, length in of_prompts.spans:

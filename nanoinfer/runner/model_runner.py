@@ -53,7 +53,7 @@ class StepHandle(NamedTuple):
     logprobs: list[SampleLogprobs]
     prompt_logprobs: list[PromptLogprobs]
     hidden_states: list[FoundStates]
-    errors: dict[int, str]  # by line: why a user's function failed, which leaves that line without a token
+    errors: dict[int, str]  # by batch_idx: why a user's function failed, so that there is no such token
     event: torch.cuda.Event | None  # None on a CPU, where a sampled step is done
 
     def is_done(self) -> bool:

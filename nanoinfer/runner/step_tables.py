@@ -24,7 +24,7 @@ from nanoinfer.layers.attention.metadata import (
 from nanoinfer.layers.linear_attention.states import RecurrentStates
 from nanoinfer.models.forward_step import ForwardStep
 
-PADDING_ROW = -1  # indexes the last row, a spare line whose context stays empty
+PADDING_ROW = -1  # indexes the last row, a spare one whose context stays empty
 
 
 class StepTables:
