@@ -255,8 +255,9 @@ class ModelRunner:
         buffers, free_bytes = setup.allocate_buffers(self.model, self.limits), CPU_CACHE_BYTES
         if self.device.type == "cuda":
             self._allocate_state(buffers)
-            forwards = self.run_largest_prefills, self.decode
-            free_bytes = setup.measure_free_bytes(self.model, self.limits, *forwards, free_at_start)
+            free_bytes = setup.measure_free_bytes(
+                self.model, self.limits, self.run_largest_prefills, self.decode, free_at_start
+            )
         self.limits = setup.limits_with_cache(self.limits, free_bytes)
         self._allocate_state(buffers)
         sized = time.perf_counter()

@@ -148,8 +148,9 @@ class Setup:
         if num_blocks is None:
             moe = self.model_config.moe if self.config.enable_return_routed_experts else None
             routing_bytes = RoutedExperts.num_bytes(moe, block_size) if moe else 0
-            sizes = self.model_config, groups, block_size, self.kv_dtype, self.tp
-            num_blocks = memory.num_blocks_in(free_bytes, *sizes, other_bytes=routing_bytes)
+            num_blocks = memory.num_blocks_in(
+                free_bytes, self.model_config, groups, block_size, self.kv_dtype, self.tp, other_bytes=routing_bytes
+            )
             if limits.whole_prompts:  # which are in use for a step, and the next one is planned meanwhile
                 blocks_of_step = -(-self.max_step_tokens(limits) // block_size) + limits.max_num_seqs
                 num_blocks = min(num_blocks, 2 * blocks_of_step)

@@ -2,7 +2,7 @@
 
 Layers of a group share a block table. All groups take their blocks from one pool of equal pages: a page holds the keys
 and values of `block_size` tokens in as many layers as attend to all tokens. These are the first group; those with a
-window make up the others, the last of which may leave the rest of its pages empty. So a layer's part of the pool is as
+window make up the others, and the last group may leave a part of its pages empty. So a layer's part of the pool is as
 it would be without groups, and kernels know nothing of them.
 """
 
