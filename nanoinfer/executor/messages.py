@@ -27,7 +27,7 @@ from nanoinfer.executor.shm_ring import RingReader, RingWriter
 from nanoinfer.runner.model_runner import ModelRunner
 
 Message = NDArray[np.int32]
-# Of the tensors that are sent as they are; others are widened or narrowed to float32.
+# Tensors of these are sent as they are; others are converted to float32.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 

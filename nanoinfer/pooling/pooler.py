@@ -1,6 +1,6 @@
-"""Makes of a step's hidden states what requests want of them: pooled vectors and scores, or the states as they are.
+"""Turns the hidden states of a step into what requests want: pooled vectors, scores, or the states themselves.
 
-Only rank 0 keeps what it makes. The others run what they have to run with it: the forward pass, and exchanges.
+Only rank 0 keeps the results. The other ranks take part in the forward pass and in exchanges.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a runner has on its device beside the weights: it sleeps without, and makes it anew when it wakes up."""
+"""What a runner holds on its device beside the weights: sleeping frees it, and waking up makes it anew."""
 
 from dataclasses import dataclass, field
 

@@ -61,7 +61,7 @@ class Setup:
 
     @classmethod
     def of(cls, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel) -> "Setup":
-        """Raises ConfigError for an option that the device cannot have."""
+        """Resolve the options. Raises ConfigError for one that the device cannot have."""
         device = select_device(config.device)
         dtype = select_dtype(config.dtype, model_config.dtype, device)
         kv_dtype = select_kv_cache_dtype(config.kv_cache_dtype, dtype, device)

@@ -13,7 +13,7 @@ from nanoinfer.sampling.logprobs import LogprobsTensors, compute_logprobs
 
 
 class SampleLogprobs(NamedTuple):
-    """Log-probabilities of sampled tokens; `batch_indices` says which of the step's."""
+    """Log-probabilities of sampled tokens; `batch_indices` says which of the step's tokens."""
 
     batch_indices: list[int]
     logprobs: LogprobsTensors

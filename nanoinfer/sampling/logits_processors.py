@@ -59,7 +59,7 @@ class LogitsProcessor(Protocol):
 
 
 class RowProcessor(LogitsProcessor, Protocol):
-    """Does so for as long as a sequence is in its row.
+    """Changes the logits of a row for as long as the sequence that asked for it is there.
 
     reads: the options of SamplingRecord that it looks at.
     """

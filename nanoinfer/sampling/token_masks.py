@@ -1,4 +1,4 @@
-"""What the host decided about one step, brought to where its logits are.
+"""Brings what the host decided about one step to where its logits are.
 
 A grammar forbids tokens in the model's own 16-bit logits, so its rows are drawn as fast as any others. Token sets,
 users' functions, and grammars of rows whose raw log-probabilities are wanted, are for rows that are copied: they are
