@@ -18,7 +18,7 @@ from torch import Tensor
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.weights import ModelWeights
 from nanoinfer.config import EngineConfig
-from nanoinfer.device import computing, is_out_of_memory, to_device
+from nanoinfer.device import computing, is_out_of_memory, record_event, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import DecodeRow, Header, Packet, PacketSections, read_header, split
 from nanoinfer.engine.prompt_states import FoundStates
@@ -139,16 +139,8 @@ class ModelRunner:
                 prompt_logprobs=pending.prompt_logprobs,
                 hidden_states=pending.hidden_states,
                 errors=sampled.errors,
-                event=self._event(),
+                event=record_event(self.device),
             )
-
-    def _event(self) -> torch.cuda.Event | None:
-        """Return the event that all work so far is done; None on a CPU."""
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
 
     def wait(self, handle: StepHandle) -> list[int]:
         """Return the token ids of a sampled step, once they are there."""
