@@ -48,7 +48,7 @@ answer, Ctrl-D leaves. Lines may also be piped in:
 
 Sampling is as the model's generation_config.json recommends, and an answer may be as long as the model allows."""
 
-MEND = "add mended lines at the end of the input, and the same command answers them; old errors still count"
+RETRY = "To retry, append corrected lines to the input and run the same command; earlier errors stay in the summary."
 
 EXIT_CODES = """\
 exit codes:
@@ -200,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
     exit_code, advice = {
         "interrupted": (130, "\nthe same command goes on from here"),
         "too many errors": (4, "\nraise --max-errors to go on"),
-        "finished": (3, f"\n{MEND}") if summary.num_errors else (0, ""),
+        "finished": (3, f"\n{RETRY}") if summary.num_errors else (0, ""),
     }[summary.end]
     if summary.commonest_error is not None:
         advice = f"\nthe commonest error: {summary.commonest_error}{advice}"

@@ -94,6 +94,15 @@ def to_device(on_host: Tensor, device: torch.device) -> Tensor:
     return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
 
 
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event that all work given to the current stream so far is done; None on a CPU, where it is."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 def host_array(shape: tuple[int, ...], device: torch.device) -> NDArray[np.int32]:
     """Return memory of the host, int32, whose copy to this device takes no detour: pinned where that is a GPU.
 

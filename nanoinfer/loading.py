@@ -26,7 +26,8 @@ from nanoinfer.errors import ConfigError
 from nanoinfer.executor.external_runner import ExternalRunner
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import SUPPORTED
-from nanoinfer.runner.model_runner import ModelRunner, RunnerInfo
+from nanoinfer.runner.model_runner import ModelRunner
+from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.text.prompts import PromptProcessor
 from nanoinfer.text.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, read_stop_token_ids
 
@@ -127,7 +128,7 @@ def load_engine(found: FoundModel) -> Loaded:
             on_failure.callback(runner.close)
             loaded = time.perf_counter()
             tokenizer = loading.result()
-        prompts = found.make_prompts(tokenizer, runner.max_model_len)
+        prompts = found.make_prompts(tokenizer, runner.limits.max_model_len)
         new_bits = partial(host_array, device=runner.info.device)
         constraints = Constraints(tokenizer, model_config.vocab_size, prompts.stop_token_ids, new_bits)
         engine = LLMEngine(config, runner, tokenizer, prompts.stop_token_ids, constraints)
@@ -143,7 +144,7 @@ def load_engine(found: FoundModel) -> Loaded:
         WeightControl(engine, queue.lock),
         callbacks,
         lambda path, title: start_trace(path, title, engine, callbacks),
-        runner.max_model_len,
+        runner.limits.max_model_len,
         runner.info,
         runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded},
     )

@@ -30,10 +30,11 @@ EVERYBODY = {
 }
 STEP_DATA = {
     "engine.batch",
+    "engine.limits",
     "engine.row_options",
     "engine.token_masks",
     "engine.prompt_states",
-}  # what the host says of a step
+}  # what engine and runner tell each other
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "vllm_names": {"errors"},

@@ -4,7 +4,8 @@ A decode step all-reduces a megabyte or less, dozens of times, and NCCL's latenc
 writes its partial sums into the memory of the others: see `kernels/all_reduce_rms_norm.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -54,6 +55,20 @@ class SymmetricMemory(SharedGpuMemory):
             for offset in (0, num_ranks * part_bytes)
         )
         self._next_index = 0
+        self._is_left_out = False
+
+    def serves(self, num_tokens: int) -> bool:
+        """Return whether the sums of a step of so many tokens are all-reduced here, by the norm that follows."""
+        return num_tokens <= self.max_tokens and not self._is_left_out
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Serve no step while the block runs, so that all ranks hold all rows of the residual stream."""
+        self._is_left_out = True
+        try:
+            yield
+        finally:
+            self._is_left_out = False
 
     def check_even(self) -> None:
         """Assert, at the end of a step, that the next one begins with the same buffers as this one did."""

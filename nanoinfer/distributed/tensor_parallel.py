@@ -193,7 +193,7 @@ def connect(rank: int, size: int, device: torch.device, meeting: Any) -> TensorP
             tp.minimum(0, device)  # NCCL meets at its first use, which must not be in a CUDA graph
         return tp
     options = dist.ProcessGroupGloo._Options()
-    # All others wait for rank 0, which comes when all have started. If it has to wait long, one of them has ended.
+    # Rank 0 connects last, so it never waits long: a timeout means that another rank has died.
     options._timeout = CONNECT_TIMEOUT if rank == 0 and is_file else TIMEOUT
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # the host's name may not resolve
     group = dist.ProcessGroupGloo(store, rank, size, options)

@@ -11,7 +11,7 @@ names the columns: on the host by viewing the packet, on the device by the byte 
 
 from collections.abc import Sequence as Iterated
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,29 +90,6 @@ class ScheduledBatch:
         return [chunk.seq for chunk in whole if chunk.seq.stopping.ends_with_prompt]
 
 
-class Header(NamedTuple):
-    """The first numbers of a packet: what the host must know to launch, then the length of each section."""
-
-    num_prefill_tokens: int
-    num_prefill_samples: int  # chunks that sample a token: the first ones
-    num_prefill_blocks: int  # different blocks of the chunks' sequences
-    awaits_masks: int  # 1: what the step may draw is said when it is sampled, so no rank is to sample before
-    num_admitted: int
-    num_known_tokens: int  # of all admitted sequences together
-    num_new_blocks: int
-    num_block_copies: int
-    num_kept_states: int
-    num_restored_states: int
-    num_chunks: int
-    num_decode: int
-    num_sampling_records: int
-    num_stop_ids: int  # of all sampling records together
-    num_biases: int
-    num_logprob_ids: int
-    num_states_records: int
-    num_layers: int  # of all states records together
-
-
 class RowRecord(NamedTuple):
     """What every admitted sequence tells the device about its row."""
 
@@ -120,14 +97,6 @@ class RowRecord(NamedTuple):
     num_tokens: int  # known tokens; their ids follow in the packet
     temperature: float
     seed: np.int64
-
-
-class PositionLogprobs(NamedTuple):
-    """The log-probabilities of one position: of its token, and of the likeliest ones in about their order."""
-
-    rank: int  # of its token; 1 is the likeliest
-    token_ids: list[int]  # its token comes first
-    logprobs: list[float]
 
 
 class Chunk(NamedTuple):
@@ -147,46 +116,54 @@ class DecodeRow(NamedTuple):
 
 
 class PacketSections(NamedTuple):
-    """What follows the header: views of the packet, (num_records, num_columns) int32, an array or a device tensor."""
+    """What follows the header, with the type of the records of each section.
 
-    row_records: Any  # RowRecord
-    known_tokens: Any  # one column: the ids of the admitted sequences, one sequence after another
-    new_blocks: Any  # NewBlock
-    block_copies: Any  # BlockCopy
-    kept_states: Any  # StateCopy
-    restored_states: Any  # StateCopy
-    chunks: Any  # Chunk; the first num_prefill_samples of them sample a token
-    decode_rows: Any  # DecodeRow
-    sampling_records: Any  # SamplingRecord
-    stop_ids: Any  # one column: those of the sampling records, one record after another
-    biases: Any  # TokenBias; likewise
-    logprob_ids: Any  # one column; likewise
-    states_records: Any  # StatesRecord
-    layers: Any  # one column: the layers whose hidden states are wanted, one record after another
+    Holds a value for each section: its records, how many there are, or their dtype. Of a packet that was split, the
+    records are views (num_records, num_columns) int32, of an array or of a tensor on the device.
+    """
+
+    row_records: Annotated[Any, RowRecord]
+    known_tokens: Annotated[Any, int]  # the ids of the admitted sequences, one sequence after another
+    new_blocks: Annotated[Any, NewBlock]
+    block_copies: Annotated[Any, BlockCopy]
+    kept_states: Annotated[Any, StateCopy]
+    restored_states: Annotated[Any, StateCopy]
+    chunks: Annotated[Any, Chunk]  # the first num_prefill_samples of them sample a token
+    decode_rows: Annotated[Any, DecodeRow]
+    sampling_records: Annotated[Any, SamplingRecord]
+    stop_ids: Annotated[Any, int]  # those of the sampling records, one record after another
+    biases: Annotated[Any, TokenBias]  # likewise
+    logprob_ids: Annotated[Any, int]  # likewise
+    states_records: Annotated[Any, StatesRecord]
+    wanted_layers: Annotated[Any, int]  # whose hidden states are wanted, one states record after another
+
+
+class Header(NamedTuple):
+    """The first numbers of a packet: what the host must know to launch."""
+
+    num_prefill_tokens: int
+    num_prefill_samples: int  # chunks that sample a token: the first ones
+    num_prefill_blocks: int  # different blocks of the chunks' sequences
+    awaits_masks: int  # 1 if the ranks must wait for token masks before they sample
+    counts: PacketSections  # how many records each section has
+
+
+FIRST_COUNT = len(Header._fields) - 1  # where the counts begin
+HEADER_SIZE = FIRST_COUNT + len(PacketSections._fields)
 
 
 def record_dtype(record: type) -> np.dtype[Any]:
-    """Return the structured dtype of a record: int is int32 and float is float32, so that it is whole int32 columns."""
+    """Return the dtype of a record, structured if it has fields: int is int32 and float float32, so all are columns."""
     kinds = {int: np.int32, float: np.float32, np.int64: np.int64}
+    if record in kinds:
+        return np.dtype(kinds[record])
     return np.dtype([(name, kinds[kind]) for name, kind in get_type_hints(record).items()])
 
 
 SECTION_DTYPES = PacketSections(
-    row_records=record_dtype(RowRecord),
-    known_tokens=np.dtype(np.int32),
-    new_blocks=record_dtype(NewBlock),
-    block_copies=record_dtype(BlockCopy),
-    kept_states=record_dtype(StateCopy),
-    restored_states=record_dtype(StateCopy),
-    chunks=record_dtype(Chunk),
-    decode_rows=record_dtype(DecodeRow),
-    sampling_records=record_dtype(SamplingRecord),
-    stop_ids=np.dtype(np.int32),
-    biases=record_dtype(TokenBias),
-    logprob_ids=np.dtype(np.int32),
-    states_records=record_dtype(StatesRecord),
-    layers=np.dtype(np.int32),
+    *(record_dtype(hint.__metadata__[0]) for hint in get_type_hints(PacketSections, include_extras=True).values())
 )
+NUM_COLUMNS = PacketSections(*(dtype.itemsize // 4 for dtype in SECTION_DTYPES))
 
 
 def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
@@ -207,25 +184,27 @@ def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
         biases=[bias for seq, _ in records for bias in biases_of(seq)],
         logprob_ids=[token_id for seq, _ in records for token_id in logprob_ids_of(seq)],
         states_records=[states.record(_row(seq), seq.num_prompt_tokens) for seq, states in wanted],
-        layers=[layer for _, states in wanted for layer in states.layers],
+        wanted_layers=[layer for _, states in wanted for layer in states.layers],
     )
     num_samples = sum(chunk.samples for chunk in batch.prefill)
     assert all(chunk.samples for chunk in batch.prefill[:num_samples]), "the chunks that sample a token come first"
     num_blocks = len(set().union(*(chunk.seq.block_table for chunk in batch.prefill)))
-    header = Header(batch.num_prefill_tokens, num_samples, num_blocks, int(awaits_masks), *map(len, sections))
-    parts = [np.array(lines, dtype) for lines, dtype in zip(sections, SECTION_DTYPES, strict=True) if len(lines)]
-    return np.concatenate([np.array(header, np.int32), *(part.view(np.int32) for part in parts)])
+    counts = PacketSections(*map(len, sections))
+    header = Header(batch.num_prefill_tokens, num_samples, num_blocks, int(awaits_masks), counts)
+    parts = [np.array(records, dtype) for records, dtype in zip(sections, SECTION_DTYPES, strict=True) if len(records)]
+    numbers = np.array([*header[:FIRST_COUNT], *counts], np.int32)
+    return np.concatenate([numbers, *(part.view(np.int32) for part in parts)])
 
 
 def read_header(packet: Packet) -> Header:
-    return Header(*packet[: len(Header._fields)].tolist())
+    numbers = packet[:HEADER_SIZE].tolist()
+    return Header._make((*numbers[:FIRST_COUNT], PacketSections._make(numbers[FIRST_COUNT:])))
 
 
 def split(packet: Any, header: Header) -> PacketSections:
     """Cut a packet (an array, or a tensor on the device) into views of its sections."""
-    views, offset, nothing = [], len(Header._fields), packet[:0]
-    for num_records, dtype in zip(header[-len(SECTION_DTYPES) :], SECTION_DTYPES, strict=True):
-        num_columns = dtype.itemsize // 4
+    views, offset, nothing = [], HEADER_SIZE, packet[:0]
+    for num_records, num_columns in zip(header.counts, NUM_COLUMNS, strict=True):
         end = offset + num_records * num_columns
         part = packet[offset:end] if num_records else nothing  # most are empty, and a view of a tensor takes time
         views.append(part.reshape(num_records, num_columns))

@@ -3,22 +3,22 @@
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.hybrid_blocks import HybridBlockManager
-from nanoinfer.engine.interfaces import Runner
+from nanoinfer.engine.limits import RunnerLimits
 from nanoinfer.engine.windowed_blocks import WindowedBlockManager
 
 
-def make_block_manager(config: EngineConfig, runner: Runner) -> BlockManager:
+def make_block_manager(config: EngineConfig, limits: RunnerLimits) -> BlockManager:
     """Return what gives out the blocks of a runner's cache."""
-    sizes = runner.num_blocks, config.kvcache_block_size
-    if runner.num_snapshots > 0:
-        return HybridBlockManager(*sizes, runner.max_num_seqs, runner.num_snapshots)
-    if runner.window is None:
+    sizes = limits.num_blocks, config.kvcache_block_size
+    if limits.num_snapshots > 0:
+        return HybridBlockManager(*sizes, limits.max_num_seqs, limits.num_snapshots)
+    if limits.window is None:
         return BlockManager(*sizes, config.enable_prefix_caching)
     return WindowedBlockManager(
         *sizes,
         config.enable_prefix_caching,
-        window=runner.window,
-        num_windowed_groups=runner.num_windowed_groups,
+        window=limits.window,
+        num_windowed_groups=limits.num_windowed_groups,
         max_chunk_tokens=config.max_num_batched_tokens,
-        num_rows=runner.max_num_seqs + 1,
+        num_rows=limits.max_num_seqs + 1,
     )

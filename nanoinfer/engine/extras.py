@@ -34,16 +34,16 @@ class Extras:
 
     def launched(self, batch: ScheduledBatch, handle: Any) -> None:
         """Hand over what a step brings on the device. handle: the runner's."""
-        if handle.states:
-            hand_over_states(batch.prefill, handle.states)
+        if handle.hidden_states:
+            hand_over_states(batch.prefill, handle.hidden_states)
 
     def collected(
         self, requests: Mapping[int, Request], batch: ScheduledBatch, handle: Any, wanted: list[bool]
     ) -> None:
         """Keep what a step has brought. wanted: for each of its tokens, whether its sequence was still running."""
         collect_logprobs(requests, batch, handle, wanted)
-        if handle.states:
-            collect_states(batch.prefill, handle.states)
+        if handle.hidden_states:
+            collect_states(batch.prefill, handle.hidden_states)
 
     def finished(self, requests: Mapping[int, Request], seqs: list[Sequence]) -> None:
         """Start what is to be read of sequences that have just finished, before another step has their blocks."""

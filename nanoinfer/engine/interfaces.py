@@ -1,4 +1,4 @@
-"""Protocols: an engine as its queue sees it, whatever runs its steps, and whoever is told of its work."""
+"""What the parts of an engine know of each other: protocols of engine, runner and constraints, and the Listener."""
 
 import collections.abc as abc
 from collections import deque
@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import Packet, ScheduledBatch
 from nanoinfer.engine.interrupts import StepGuard
+from nanoinfer.engine.limits import RunnerLimits
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import Constraint, TokenMasks
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
@@ -35,22 +36,14 @@ class Constraints(Protocol):
         """Give requests, by index, their plans; what is wrong with those of some is added to `errors`."""
 
     def masks(self, constraints: abc.Sequence[Constraint | None]) -> TokenMasks:
-        """Return what the lines of a step may draw, each with its constraint or None."""
+        """Return which tokens a step may draw. constraints: of each token that it draws, or None."""
 
 
 class Runner(Protocol):
     """Runs steps, on one device or on several: a ModelRunner, a ParallelRunner, or a fake one in tests."""
 
     closed: bool
-    max_model_len: int  # tokens of the longest sequence
-    num_blocks: int  # of the KV cache
-    max_num_seqs: int  # rows: as many as were asked for, or fewer where the memory for their states is short
-    num_snapshots: int  # recurrent states that can be kept for prefix hits; 0 where the model has none, or caches none
-    window: int | None  # of the groups of layers that have block tables of their own; None where there are none
-    num_windowed_groups: int  # how many these are
-    max_group_rows: int  # the most decode rows that attention can read a shared prefix for at once; 0 where it cannot
-    whole_prompts: bool  # whether a prompt is computed in one step, as an encoder has to
-    computes_beside_host: bool  # whether a launched step is computed while the host goes on; on a CPU it is not
+    limits: RunnerLimits
 
     @property
     def asleep(self) -> abc.Set[str]:

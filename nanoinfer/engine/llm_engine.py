@@ -60,19 +60,20 @@ class LLMEngine:
         self.constraints = constraints
         self.runner: Runner | None = runner
         self.tokenizer = tokenizer
-        self.block_manager = make_block_manager(config, runner)
+        self.block_manager = make_block_manager(config, runner.limits)
+        limits = runner.limits
         self.extras = Extras(config, runner, tokenizer)
         self.scheduler = Scheduler(
             self.block_manager,
-            max_num_seqs=runner.max_num_seqs,
+            max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=runner.max_model_len,
+            max_model_len=limits.max_model_len,
             stop_token_ids=stop_token_ids,
-            max_group_rows=runner.max_group_rows,
-            whole_prompts=runner.whole_prompts,
+            max_group_rows=limits.max_group_rows,
+            whole_prompts=limits.whole_prompts,
             on_finish=self.extras.on_finish,
         )
-        self._launches_early = config.overlap and runner.computes_beside_host
+        self._launches_early = config.overlap and limits.computes_beside_host
         self.stats = EngineMetrics()
         self._in_flight: deque[Step] = deque()  # sampled and not collected, the oldest first
         self._finished: deque[Sequence] = deque()  # what their users get is still to be made
@@ -269,8 +270,8 @@ class LLMEngine:
             raise
         now = time.perf_counter()
         self._in_flight.popleft()
-        for line, error in step.handle.errors.items():
-            step.batch.sampled[line].error = error
+        for batch_idx, error in step.handle.errors.items():
+            step.batch.sampled[batch_idx].error = error
         wanted = [seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled]
         self._end(self.scheduler.update(step.batch, token_ids))
         self.extras.collected(self._requests, step.batch, step.handle, wanted)

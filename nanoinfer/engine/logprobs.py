@@ -6,7 +6,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from nanoinfer.engine.batch import PositionLogprobs, ScheduledBatch
+from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs, add_position, token_logprobs
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
@@ -32,9 +32,10 @@ def collect_logprobs(requests: Mapping[int, Request], batch: ScheduledBatch, han
     """
     sampled, prefill = batch.sampled, batch.prefill
     for of_samples in handle.logprobs:
-        for line, entry in zip(of_samples.lines, of_samples.logprobs.to_positions(), strict=True):
-            if wanted[line]:
-                _add(requests[sampled[line].request_id], sampled[line].sample, entry)
+        for batch_idx, entry in zip(of_samples.batch_indices, of_samples.logprobs.to_positions(), strict=True):
+            if wanted[batch_idx]:
+                seq = sampled[batch_idx]
+                _add(requests[seq.request_id], seq.sample, *entry)
     for of_prompts in handle.prompt_logprobs:
         arrays, offset = [part.numpy() for part in of_prompts.logprobs], 0
         for chunk, start, length in of_prompts.spans:
@@ -44,15 +45,15 @@ def collect_logprobs(requests: Mapping[int, Request], batch: ScheduledBatch, han
             offset += length
 
 
-def _add(request: Request, sample: int, entry: PositionLogprobs) -> None:
-    """Keep the log-probabilities of a sample's newest token."""
+def _add(request: Request, sample: int, rank: int, token_ids: list[int], logprobs: list[float]) -> None:
+    """Keep the log-probabilities of a sample's newest token, which comes first, and of others; rank: its own."""
     completion = request.completions[sample]
     params = completion.seq.sampling_params
     num_others = params.num_logprobs
     if num_others is not None and completion.seq.finish_reason != "error":
-        ids, logprobs = entry.token_ids[: 1 + num_others], entry.logprobs[: 1 + num_others]
+        token_ids, logprobs = token_ids[: 1 + num_others], logprobs[: 1 + num_others]
         ranks = [NO_RANK] * num_others if params.logprob_token_ids else range(1, 1 + num_others)
-        position = [entry.rank, *ranks], ids, logprobs, completion.text.of_tokens
+        position = [rank, *ranks], token_ids, logprobs, completion.text.of_tokens
         if isinstance(completion.logprobs, FlatLogprobs):
             add_position(completion.logprobs, *position)
         else:

@@ -13,17 +13,18 @@ UserFunction = Callable[[list[int], Any], Any]  # of the completion's token ids 
 
 
 class RowMasks(NamedTuple):
-    """Says which tokens some of a step's rows may get."""
+    """Says which tokens some of a step's rows may get, by a mask each."""
 
-    lines: list[int]  # which of the step's tokens
-    bits: NDArray[np.int32]  # (num_lines, ceil(vocab_size / 32)): token i is bit i % 32 of word i // 32, 1 if allowed
+    batch_indices: list[int]  # which of the tokens that the step draws
+    bits: NDArray[np.int32]  # (num_masks, ceil(vocab_size / 32)): token i is bit i % 32 of word i // 32, 1 if allowed
 
 
 class TokenMasks(NamedTuple):
     """Says which tokens a step may draw, where that is not left to the model alone.
 
     grammars: by grammars; a row's log-probabilities are those under its mask. token_sets: by allowed_token_ids and
-    bad_words; log-probabilities are those before. functions: by line, a user's functions and the completion so far.
+    bad_words; log-probabilities are those before. functions: by batch_idx, a user's functions and the completion before
+    the token.
     """
 
     grammars: RowMasks | None = None

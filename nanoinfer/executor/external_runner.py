@@ -42,7 +42,7 @@ class ExternalRunner(ModelRunner):
 
     def launch(self, packet: Packet) -> PendingStep:
         """Start the forward pass of a step, up to its logits."""
-        if self.tp.size > 1 and read_header(packet).num_admitted:
+        if self.tp.size > 1 and read_header(packet).counts.row_records:
             self._check_same(packet)
         return super().launch(packet)
 

@@ -4,9 +4,9 @@ A command says to replace a weight, to sleep or to wake up. It is a message of t
 with a count, a command with a negative number. A weight follows its command: through the ring's shared memory on a CPU,
 and by NCCL from GPU to GPU.
 
-Of masks the workers are told for which lines there are any. That is all they need to do the same as rank 0, which has
-the bits and the users' functions. It sends them the bits, and the logits that functions have changed, from device to
-device: masks can be larger than the whole ring.
+Of masks the workers are told which tokens of the step have any, by batch_idx. That is all they need to do the same as
+rank 0, which has the bits and the users' functions. It sends them the bits, and the logits that functions have changed,
+from device to device: masks can be larger than the whole ring.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from nanoinfer.executor.shm_ring import RingReader, RingWriter
 from nanoinfer.runner.model_runner import ModelRunner
 
 Message = NDArray[np.int32]
-# Of the tensors that are sent as they are; others are widened or narrowed to float32.
+# Tensors of these are sent as they are; others are converted to float32.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
@@ -65,14 +65,14 @@ def run_command(message: Message, runner: ModelRunner, reader: RingReader) -> No
 
 
 def barrier(runner: ModelRunner) -> None:
-    """Wait until all ranks have come here."""
+    """Wait for all ranks."""
     with computing(runner.device, None):
         runner.tp.minimum(0, runner.device)
 
 
 def pack_masks(masks: TokenMasks) -> Message:
-    """Return how many lines grammars, token sets and functions are for, then these lines."""
-    of_grammars, of_token_sets = (part.lines if part else [] for part in (masks.grammars, masks.token_sets))
+    """Return how many tokens of the step grammars, token sets and functions are for, then the batch_idx of each."""
+    of_grammars, of_token_sets = (part.batch_indices if part else [] for part in (masks.grammars, masks.token_sets))
     lists = of_grammars, of_token_sets, list(masks.functions)
     return np.array([*map(len, lists), *of_grammars, *of_token_sets, *masks.functions], np.int32)
 
@@ -81,11 +81,13 @@ def read_masks(message: Message) -> TokenMasks:
     """Return the masks without their bits and without functions."""
     numbers = message.tolist()
     num_grammars, num_token_sets = numbers[:2]
-    lines, no_bits = numbers[3:], np.empty((0, 0), np.int32)
-    of_grammars, lines = lines[:num_grammars], lines[num_grammars:]
-    of_token_sets, of_functions = lines[:num_token_sets], lines[num_token_sets:]
+    indices, no_bits = numbers[3:], np.empty((0, 0), np.int32)
+    of_grammars, indices = indices[:num_grammars], indices[num_grammars:]
+    of_token_sets, of_functions = indices[:num_token_sets], indices[num_token_sets:]
     return TokenMasks(
-        RowMasks(of_grammars, no_bits), RowMasks(of_token_sets, no_bits), {line: ((), []) for line in of_functions}
+        grammars=RowMasks(of_grammars, no_bits),
+        token_sets=RowMasks(of_token_sets, no_bits),
+        functions={batch_idx: ((), []) for batch_idx in of_functions},
     )
 
 

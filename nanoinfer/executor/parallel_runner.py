@@ -84,11 +84,7 @@ class ParallelRunner:
             self._workers.wait_for_stage(2)  # all have loaded the model
         except BaseException as error:
             self._fail(error)
-        self.num_blocks, self.max_model_len = self._runner.num_blocks, self._runner.max_model_len
-        self.max_group_rows, self.max_num_seqs = self._runner.max_group_rows, self._runner.max_num_seqs
-        self.num_snapshots = self._runner.num_snapshots
-        self.window, self.num_windowed_groups = self._runner.window, self._runner.num_windowed_groups
-        self.computes_beside_host, self.whole_prompts = self._runner.computes_beside_host, self._runner.whole_prompts
+        self.limits = self._runner.limits
         self.info = self._runner.info
 
     def launch(self, packet: Packet) -> PendingStep:
@@ -235,8 +231,8 @@ def _connect(
     """Connect to the other ranks through a folder that all of them know, and share GPU memory with them."""
     tp = connect(rank, len(devices), devices[rank], shared_folder / "store")
     dtype = select_dtype(config.dtype, model_config.dtype, devices[rank])
-    sizes = config.max_num_seqs, max_step_tokens(config, model_config), model_config.hidden_size
-    return tp.with_shared_memory(*sizes, dtype, devices)
+    max_tokens = max_step_tokens(config, model_config, config.max_num_seqs)
+    return tp.with_shared_memory(config.max_num_seqs, max_tokens, model_config.hidden_size, dtype, devices)
 
 
 def _abort(tp: TensorParallel, seconds: float) -> None:

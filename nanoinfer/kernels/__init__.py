@@ -1,7 +1,7 @@
-"""Triton kernels, one file each. Their PyTorch twins are in `layers` and `sampling`, which work without Triton.
+"""Triton kernels, one file each. Their twins in PyTorch are in layers, sampling, quantization and runner.
 
-So nothing is imported with the package: the module of a kernel is imported when it is first asked for. Type checkers
-and the rules of imports read here which ones there are.
+The twins work without Triton, so nothing is imported with the package: the module of a kernel is imported when it is
+first asked for. Type checkers and the rules of imports read here which ones there are.
 """
 
 from importlib import import_module

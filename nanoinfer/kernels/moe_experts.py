@@ -338,11 +338,7 @@ def mxfp4_expert_mlp(
     num_experts, num_pairs = len(down.values), expert_ids.numel()
     if num_pairs >= WIDE_PAIRS * num_experts and _has_hopper_kernel(hidden, inner_size, 128):
         return _expert_mlp(hidden, gate_up, down, inner_size, expert_ids, weights, 128, clamps)
-    gate_up, down = (
-        weight._replace(scales=weight.scales.view(torch.int32))
-        for weight in (gate_up, down)
-        if weight.scales is not None
-    )
+    gate_up, down = _with_scales_of_blocks(gate_up), _with_scales_of_blocks(down)
     rows = min(64, tile_rows(num_pairs, num_experts, hidden.dtype))
     return _expert_mlp(hidden, gate_up, down, inner_size, expert_ids, weights, rows, clamps)
 

@@ -1,7 +1,7 @@
 """Steps of few rows: when they have kernels of their own, and the products of a layer, fused with what is around them.
 
-Such a step is bound by reading weights, and each kernel needs some time until it reads at full speed. So these steps
-run seven kernels a layer instead of ten, and products fetch their first weights before the kernel before them is done.
+Such a step is bound by reading weights. A kernel takes a few microseconds to reach full bandwidth, so these steps use
+seven kernels a layer instead of ten, and products fetch their first weights before the kernel before them is done.
 With more rows the common kernels are faster, since they multiply by tensor cores.
 """
 

@@ -226,7 +226,7 @@ def sum_buffers(tp: TensorParallel, num_tokens: int) -> SymmetricBuffers | None:
     The number of tokens alone decides: in two shots a rank updates only its own rows of the residual, so all sums of a
     forward pass must be of the same kind.
     """
-    if tp.memory is None or num_tokens > tp.memory.max_tokens:
+    if tp.memory is None or not tp.memory.serves(num_tokens):
         return None
     return tp.memory.next_buffers(num_tokens)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoinfer.checkpoint.model_config import MoEConfig
-from nanoinfer.device import to_device
+from nanoinfer.device import record_event, to_device
 from nanoinfer.layers.attention.block_copies import copy_tokens
 
 
@@ -50,11 +50,7 @@ class RoutedExperts:
         blocks = np.array(block_ids, np.int64)[positions // self._block_size] if len(positions) else positions
         slots = to_device(torch.from_numpy(blocks * self._block_size + positions % self._block_size), self._ids.device)
         ids = self._by_slot[:, slots].transpose(0, 1).contiguous().to("cpu", non_blocking=True)
-        event = None
-        if self._ids.is_cuda:
-            event = torch.cuda.Event()
-            event.record()
-        return RoutingOnHost(ids, event, self._layers, self._num_layers)
+        return RoutingOnHost(ids, record_event(self._ids.device), self._layers, self._num_layers)
 
 
 class RoutingOnHost:

@@ -84,12 +84,14 @@ class LayerTraits:
 
     products: how it multiplies by its weights. is_common: whether it is a norm, attention, a norm and SwiGLU alone.
     has_plain_attention: whether all between its two norms is a product, attention and a product, and nothing that is
-    added to the residual stream is multiplied.
+    added to the residual stream is multiplied. returns_stream: whether it returns the residual stream before its MLP is
+    added; else the sum.
     """
 
     products: frozenset[ProductKind]
     is_common: bool
     has_plain_attention: bool
+    returns_stream: bool = True
 
 
 class DecoderAttention(nn.Module):

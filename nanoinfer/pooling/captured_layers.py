@@ -1,14 +1,12 @@
 """A forward pass that also hands out the hidden states between its layers."""
 
-from collections.abc import Iterator, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Set
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 
-from nanoinfer.distributed.symmetric_memory import SymmetricMemory
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.encoders.encoder import EncoderLayer
 from nanoinfer.models.forward_step import ForwardStep
 
 
@@ -20,38 +18,24 @@ def captured_layers(decoder: Decoder, step: ForwardStep, layers: Set[int]) -> tu
     """
     states: dict[int, Tensor] = {}
     with ExitStack() as stack:
-        for index, layer in enumerate(decoder.layers):
-            if index in layers and isinstance(layer, EncoderLayer):
+        for index in layers - {len(decoder.layers)}:
+            layer = decoder.layers[index]
 
-                def keep_input(_module: Any, inputs: tuple[Any, ...], index: int = index) -> None:
-                    states[index] = inputs[0]
+            def keep_input(_module: Any, inputs: tuple[Any, ...], index: int = index) -> None:
+                states[index] = inputs[0]
 
-                stack.callback(layer.register_forward_pre_hook(keep_input).remove)
-            elif index in layers:
+            def keep_stream(_module: Any, _inputs: Any, outputs: tuple[Any, Tensor], index: int = index) -> None:
+                # The residual stream, to which the layer before was added. One norm may serve twice in a layer.
+                states.setdefault(index, outputs[1])
 
-                def keep(_module: Any, _inputs: Any, outputs: tuple[Any, Tensor], index: int = index) -> None:
-                    # The residual stream, to which the layer before was added. One norm may serve twice in a layer.
-                    states.setdefault(index, outputs[1])
-
-                stack.callback(layer.input_layernorm.register_forward_hook(keep).remove)
-        stack.enter_context(_whole_sums(decoder.tp.memory))
+            if layer.traits.returns_stream:
+                hook = layer.input_layernorm.register_forward_hook(keep_stream)
+            else:
+                hook = layer.register_forward_pre_hook(keep_input)
+            stack.callback(hook.remove)
+        if decoder.tp.memory is not None:
+            stack.enter_context(decoder.tp.memory.left_out())
         hidden = decoder(step)
     if len(decoder.layers) in layers:
         states[len(decoder.layers)] = hidden
     return hidden, states
-
-
-@contextmanager
-def _whole_sums(memory: SymmetricMemory | None) -> Iterator[None]:
-    """Have all ranks hold all rows of the residual stream: not those alone that the all-reduce of a norm leaves them.
-
-    That reduces steps of few tokens alone, so for a while it is told that none is so small.
-    """
-    if memory is None:
-        yield
-        return
-    before, memory.max_tokens = memory.max_tokens, 0
-    try:
-        yield
-    finally:
-        memory.max_tokens = before

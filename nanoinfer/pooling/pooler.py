@@ -1,6 +1,6 @@
-"""Makes of a step's hidden states what requests want of them: pooled vectors and scores, or the states as they are.
+"""Turns the hidden states of a step into what requests want: pooled vectors, scores, or the states themselves.
 
-Only rank 0 keeps what it makes. The others run what they have to run with it: the forward pass, and exchanges.
+Only rank 0 keeps the results. The other ranks take part in the forward pass and in exchanges.
 """
 
 from collections.abc import Callable
@@ -38,12 +38,12 @@ class Pooler:
 
     def admit(self, header: Header, on_host: PacketSections) -> None:
         """Enter what the newly admitted rows of a packet want, in place of what was known of these rows."""
-        if self._records and header.num_admitted:
+        if self._records and header.counts.row_records:
             for row in on_host.row_records[:, 0].tolist():
                 self._records.pop(row, None)
                 self._sums.pop(row, None)
-        if header.num_states_records:
-            layers = on_host.layers[:, 0].tolist()
+        if header.counts.states_records:
+            layers = on_host.wanted_layers[:, 0].tolist()
             for numbers in on_host.states_records.tolist():
                 record = StatesRecord(*numbers)
                 self._records[record.row] = record
@@ -101,45 +101,45 @@ class Pooler:
         if self._config.method == "all":
             return self._of_each_token(hidden, chunks)
         by_mean = self._config.method == "mean"
-        lines, indices, offset = [], [], 0
+        indices, places, offset = [], [], 0  # of chunks, of hidden states
         for index, (row, start, length) in enumerate(chunks):
             record = self._records.get(row)
             if record is not None and record.pools:
                 ends = start + length == record.num_prompt_tokens
                 if self._config.method == "cls" and start == 0:
-                    lines.append(index)
-                    indices.append(offset)
+                    indices.append(index)
+                    places.append(offset)
                 elif self._config.method == "last" and ends:
-                    lines.append(index)
-                    indices.append(offset + length - 1)
+                    indices.append(index)
+                    places.append(offset + length - 1)
                 elif by_mean:
-                    lines.append(index)
+                    indices.append(index)
             offset += length
-        if not lines:
+        if not indices:
             return []
         if by_mean:
-            vectors = self._means(hidden, chunks, lines)
+            vectors = self._means(hidden, chunks, indices)
         else:
-            vectors = hidden[to_device(torch.tensor(indices), hidden.device)]
+            vectors = hidden[to_device(torch.tensor(places), hidden.device)]
         values = self._after_pooling(vectors).to("cpu", non_blocking=True)
-        ended = [line for line in lines if not by_mean or self._ends(chunks[line])]
-        return [FoundStates(line, None, 0, values[place : place + 1]) for place, line in enumerate(ended)]
+        ended = [index for index in indices if not by_mean or self._ends(chunks[index])]
+        return [FoundStates(index, None, 0, values[place : place + 1]) for place, index in enumerate(ended)]
 
     def _ends(self, chunk: list[int]) -> bool:
         row, start, length = chunk
         return start + length == self._records[row].num_prompt_tokens
 
-    def _means(self, hidden: Tensor, chunks: Chunks, lines: list[int]) -> Tensor:
-        """Return the means of those prompts that end in these chunks, (num_prompts, hidden_size) float32."""
+    def _means(self, hidden: Tensor, chunks: Chunks, indices: list[int]) -> Tensor:
+        """Return the means of the prompts that end in the chunks of `indices`, (num_prompts, hidden_size) float32."""
         lens = to_device(torch.tensor([length for _, _, length in chunks]), hidden.device)
         sums = torch.segment_reduce(hidden.float(), "sum", lengths=lens, axis=0, unsafe=True)
-        if len(lines) == len(chunks) and all(chunk[1] == 0 and self._ends(chunk) for chunk in chunks):
+        if len(indices) == len(chunks) and all(chunk[1] == 0 and self._ends(chunk) for chunk in chunks):
             return sums / lens.unsqueeze(1)
         means = []
-        for line in lines:
-            row, start, length = chunks[line]
-            total = sums[line] if start == 0 else sums[line] + self._sums[row]
-            if self._ends(chunks[line]):
+        for index in indices:
+            row, start, length = chunks[index]
+            total = sums[index] if start == 0 else sums[index] + self._sums[row]
+            if self._ends(chunks[index]):
                 means.append(total / (start + length))
             else:
                 self._sums[row] = total

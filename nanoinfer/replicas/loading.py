@@ -24,7 +24,7 @@ from nanoinfer.replicas.control import ReplicaControl
 from nanoinfer.replicas.messages import Logged, Ready, Reply
 from nanoinfer.replicas.replica import run_replica
 from nanoinfer.replicas.replicated_engine import Replica, ReplicatedEngine, end_replicas, explain_end
-from nanoinfer.runner.model_runner import RunnerInfo
+from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.refusals import Errors, for_each_params

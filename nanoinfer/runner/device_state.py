@@ -1,22 +1,15 @@
-"""What a runner has on its device beside the weights: it sleeps without, and makes it anew when it wakes up."""
+"""What a runner holds on its device beside the weights: sleeping frees it, and waking up makes it anew."""
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.config import EngineConfig
-from nanoinfer.layers.attention.layer_groups import LayerGroups
+from nanoinfer.engine.batch import Header, PacketSections
+from nanoinfer.layers.attention.block_copies import copy_cached_tokens
 from nanoinfer.layers.attention.metadata import KVCache
-from nanoinfer.layers.linear_attention.states import StateShape
 from nanoinfer.layers.routed_experts import RoutedExperts
-from nanoinfer.models.causal_lm import DecoderForCausalLM
-from nanoinfer.models.execution import capture_largest_prefill
 from nanoinfer.models.sliced_prefill import PrefillGraphs
-from nanoinfer.pooling.dense import DenseLayer
 from nanoinfer.pooling.pooler import Pooler
-from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from nanoinfer.runner.step_tables import StepTables
 from nanoinfer.sampling.sampler import Sampler
@@ -32,17 +25,6 @@ class StepBuffers:
 
     logits: Tensor
     prefill_graphs: dict[int, PrefillGraphs]
-
-    @classmethod
-    def allocate(
-        cls, config: EngineConfig, model: DecoderForCausalLM, max_step_tokens: int, uses_graphs: bool
-    ) -> "StepBuffers":
-        graphs: dict[int, PrefillGraphs] = {}
-        # Where rows or lengths limit a step, and not its budget, hardly any has just so many tokens.
-        is_usual = max_step_tokens == config.max_num_batched_tokens and not config.enable_return_routed_experts
-        if uses_graphs and is_usual:
-            graphs = capture_largest_prefill(model.model, max_step_tokens)
-        return cls(model.lm_head.weight.new_empty(config.max_num_seqs, model.lm_head.vocab.size), graphs)
 
 
 @dataclass(slots=True)
@@ -61,31 +43,14 @@ class DeviceState:
     routed_experts: RoutedExperts | None
     graphs: DecodeGraphs | None = field(default=None)
 
-    @classmethod
-    def allocate(
-        cls,
-        buffers: StepBuffers,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        model: DecoderForCausalLM,
-        dense: list[DenseLayer],
-        kv_dtype: torch.dtype,
-        num_blocks: int,
-        max_model_len: int,
-        groups: LayerGroups,
-        num_snapshots: int,
-    ) -> "DeviceState":
-        tp, device = model.model.tp, model.lm_head.weight.device
-        shape = memory.cache_shape(model_config, groups.layers_per_page, num_blocks, config.kvcache_block_size, tp)
-        kv_cache = memory.allocate_kv_cache(shape, kv_dtype, device)
-        state_shape = StateShape.of(model_config, model.lm_head.weight.dtype, tp)
-        states = state_shape.allocate(config.max_num_seqs + num_snapshots, device) if state_shape else None
-        tables = StepTables(config.max_num_seqs, max_model_len, kv_cache, states, groups.num_groups)
-        vocab_size, mode = model_config.vocab_size, config.logprobs_mode
-        sampler = Sampler(tables.token_ids, tables.context_lens, vocab_size, tp, mode)
-        assert model_config.pooling is not None, "the folder was read, and with it how the model pools"
-        pooler = Pooler(model, model_config.pooling, dense)
-        routed_experts = None
-        if config.enable_return_routed_experts and model_config.moe is not None:
-            routed_experts = RoutedExperts(model_config.moe, num_blocks, config.kvcache_block_size, device)
-        return cls(buffers, kv_cache, tables, sampler, pooler, routed_experts)
+    def enter(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> None:
+        """Enter what is new of rows and blocks, and make the copies that a step begins with."""
+        self.tables.update(header, on_device)
+        self.sampler.admit(header, on_host, on_device)
+        self.pooler.admit(header, on_host)
+        if header.counts.block_copies:
+            copy_cached_tokens(self.kv_cache, on_device.block_copies)
+            if self.routed_experts is not None:
+                self.routed_experts.copy_blocks(on_device.block_copies)
+        if header.counts.kept_states or header.counts.restored_states:
+            self.tables.copy_states(on_host)

@@ -19,9 +19,9 @@ GIB = 2**30
 MAX_FREE_SHARE = 0.98  # of what other programs leave free on a GPU, the most that is taken
 
 
-def max_step_tokens(config: EngineConfig, model_config: ModelConfig) -> int:
+def max_step_tokens(config: EngineConfig, model_config: ModelConfig, max_num_seqs: int) -> int:
     """Return the most tokens of a prefill step, which has at most one chunk of each row of the tables."""
-    return min(config.max_num_batched_tokens, config.max_num_seqs * model_config.longest_sequence(config.max_model_len))
+    return min(config.max_num_batched_tokens, max_num_seqs * model_config.longest_sequence(config.max_model_len))
 
 
 def cache_shape(
@@ -69,7 +69,7 @@ def num_blocks_in(
     """
     shape = cache_shape(config, groups.layers_per_page, 1, block_size, tp)
     bytes_per_block = num_cache_bytes(shape, dtype) + other_bytes
-    if free_bytes < bytes_per_block * groups.least_pages:
+    if free_bytes < bytes_per_block * groups.num_pages_of(1):
         raise ConfigError(
             f"{max(free_bytes, 0) / GIB:.2f} GiB are left for the KV cache, and one block of {block_size} tokens takes "
             f"{bytes_per_block / GIB:.2g} GiB; raise gpu_memory_utilization, lower max_num_batched_tokens or "

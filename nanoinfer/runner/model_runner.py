@@ -1,4 +1,4 @@
-"""The part of the engine that touches the device: launches steps, samples their tokens, waits for these.
+"""The part of the engine that touches the device: it launches steps, samples their tokens, and waits for these.
 
 It knows nothing of requests: a packet comes in, token ids go out. A step is two launches, `launch` for the forward pass
 and `sample` for the tokens, so that the host can still decide in between which tokens a row may draw. Neither waits for
@@ -8,7 +8,7 @@ the device; `wait` does, usually while the next step runs.
 import gc
 import time
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,41 +18,23 @@ from torch import Tensor
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.weights import ModelWeights
 from nanoinfer.config import EngineConfig
-from nanoinfer.device import computing, is_out_of_memory, select_device, select_dtype, to_device
+from nanoinfer.device import computing, is_out_of_memory, record_event, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import DecodeRow, Header, Packet, PacketSections, read_header, split
 from nanoinfer.engine.prompt_states import FoundStates
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError
-from nanoinfer.layers.attention.block_copies import copy_cached_tokens
-from nanoinfer.layers.attention.kv_rounding import select_kv_cache_dtype
-from nanoinfer.layers.attention.layer_groups import LayerGroups
-from nanoinfer.layers.attention.metadata import PrefillMetadata, SharedPrefixes
-from nanoinfer.layers.attention.selection import AttentionBackends
-from nanoinfer.layers.linear_attention.states import StateShape
-from nanoinfer.layers.routed_experts import RoutedExperts, RoutingOnHost
+from nanoinfer.layers.attention.metadata import SharedPrefixes
+from nanoinfer.layers.routed_experts import RoutingOnHost
 from nanoinfer.models.execution import sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.pooling.dense import load_dense
-from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_graph_sizes
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
-from nanoinfer.runner.setup import build_model, measure_free_bytes
+from nanoinfer.runner.memory import CPU_CACHE_BYTES
+from nanoinfer.runner.setup import RunnerInfo, Setup, largest_prefill
 from nanoinfer.runner.step_tables import PADDING_ROW
 from nanoinfer.sampling.drawn_logprobs import SampleLogprobs
-from nanoinfer.sampling.sampler import PromptLogprobs
-
-MIN_THREADED_PARAMETERS = 2**24  # threads slow the steps of smaller models down
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerInfo:
-    """What was loaded, in words, and how many seconds each part of that took."""
-
-    device: torch.device
-    dtype: torch.dtype
-    description: str
-    start_seconds: dict[str, float]
+from nanoinfer.sampling.sampler import PromptLogprobs, Sampled
 
 
 class PendingStep(NamedTuple):
@@ -61,7 +43,7 @@ class PendingStep(NamedTuple):
     rows: Tensor  # (num_sampled,) int64
     host_rows: list[int]  # the same on the host
     prompt_logprobs: list[PromptLogprobs]
-    states: list[FoundStates]
+    hidden_states: list[FoundStates]
 
 
 class StepHandle(NamedTuple):
@@ -70,8 +52,8 @@ class StepHandle(NamedTuple):
     token_ids: Tensor  # (num_sampled,) int32
     logprobs: list[SampleLogprobs]
     prompt_logprobs: list[PromptLogprobs]
-    states: list[FoundStates]
-    errors: dict[int, str]  # by line: why a user's function failed, which leaves that line without a token
+    hidden_states: list[FoundStates]
+    errors: dict[int, str]  # by batch_idx: why a user's function failed, so that there is no such token
     event: torch.cuda.Event | None  # None on a CPU, where a sampled step is done
 
     def is_done(self) -> bool:
@@ -88,15 +70,10 @@ class ModelRunner:
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TensorParallel | None = None
     ) -> None:
-        self.config = config
-        self.model_config = model_config
         self.tp = tp or TensorParallel()
-        self.device = select_device(config.device)
-        self.dtype = select_dtype(config.dtype, model_config.dtype, self.device)
-        self.kv_dtype = select_kv_cache_dtype(config.kv_cache_dtype, self.dtype, self.device)
-        backend, block_size = config.attention_backend, config.kvcache_block_size
-        self.backends = AttentionBackends(backend, self.device, self.dtype, block_size, self.kv_dtype != self.dtype)
-        self._state: DeviceState | None = None  # None while it sleeps
+        self.setup = Setup.of(config, model_config, self.tp)
+        self.device, self.backends = self.setup.device, self.setup.backends
+        self._device_state: DeviceState | None = None  # None while it sleeps
         self.closed = False
         self.asleep: frozenset[str] = frozenset()  # "weights" and "kv_cache", or one of them
         self._sleep_level = 1  # of the last sleep
@@ -118,23 +95,31 @@ class ModelRunner:
         with computing(self.device, self._num_threads):
             header = read_header(packet)
             on_host, on_device = split(packet, header), split(to_device(torch.from_numpy(packet), self.device), header)
-            self.state.tables.update(header, on_device)
-            self.state.sampler.admit(header, on_host, on_device)
-            self.state.pooler.admit(header, on_host)
-            if header.num_block_copies:
-                copy_cached_tokens(self.state.kv_cache, on_device.block_copies)
-                if self.state.routed_experts is not None:
-                    self.state.routed_experts.copy_blocks(on_device.block_copies)
-            if header.num_kept_states or header.num_restored_states:
-                self.state.tables.copy_states(on_host)
-            if header.num_chunks:
+            self.device_state.enter(header, on_host, on_device)
+            if header.counts.chunks:
                 return self._launch_prefill(header, on_host, on_device)
-            rows, num_shared_blocks, num_group_rows = on_device.decode_rows.unbind(1)
-            shares = on_host.decode_rows[:, DecodeRow._fields.index("num_shared_blocks")].any()
-            shared_prefixes = SharedPrefixes(num_shared_blocks, num_group_rows) if shares else None
-            forward = self.state.graphs.replay if self.state.graphs else self.decode
-            forward(rows, shared_prefixes)
-            return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=[], states=[])
+            return self._launch_decode(on_host, on_device)
+
+    def _launch_prefill(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> PendingStep:
+        assert not header.counts.decode_rows, "both prefill and decode would write the first logits"
+        chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
+        step = self._planned(self.device_state.tables.prefill_step(header, on_device.chunks, chunks))
+        forward = self.device_state.buffers.prefill_graphs.get(len(step.token_ids), self.model)
+        hidden, hidden_states = self.device_state.pooler.run(forward, step, chunks)
+        self._write_logits(step, hidden)
+        return PendingStep(
+            rows=on_device.chunks[:num_samples, 0].long(),
+            host_rows=[row for row, _, _ in chunks[:num_samples]],
+            prompt_logprobs=self.device_state.sampler.prompt_logprobs(self.model, hidden, chunks),
+            hidden_states=hidden_states,
+        )
+
+    def _launch_decode(self, on_host: PacketSections, on_device: PacketSections) -> PendingStep:
+        rows, num_shared_blocks, num_group_rows = on_device.decode_rows.unbind(1)
+        shares = on_host.decode_rows[:, DecodeRow._fields.index("num_shared_blocks")].any()
+        forward = self.device_state.graphs.replay if self.device_state.graphs else self.decode
+        forward(rows, SharedPrefixes(num_shared_blocks, num_group_rows) if shares else None)
+        return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=[], hidden_states=[])
 
     def sample(self, pending: PendingStep, masks: TokenMasks | None = None) -> StepHandle:
         """Draw the tokens of a launched step, as the masks allow, and start their copy to the host.
@@ -142,21 +127,20 @@ class ModelRunner:
         They come in the packet's order: chunks that sample, or decode rows.
         """
         with computing(self.device, self._num_threads):
-            if not self.model.generates:
-                return StepHandle(torch.empty(0, dtype=torch.int32), [], [], pending.states, {}, self._event())
-            logits, first_id = self.state.buffers.logits[: len(pending.host_rows)], self.model.lm_head.vocab.start
-            sampled = self.state.sampler.sample(logits, first_id, pending.rows, pending.host_rows, masks)
-            to_host = sampled.token_ids.to("cpu", non_blocking=True)  # into pinned memory
-            logprobs = sampled.logprobs, pending.prompt_logprobs
-            return StepHandle(to_host, *logprobs, pending.states, sampled.errors, self._event())
-
-    def _event(self) -> torch.cuda.Event | None:
-        """Return the event that all work so far is done; None on a CPU."""
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+            if self.model.generates:
+                logits = self.device_state.buffers.logits[: len(pending.host_rows)]
+                first_id = self.model.lm_head.vocab.start
+                sampled = self.device_state.sampler.sample(logits, first_id, pending.rows, pending.host_rows, masks)
+            else:
+                sampled = Sampled(torch.empty(0, dtype=torch.int32), [], {})
+            return StepHandle(
+                token_ids=sampled.token_ids.to("cpu", non_blocking=True),  # into pinned memory
+                logprobs=sampled.logprobs,
+                prompt_logprobs=pending.prompt_logprobs,
+                hidden_states=pending.hidden_states,
+                errors=sampled.errors,
+                event=record_event(self.device),
+            )
 
     def wait(self, handle: StepHandle) -> list[int]:
         """Return the token ids of a sampled step, once they are there."""
@@ -166,9 +150,9 @@ class ModelRunner:
 
     def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> RoutingOnHost:
         """Start to copy those of positions [start, end) of a sequence with these blocks to the host."""
-        assert self.state.routed_experts is not None, "nobody asked for routed experts when the engine was made"
+        assert self.device_state.routed_experts is not None, "nobody asked for routed experts when the engine was made"
         with computing(self.device, self._num_threads):
-            return self.state.routed_experts.read(block_ids, start, end)
+            return self.device_state.routed_experts.read(block_ids, start, end)
 
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
@@ -191,7 +175,7 @@ class ModelRunner:
                     self.weights.return_to_device()
                     self.asleep -= {"weights"}
                 if "kv_cache" in slept & tags:
-                    self._allocate(self._step_buffers(), self.num_blocks, self.max_model_len)
+                    self._allocate_state(self.setup.allocate_buffers(self.model, self.limits))
                     self._capture_graphs()
                     self.asleep -= {"kv_cache"}
         except BaseException:
@@ -216,177 +200,80 @@ class ModelRunner:
             self._free_state()
 
     @property
-    def state(self) -> DeviceState:
-        assert self._state is not None, "a runner that sleeps, or is closed, has nothing on its device"
-        return self._state
+    def device_state(self) -> DeviceState:
+        assert self._device_state is not None, "a runner that sleeps, or is closed, has nothing on its device"
+        return self._device_state
 
     def _free_state(self) -> None:
         """Free what runs steps, but not the weights."""
-        self._state = None
+        self._device_state = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _launch_prefill(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> PendingStep:
-        assert not header.num_decode, "a step is prefill or decode: both would write the logits from line 0"
-        chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
-        step = self._planned(self.state.tables.prefill_step(header, on_device.chunks, chunks))
-        forward = self.state.buffers.prefill_graphs.get(len(step.token_ids), self.model)
-        hidden, states = self.state.pooler.run(forward, step, chunks)
-        self._write_logits(step, hidden)
-        return PendingStep(
-            on_device.chunks[:num_samples, 0].long(),
-            [row for row, _, _ in chunks[:num_samples]],
-            self.state.sampler.prompt_logprobs(self.model, hidden, chunks),
-            states,
-        )
 
     def decode(self, rows: Tensor, shared_prefixes: SharedPrefixes | None) -> None:
         """Compute one token for each row (num_rows,) int32, from the tables to the logits: a CUDA graph captures it."""
         if shared_prefixes is not None:  # columns of a packet, unless in a graph; kernels take them contiguous
             shared_prefixes = SharedPrefixes(*(column.contiguous() for column in shared_prefixes))
-        step = self._planned(self.state.tables.decode_step(rows, shared_prefixes))
+        step = self._planned(self.device_state.tables.decode_step(rows, shared_prefixes))
         self._write_logits(step, self.model(step))
 
     def _planned(self, step: ForwardStep) -> ForwardStep:
         """Return the step with what the attention backends prepare once for all layers."""
-        if self.config.enable_return_routed_experts:
-            step = replace(step, routed=[])
-        if not step.windowed_attention:
-            return replace(step, attention=self.backends.plan(step.attention, step.memory))
-        plans = self.backends.plan
-        windowed = tuple(plans(metadata, step.memory, windowed=True) for metadata in step.windowed_attention)
-        attention = plans(step.attention, step.memory, windowed=False)
-        return replace(step, attention=attention, windowed_attention=windowed)
+        plan, memory = self.backends.plan, step.memory
+        windowed = tuple(plan(metadata, memory, windowed=True) for metadata in step.windowed_attention)
+        attention = plan(step.attention, memory, windowed=False if windowed else None)
+        routed: list[Tensor] | None = [] if self.setup.config.enable_return_routed_experts else None
+        return replace(step, attention=attention, windowed_attention=windowed, routed=routed)
 
     def _write_logits(self, step: ForwardStep, hidden: Tensor) -> None:
         if self.tp.memory is not None:
             self.tp.memory.check_even()
-        if step.routed and self.state.routed_experts is not None:
-            self.state.routed_experts.write(step.attention.slot_mapping, step.routed)
+        if step.routed and self.device_state.routed_experts is not None:
+            self.device_state.routed_experts.write(step.attention.slot_mapping, step.routed)
         hidden = hidden if step.outputs is None else hidden[step.outputs]
-        if not self.model.generates:
-            return
-        self.model.compute_logits(hidden, out=self.state.buffers.logits[: len(hidden)])
+        if self.model.generates:
+            self.model.compute_logits(hidden, out=self.device_state.buffers.logits[: len(hidden)])
 
     def _set_up(self, folder: Path) -> None:
-        """Load the model, size and allocate the cache, capture the graphs."""
-        started = time.perf_counter()
-        config = self.config
-        free_at_start = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
-        longest = self.model_config.longest_sequence(config.max_model_len)
-        self.model = build_model(
-            config, self.model_config, folder, self.backends, self.tp, longest, self.device, self.dtype
-        )
-        self.weights = ModelWeights(self.model)
-        assert self.model_config.pooling is not None, "the folder was read, and with it how the model pools"
-        self._dense = load_dense(self.model_config.pooling.dense, config.load_format == "dummy", self.device)
-        free_before = free_at_start + self.tp.num_shared_bytes
-        states, granted = StateShape.of(self.model_config, self.dtype, self.tp), memory.CPU_CACHE_BYTES
-        if states is not None and self.device.type == "cuda":
-            granted = memory.grantable_bytes(config.gpu_memory_utilization, free_before, self.device)
-            granted = self.tp.minimum(granted, self.device)
-            self.config = config = replace(config, max_num_seqs=states.max_rows(config.max_num_seqs, granted))
-        self.num_snapshots = 0
-        if states is not None and config.enable_prefix_caching:
-            self.num_snapshots = states.num_snapshots(config.max_num_seqs, granted)
-        self.max_num_seqs = config.max_num_seqs
-        self.max_step_tokens = memory.max_step_tokens(config, self.model_config)
-        self.max_group_rows = self.backends.max_group_rows
-        self.computes_beside_host = self.device.type != "cpu"
-        self.whole_prompts = self.model_config.encoder is not None
+        """Load the model, size and allocate what steps need beside it, capture the graphs."""
+        setup, started = self.setup, time.perf_counter()
+        free_at_start = setup.free_at_start()
+        self.model = setup.load_model(folder)
+        self.weights, self._dense = ModelWeights(self.model), setup.load_dense()
+        self._num_threads = setup.num_threads(self.model)
+        self.limits = setup.limits_without_cache(free_at_start)
         loaded = time.perf_counter()
-        buffers = self._step_buffers()
-        if self.device.type == "cpu" and sum(p.numel() for p in self.model.parameters()) < MIN_THREADED_PARAMETERS:
-            self._num_threads = 1
-
-        self.groups = groups = LayerGroups.of(self.model_config, longest)
-        self.window, self.num_windowed_groups = groups.window, groups.num_groups - 1
-        num_blocks, free_bytes = config.num_kvcache_blocks, memory.CPU_CACHE_BYTES
+        buffers, free_bytes = setup.allocate_buffers(self.model, self.limits), CPU_CACHE_BYTES
         if self.device.type == "cuda":
-            self._allocate(buffers, 1, longest)
-            free_bytes = measure_free_bytes(
-                config,
-                self.model.model,
-                self.run_largest_prefills,
-                self.decode if self.uses_graphs else None,
-                self.max_group_rows > 1 and config.enable_prefix_caching,
-                free_before,
+            self._allocate_state(buffers)
+            free_bytes = setup.measure_free_bytes(
+                self.model, self.limits, self.run_largest_prefills, self.decode, free_at_start
             )
-        block_size = config.kvcache_block_size
-        if num_blocks is None:
-            moe = self.model_config.moe if config.enable_return_routed_experts else None
-            routing_bytes = RoutedExperts.num_bytes(moe, block_size) if moe else 0
-            sizes = self.model_config, groups, block_size, self.kv_dtype, self.tp, routing_bytes
-            num_blocks = memory.num_blocks_in(free_bytes, *sizes)
-            if self.whole_prompts:  # which are in use for a step, and the next one is planned meanwhile
-                blocks_of_step = -(-self.max_step_tokens // block_size) + self.max_num_seqs
-                num_blocks = min(num_blocks, 2 * blocks_of_step)
-        elif groups.num_groups > 1:
-            num_blocks = num_blocks * groups.num_groups + 1  # as many bytes, and as many tokens at least
-        self.num_blocks = num_blocks = self.tp.minimum(num_blocks, self.device)
-        capacity = groups.max_tokens(num_blocks, block_size, config.max_num_batched_tokens)
-        limits = config.max_model_len, longest
-        self.max_model_len = memory.resolve_max_model_len(*limits, capacity, num_blocks, block_size)
-        self._allocate(buffers, num_blocks, self.max_model_len)
+        self.limits = setup.limits_with_cache(self.limits, free_bytes)
+        self._allocate_state(buffers)
         sized = time.perf_counter()
         self._capture_graphs()
-        captured = time.perf_counter()
-        seconds = {"weights": loaded - started, "warm-up": sized - loaded, "graphs": captured - sized}
-        description = (
-            f"{self.model_config.architecture} with attention by {self.backends.name}, KV cache of {num_blocks} blocks "
-            f"of {block_size} tokens {self._describe_groups()}in {str(self.kv_dtype)[6:]}, "
-            f"{self.state.kv_cache.num_bytes / memory.GIB:.2f} GiB"
-        )
-        self.info = RunnerInfo(self.device, self.dtype, description, seconds)
+        seconds = {"weights": loaded - started, "warm-up": sized - loaded, "graphs": time.perf_counter() - sized}
+        self.info = RunnerInfo(self.device, setup.dtype, setup.describe(self.device_state.kv_cache), seconds)
 
-    def _describe_groups(self) -> str:
-        """Say what a block holds where that is not a part of all layers, and how far the blocks go."""
-        if self.window is None:
-            return ""
-        block_size, chunk = self.config.kvcache_block_size, self.config.max_num_batched_tokens
-        within = self.num_windowed_groups * -(-self.window // block_size)
-        return (
-            f"of {self.groups.layers_per_page} layers (one sequence of up to "
-            f"{self.groups.max_tokens(self.num_blocks, block_size, chunk)} tokens, or the windows of "
-            f"{self.num_blocks // within} sequences, {self.window} tokens each) "
-        )
-
-    @property
-    def uses_graphs(self) -> bool:
-        has_decode = self.model.generates and not self.backends.needs_host
-        return self.device.type == "cuda" and not self.config.enforce_eager and has_decode
-
-    def _step_buffers(self) -> StepBuffers:
-        return StepBuffers.allocate(self.config, self.model, self.max_step_tokens, self.uses_graphs)
-
-    def _allocate(self, buffers: StepBuffers, num_blocks: int, max_model_len: int) -> None:
-        self._state = None  # its cache, if there is one, makes room
-        self._state = DeviceState.allocate(
-            *(buffers, self.config, self.model_config, self.model, self._dense, self.kv_dtype, num_blocks),
-            max_model_len,
-            groups=self.groups,
-            num_snapshots=self.num_snapshots,
-        )
+    def _allocate_state(self, buffers: StepBuffers) -> None:
+        self._device_state = None  # its cache, if there is one, makes room
+        self._device_state = self.setup.allocate_state(buffers, self.model, self._dense, self.limits)
 
     def _capture_graphs(self) -> None:
-        if self.uses_graphs:
-            sizes, sharing_sizes = graph_sizes(self.config.max_num_seqs), sharing_graph_sizes(self.config.max_num_seqs)
-            self.state.graphs = DecodeGraphs(self.decode, sizes, sharing_sizes, self.device)
+        if self.setup.uses_graphs(self.model):
+            max_num_seqs = self.limits.max_num_seqs
+            sizes, sharing_sizes = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
+            self.device_state.graphs = DecodeGraphs(self.decode, sizes, sharing_sizes, self.device)
 
     def run_largest_prefills(self) -> None:
         """Run prefill steps that need as much memory as any, in the longest sequences, and sample for all rows."""
-        tables, sampler = self.state.tables, self.state.sampler
-        longest, rows = tables.token_ids.shape[1] - 1, torch.arange(self.config.max_num_seqs, device=self.device)
-        for num_tokens in sizes_to_measure(self.max_step_tokens, self.tp):
-            lens = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
-            metadata, *windowed = (PrefillMetadata.of_whole_prompts(lens, x) for x in tables.tables_of_groups)
-            token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
-            positions = torch.arange(num_tokens, device=self.device) % longest
-            spare_rows = rows.new_full((len(lens),), PADDING_ROW)
-            outputs = rows % num_tokens
-            step = ForwardStep(token_ids, positions, tables.memory, metadata, outputs, tables.states, spare_rows)
-            step = self._planned(replace(step, windowed_attention=tuple(windowed)))
+        tables, sampler = self.device_state.tables, self.device_state.sampler
+        rows = torch.arange(self.limits.max_num_seqs, device=self.device)
+        for num_tokens in sizes_to_measure(self.setup.max_step_tokens(self.limits), self.tp):
+            step = largest_prefill(tables, rows, num_tokens)
+            step = self._planned(step)
             hidden = self.model(step)
             self._write_logits(step, hidden)
             if self.model.generates:

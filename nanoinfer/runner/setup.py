@@ -1,65 +1,244 @@
-"""What a runner does only while it is made: build the model, and measure what steps take beside the cache."""
+"""Makes what steps run with: loads the model, measures what the largest ones take, sizes the cache, allocates it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nanoinfer.checkpoint.loader import fill_with_random_weights, load_model
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
-from nanoinfer.device import default_dtype
+from nanoinfer.device import default_dtype, select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.engine.limits import RunnerLimits
+from nanoinfer.layers.attention.kv_rounding import select_kv_cache_dtype
+from nanoinfer.layers.attention.layer_groups import LayerGroups
+from nanoinfer.layers.attention.metadata import KVCache, PrefillMetadata
 from nanoinfer.layers.attention.selection import AttentionBackends
+from nanoinfer.layers.linear_attention.states import StateShape
+from nanoinfer.layers.routed_experts import RoutedExperts
 from nanoinfer.models import get_model_class
 from nanoinfer.models.causal_lm import DecoderForCausalLM
-from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.execution import compiling_few_rows
+from nanoinfer.models.execution import capture_largest_prefill, compiling_few_rows
+from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.pooling.dense import DenseLayer, load_dense
+from nanoinfer.pooling.pooler import Pooler
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import Forward, graph_sizes, measure_graph_bytes, num_graphs
+from nanoinfer.runner.device_state import DeviceState, StepBuffers
+from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
+from nanoinfer.sampling.sampler import Sampler
 
 # Kept for graphs of steps that share prefixes; to measure them would compile kernels that many users never need.
 SHARING_BYTES = 64 * 2**20  # 512 rows of Qwen3-8B take about 22 MiB
+MIN_THREADED_PARAMETERS = 2**24  # threads slow the steps of smaller models down
 
 
-def build_model(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    folder: Path,
-    backends: AttentionBackends,
-    tp: TensorParallel,
-    max_positions: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> DecoderForCausalLM:
-    """Return the model with its weights, or random ones, on a device."""
-    with torch.device(device), default_dtype(dtype):
-        model = get_model_class(model_config.architecture)(model_config, max_positions, backends, tp)
-    if config.load_format == "dummy":
-        fill_with_random_weights(model, model_config.initializer_range, config.seed + tp.rank)
-    else:
-        load_model(model, folder)
-    return model.eval()
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What was loaded, in words, and how many seconds each part of that took."""
+
+    device: torch.device
+    dtype: torch.dtype
+    description: str
+    start_seconds: dict[str, float]
 
 
-def measure_free_bytes(
-    config: EngineConfig,
-    decoder: Decoder,
-    run_largest_prefills: Callable[[], None],
-    decode: Forward | None,
-    shares_prefixes: bool,
-    free_at_start: int,
-) -> int:
-    """Return what gpu_memory_utilization leaves for the cache beside weights, tables, the largest step and graphs.
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Holds the user's options and the model's sizes, resolved for a device, and makes by them what a runner needs."""
 
-    Runs such steps and captures two graphs; kernels are compiled on the way. decode: what graphs capture; None without
-    graphs. shares_prefixes: whether there are graphs of steps whose rows share prefixes, too.
-    """
-    device, sizes = decoder.embed_tokens.weight.device, graph_sizes(config.max_num_seqs)
-    with compiling_few_rows(decoder, sizes if decode else []):
-        step_bytes = memory.measure_peak_bytes(run_largest_prefills, device)
-    graph_bytes = 0
-    if decode:
-        count = num_graphs(config.max_num_seqs, shares_prefixes)
-        graph_bytes = measure_graph_bytes(decode, sizes, count, device) + (SHARING_BYTES if shares_prefixes else 0)
-    return memory.grantable_bytes(config.gpu_memory_utilization, free_at_start, device) - step_bytes - graph_bytes
+    config: EngineConfig
+    model_config: ModelConfig
+    tp: TensorParallel
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    backends: AttentionBackends
+
+    @classmethod
+    def of(cls, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel) -> "Setup":
+        """Resolve the options. Raises ConfigError for one that the device cannot have."""
+        device = select_device(config.device)
+        dtype = select_dtype(config.dtype, model_config.dtype, device)
+        kv_dtype = select_kv_cache_dtype(config.kv_cache_dtype, dtype, device)
+        block_size, in_8_bits = config.kvcache_block_size, kv_dtype != dtype
+        backends = AttentionBackends(config.attention_backend, device, dtype, block_size, in_8_bits)
+        return cls(config, model_config, tp, device, dtype, kv_dtype, backends)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence, if the cache is large enough."""
+        return self.model_config.longest_sequence(self.config.max_model_len)
+
+    @property
+    def groups(self) -> LayerGroups:
+        return LayerGroups.of(self.model_config, self.longest)
+
+    @property
+    def recurrent(self) -> StateShape | None:
+        return StateShape.of(self.model_config, self.dtype, self.tp)
+
+    @property
+    def pooling(self) -> PoolingConfig:
+        assert self.model_config.pooling is not None, "the folder was read, and with it how the model pools"
+        return self.model_config.pooling
+
+    def uses_graphs(self, model: DecoderForCausalLM) -> bool:
+        has_decode = model.generates and not self.backends.needs_host
+        return self.device.type == "cuda" and not self.config.enforce_eager and has_decode
+
+    def load_model(self, folder: Path) -> DecoderForCausalLM:
+        """Return the model with its weights, or random ones, on the device."""
+        config, model_config = self.config, self.model_config
+        with torch.device(self.device), default_dtype(self.dtype):
+            model_class = get_model_class(model_config.architecture)
+            model = model_class(model_config, self.longest, self.backends, self.tp)
+        if config.load_format == "dummy":
+            fill_with_random_weights(model, model_config.initializer_range, config.seed + self.tp.rank)
+        else:
+            load_model(model, folder)
+        return model.eval()
+
+    def load_dense(self) -> list[DenseLayer]:
+        """Return the layers after pooling."""
+        return load_dense(self.pooling.dense, self.config.load_format == "dummy", self.device)
+
+    def num_threads(self, model: DecoderForCausalLM) -> int | None:
+        """Return how many CPU threads steps have; None leaves the number as it is."""
+        is_small = self.device.type == "cpu" and sum(p.numel() for p in model.parameters()) < MIN_THREADED_PARAMETERS
+        return 1 if is_small else None
+
+    def free_at_start(self) -> int:
+        """Return the bytes of a GPU that are free before the engine takes any; none on a CPU."""
+        is_cuda = self.device.type == "cuda"
+        return (torch.cuda.mem_get_info(self.device)[0] if is_cuda else 0) + self.tp.num_shared_bytes
+
+    def limits_without_cache(self, free_at_start: int) -> RunnerLimits:
+        """Return the limits of a loaded model before its cache is sized, with one block of it.
+
+        Rows are fewer than were asked for, where their recurrent states would take too much.
+        """
+        max_num_seqs, num_snapshots, free_bytes = self.config.max_num_seqs, 0, memory.CPU_CACHE_BYTES
+        if self.recurrent is not None:
+            if self.device.type == "cuda":
+                free_bytes = memory.grantable_bytes(self.config.gpu_memory_utilization, free_at_start, self.device)
+                free_bytes = self.tp.minimum(free_bytes, self.device)
+                max_num_seqs = self.recurrent.max_rows(max_num_seqs, free_bytes)
+            if self.config.enable_prefix_caching:
+                num_snapshots = self.recurrent.num_snapshots(max_num_seqs, free_bytes)
+        return RunnerLimits(
+            max_model_len=self.longest,
+            num_blocks=1,
+            max_num_seqs=max_num_seqs,
+            num_snapshots=num_snapshots,
+            window=self.groups.window,
+            num_windowed_groups=self.groups.num_groups - 1,
+            max_group_rows=self.backends.max_group_rows,
+            whole_prompts=self.model_config.encoder is not None,
+            computes_beside_host=self.device.type != "cpu",
+        )
+
+    def limits_with_cache(self, limits: RunnerLimits, free_bytes: int) -> RunnerLimits:
+        """Return these limits with a cache of so many bytes, or of as many blocks as the user wants."""
+        block_size, num_blocks, groups = self.config.kvcache_block_size, self.config.num_kvcache_blocks, self.groups
+        if num_blocks is None:
+            moe = self.model_config.moe if self.config.enable_return_routed_experts else None
+            routing_bytes = RoutedExperts.num_bytes(moe, block_size) if moe else 0
+            num_blocks = memory.num_blocks_in(
+                free_bytes, self.model_config, groups, block_size, self.kv_dtype, self.tp, other_bytes=routing_bytes
+            )
+            if limits.whole_prompts:  # which are in use for a step, and the next one is planned meanwhile
+                blocks_of_step = -(-self.max_step_tokens(limits) // block_size) + limits.max_num_seqs
+                num_blocks = min(num_blocks, 2 * blocks_of_step)
+        else:
+            num_blocks = groups.num_pages_of(num_blocks)
+        num_blocks = self.tp.minimum(num_blocks, self.device)
+        capacity = groups.max_tokens(num_blocks, block_size, self.config.max_num_batched_tokens)
+        max_model_len = memory.resolve_max_model_len(
+            self.config.max_model_len, self.longest, capacity, num_blocks, block_size
+        )
+        return replace(limits, num_blocks=num_blocks, max_model_len=max_model_len)
+
+    def max_step_tokens(self, limits: RunnerLimits) -> int:
+        return memory.max_step_tokens(self.config, self.model_config, limits.max_num_seqs)
+
+    def measure_free_bytes(
+        self,
+        model: DecoderForCausalLM,
+        limits: RunnerLimits,
+        run_largest_prefills: Callable[[], None],
+        decode: Forward,
+        free_at_start: int,
+    ) -> int:
+        """Return what gpu_memory_utilization leaves for the cache beside weights, tables, the largest step and graphs.
+
+        Runs such steps and captures two graphs of `decode`; kernels are compiled on the way.
+        """
+        uses_graphs, sizes = self.uses_graphs(model), graph_sizes(limits.max_num_seqs)
+        with compiling_few_rows(model.model, sizes if uses_graphs else []):
+            step_bytes = memory.measure_peak_bytes(run_largest_prefills, self.device)
+        graph_bytes = 0
+        if uses_graphs:
+            shares_prefixes = limits.max_group_rows > 1 and self.config.enable_prefix_caching
+            count = num_graphs(limits.max_num_seqs, shares_prefixes)
+            graph_bytes = measure_graph_bytes(decode, sizes, count, self.device)
+            graph_bytes += SHARING_BYTES if shares_prefixes else 0
+        granted = memory.grantable_bytes(self.config.gpu_memory_utilization, free_at_start, self.device)
+        return granted - step_bytes - graph_bytes
+
+    def allocate_buffers(self, model: DecoderForCausalLM, limits: RunnerLimits) -> StepBuffers:
+        """Return what steps need whatever the size of the cache."""
+        graphs, max_tokens = {}, self.max_step_tokens(limits)
+        # Where rows or lengths limit a step, and not its budget, hardly any has just so many tokens.
+        is_usual = max_tokens == self.config.max_num_batched_tokens and not self.config.enable_return_routed_experts
+        if self.uses_graphs(model) and is_usual:
+            graphs = capture_largest_prefill(model.model, max_tokens)
+        return StepBuffers(model.lm_head.weight.new_empty(limits.max_num_seqs, model.lm_head.vocab.size), graphs)
+
+    def allocate_state(
+        self, buffers: StepBuffers, model: DecoderForCausalLM, dense: list[DenseLayer], limits: RunnerLimits
+    ) -> DeviceState:
+        """Return the cache, and what else a runner remembers on its device."""
+        config, model_config, block_size = self.config, self.model_config, self.config.kvcache_block_size
+        shape = memory.cache_shape(model_config, self.groups.layers_per_page, limits.num_blocks, block_size, self.tp)
+        kv_cache = memory.allocate_kv_cache(shape, self.kv_dtype, self.device)
+        num_states = limits.max_num_seqs + limits.num_snapshots
+        recurrent = self.recurrent.allocate(num_states, self.device) if self.recurrent else None
+        tables = StepTables(limits.max_num_seqs, limits.max_model_len, kv_cache, recurrent, self.groups.num_groups)
+        vocab_size, mode = model_config.vocab_size, config.logprobs_mode
+        sampler = Sampler(tables.token_ids, tables.context_lens, vocab_size, self.tp, mode)
+        pooler = Pooler(model, self.pooling, dense)
+        routed_experts = None
+        if config.enable_return_routed_experts and model_config.moe is not None:
+            routed_experts = RoutedExperts(model_config.moe, limits.num_blocks, block_size, self.device)
+        return DeviceState(buffers, kv_cache, tables, sampler, pooler, routed_experts)
+
+    def describe(self, kv_cache: KVCache) -> str:
+        """Say what was loaded, for the log."""
+        num_blocks, block_size, chunk = kv_cache.num_blocks, kv_cache.block_size, self.config.max_num_batched_tokens
+        return (
+            f"{self.model_config.architecture} with attention by {self.backends.name}, KV cache of {num_blocks} blocks "
+            f"of {block_size} tokens {self.groups.describe(num_blocks, block_size, chunk)}in "
+            f"{str(self.kv_dtype)[6:]}, {kv_cache.num_bytes / memory.GIB:.2f} GiB"
+        )
+
+
+def largest_prefill(tables: StepTables, rows: Tensor, num_tokens: int) -> ForwardStep:
+    """Return a prefill step of so many tokens, in the longest sequences, that has logits for all `rows`."""
+    device, longest = rows.device, tables.token_ids.shape[1] - 1
+    lens = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
+    attention, *windowed = (PrefillMetadata.of_whole_prompts(lens, x) for x in tables.tables_of_groups)
+    return ForwardStep(
+        token_ids=torch.zeros(num_tokens, dtype=torch.int32, device=device),
+        positions=torch.arange(num_tokens, device=device) % longest,
+        rows=rows.new_full((len(lens),), PADDING_ROW),
+        outputs=rows % num_tokens,
+        memory=tables.memory,
+        attention=attention,
+        windowed_attention=tuple(windowed),
+        states=tables.states,
+    )

@@ -24,7 +24,7 @@ from nanoinfer.layers.attention.metadata import (
 from nanoinfer.layers.linear_attention.states import RecurrentStates
 from nanoinfer.models.forward_step import ForwardStep
 
-PADDING_ROW = -1  # indexes the last row, a spare line whose context stays empty
+PADDING_ROW = -1  # indexes the last row, a spare one whose context stays empty
 
 
 class StepTables:
@@ -54,12 +54,12 @@ class StepTables:
 
     def update(self, header: Header, sections: PacketSections) -> None:
         """Enter a packet's new rows and blocks; `sections` are tensors on the device."""
-        if header.num_admitted:
+        if header.counts.row_records:
             rows, lens = sections.row_records[:, 0].long(), sections.row_records[:, 1]
             self.context_lens[rows] = lens
-            segments, columns = ragged_indices(cumulative_lens(lens), header.num_known_tokens)
+            segments, columns = ragged_indices(cumulative_lens(lens), header.counts.known_tokens)
             self.token_ids[rows[segments], columns] = sections.known_tokens[:, 0]
-        if header.num_new_blocks:
+        if header.counts.new_blocks:
             rows, columns, block_ids = sections.new_blocks.long().unbind(1)
             self.block_tables[rows, columns] = block_ids.int()
 

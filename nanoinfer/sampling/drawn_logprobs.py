@@ -13,9 +13,9 @@ from nanoinfer.sampling.logprobs import LogprobsTensors, compute_logprobs
 
 
 class SampleLogprobs(NamedTuple):
-    """Log-probabilities of sampled tokens; `lines` says which of the step's tokens."""
+    """Log-probabilities of sampled tokens; `batch_indices` says which of the step's tokens."""
 
-    lines: list[int]
+    batch_indices: list[int]
     logprobs: LogprobsTensors
 
 
@@ -56,7 +56,7 @@ class DrawnLogprobs:
 
     def read(
         self,
-        lines: list[int],
+        batch_indices: list[int],
         host_rows: list[int],
         drawn: Tensor,
         raw: Tensor,
@@ -64,10 +64,10 @@ class DrawnLogprobs:
         lowest: Tensor | None,
         temperatures: Tensor,
     ) -> list[SampleLogprobs]:
-        """Return those of the lines of a step that want any, perhaps with others: once of rows that name tokens.
+        """Return those of some of a step's tokens, where their rows want any; rows that name tokens come by themselves.
 
-        host_rows: the lines' rows. drawn: (num_lines,) int, their tokens. raw, processed: (num_lines, vocab_size), the
-        logits before and after processors. lowest: (num_lines,), the lowest that may be drawn, or None.
+        host_rows: the rows of these tokens. drawn: (num_rows,) int, the tokens. raw, processed: (num_rows, vocab_size),
+        the logits before and after processors. lowest: (num_rows,), the lowest that may be drawn, or None.
         """
         if not any(map(self.wants, host_rows)):
             return []
@@ -77,19 +77,19 @@ class DrawnLogprobs:
         naming = [place for place, row in enumerate(host_rows) if row in self._token_ids]
         if not naming:
             num_best = max(self._num_best.get(row, -1) for row in host_rows)
-            return [SampleLogprobs(lines, self._compute(logits, drawn, num_best).to_host())]
+            return [SampleLogprobs(batch_indices, self._compute(logits, drawn, num_best).to_host())]
         found = []
         if others := [place for place, row in enumerate(host_rows) if row not in self._token_ids and self.wants(row)]:
             places = to_device(torch.tensor(others), self._device)
             num_best = max(self._num_best[host_rows[place]] for place in others)
             logprobs = self._compute(logits[places], drawn[places], num_best)
-            found.append(SampleLogprobs([lines[place] for place in others], logprobs.to_host()))
+            found.append(SampleLogprobs([batch_indices[place] for place in others], logprobs.to_host()))
         ids = [self._token_ids[host_rows[place]] for place in naming]
         width = max(map(len, ids))
         padded = torch.tensor([[*its_ids, *its_ids[:1] * (width - len(its_ids))] for its_ids in ids])
         places, named = to_device(torch.tensor(naming), self._device), to_device(padded, self._device)
         logprobs = self._compute(logits[places], drawn[places], 0, named)
-        return [*found, SampleLogprobs([lines[place] for place in naming], logprobs.to_host())]
+        return [*found, SampleLogprobs([batch_indices[place] for place in naming], logprobs.to_host())]
 
     def _compute(self, logits: Tensor, drawn: Tensor, num_best: int, named: Tensor | None = None) -> LogprobsTensors:
         return compute_logprobs(logits, drawn, num_best, named=named, normalises=self.normalises)

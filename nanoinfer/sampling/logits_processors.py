@@ -1,11 +1,12 @@
 """Logits processors: what changes the logits of a row, in float32, before its token is drawn.
 
 A processor remembers what each row asks for. It learns of that when a sequence is admitted, and works on the rows of
-one step at a time. To add one, write a class with the methods of `RowProcessor` and list it in `row_processors`. What
-holds for one step only is in `token_masks.py`.
+one step at a time. To add one, write a class with the methods of `RowProcessor`, give it a `Stage`, and list it in
+`row_processors`. What holds for one step only is in `token_masks.py`.
 """
 
 from collections.abc import Sequence
+from enum import IntEnum, auto
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -34,8 +35,21 @@ def read_options(sections: PacketSections, names: tuple[str, ...]) -> Tensor:
     return torch.stack([read_field(section, dtype, name).float() for name in names], dim=1)
 
 
+class Stage(IntEnum):
+    """When a processor acts, the first ones first. Raw log-probabilities are those before all but grammars."""
+
+    GRAMMARS = auto()
+    BIASES = auto()
+    USER_FUNCTIONS = auto()
+    PENALTIES = auto()
+    MIN_TOKENS = auto()
+    TOKEN_SETS = auto()
+
+
 class LogitsProcessor(Protocol):
     """Changes the logits of the rows that ask for it."""
+
+    stage: ClassVar[Stage]
 
     def wants(self, row: int) -> bool:
         """Return whether the logits of this row's next token are to be changed."""
@@ -45,7 +59,7 @@ class LogitsProcessor(Protocol):
 
 
 class RowProcessor(LogitsProcessor, Protocol):
-    """Does so for as long as a sequence is in its row.
+    """Changes the logits of a row for as long as the sequence that asked for it is there.
 
     reads: the options of SamplingRecord that it looks at.
     """
@@ -62,6 +76,7 @@ class RowProcessor(LogitsProcessor, Protocol):
 class LogitBias:
     """Adds what the user wants to the logits of some tokens."""
 
+    stage: ClassVar = Stage.BIASES
     reads: ClassVar[tuple[str, ...]] = ()  # logit_bias is ragged
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -84,9 +99,9 @@ class LogitBias:
         return row in self._biases
 
     def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
-        by_line = {line: self._biases[row] for line, row in enumerate(host_rows) if row in self._biases}
-        places = [line * self._vocab_size + biases["token_id"].astype(np.int64) for line, biases in by_line.items()]
-        values = [biases["bias"] for biases in by_line.values()]
+        found = {index: self._biases[row] for index, row in enumerate(host_rows) if row in self._biases}
+        places = [index * self._vocab_size + biases["token_id"].astype(np.int64) for index, biases in found.items()]
+        values = [biases["bias"] for biases in found.values()]
         on_device = [to_device(torch.from_numpy(np.concatenate(parts)), self._device) for parts in (places, values)]
         return logits.float().flatten().index_add(0, *on_device).view_as(logits)
 
@@ -94,6 +109,7 @@ class LogitBias:
 class Penalties:
     """Presence, frequency and repetition penalties."""
 
+    stage: ClassVar = Stage.PENALTIES
     reads: ClassVar[tuple[str, ...]] = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
     def __init__(self, token_ids: Tensor, context_lens: Tensor) -> None:
@@ -119,11 +135,11 @@ class Penalties:
 
     def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
         tables = (self._token_ids, self._context_lens, self._prompt_lens, self._penalties)
-        lines = [line for line, row in enumerate(host_rows) if row in self._rows]
-        if len(lines) == len(host_rows):
+        indices = [index for index, row in enumerate(host_rows) if row in self._rows]
+        if len(indices) == len(host_rows):
             return penalise(logits.float(), *(table[rows] for table in tables))
         # In the tables, a row without penalties may still have those of the sequence that was there before.
-        some = to_device(torch.tensor(lines), logits.device)
+        some = to_device(torch.tensor(indices), logits.device)
         penalised = penalise(logits[some].float(), *(table[rows[some]] for table in tables))
         return logits.float().index_copy(0, some, penalised)
 
@@ -131,6 +147,7 @@ class Penalties:
 class MinTokens:
     """Forbids stop tokens until a sequence has generated its min_tokens."""
 
+    stage: ClassVar = Stage.MIN_TOKENS
     reads: ClassVar[tuple[str, ...]] = ("min_tokens",)
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -157,10 +174,10 @@ class MinTokens:
         return row in self._num_left
 
     def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
-        forbidden = []  # (line, token id)
-        for line, row in enumerate(host_rows):
+        forbidden = []  # (index of the row, token id)
+        for index, row in enumerate(host_rows):
             if self.wants(row):
-                forbidden += [(line, token_id) for token_id in self._stop_ids[row]]
+                forbidden += [(index, token_id) for token_id in self._stop_ids[row]]
                 self._num_left[row] -= 1
                 if self._num_left[row] == 0:
                     self.release(row)
@@ -173,7 +190,8 @@ class MinTokens:
 def row_processors(token_ids: Tensor, context_lens: Tensor, vocab_size: int) -> list[RowProcessor]:
     """Return all processors, in the order in which they act; the tensors are the tables of `Sampler`."""
     device = context_lens.device
-    return [LogitBias(vocab_size, device), Penalties(token_ids, context_lens), MinTokens(vocab_size, device)]
+    processors = LogitBias(vocab_size, device), Penalties(token_ids, context_lens), MinTokens(vocab_size, device)
+    return sorted(processors, key=lambda processor: processor.stage)
 
 
 def penalise(logits: Tensor, token_ids: Tensor, context_lens: Tensor, prompt_lens: Tensor, penalties: Tensor) -> Tensor:

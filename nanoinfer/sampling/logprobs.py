@@ -7,10 +7,17 @@ from torch import Tensor
 
 from nanoinfer import kernels
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.batch import PositionLogprobs
 from nanoinfer.kernels.dispatch import triton_on_cuda
 
 MAX_SCANNED = 20  # the kernel reads all logits once for each of the likeliest; to find more than so many, sorting wins
+
+
+class PositionLogprobs(NamedTuple):
+    """The log-probabilities of one position: of its token, and of the likeliest ones in about their order."""
+
+    rank: int  # of its token; 1 is the likeliest
+    token_ids: list[int]  # its token comes first
+    logprobs: list[float]
 
 
 class LogprobsTensors(NamedTuple):

@@ -49,11 +49,11 @@ class PromptLogprobs(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The tokens of a step's lines, and what else there is to say of them."""
+    """The tokens that a step draws, and what else there is to say of them."""
 
     token_ids: Tensor  # (num_rows,) int32
     logprobs: list[SampleLogprobs]
-    errors: dict[int, str]  # by line: why users' functions failed
+    errors: dict[int, str]  # by batch_idx, which of these tokens: why users' functions failed
 
 
 class Sampler:
@@ -90,7 +90,7 @@ class Sampler:
 
     def admit(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> None:
         """Enter how the newly admitted rows of a packet are sampled, in place of what was known of these rows."""
-        if not header.num_admitted:
+        if not header.counts.row_records:
             return
         records = on_device.row_records
         rows = records[:, 0].long()
@@ -105,7 +105,7 @@ class Sampler:
                     self._logprobs.release(row)
                     for processor in self.processors:
                         processor.release(row)
-        if header.num_sampling_records:
+        if header.counts.sampling_records:
             self._admit_records(on_host, on_device)
 
     def _admit_records(self, on_host: PacketSections, on_device: PacketSections) -> None:
@@ -135,33 +135,32 @@ class Sampler:
             grammars.forbid_in_place(logits, first_id, spared={*filter(self._logprobs.wants_raw, grammars.masks)})
             functions = UserFunctions(masks, host_rows, self.tp)
             token_sets = TokenSets(masks.token_sets, host_rows, self._mask_sender)
-            biases, *rest = self.processors
-            processors = [grammars, biases, functions, *rest, token_sets]
-            masked, errors = functions.lines.keys() | token_sets.masks.keys(), functions.errors
+            processors = sorted([*self.processors, grammars, functions, token_sets], key=lambda one: one.stage)
+            masked, errors = functions.batch_idx_of.keys() | token_sets.masks.keys(), functions.errors
         copied = []
         if self._may_need_copy or masked:
             copied = [
-                line
-                for line, row in enumerate(host_rows)
+                batch_idx
+                for batch_idx, row in enumerate(host_rows)
                 if row in masked or (row in self._may_need_copy and self._needs_copy(row))
             ]
         if not copied:
             return Sampled(self._draw(logits, first_id, rows, host_rows), [], errors)
-        lines = self._to_device(copied)
+        indices = self._to_device(copied)
         token_ids = torch.empty(len(rows), dtype=torch.int32, device=self.device)
         if len(copied) < len(host_rows):
-            others = rows.index_fill(0, lines, -1)  # the draw skips rows of -1
+            others = rows.index_fill(0, indices, -1)  # the draw skips rows of -1
             token_ids = self._draw(logits, first_id, others, host_rows)
         logprobs = []
         for start in range(0, len(copied), ROWS_AT_ONCE):
             some = copied[start : start + ROWS_AT_ONCE]
-            some_lines, some_rows = lines[start : start + ROWS_AT_ONCE], [host_rows[line] for line in some]
-            whole = self._gather(logits[some_lines])
-            which = rows[some_lines]
+            on_device, some_rows = indices[start : start + ROWS_AT_ONCE], [host_rows[batch_idx] for batch_idx in some]
+            whole = self._gather(logits[on_device])
+            which = rows[on_device]
             processed = self._process(whole, which, some_rows, processors)
             lowest = self._thresholds(processed, which, some_rows)
             tables = (self.temperatures, self.seeds, self.token_ids, self.context_lens)
-            token_ids[some_lines] = drawn = sample_and_append(processed, lowest, which, *tables)
+            token_ids[on_device] = drawn = sample_and_append(processed, lowest, which, *tables)
             temperatures = self.temperatures[which]
             logprobs += self._logprobs.read(some, some_rows, drawn, whole, processed, lowest, temperatures)
         return Sampled(token_ids, logprobs, errors)
@@ -175,7 +174,7 @@ class Sampler:
         """
         found, scanned, offset, most_scanned = [], [], 0, 0
         for index, (row, start, length) in enumerate(chunks):
-            record, shift = self._records.get(row), offset - start - 1  # a token is predicted by the state before it
+            record, to_state = self._records.get(row), offset - start - 1  # the state before it predicts a token
             offset += length
             if record is None or record.prompt_logprobs_start < 0:
                 continue
@@ -183,12 +182,12 @@ class Sampler:
             end = min(record.num_prompt_tokens, start + length + 1)
             if num_best <= min(MAX_SCANNED, self._smallest_shard):
                 if first < end:
-                    scanned.append((PromptSpan(index, first, end - first), row, shift))
+                    scanned.append((PromptSpan(index, first, end - first), row, to_state))
                     most_scanned = max(most_scanned, num_best)
                 continue
             for begin in range(first, end, ROWS_AT_ONCE):  # each piece leaves the device before the next is made
                 span = PromptSpan(index, begin, min(ROWS_AT_ONCE, end - begin))
-                found.append(self._logprobs_of(model, hidden, [(span, row, shift)], num_best, sorts_all=True))
+                found.append(self._logprobs_of(model, hidden, [(span, row, to_state)], num_best, sorts_all=True))
         if scanned:
             found.append(self._logprobs_of(model, hidden, scanned, most_scanned, sorts_all=False))
         return found
@@ -201,11 +200,11 @@ class Sampler:
         num_best: int,
         sorts_all: bool,
     ) -> PromptLogprobs:
-        """Return those of spans, each with its row and what leads from a position to the state that predicts it."""
+        """Return those of spans, each with its row and the offset from a position to its hidden state."""
         places = []
-        for span, row, shift in spans:
+        for span, row, to_state in spans:
             positions = np.arange(span.start, span.start + span.length)
-            places.append(np.stack((positions + shift, np.full_like(positions, row), positions)))
+            places.append(np.stack((positions + to_state, np.full_like(positions, row), positions)))
         states, rows, positions = to_device(torch.from_numpy(np.concatenate(places, axis=1)), self.device)
         token_ids, vocab, dtype = self.token_ids[rows, positions], model.lm_head.vocab, model.lm_head.weight.dtype
         normalises = self._logprobs.normalises

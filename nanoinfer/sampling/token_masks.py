@@ -1,14 +1,14 @@
-"""What the host decided about one step, brought to where its logits are.
+"""Brings what the host decided about one step to where its logits are.
 
 A grammar forbids tokens in the model's own 16-bit logits, so its rows are drawn as fast as any others. Token sets,
 users' functions, and grammars of rows whose raw log-probabilities are wanted, are for rows that are copied: they are
 processors of one step.
 
-Under tensor parallelism rank 0 has the masks and the functions. The other ranks know which lines have any. They get the
-masks, and the logits that functions have changed, from rank 0's device.
+Under tensor parallelism rank 0 has the masks and the functions. The other ranks know which of the step's tokens have
+any. They get the masks, and the logits that functions have changed, from rank 0's device.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from nanoinfer.device import to_device, why_not_plain
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
+from nanoinfer.sampling.logits_processors import Stage
 from nanoinfer.sampling.token_bitmask import forbid_tokens
 
 
@@ -31,8 +32,8 @@ class MaskSender:
         self._copies: list[tuple[Tensor, torch.cuda.Event]] = []  # masks on the host, kept until they are copied
 
     def send(self, masks: RowMasks) -> Tensor:
-        """Return the bits on the device, (num_lines, num_words) int32; what is launched from now on can read them."""
-        shape = len(masks.lines), self.num_words
+        """Return the bits on the device, (num_masks, num_words) int32; what is launched from now on can read them."""
+        shape = len(masks.batch_indices), self.num_words
         if self._tp.rank > 0:
             return self._tp.broadcast(torch.empty(shape, dtype=torch.int32, device=self._device))
         assert masks.bits.shape[1] >= self.num_words, f"masks of {masks.bits.shape[1]} words are too narrow"
@@ -52,33 +53,35 @@ class MaskSender:
 class UserFunctions:
     """Runs users' functions on rank 0, each on a copy of its row's logits.
 
-    errors: by line, why a function failed. Its row becomes NaN, so that no token is drawn. Other rows do not notice.
+    errors: by batch_idx, why a function failed. Its row becomes NaN, so that no token is drawn. Others do not notice.
     """
+
+    stage: ClassVar = Stage.USER_FUNCTIONS
 
     def __init__(self, masks: TokenMasks, host_rows: list[int], tp: TensorParallel) -> None:
         self.errors: dict[int, str] = {}
-        self.lines = {host_rows[line]: line for line in masks.functions}  # by row
+        self.batch_idx_of = {host_rows[batch_idx]: batch_idx for batch_idx in masks.functions}  # by row
         self._functions = masks.functions
         self._tp = tp
 
     def wants(self, row: int) -> bool:
-        return row in self.lines
+        return row in self.batch_idx_of
 
     def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
-        places = [place for place, row in enumerate(host_rows) if row in self.lines]
+        places = [place for place, row in enumerate(host_rows) if row in self.batch_idx_of]
         on_device = to_device(torch.tensor(places), logits.device)
         changed = logits[on_device].float()
         if self._tp.rank == 0:
             for place, its_logits in zip(places, changed, strict=True):
-                self._change(self.lines[host_rows[place]], its_logits)
+                self._change(self.batch_idx_of[host_rows[place]], its_logits)
         return logits.float().index_copy(0, on_device, self._tp.broadcast(changed))
 
-    def _change(self, line: int, logits: Tensor) -> None:
-        """Put what the functions of a line make of its logits (vocab_size,) in their place; NaN if one fails.
+    def _change(self, batch_idx: int, logits: Tensor) -> None:
+        """Put what the functions of a token make of its logits (vocab_size,) in their place; NaN if one fails.
 
         Whatever a function does or returns fails here and not later, where it would end the step of all rows.
         """
-        functions, output_ids = self._functions[line]
+        functions, output_ids = self._functions[batch_idx]
         forbidden, name = logits == -torch.inf, ""
         try:
             for function in functions:
@@ -86,18 +89,20 @@ class UserFunctions:
                 logits.copy_(_checked(function(list(output_ids), logits.clone()), logits))
             logits.masked_fill_(forbidden, -torch.inf)  # what a grammar forbids stays forbidden
         except Exception as error:
-            self.errors[line] = f"logits processor {name} failed with {_describe(error)}"
+            self.errors[batch_idx] = f"logits processor {name} failed with {_describe(error)}"
             logits.fill_(torch.nan)
 
 
 class TokenSets:
     """Forbids what allowed_token_ids and bad_words leave out."""
 
+    stage: ClassVar = Stage.TOKEN_SETS
+
     def __init__(self, masks: RowMasks | None, host_rows: list[int], sender: MaskSender) -> None:
-        self.masks: dict[int, int] = {}  # by row: which line of the bits
-        if masks is not None and masks.lines:
-            self.masks = {host_rows[line]: index for index, line in enumerate(masks.lines)}
-            self._lines, self._bits = masks.lines, sender.send(masks)
+        self.masks: dict[int, int] = {}  # by row: which of the masks
+        if masks is not None and masks.batch_indices:
+            self.masks = {host_rows[batch_idx]: mask for mask, batch_idx in enumerate(masks.batch_indices)}
+            self._batch_indices, self._bits = masks.batch_indices, sender.send(masks)
 
     def wants(self, row: int) -> bool:
         return row in self.masks
@@ -114,20 +119,22 @@ class TokenSets:
 class Grammars(TokenSets):
     """Forbids what grammars forbid, of most rows in place."""
 
+    stage: ClassVar = Stage.GRAMMARS
+
     def forbid_in_place(self, logits: Tensor, first_id: int, spared: set[int]) -> None:
         """Forbid it in logits (num_rows, vocab shard), from token `first_id` on, but in copies only of spared rows."""
         if not self.masks:
             return
         if not spared:
-            forbid_tokens(logits, to_device(torch.tensor(self._lines), logits.device), self._bits, first_id)
+            forbid_tokens(logits, to_device(torch.tensor(self._batch_indices), logits.device), self._bits, first_id)
             self.masks = {}
             return
-        others = [index for row, index in self.masks.items() if row not in spared]
+        others = [mask for row, mask in self.masks.items() if row not in spared]
         if others:
-            places = torch.tensor([others, [self._lines[index] for index in others]])
-            masks, lines = to_device(places, logits.device)
-            forbid_tokens(logits, lines, self._bits[masks], first_id)
-        self.masks = {row: index for row, index in self.masks.items() if row in spared}
+            places = torch.tensor([others, [self._batch_indices[mask] for mask in others]])
+            masks, batch_indices = to_device(places, logits.device)
+            forbid_tokens(logits, batch_indices, self._bits[masks], first_id)
+        self.masks = {row: mask for row, mask in self.masks.items() if row in spared}
 
 
 def _checked(result: Any, logits: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ def thresholds(logits: Tensor, limits: Tensor) -> Tensor:
     threshold), then its FILTERS: top_k (0: off), top_p (1: off) and min_p (0: off).
     """
     lowest = torch.full((len(logits),), -torch.inf, device=logits.device)
-    for lines in limits[:, 0].nonzero().squeeze(1).split(SORTED_ROWS):
-        temperature, top_k, top_p, min_p = limits[lines].unsqueeze(2).unbind(1)
-        ordered = logits[lines].float().sort(dim=1, descending=True).values
+    for some in limits[:, 0].nonzero().squeeze(1).split(SORTED_ROWS):
+        temperature, top_k, top_p, min_p = limits[some].unsqueeze(2).unbind(1)
+        ordered = logits[some].float().sort(dim=1, descending=True).values
         last = ordered.gather(1, (top_k.long() - 1).clamp(0, ordered.shape[1] - 1))
         by_k = torch.where((top_k > 0) & (top_k < ordered.shape[1]), last, -torch.inf)
         by_share = ordered[:, :1] + temperature * min_p.log()
@@ -35,5 +35,5 @@ def thresholds(logits: Tensor, limits: Tensor) -> Tensor:
         more_likely = probabilities.cumsum(dim=1) - probabilities  # the share of the tokens before each
         num_kept = (more_likely < top_p).sum(dim=1, keepdim=True).clamp(min=1)
         by_p = torch.where(top_p < 1, ordered.gather(1, num_kept - 1), -torch.inf)
-        lowest[lines] = torch.cat((by_k, by_p, by_share), dim=1).amax(dim=1)
+        lowest[some] = torch.cat((by_k, by_p, by_share), dim=1).amax(dim=1)
     return lowest

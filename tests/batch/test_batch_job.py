@@ -860,7 +860,7 @@ def test_the_exit_code_says_what_became_of_the_job(tmp_path: Path, capsys: pytes
     )
     assert "\r" not in shown, "it is no terminal"
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out2") == 3
-    assert "add mended lines at the end of the input, and the same command answers them" in capsys.readouterr().err
+    assert "To retry, append corrected lines to the input and run the same command" in capsys.readouterr().err
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out3", "--max-errors", 1) == 4
     assert "too many errors: " in capsys.readouterr().err
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out1") == 2

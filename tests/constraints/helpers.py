@@ -49,8 +49,8 @@ def ids_of(bits: NDArray[np.int32]) -> set[int]:
 def allowed_bits(masks: TokenMasks, line: int, vocab_size: int) -> NDArray[np.int32]:
     bits = all_tokens(vocab_size)
     for part in (masks.grammars, masks.token_sets):
-        if part is not None and line in part.lines:
-            bits &= part.bits[part.lines.index(line)]
+        if part is not None and line in part.batch_indices:
+            bits &= part.bits[part.batch_indices.index(line)]
     return bits
 
 

@@ -66,8 +66,8 @@ def test_a_step_has_one_mask_for_each_line_with_a_grammar(constraints: Constrain
     masks = constraints.masks([None, yes, listed, None, both])
     assert masks.grammars is not None
     assert masks.token_sets is not None
-    assert masks.grammars.lines == [1, 4]
-    assert masks.token_sets.lines == [2, 4]
+    assert masks.grammars.batch_indices == [1, 4]
+    assert masks.token_sets.batch_indices == [2, 4]
     assert masks.grammars.bits.shape == (2, VOCAB_SIZE // 32)
     assert masks.grammars.bits.dtype == np.int32
     assert masks.functions == {4: ((function,), encode("7"))}

@@ -43,7 +43,7 @@ def test_allowed_token_ids_are_all_that_may_come_and_follow_no_token() -> None:
     masks = constraints.masks([None, constraint])
     assert masks.grammars is None
     assert masks.token_sets is not None
-    assert masks.token_sets.lines == [1]
+    assert masks.token_sets.batch_indices == [1]
 
 
 def test_a_word_of_one_token_is_forbidden_everywhere_and_follows_no_token() -> None:

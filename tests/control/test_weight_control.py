@@ -340,7 +340,7 @@ def test_sleep_frees_the_cache_and_level_2_the_weights(pair: tuple[Path, Path]) 
             sizes = [param.untyped_storage().nbytes() for param in runner.model.parameters()]
             assert any(sizes) == (level == 1), "on a CPU the weights are in host memory anyway"
             llm.wake_up()
-            assert runner.state.kv_cache.num_blocks == runner.num_blocks == llm.get_metrics().num_blocks
+            assert runner.device_state.kv_cache.num_blocks == runner.limits.num_blocks == llm.get_metrics().num_blocks
 
 
 def test_calls_to_an_engine_that_sleeps_say_so(llm: LLM) -> None:

@@ -192,8 +192,8 @@ def test_the_message_of_rules_says_which_lines_have_any() -> None:
     assert masks.token_sets is not None
     assert read.grammars is not None
     assert read.token_sets is not None
-    assert read.grammars.lines == masks.grammars.lines == [0, 1, 2, 6]
-    assert read.token_sets.lines == masks.token_sets.lines == [0, 5, 6]
+    assert read.grammars.batch_indices == masks.grammars.batch_indices == [0, 1, 2, 6]
+    assert read.token_sets.batch_indices == masks.token_sets.batch_indices == [0, 5, 6]
     assert read.functions == {1: ((), []), 4: ((), []), 5: ((), []), 6: ((), [])}
     assert pack_masks(TokenMasks()).tolist() == [0, 0, 0]
 

@@ -350,7 +350,7 @@ def answers_of_families(
         if max_group_rows is not None:
             arranger.max_group_rows = max_group_rows
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        graphs = llm.engine.runner.state.graphs
+        graphs = llm.engine.runner.device_state.graphs
         num_graphs = sum(shares for _, shares in graphs._graphs) if graphs else 0
     completions = [completion for output in outputs for completion in output.outputs]
     return Answers([completion.token_ids for completion in completions], num_passes, num_graphs)
@@ -405,7 +405,7 @@ def test_the_cache_takes_what_the_user_grants(random_checkpoint: Callable[..., P
         assert llm.engine.runner is not None
         used = total - torch.cuda.mem_get_info()[0]
         assert 0.45 * total < used < 0.51 * total
-        assert llm.engine.runner.state.kv_cache.num_bytes > 0.4 * total
+        assert llm.engine.runner.device_state.kv_cache.num_bytes > 0.4 * total
     assert torch.cuda.mem_get_info()[0] > free - 2**30  # close gives it back
 
 

@@ -125,10 +125,10 @@ def run_steps(runner: Any, max_num_seqs: int) -> None:
             for size in reversed(graph_sizes(max_num_seqs)):
                 rows = torch.full((size,), -1, dtype=torch.int32)
                 runner.decode(rows, None)
-            copy_cached_tokens(runner.state.kv_cache, torch.zeros(1, 3, dtype=torch.int32))
+            copy_cached_tokens(runner.device_state.kv_cache, torch.zeros(1, 3, dtype=torch.int32))
             for num_best in (0, 1, MAX_SCANNED):
-                compute_logprobs(runner.state.buffers.logits[:1], torch.zeros(1, dtype=torch.int32), num_best)
-            if runner.max_group_rows > 1:
+                compute_logprobs(runner.device_state.buffers.logits[:1], torch.zeros(1, dtype=torch.int32), num_best)
+            if runner.limits.max_group_rows > 1:
                 runner.decode(rows, SharedPrefixes(torch.zeros_like(rows), torch.zeros_like(rows)))
     finally:
         del torch.Tensor.is_cuda

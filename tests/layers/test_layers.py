@@ -213,7 +213,7 @@ def test_row_parallel_products_of_few_tokens_go_to_the_symmetric_memory_with_or_
     parts = []
     for tp in RANKS:
         buffers = object()
-        memory: Any = SimpleNamespace(max_tokens=3, next_buffers=lambda num_tokens, buffers=buffers: buffers)
+        memory: Any = SimpleNamespace(serves=lambda _: True, next_buffers=lambda _, buffers=buffers: buffers)
         layer = RowParallelLinear(8, 5, bias=bias, tp=replace(tp, memory=memory))
         layer.weight_loader(layer.weight, weight)
         if bias:

@@ -189,7 +189,7 @@ def test_sums_of_few_tokens_go_to_the_symmetric_memory() -> None:
     parts = []
     for tp in RANKS:
         buffers = object()
-        memory: Any = SimpleNamespace(max_tokens=3, next_buffers=lambda num_tokens, buffers=buffers: buffers)
+        memory: Any = SimpleNamespace(serves=lambda _: True, next_buffers=lambda _, buffers=buffers: buffers)
         out = build(replace(tp, memory=memory), weights)(x)
         assert out.all_ranks is buffers
         parts.append(out.terms.sum(0))

@@ -19,6 +19,6 @@ def test_the_largest_step_has_no_more_prompts_than_rows(
     with LLM(random_checkpoint(), device="cpu", **options) as llm:
         runner = llm.engine.runner
         assert isinstance(runner, ModelRunner)
-        assert runner.max_step_tokens == min(2500, max_num_seqs * (max_model_len or 2048))
+        assert runner.setup.max_step_tokens(runner.limits) == min(2500, max_num_seqs * (max_model_len or 2048))
         with computing(runner.device, 1):
             runner.run_largest_prefills()

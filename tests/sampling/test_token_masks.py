@@ -16,6 +16,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import ScheduledBatch, pack, read_header, split
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
+from nanoinfer.sampling.logprobs import PositionLogprobs
 from nanoinfer.sampling.sampler import NUM_COPIES, NUM_MASKS, ROWS_AT_ONCE, Sampled, Sampler
 from nanoinfer.sampling.token_bitmask import forbid_tokens
 
@@ -70,6 +71,15 @@ def draw(
     sampled = sampler.sample(logits, 0, torch.tensor(host_rows, device=logits.device), host_rows, masks)
     assert torch.equal(sampler.token_ids[host_rows, 2], sampled.token_ids.clamp(min=0))
     return sampled
+
+
+def logprobs_of(sampled: Sampled) -> dict[int, PositionLogprobs]:
+    """The log-probabilities of the step's tokens that want any, by batch_idx."""
+    return {
+        batch_idx: position
+        for some in sampled.logprobs
+        for batch_idx, position in zip(some.batch_indices, some.logprobs.to_positions(), strict=True)
+    }
 
 
 # --- the mask itself ---
@@ -142,10 +152,7 @@ def test_rows_with_rules_change_nothing_for_the_others() -> None:
     assert sampled.token_ids[7] == 9
     assert sampled.token_ids[0] in (5, 6)
     assert sampled.token_ids[11] in (1, 2, 3)
-    found, expected = (
-        {line: entry for of in some.logprobs for line, entry in zip(of.lines, of.logprobs.to_positions(), strict=True)}
-        for some in (sampled, plain)
-    )
+    found, expected = logprobs_of(sampled), logprobs_of(plain)
     assert all(found[line] == expected[line] for line in others if line in expected)
 
 
@@ -178,7 +185,7 @@ def test_raw_logprobs_are_those_before_a_grammar_and_all_else_and_processed_ones
         given = logits.clone()
         sampled = draw([params, params], given, masks, mode=mode)
         [of_lines] = sampled.logprobs
-        assert of_lines.lines == [0, 1]
+        assert of_lines.batch_indices == [0, 1]
         for line, wanted in enumerate(scores.log_softmax(dim=1)):
             _, ids, logprobs = of_lines.logprobs.to_positions()[line]
             assert set(ids[1:]) == set(wanted.topk(3).indices.tolist())
@@ -197,9 +204,7 @@ def test_named_tokens_have_their_logprobs_beside_rows_that_want_the_likeliest_or
     scores = logits.double().log_softmax(dim=1) if mode == "raw_logprobs" else logits.double()
     if mode == "processed_logits":
         scores[2:] /= 0.5  # lines 2 and 3 have rows 3 and 0
-    found = {
-        line: entry for of in sampled.logprobs for line, entry in zip(of.lines, of.logprobs.to_positions(), strict=True)
-    }
+    found = logprobs_of(sampled)
     assert sorted(found) == [0, 2, 3]
     for line, ids in ((3, named[0]), (2, named[1])):
         drawn = int(sampled.token_ids[line])
@@ -392,7 +397,7 @@ def test_a_gpu_draws_what_a_cpu_draws_under_rules_of_all_kinds(dtype: torch.dtyp
     assert (on_gpu.token_ids.cpu() == expected.token_ids).float().mean() > 0.97  # near ties may flip
     torch.cuda.synchronize()
     for ours, theirs in zip(on_gpu.logprobs, expected.logprobs, strict=True):
-        assert ours.lines == theirs.lines
+        assert ours.batch_indices == theirs.batch_indices
         torch.testing.assert_close(ours.logprobs.logprobs[:, 1:], theirs.logprobs.logprobs[:, 1:], atol=1e-4, rtol=1e-4)
 
 

@@ -2,7 +2,7 @@
 
 Layers of a group share a block table. All groups take their blocks from one pool of equal pages: a page holds the keys
 and values of `block_size` tokens in as many layers as attend to all tokens. These are the first group; those with a
-window make up the others, the last of which may leave the rest of its pages empty. So a layer's part of the pool is as
+window make up the others, and the last group may leave a part of its pages empty. So a layer's part of the pool is as
 it would be without groups, and kernels know nothing of them.
 """
 
@@ -55,10 +55,12 @@ class LayerGroups(NamedTuple):
         [size] = {*windows} - {None}
         return cls(size, num_groups, num_full, tuple(places))
 
-    @property
-    def least_pages(self) -> int:
-        """Return how many pages a pool needs that holds anything: where there are several groups, one is nobody's."""
-        return self.num_groups + (self.num_groups > 1)
+    def num_pages_of(self, num_blocks: int) -> int:
+        """Return how many pages have the bytes of so many blocks of all layers, and hold as many tokens at least.
+
+        Where there are several groups, one page more is nobody's.
+        """
+        return num_blocks * self.num_groups + (self.num_groups > 1)
 
     def num_pages(self, num_tokens: int, block_size: int, max_chunk_tokens: int) -> int:
         """Return how many pages a sequence of so many tokens takes at most, if its chunks have no more than that."""
@@ -77,3 +79,14 @@ class LayerGroups(NamedTuple):
             fits = self.num_pages(middle * block_size, block_size, max_chunk_tokens) <= num_pages
             least, most = (middle, most) if fits else (least, middle - 1)
         return least * block_size
+
+    def describe(self, num_pages: int, block_size: int, max_chunk_tokens: int) -> str:
+        """Say what a page holds where that is not a part of all layers, and how far the pages go."""
+        if self.window is None:
+            return ""
+        within = (self.num_groups - 1) * -(-self.window // block_size)
+        return (
+            f"of {self.layers_per_page} layers (one sequence of up to "
+            f"{self.max_tokens(num_pages, block_size, max_chunk_tokens)} tokens, or the windows of "
+            f"{num_pages // within} sequences, {self.window} tokens each) "
+        )

@@ -87,7 +87,9 @@ class EncoderLayer(nn.Module):
     """A layer; ModernBERT's first one has no norm before its attention, since the embedding has one."""
 
     # Steps go through it in one way alone.
-    traits: ClassVar[LayerTraits] = LayerTraits(frozenset(), is_common=False, has_plain_attention=False)
+    traits: ClassVar[LayerTraits] = LayerTraits(
+        frozenset(), is_common=False, has_plain_attention=False, returns_stream=False
+    )
 
     def __init__(
         self,
