@@ -236,7 +236,10 @@ def run_host(_args: argparse.Namespace) -> dict[str, Any]:
     from nanoinfer.bench import host, host_replicas
 
     loads = LOADS["cuda"]
-    figures = {"host": host.measure(), "fewshot": host.measure_job(loads["fewshot"][0])}
+    figures = {
+        "host": host.measure(),
+        "calls": {name: host.measure_call(loads[name][0]) for name in ("fewshot", "short")},
+    }
     replicas = {name: host_replicas.measure(loads[name][0]) for name in ("steady", "fewshot", "short")}
     return {**figures, "replicas": replicas, **describe_machine("cpu")}
 

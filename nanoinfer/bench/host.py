@@ -1,24 +1,32 @@
-"""`nanoinfer bench host`: what decode steps, and the few-shot load, cost the host. The GPU must take longer for them.
+"""`nanoinfer bench host`: what decode steps, and whole calls, cost the host. The GPU must take longer for them.
 
-It schedules, packs and updates steps with made-up token ids in place of a model, and imports no PyTorch.
+Token ids are made up in place of a model, and PyTorch is not imported.
 """
 
 import random
 import statistics
-from time import perf_counter
-from typing import Any
+from time import perf_counter, process_time
+from types import SimpleNamespace
+from typing import Any, cast
 
 from nanoinfer import SamplingParams
 from nanoinfer.bench.workloads import Load, draw_workload
-from nanoinfer.engine.batch import ScheduledBatch, pack
+from nanoinfer.config import EngineConfig
+from nanoinfer.constraints.constraints import Constraints
+from nanoinfer.engine.batch import Packet, ScheduledBatch, pack, read_header
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.limits import RunnerLimits
+from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.text.prompts import PromptProcessor
 
 CASES = ((256, 0), (1024, 0), (256, 100_000))  # sequences running, requests waiting
 NUM_STEPS = 512  # two blocks of tokens for each sequence
 BLOCK_SIZE = 256
 INPUT_LEN = (100, 1024)  # sequences need blocks in different steps
+VOCAB_SIZE = 150_000
 PARTS = ("schedule", "pack", "update", "total")
 
 
@@ -44,38 +52,57 @@ def measure(cases: tuple[tuple[int, int], ...] = CASES, num_steps: int = NUM_STE
     return figures
 
 
-def measure_job(load: Load) -> dict[str, float]:
-    """Run a whole load through the scheduler, print what its parts take together, and return these seconds."""
-    workload = draw_workload(0, load, vocab_size=150_000)
-    longest, num_rows = load.longest, load.max_num_seqs
-    scheduler = Scheduler(
-        BlockManager((num_rows + 8) * -(-longest // BLOCK_SIZE), BLOCK_SIZE),
-        max_num_seqs=num_rows,
-        max_num_batched_tokens=16_384,
-        max_model_len=longest,
+class NoDevice:
+    """Stands in for a ModelRunner: a step takes no time, and every token is 0."""
+
+    closed, asleep, unready = False, frozenset[str](), None
+
+    def __init__(self, limits: RunnerLimits) -> None:
+        self.limits = limits
+        self.first_step: float | None = None  # when it was launched (perf_counter)
+
+    def launch(self, packet: Packet) -> int:
+        self.first_step = self.first_step or perf_counter()
+        header = read_header(packet)
+        return header.num_prefill_samples + header.counts.decode_rows
+
+    def sample(self, pending: int, masks: object = None) -> SimpleNamespace:
+        return SimpleNamespace(num_tokens=pending, errors={}, logprobs=(), prompt_logprobs=(), hidden_states=())
+
+    def wait(self, handle: SimpleNamespace) -> list[int]:
+        return [0] * handle.num_tokens
+
+
+def measure_call(load: Load) -> dict[str, float]:
+    """Run all requests of a load as one call, print what it takes, and return these figures.
+
+    first_step: seconds from the call to its first launch. all: CPU seconds to its end.
+    """
+    workload, longest = draw_workload(0, load, VOCAB_SIZE), load.longest + 1
+    config = EngineConfig("none", max_model_len=longest, max_num_seqs=load.max_num_seqs)
+    runner = NoDevice(
+        RunnerLimits(
+            max_model_len=longest,
+            num_blocks=(load.max_num_seqs + 8) * -(-longest // config.kvcache_block_size),
+            max_num_seqs=load.max_num_seqs,
+            num_snapshots=0,
+            window=None,
+            num_windowed_groups=0,
+            max_group_rows=0,
+            whole_prompts=False,
+            computes_beside_host=True,
+        )
     )
-    started = perf_counter()
-    for seq_id, (prompt, max_tokens) in enumerate(zip(workload.prompts, workload.max_tokens, strict=True)):
-        scheduler.add(Sequence(seq_id, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True)))
-    seconds = {"queue": perf_counter() - started, "schedule": 0.0, "pack": 0.0, "update": 0.0}
-    in_flight, token_ids = ScheduledBatch(), list[int]()
-    num_computed = 0
-    while in_flight or not scheduler.is_finished():
-        marks = [perf_counter()]
-        batch = scheduler.schedule(in_flight=bool(in_flight))
-        marks.append(perf_counter())
-        pack(batch)
-        marks.append(perf_counter())
-        scheduler.update(in_flight, token_ids)
-        marks.append(perf_counter())
-        for part, begin, end in zip(("schedule", "pack", "update"), marks, marks[1:], strict=False):
-            seconds[part] += end - begin
-        num_computed += batch.num_prefill_tokens
-        in_flight, token_ids = batch, [0] * len(batch.sampled)
-    parts = ", ".join(f"{part} {its:.3f}" for part, its in seconds.items())
+    engine = LLMEngine(config, cast("Any", runner), None, frozenset())
+    constraints = Constraints(None, VOCAB_SIZE, frozenset())
+    queue = RequestQueue(engine, PromptProcessor(None, "none", VOCAB_SIZE, longest), constraints)
+    params = [SamplingParams(max_tokens=count, ignore_eos=True, detokenize=False) for count in workload.max_tokens]
+    started, cpu_started = perf_counter(), process_time()
+    queue.complete(queue.prepare_portions(workload.prompts, params), show=lambda num_finished: None)
+    seconds = {"all": process_time() - cpu_started, "first_step": (runner.first_step or started) - started}
     print(
-        f"{load.num_seqs:,} requests of {workload.num_input_tokens:,} tokens, {num_computed:,} of them computed: "
-        f"{sum(seconds.values()):.3f} s of the host ({parts})"
+        f"a call of {load.num_seqs:,} prompts of {workload.num_input_tokens:,} tokens, {engine.stats.prefill_tokens:,} of "
+        f"them computed: {seconds['first_step']:.3f} s until its first step, {seconds['all']:.3f} s of the host in all"
     )
     return seconds
 
