@@ -101,8 +101,8 @@ def measure_call(load: Load) -> dict[str, float]:
     queue.complete(queue.prepare_portions(workload.prompts, params), show=lambda num_finished: None)
     seconds = {"all": process_time() - cpu_started, "first_step": (runner.first_step or started) - started}
     print(
-        f"a call of {load.num_seqs:,} prompts of {workload.num_input_tokens:,} tokens, {engine.stats.prefill_tokens:,} of "
-        f"them computed: {seconds['first_step']:.3f} s until its first step, {seconds['all']:.3f} s of the host in all"
+        f"a call of {load.num_seqs:,} prompts of {workload.num_input_tokens:,} tokens, {engine.stats.prefill_tokens:,} "
+        f"of them computed: {seconds['first_step']:.3f} s until its first step, {seconds['all']:.3f} s of the host"
     )
     return seconds
 

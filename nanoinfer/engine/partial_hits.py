@@ -10,8 +10,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from nanoinfer.engine.sequence import Sequence
 
 MIN_COPIED_TOKENS = 8  # so prompts that have nothing but their first token in common copy nothing
@@ -133,7 +131,14 @@ def num_common(one: Buffer, other: Buffer) -> int:
     """Return how many token ids two texts have in common before they part."""
     if one[:4] != other[:4]:
         return 0  # nearly always
-    length = min(len(one), len(other)) // 4
-    differs = np.frombuffer(one, np.int32, length) != np.frombuffer(other, np.int32, length)
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
+    one, other = bytes(one), bytes(other)  # which compare by memory; those that are bytes are not copied
+    least, most = 0, min(len(one), len(other)) // 4
+    if one[: 4 * most] == other[: 4 * most]:
+        return most
+    while least < most - 1:  # they agree before `least`, and part before `most`
+        middle = (least + most) // 2
+        if one[4 * least : 4 * middle] == other[4 * least : 4 * middle]:
+            least = middle
+        else:
+            most = middle
+    return least

@@ -1,10 +1,12 @@
 """Blocks: who holds them, when they come back, and which prefixes are found in them."""
 
+from array import array
+
 import pytest
 import xxhash
 
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.partial_hits import BlockCopy
+from nanoinfer.engine.partial_hits import BlockCopy, num_common
 from nanoinfer.engine.sequence import Sequence
 from tests.engine.helpers import always_seven, make_sequence, prefill
 
@@ -434,3 +436,15 @@ def test_prompt_logprobs_leave_their_tokens_to_compute() -> None:
     seq.prompt_logprobs_start = 5
     [copy] = manager.allocate(seq, manager.find_cached_prefix(seq))
     assert copy.num_tokens == 4
+
+
+def test_common_tokens_are_counted_to_where_texts_part() -> None:
+    whole = array("i", range(100, 110))
+    for length in range(11):
+        for place in range(12):
+            other = array("i", whole[:length])
+            if place < length:
+                other[place] = 7
+            expected = min(length, place)
+            assert num_common(whole.tobytes(), other.tobytes()) == expected
+            assert num_common(*(memoryview(text).cast("B") for text in (other, whole))) == expected
