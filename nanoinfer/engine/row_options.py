@@ -6,6 +6,7 @@ nothing as its default, and a logits processor that names it in `reads`.
 """
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from nanoinfer.engine.sequence import Sequence
@@ -57,8 +58,14 @@ DERIVED: Mapping[str, Callable[[SamplingParams], float | None]] = {
 }
 
 
+_read_options = attrgetter("logprob_token_ids", *NEUTRAL)
+NOTHING_ASKED = _read_options(SamplingParams())
+
+
 def asked_options(params: SamplingParams) -> dict[str, Any]:
     """Return the options that ask for something, by name."""
+    if _read_options(params) == NOTHING_ASKED:  # as of most requests
+        return {}
     asked = {}
     for name, neutral in NEUTRAL.items():
         value = DERIVED[name](params) if name in DERIVED else getattr(params, name)
