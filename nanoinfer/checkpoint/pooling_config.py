@@ -25,7 +25,6 @@ POOLING_FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
 DENSE_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")  # of torch.nn
-RUNNERS = ("auto", "generate", "pooling")
 NO_LENGTH = 10**9  # a tokenizer's model_max_length that is none is larger
 UNTRAINED_LABELS = 2  # that transformers takes where a config.json names none
 
