@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,12 +104,22 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
+def numbers_to_device(numbers: list[Any], device: torch.device) -> Tensor:
+    """Start a copy of a list of whole numbers, or of equal lists of them, as int64.
+
+    A program may have set a default device, on which `torch.tensor` would make them.
+    """
+    return to_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
+
+
 def host_array(shape: tuple[int, ...], device: torch.device) -> NDArray[np.int32]:
     """Return memory of the host, int32, whose copy to this device takes no detour: pinned where that is a GPU.
 
     PyTorch may not notice which copies read it, so it must be kept until they are done.
     """
-    array: NDArray[np.int32] = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda").numpy()
+    array: NDArray[np.int32] = torch.empty(
+        shape, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+    ).numpy()
     return array
 
 
@@ -128,8 +139,13 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def computing(device: torch.device, num_threads: int | None) -> Iterator[None]:
-    """Compute without gradients on this device, and with so many threads on a CPU, for a scope."""
-    with torch.inference_mode(), current_device(device), cpu_threads(num_threads):
+    """Compute without gradients on this device, and with so many threads on a CPU, for a scope.
+
+    Autocasting, which a trainer may have turned on around a call, is off in it: the engine chooses its own dtypes.
+    """
+    casts = torch.is_autocast_enabled(device.type)
+    plain = torch.autocast(device.type, enabled=False) if casts else nullcontext()
+    with torch.inference_mode(), current_device(device), cpu_threads(num_threads), plain:
         yield
 
 

@@ -179,5 +179,5 @@ def _tables(query_lens: tuple[int, ...], context_lens: tuple[int, ...], device: 
     ]
     chunks = [(sequence, offset) for sequence, length in enumerate(query_lens) for offset in range(0, length, CHUNK)]
     numbers = [number for line in (*sequences, *chunks) for number in line]
-    table = to_device(torch.tensor(numbers, dtype=torch.int32), device)
+    table = to_device(torch.tensor(numbers, dtype=torch.int32, device="cpu"), device)
     return table[: 3 * len(sequences)].view(-1, 3), table[3 * len(sequences) :].view(-1, 2)

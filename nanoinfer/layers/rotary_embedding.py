@@ -112,7 +112,7 @@ def _longrope(inv_freq: Tensor, config: ModelConfig, max_positions: int) -> tupl
     if scale is None:
         factor = p.get("factor") or config.max_position_embeddings / original
         scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return inv_freq / torch.tensor(p[name]), scale
+    return inv_freq / torch.tensor(p[name], dtype=torch.float32), scale
 
 
 def _yarn(inv_freq: Tensor, config: ModelConfig) -> tuple[Tensor, float]:

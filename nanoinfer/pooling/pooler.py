@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
-from nanoinfer.device import to_device
+from nanoinfer.device import numbers_to_device
 from nanoinfer.engine.batch import Header, PacketSections
 from nanoinfer.engine.prompt_states import FoundStates, StatesRecord
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
@@ -77,7 +77,7 @@ class Pooler:
         ends = [start + length for _, start, length in chunks]
         if not self._has_token_types or all(place >= end for place, end in zip(places, ends, strict=True)):
             return step
-        numbers = to_device(torch.tensor([places, [length for _, _, length in chunks]]), step.positions.device)
+        numbers = numbers_to_device([places, [length for _, _, length in chunks]], step.positions.device)
         num_tokens = len(step.positions)
         second_texts = numbers[0].repeat_interleave(numbers[1], output_size=num_tokens)
         return replace(step, token_types=(step.positions >= second_texts).int())
@@ -117,10 +117,7 @@ class Pooler:
             offset += length
         if not indices:
             return []
-        if by_mean:
-            vectors = self._means(hidden, chunks, indices)
-        else:
-            vectors = hidden[to_device(torch.tensor(places), hidden.device)]
+        vectors = self._means(hidden, chunks, indices) if by_mean else hidden[numbers_to_device(places, hidden.device)]
         values = self._after_pooling(vectors).to("cpu", non_blocking=True)
         ended = [index for index in indices if not by_mean or self._ends(chunks[index])]
         return [FoundStates(index, None, 0, values[place : place + 1]) for place, index in enumerate(ended)]
@@ -131,7 +128,7 @@ class Pooler:
 
     def _means(self, hidden: Tensor, chunks: Chunks, indices: list[int]) -> Tensor:
         """Return the means of the prompts that end in the chunks of `indices`, (num_prompts, hidden_size) float32."""
-        lens = to_device(torch.tensor([length for _, _, length in chunks]), hidden.device)
+        lens = numbers_to_device([length for _, _, length in chunks], hidden.device)
         sums = torch.segment_reduce(hidden.float(), "sum", lengths=lens, axis=0, unsafe=True)
         if len(indices) == len(chunks) and all(chunk[1] == 0 and self._ends(chunk) for chunk in chunks):
             return sums / lens.unsqueeze(1)

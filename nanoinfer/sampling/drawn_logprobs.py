@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanoinfer.device import to_device
+from nanoinfer.device import numbers_to_device
 from nanoinfer.engine.batch import PacketSections
 from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.sampling.logprobs import LogprobsTensors, compute_logprobs
@@ -80,14 +80,14 @@ class DrawnLogprobs:
             return [SampleLogprobs(batch_indices, self._compute(logits, drawn, num_best).to_host())]
         found = []
         if others := [place for place, row in enumerate(host_rows) if row not in self._token_ids and self.wants(row)]:
-            places = to_device(torch.tensor(others), self._device)
+            places = numbers_to_device(others, self._device)
             num_best = max(self._num_best[host_rows[place]] for place in others)
             logprobs = self._compute(logits[places], drawn[places], num_best)
             found.append(SampleLogprobs([batch_indices[place] for place in others], logprobs.to_host()))
         ids = [self._token_ids[host_rows[place]] for place in naming]
         width = max(map(len, ids))
-        padded = torch.tensor([[*its_ids, *its_ids[:1] * (width - len(its_ids))] for its_ids in ids])
-        places, named = to_device(torch.tensor(naming), self._device), to_device(padded, self._device)
+        padded = [[*its_ids, *its_ids[:1] * (width - len(its_ids))] for its_ids in ids]
+        places, named = numbers_to_device(naming, self._device), numbers_to_device(padded, self._device)
         logprobs = self._compute(logits[places], drawn[places], 0, named)
         return [*found, SampleLogprobs([batch_indices[place] for place in naming], logprobs.to_host())]
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoinfer.device import to_device
+from nanoinfer.device import numbers_to_device, to_device
 from nanoinfer.engine.batch import SECTION_DTYPES, PacketSections
 from nanoinfer.engine.row_options import SamplingRecord
 
@@ -117,7 +117,7 @@ class Penalties:
         self._token_ids = token_ids
         self._context_lens = context_lens
         self._prompt_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self._penalties = torch.zeros(num_rows, len(self.reads), device=device)
+        self._penalties = torch.zeros(num_rows, len(self.reads), dtype=torch.float32, device=device)
         self._rows: set[int] = set()
 
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
@@ -139,7 +139,7 @@ class Penalties:
         if len(indices) == len(host_rows):
             return penalise(logits.float(), *(table[rows] for table in tables))
         # In the tables, a row without penalties may still have those of the sequence that was there before.
-        some = to_device(torch.tensor(indices), logits.device)
+        some = numbers_to_device(indices, logits.device)
         penalised = penalise(logits[some].float(), *(table[rows[some]] for table in tables))
         return logits.float().index_copy(0, some, penalised)
 
@@ -183,7 +183,7 @@ class MinTokens:
                     self.release(row)
         if not forbidden:
             return logits
-        places = to_device(torch.tensor(forbidden, dtype=torch.int64), self._device)
+        places = numbers_to_device(forbidden, self._device)
         return logits.index_put(places.unbind(1), logits.new_full((), -torch.inf))
 
 
@@ -209,7 +209,7 @@ def penalise(logits: Tensor, token_ids: Tensor, context_lens: Tensor, prompt_len
     is_known = places < context_lens[:, None]
     is_generated = is_known & (places >= prompt_lens[:, None])
     # Tokens that are not counted go to a column of their own.
-    counts = torch.zeros(num_rows, vocab_size + 1, device=logits.device)
+    counts = torch.zeros(num_rows, vocab_size + 1, dtype=torch.float32, device=logits.device)
     counts.scatter_add_(1, torch.where(is_generated, token_ids, vocab_size).long(), is_generated.float())
     seen = torch.zeros(num_rows, vocab_size + 1, dtype=torch.bool, device=logits.device)
     seen.scatter_(1, torch.where(is_known, token_ids, vocab_size).long(), True)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.device import to_device
+from nanoinfer.device import numbers_to_device, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import SECTION_DTYPES, Header, PacketSections, read_sampling_records
 from nanoinfer.engine.row_options import SamplingRecord
@@ -78,9 +78,10 @@ class Sampler:
         self.vocab_size = vocab_size
         self.tp = tp
         self._smallest_shard = vocab_size - (tp.size - 1) * tp.vocab_shard_size(vocab_size)
-        self.temperatures = torch.zeros(num_rows, device=self.device)
+        self.temperatures = torch.zeros(num_rows, dtype=torch.float32, device=self.device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
-        self.limits = torch.zeros(num_rows, 1 + len(FILTERS), device=self.device)  # what `thresholds` reads
+        # What `thresholds` reads.
+        self.limits = torch.zeros(num_rows, 1 + len(FILTERS), dtype=torch.float32, device=self.device)
         self.processors = row_processors(token_ids, context_lens, vocab_size)
         self._mask_sender = MaskSender(vocab_size, self.device, tp)
         self._logprobs = DrawnLogprobs(logprobs_mode, self.device)
@@ -146,7 +147,7 @@ class Sampler:
             ]
         if not copied:
             return Sampled(self._draw(logits, first_id, rows, host_rows), [], errors)
-        indices = self._to_device(copied)
+        indices = numbers_to_device(copied, self.device)
         token_ids = torch.empty(len(rows), dtype=torch.int32, device=self.device)
         if len(copied) < len(host_rows):
             others = rows.index_fill(0, indices, -1)  # the draw skips rows of -1
@@ -264,6 +265,3 @@ class Sampler:
         padding = self.tp.vocab_shard_size(self.vocab_size) - logits.shape[1]
         shards = self.tp.all_gather(F.pad(logits, (0, padding)))  # (num_ranks, num_rows, shard_size)
         return shards.transpose(0, 1).flatten(1)[:, : self.vocab_size]
-
-    def _to_device(self, numbers: list[int]) -> Tensor:
-        return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.device import to_device, why_not_plain
+from nanoinfer.device import numbers_to_device, to_device, why_not_plain
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.sampling.logits_processors import Stage
@@ -69,7 +69,7 @@ class UserFunctions:
 
     def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
         places = [place for place, row in enumerate(host_rows) if row in self.batch_idx_of]
-        on_device = to_device(torch.tensor(places), logits.device)
+        on_device = numbers_to_device(places, logits.device)
         changed = logits[on_device].float()
         if self._tp.rank == 0:
             for place, its_logits in zip(places, changed, strict=True):
@@ -110,7 +110,7 @@ class TokenSets:
     def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
         places = [place for place, row in enumerate(host_rows) if row in self.masks]
         masks = [self.masks[host_rows[place]] for place in places]
-        on_device, masks_on_device = to_device(torch.tensor([places, masks]), logits.device)
+        on_device, masks_on_device = numbers_to_device([places, masks], logits.device)
         logits = logits.to(torch.float32, copy=True)  # raw log-probabilities are read off what was given
         forbid_tokens(logits, on_device, self._bits[masks_on_device])
         return logits
@@ -126,13 +126,13 @@ class Grammars(TokenSets):
         if not self.masks:
             return
         if not spared:
-            forbid_tokens(logits, to_device(torch.tensor(self._batch_indices), logits.device), self._bits, first_id)
+            forbid_tokens(logits, numbers_to_device(self._batch_indices, logits.device), self._bits, first_id)
             self.masks = {}
             return
         others = [mask for row, mask in self.masks.items() if row not in spared]
         if others:
-            places = torch.tensor([others, [self._batch_indices[mask] for mask in others]])
-            masks, batch_indices = to_device(places, logits.device)
+            places = [others, [self._batch_indices[mask] for mask in others]]
+            masks, batch_indices = numbers_to_device(places, logits.device)
             forbid_tokens(logits, batch_indices, self._bits[masks], first_id)
         self.masks = {row: mask for row, mask in self.masks.items() if row in spared}
 

@@ -22,7 +22,7 @@ def thresholds(logits: Tensor, limits: Tensor) -> Tensor:
     logits: (num_rows, vocab_size). limits: (num_rows, 4) float32, each row's temperature (0 is greedy and needs no
     threshold), then its FILTERS: top_k (0: off), top_p (1: off) and min_p (0: off).
     """
-    lowest = torch.full((len(logits),), -torch.inf, device=logits.device)
+    lowest = torch.full((len(logits),), -torch.inf, dtype=torch.float32, device=logits.device)
     for some in limits[:, 0].nonzero().squeeze(1).split(SORTED_ROWS):
         temperature, top_k, top_p, min_p = limits[some].unsqueeze(2).unbind(1)
         ordered = logits[some].float().sort(dim=1, descending=True).values
