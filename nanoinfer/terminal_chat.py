@@ -1,5 +1,6 @@
 """`nanoinfer chat`: a conversation with a model, in a terminal or with lines that are piped in."""
 
+import io
 import sys
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -28,6 +29,8 @@ def chat(
             raise RequestError(
                 f"{llm.config.model} has no chat template; take a model that is made for chats, or use run-batch"
             )
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # a bad line is then no end of the chat
         params = replace(llm.default_sampling_params, **{"max_tokens": None, **overrides})
         if sys.stdin.isatty():
             with suppress(ImportError):
@@ -45,10 +48,15 @@ def chat(
 
 
 def read_line() -> str | None:
-    """Return the next line without the space around it; None at the end of the input."""
+    """Return the next line without the space around it, "" for one that is not UTF-8; None at the end of the input."""
     is_terminal = sys.stdin.isatty()
     try:
-        return input("> " if is_terminal else "").strip()
+        line = input("> " if is_terminal else "").strip()
+        line.encode()
+        return line
+    except UnicodeEncodeError:
+        print(f"nanoinfer: {line!a:.200} is not UTF-8; save the input as UTF-8", file=sys.stderr)
+        return ""
     except EOFError:
         if is_terminal:
             print()

@@ -54,6 +54,18 @@ def test_lines_that_are_piped_in_are_answered_one_by_one() -> None:
     assert shown.stderr.startswith("LLM('tiny', cpu, ")
 
 
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_a_line_that_is_not_utf_8_is_named_and_the_next_is_answered(locale: str) -> None:
+    command = [sys.executable, "-m", "nanoinfer", "chat", *GREEDY]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "LC_ALL": locale}
+    shown = subprocess.run(
+        command, input=b"caf\xe9?\n" + SUM.encode(), env=environment, capture_output=True, timeout=120
+    )
+    assert shown.returncode == 0
+    assert shown.stdout.decode() == f"{ANSWERS[SUM]}\n"
+    assert b"nanoinfer: 'caf\\udce9?' is not UTF-8; save the input as UTF-8" in shown.stderr
+
+
 def test_a_conversation_is_remembered_until_it_is_reset(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: list[str]
 ) -> None:
