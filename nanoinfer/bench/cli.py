@@ -76,7 +76,9 @@ def add_parser(subparsers: Any) -> None:
     )
     loads.add_argument("--picture", type=Path, metavar="FILE", help="draw all figures, as .svg or .png")
     trace.add_argument("folder", type=Path, metavar="FOLDER", help="where the page, the trace and its picture go")
-    on_policy.add_argument("--model", required=True, metavar="FOLDER", help="a checkpoint: a folder, or tiny")
+    on_policy.add_argument(
+        "--model", required=True, metavar="FOLDER_OR_ID", help="a checkpoint: a folder, a hub id, or tiny"
+    )
     on_policy.add_argument("--dtype", choices=DTYPES, help="of both (float32 on a CPU, bfloat16 on a GPU)")
     on_policy.add_argument("--temperature", type=float, default=1.0, help="of the samples (1)")
     on_policy.add_argument("--seed", type=int, default=0, help="of the prompts (0)")

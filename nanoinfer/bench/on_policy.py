@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.bench.throughput import describe_machine
-from nanoinfer.checkpoint.hub import TINY
+from nanoinfer.checkpoint.hub import resolve_model_folder
 from nanoinfer.errors import ConfigError
 from nanoinfer.outputs import RequestOutput
 
@@ -26,7 +26,7 @@ def measure(device: str, args: argparse.Namespace) -> dict[str, Any]:
     """Sample, compute the same log-probabilities with transformers, print a table, and return all figures."""
     import transformers
 
-    folder = str(TINY) if args.model == "tiny" else args.model
+    folder = str(resolve_model_folder(args.model))
     dtype = args.dtype or ("float32" if device == "cpu" else "bfloat16")
     trainer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
     has_experts = bool(_routers(trainer))

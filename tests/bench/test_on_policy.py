@@ -28,6 +28,15 @@ def compare(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     return dict(found["differences"])
 
 
+def test_a_model_that_is_not_there_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "on-policy", "--model", "nope"])
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert "model='nope': there is no such folder" in shown
+    assert shown.count("\n") == 1
+
+
 @pytest.mark.filterwarnings("ignore:max_model_len is lowered")
 @pytest.mark.parametrize("temperature", ["1", "0.6"])
 def test_the_tiny_model_is_on_policy(
