@@ -57,20 +57,31 @@ class LogLines:
             print(f"{line}, {tqdm.format_interval(passed)} passed, {left} left", file=self._stream, flush=True)
 
 
+class NoBar(LogLines):
+    """Stands in for a bar that nobody wants to see.
+
+    A bar of tqdm that is disabled makes a semaphore all the same, and a worker, which ends at once, would not free it.
+    """
+
+    def _write(self) -> None:
+        pass
+
+
 def progress_bar(desc: str, unit: str, total: int, use_tqdm: bool, initial: int = 0, delay: float = 0.0) -> Any:
     """Return tqdm's bar for a terminal or a notebook, LogLines where standard error is neither.
 
-    delay: seconds before which nothing is shown. The other arguments are tqdm's.
+    use_tqdm: False returns NoBar. delay: seconds before which nothing is shown. The other arguments are tqdm's.
     """
+    if not use_tqdm:
+        return NoBar(desc, unit, total, initial, delay)
     is_terminal = False
     with suppress(OSError, ValueError):  # where standard error is closed
         is_terminal = getattr(sys.stderr, "isatty", bool)()
     in_notebook = type(sys.stderr).__module__.startswith("ipykernel.")  # no terminal, but it can redraw a line
-    if use_tqdm and not (is_terminal or in_notebook):
+    if not (is_terminal or in_notebook):
         return LogLines(desc, unit, total, initial, delay)
     # Drawn a few times a second at most, whether or not anything has finished.
-    drawn = {"mininterval": 0.2, "miniters": 0, "delay": delay, "disable": not use_tqdm}
-    return tqdm(desc=desc, unit=unit, total=total, initial=initial, **drawn)
+    return tqdm(desc=desc, unit=unit, total=total, initial=initial, mininterval=0.2, miniters=0, delay=delay)
 
 
 class Progress:

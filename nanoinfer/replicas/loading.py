@@ -95,12 +95,12 @@ def load_replicas(found: FoundModel) -> Loaded:
             replicas.append(Replica(index, workers, ours))
         tokenizer = found.load_tokenizer()
         ready = wait_until_ready(replicas)
+        for text in ready[0].warnings:
+            warnings.warn(text, stacklevel=3)
     except BaseException:
         end_replicas(replicas, patience=0.0)
         raise
     max_model_len = min(one.max_model_len for one in ready)
-    for text in ready[0].warnings:
-        warnings.warn(text, stacklevel=3)
     engine = ReplicatedEngine(config, replicas, ring, max_model_len)
     engine.call("limit", max_model_len)
     prompts = found.make_prompts(tokenizer, max_model_len)

@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import active_children, resource_tracker
@@ -293,6 +295,33 @@ def test_replicas_end_with_their_script(random_checkpoint: Checkpoint, tmp_path:
     elif how == "Ctrl-C":
         assert err.rstrip().endswith("KeyboardInterrupt")
         assert err.count("Traceback") == 1
+
+
+FORMS = """
+from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
+
+if __name__ == "__main__":
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{3}"))
+    with LLM("tiny", device="cpu", data_parallel_size=2, max_model_len=64) as llm:
+        llm.generate(["a", "b"], params, use_tqdm=False)
+"""
+
+
+def test_replicas_that_compiled_grammars_end_without_a_word(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    (tmp_path / "script.py").write_text(FORMS)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, ""), "such as a warning of semaphores that nobody has freed"
+
+
+def test_a_warning_that_is_an_error_leaves_no_replicas(random_checkpoint: Checkpoint) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="max_model_len is lowered"):
+            LLM(random_checkpoint(), device="cpu", data_parallel_size=2, num_kvcache_blocks=1, kvcache_block_size=16)
+    assert active_children() == []
 
 
 @pytest.mark.slow
