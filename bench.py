@@ -66,7 +66,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=1, help="timed runs, each with the next seed (1)")
     parser.add_argument("--top-k", type=int, default=0, help="draw from so many tokens (all); Qwen3 recommends 20")
     parser.add_argument("--top-p", type=float, default=1.0, help="or from this share (1); Qwen3 recommends 0.95")
-    parser.add_argument("--quantization", choices=["fp8"], help="round the weights of linear layers to 8 bits")
+    parser.add_argument("--quantization", choices=["fp8", "int4"], help="round linear layers to 8 bits, or 4")
     parser.add_argument("--kv-cache-dtype", choices=["fp8", "int8"], default="auto", help="keys and values in 8 bits")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="number of GPUs (1)")
     parser.add_argument("--data-parallel-size", type=int, default=1, metavar="N", help="number of replicas (1)")

@@ -219,9 +219,9 @@ def test_bench_py_prints_tokens_a_second_the_floor_and_the_share(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(LOADS["cpu"], "default", [Load(3, (8, 8), (5, 5))])
-    bench.main(["--runs", "2"])
+    bench.main(["--runs", "2", "--quantization", "int4"])
     printed = capsys.readouterr().out
-    assert "tiny-qwen3 (its own weights), seed 0: 3 requests, 24 tokens in, 15 out" in printed
+    assert "tiny-qwen3 (its own weights, int4), seed 0: 3 requests, 24 tokens in, 15 out" in printed
     assert "seed 1" in printed
     assert "tokens/s; floor" in printed
     assert "reached" in printed
