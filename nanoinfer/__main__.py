@@ -25,7 +25,8 @@ Answers each line of a JSONL file, and writes each answer as soon as it is compl
 A line is a request in OpenAI's batch format,
   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 99}}
 with /v1/completions and a prompt for plain text (a text, a list of token ids, or a list of these; with "echo": true
-it comes back before its completion), or its body alone, which may have a custom_id too:
+it comes back before its completion), with /v1/embeddings and an input to embed, or its body alone, which may have a
+custom_id too:
   {"prompt": "The capital of France is", "temperature": 0}
 Sampling fields are those of SamplingParams; a chat may have tools and chat_template_kwargs too. What a line leaves out
 is as the model's generation_config.json recommends, and else as SamplingParams has it: max_tokens is 64. The fields

@@ -90,4 +90,9 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def number_or_none(text: str) -> int | None:
-    return None if text == "none" else int(text)
+    try:
+        return None if text == "none" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.200} is no number of tokens; give a whole number, or none for up to the model's limit"
+        ) from None

@@ -14,11 +14,12 @@ from itertools import accumulate
 from typing import Any
 
 from nanoinfer.batch.job_files import MAX_LINE_BYTES, Line
-from nanoinfer.errors import RequestError
+from nanoinfer.errors import RequestError, find_similar
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.structured_outputs import StructuredOutputsParams
 from nanoinfer.text.prompts import as_list_of_prompts
+from nanoinfer.vllm_names import SAMPLING_NAMES
 
 ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/embeddings": "input"}
 EMBEDDING_FIELDS = ("input", "dimensions", "encoding_format")
@@ -89,8 +90,15 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
     body |= {} if form is None else {"structured_outputs": form}
     others = ["prompt", "echo"] if "prompt" in body else ["messages", *CHAT_OPTIONS]
     if unknown := sorted(set(body) - {*SAMPLING_FIELDS, *others}):
-        raise RequestError(f"unknown fields: {', '.join(unknown)}; known are {', '.join(sorted(SAMPLING_FIELDS))}")
+        named = ", ".join(map(_with_what_was_meant, unknown))
+        raise RequestError(f"unknown fields: {named}; known are {', '.join(sorted(SAMPLING_FIELDS))}")
     return body
+
+
+def _with_what_was_meant(name: str) -> str:
+    """Return the name of an unknown field, with the one that was probably meant."""
+    meant = SAMPLING_NAMES.get(name) or find_similar(name, SAMPLING_FIELDS)
+    return f"{name} (did you mean {meant!r}?)" if isinstance(meant, str) else name
 
 
 def _embedding_body(body: dict[str, Any]) -> dict[str, Any]:

@@ -529,7 +529,11 @@ BAD_LINES = [
     ({"prompt": ""}, "prompt 0 is empty"),
     ({"prompt": [5000]}, "prompt 0 has token id 5000, outside the vocabulary"),
     ({"prompt": [1] * 256}, "prompt 0 has 256 tokens, and with one more exceeds max_model_len=256"),
-    ({"prompt": "a", "temprature": 0, "best_of": 2}, "unknown fields: best_of, temprature; known are"),
+    (
+        {"prompt": "a", "temprature": 0, "best_of": 2},
+        "unknown fields: best_of, temprature (did you mean 'temperature'?); known are",
+    ),
+    ({"prompt": "a", "max_new_tokens": 2}, "unknown fields: max_new_tokens (did you mean 'max_tokens'?); known are"),
     ({"prompt": "a", "logits_processors": ["f"]}, "unknown fields: logits_processors; known are"),
     ({"prompt": "a", "logit_bias": {"b": 1}}, "logit_bias has 'b' in place of a token id"),
     ({"prompt": "a", "logit_bias": {"5000": 1}}, "logit_bias has token id 5000, outside the vocabulary"),
@@ -962,7 +966,7 @@ def test_the_commands_own_help_names_each_command_once_and_has_an_example(capsys
         ("run-batch --model m -i in -o -", "argument -o/--output: '-' is no file; a job needs files, so that it can"),
         (
             "run-batch --model m -i in -o out --max-tokens many",
-            "argument --max-tokens: invalid number_or_none value: 'many'",
+            "argument --max-tokens: 'many' is no number of tokens; give a whole number, or none for up to the model's",
         ),
         (
             "run-batch --model m -i in -o out --temprature 0",
