@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanoinfer import tiny_model_path
+from nanoinfer.models import SUPPORTED
 from tests.draw_experiments import run_snippets
 
 ROOT = Path(__file__).parent.parent
@@ -105,6 +106,13 @@ def test_every_picture_can_be_seen_on_white_and_on_dark_pages(picture: Path) -> 
     for color in colors:
         assert min(contrast(color, "ffffff"), contrast(color, "0d1117")) > 2, color
     assert "text {" in text, "else it is black"
+
+
+def test_the_page_of_models_has_every_architecture() -> None:
+    page = (DOCS / "models.md").read_text()
+    for name in SUPPORTED:
+        of_text = name.replace("ForConditionalGeneration", "ForCausalLM")
+        assert f"`{name}`" in page or f"`{of_text}`" in page, name
 
 
 def test_the_page_of_installation_has_every_extra() -> None:

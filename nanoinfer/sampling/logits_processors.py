@@ -36,7 +36,7 @@ def read_options(sections: PacketSections, names: tuple[str, ...]) -> Tensor:
 
 
 class Stage(IntEnum):
-    """When a processor acts, the first ones first. Raw log-probabilities are those before all but grammars."""
+    """When a processor acts, the first ones first. Raw log-probabilities are those before all of them."""
 
     GRAMMARS = auto()
     BIASES = auto()
