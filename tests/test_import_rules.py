@@ -81,6 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "control",
         "engine",
         "executor.shm_ring",
+        "constraints",
         "replicas",
         "text",
         "models",

@@ -307,7 +307,9 @@ def test_one_after_another_by_priority_and_each_says_how_long_it_waited(random_c
     params, seen = [SHORT, SHORT, SHORT, SamplingParams(max_tokens=1, ignore_eos=True)], []
     with LLM(random_checkpoint(), device="cpu", max_num_seqs=1) as llm:
         llm.generate([[1], [2], [3], [4]], params, False, priority=[0, 5, -1, 5], on_finish=seen.append)
-    assert [output.prompt_token_ids for output in seen] == [[2], [4], [1], [3]]
+        column = np.array([0, 5, -1, 5])
+        llm.generate([[1], [2], [3], [4]], params, False, priority=column, on_finish=seen.append)
+    assert [output.prompt_token_ids for output in seen] == [[2], [4], [1], [3]] * 2
     first, second, *_ = [output.metrics for output in seen]
     assert first.time_per_token > 0
     assert 0 <= first.queue_time < first.time_to_first_token < second.queue_time

@@ -342,6 +342,7 @@ def as_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
     """Return a priority for each of `count` prompts."""
     if priority is None:
         return [0] * count
+    priority = as_list(priority)
     if not isinstance(priority, (list, tuple)) or not all(map(is_whole_number, priority)):
         raise RequestError(f"priority={priority!r} must be a list of whole numbers, one for each prompt; 0 is usual")
     if len(priority) != count:
