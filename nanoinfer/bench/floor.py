@@ -291,7 +291,7 @@ def measure_rates(device: str, config: ModelConfig, num_gpus: int = 1) -> Rates:
         f"product of random {size} x {size} matrices of {dtype}"
     )
     if num_gpus > 1:
-        method += f"; one GPU, times {num_gpus}"
+        method += f"; of one {device.upper().replace('CUDA', 'GPU')}, times {num_gpus}"
     fp8_rate = fp8_rate and fp8_rate * num_gpus
     return Rates(max(read, copy) * num_gpus, matrix_rate * num_gpus, dtype.itemsize, method, fp8_rate)
 

@@ -396,8 +396,8 @@ class ReplicatedEngine:
                 if queued.request_id in self._aborting:
                     self._marked.append((Scheduler.abort, queued.request_id))
         ended = f", and {num_ended} streams end with an error" if num_ended else ""
-        others = len(self.alive())
-        loss = f"{end.ended}; {len(lost) - num_ended} of its requests go to the {others} others{ended}{end.details}"
+        others = "the other one" if len(self.alive()) == 1 else f"the {len(self.alive())} others"
+        loss = f"{end.ended}; {len(lost) - num_ended} of its requests go to {others}{ended}{end.details}"
         logger.warning("%s", loss)
         self._losses.append(loss)
 

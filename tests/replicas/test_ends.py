@@ -72,7 +72,7 @@ def test_requests_of_a_replica_that_dies_go_to_the_others(
         killed.append(kill(pids[1])) if not killed else None
 
     params = [SHORT, *[LONG] * 7]
-    loss = r"replica 1 of data_parallel_size=2 was ended by SIGKILL.*; [1-4] of its requests go to the 1 others"
+    loss = r"replica 1 of data_parallel_size=2 was ended by SIGKILL.*; [1-4] of its requests go to the other one"
     with llm:
         with pytest.warns(RuntimeWarning, match=loss):
             outputs = llm.generate(PROMPTS, params, use_tqdm=False, on_finish=kill_one)
@@ -107,7 +107,7 @@ def test_texts_of_a_replica_that_dies_are_embedded_by_the_others(random_checkpoi
 
     with llm:
         end = llm.on_step(kill_one)  # after a step of the other one
-        loss = r"replica 1 of data_parallel_size=2 was ended by SIGKILL.*; 4 of its requests go to the 1 others"
+        loss = r"replica 1 of data_parallel_size=2 was ended by SIGKILL.*; 4 of its requests go to the other one"
         with pytest.warns(RuntimeWarning, match=loss):
             outputs = llm.embed(PROMPTS, **options)
     for ours, theirs in zip(outputs, expected, strict=True):
