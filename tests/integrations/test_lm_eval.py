@@ -162,14 +162,14 @@ def test_a_long_context_loses_its_first_tokens(short: NanoinferLM) -> None:
     assert len(context) > 32
     kept = context[-(31 - len(continuation)) :]
     [score] = short.llm.score([kept], [continuation], use_tqdm=False)
-    assert total == score.total
+    assert total == pytest.approx(score.total, abs=1e-4)  # some tokens are cached this time
 
 
 def test_a_continuation_that_is_too_long_is_scored_after_the_one_token_that_is_left(short: NanoinferLM) -> None:
     [(total, _)] = short.loglikelihood([ask("loglikelihood", "1", LONG)], disable_tqdm=True)
     _, continuation = short._encode_pair("1", LONG)
     [score] = short.llm.score([continuation[-31:-30]], [continuation[-30:]], use_tqdm=False)
-    assert total == score.total
+    assert total == pytest.approx(score.total, abs=1e-4)  # some tokens are cached this time
 
 
 def test_a_long_text_is_scored_in_windows(short: NanoinferLM) -> None:
