@@ -181,7 +181,7 @@ class OnePass:
         errors |= find_bad_texts(texts, longest)
         errors |= find_bad_texts({index: pairs[index] for index in texts if index in pairs}, longest)
         ids: dict[int, Any] = {
-            index: prompt if isinstance(prompt, str) or max_tokens is None else prompt[:max_tokens]
+            index: prompt[:max_tokens] if isinstance(prompt, (list, tuple)) else prompt
             for index, prompt in prompts.items()
         }
         second_texts: dict[int, int | None] = {}

@@ -57,7 +57,7 @@ def measure(load: Load, num_replicas: int = 8) -> dict[str, float]:
     for connection, _ in pipes:
         connection.recv()  # the stubs are ready
     inbox, before = Inbox(), process_time()
-    for request_id, request in zip(engine.reserve_ids(len(requests)), requests, strict=True):
+    for request_id, request in zip(engine.reserved_ids.reserve(len(requests)), requests, strict=True):
         engine.add_request(request_id, request, inbox.outputs)
         inbox.request_ids.add(request_id)
     queued = process_time()

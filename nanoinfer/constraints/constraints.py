@@ -64,6 +64,10 @@ class Constraints:
             plans[key] = self._plan(one, grammar, token_set)
         return [plans.get(id(one)) for one in params]
 
+    def is_asked(self, params: Sequence[SamplingParams]) -> bool:
+        """Return whether any of these ask for something."""
+        return any(map(_asks, {id(one): one for one in params}.values()))
+
     def add_plans(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
         """Give requests their plans; what is wrong with those of some is added to `errors`, by index."""
         params = {index: one.sampling_params for index, one in requests.items() if index not in errors}

@@ -83,7 +83,7 @@ class WeightControl:
             engine.step(launch=False)  # hands over what was aborted
         if not engine.is_finished():
             scheduler = engine.scheduler
-            count = scheduler.num_waiting + len(scheduler.running) + len(scheduler.paused)
+            count = scheduler.num_waiting + len(scheduler.running) + len(scheduler.paused) + len(engine.reserved_ids)
             raise EngineStateError(f"{call} while {count} requests are unfinished; finish them first, or abort them")
         return runner
 

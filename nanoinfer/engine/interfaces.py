@@ -8,6 +8,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import Packet, ScheduledBatch
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.limits import RunnerLimits
+from nanoinfer.engine.reserved_ids import ReservedIds
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import Constraint, TokenMasks
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
@@ -31,6 +32,9 @@ class Constraints(Protocol):
 
     def compile(self, params: abc.Sequence[SamplingParams]) -> object:
         """Compile what these ask for, and keep it. Raises RequestError where that cannot be done."""
+
+    def is_asked(self, params: abc.Sequence[SamplingParams]) -> bool:
+        """Return whether any of these ask for something that `compile` or `add_plans` makes."""
 
     def add_plans(self, requests: abc.Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
         """Give requests, by index, their plans; what is wrong with those of some is added to `errors`."""
@@ -84,9 +88,7 @@ class Engine(Protocol):
 
     config: EngineConfig
     guard: StepGuard
-
-    def reserve_ids(self, count: int) -> abc.Iterable[int]:
-        """Return the ids of so many new requests."""
+    reserved_ids: ReservedIds  # of requests that are to be added
 
     def add_request(
         self,

@@ -4,7 +4,7 @@ import logging
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -19,6 +19,7 @@ from nanoinfer.engine.extras import Extras
 from nanoinfer.engine.interfaces import Constraints, Listener, Runner
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.request import Completion, Request
+from nanoinfer.engine.reserved_ids import Action, ReservedIds
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.token_masks import TokenMasks
@@ -29,8 +30,6 @@ from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer, completion_text
 
 logger = logging.getLogger("nanoinfer")
-
-Action = Callable[[Scheduler, set[int]], None]  # is done to the sequences with these ids
 
 
 class Step(NamedTuple):
@@ -79,7 +78,8 @@ class LLMEngine:
         self._finished: deque[Sequence] = deque()  # what their users get is still to be made
         self._last_collected = 0.0  # perf_counter
         self.guard = StepGuard()  # entered for each step
-        self._num_requests = self._num_sequences = 0
+        self._num_sequences = 0
+        self.reserved_ids = ReservedIds()
         self._requests: dict[int, Request] = {}  # those that were not returned
         self._watched: dict[int, Completion] = {}  # by seq_id: to be looked at whenever they have got a token
         self._marked: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
@@ -92,11 +92,6 @@ class LLMEngine:
     @listener.setter
     def listener(self, listener: Listener) -> None:
         self.scheduler.listener = listener
-
-    def reserve_ids(self, count: int) -> range:
-        """Return the ids of so many requests that are to be added."""
-        first, self._num_requests = self._num_requests, self._num_requests + count
-        return range(first, self._num_requests)
 
     def add_request(
         self,
@@ -117,6 +112,7 @@ class LLMEngine:
             inbox.append(refused(request_id, prepared.prompt, params.n, str(prepared.error)))
             if chunks is not None:
                 chunks.extend(failed_chunks(request_id, index, range(params.n)))
+            self.reserved_ids.queue(request_id)
             return
         request = Request(request_id, prepared.prompt, [], inbox)
         for sample in range(params.n):
@@ -140,6 +136,7 @@ class LLMEngine:
         for completion in request.completions:
             self.scheduler.add(completion.seq)
             self.listener.arrived(completion.seq, request.arrived)
+        self._marked.extend((action, request_id) for action in self.reserved_ids.queue(request_id))
 
     def step(self, launch: bool = True) -> None:
         """Launch the next step, collect the one before it, and hand over the requests that finished.
@@ -186,16 +183,20 @@ class LLMEngine:
 
         Safe at any moment, as in a callback, or where the garbage collector closes a stream.
         """
-        self._marked.extend((action, request_id) for request_id in request_ids if request_id in self._requests)
+        for request_id in request_ids:
+            if not self.reserved_ids.ask(action, request_id) and request_id in self._requests:
+                self._marked.append((action, request_id))
 
     def is_finished(self) -> bool:
         """Return whether every request has finished and was handed over."""
-        return self.scheduler.is_finished() and not self.scheduler.paused and not self._finished
+        is_left = self.scheduler.paused or self._finished or self.reserved_ids
+        return self.scheduler.is_finished() and not is_left
 
     def num_only_paused(self) -> int:
         """Return how many requests are paused, if none but these are left; else 0."""
         scheduler = self.scheduler
-        return len({seq.request_id for seq in scheduler.paused}) if scheduler.is_finished() else 0
+        is_only = scheduler.is_finished() and not self.reserved_ids
+        return len({seq.request_id for seq in scheduler.paused}) if is_only else 0
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""

@@ -15,8 +15,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from nanoinfer.engine.interfaces import Constraints, Engine
@@ -132,25 +133,26 @@ class RequestQueue:
         """Check what a user can get wrong, and prepare the requests of a call: the first portion, or all at once.
 
         render: makes prompts of what was given. at_once: whether all are checked before any is queued; so are those
-        with priorities, and with grammars, which are compiled side by side. The other arguments are those of
-        `LLM.generate`, and so are the errors.
+        with priorities, and with grammars and the like, which are compiled side by side. The other arguments are those
+        of `LLM.generate`, and so are the errors.
         """
         check_on_error(on_error)
         self._engine.check_open()
         all_params = one_for_each(sampling_params, len(prompts))
+        are_shared = len({*map(id, all_params)}) == 1
         priorities = as_priorities(priority, len(prompts))
 
         def prepare(indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
             given = {index: prompts[index] for index in indices}
             given = given if render is None else render(given, errors)
             requests = self.prompts.prepare(
-                given, all_params, priorities, errors, add_special_tokens, tokenization_kwargs
+                given, all_params, priorities, errors, add_special_tokens, tokenization_kwargs, are_shared
             )
             if not errors or on_error == "return":
                 self._constraints.add_plans(requests, errors, use_tqdm)
             return [*requests.values()]
 
-        at_once |= priority is not None or any(one.structured_outputs is not None for one in all_params)
+        at_once |= priority is not None or self._constraints.is_asked(all_params)
         return Portions(prepare, range(len(prompts)), len(prompts) if at_once else self.portion_size, on_error)
 
     def compile_grammars(self, params: Sequence[SamplingParams]) -> None:
@@ -166,13 +168,15 @@ class RequestQueue:
         call fails, nothing of it is left behind.
         """
         inbox, num_reported = Inbox(), 0
+        with self.lock:
+            ids = self._engine.reserved_ids.reserve(portions.num_requests)
+        left = iter(ids)
         try:
             with portions:
-                ids = self._reserve_ids(portions.num_requests)
                 while num_reported < portions.num_requests:
                     # A step may be under way: the device computes while these are queued.
                     if requests := portions.take(wait=inbox.is_complete):
-                        self.add_requests(requests, inbox, [next(ids) for _ in requests])
+                        self.add_requests(requests, inbox, [*islice(left, len(requests))])
                     if num_reported == len(inbox.outputs):
                         self.step()
                     show(len(inbox.outputs))
@@ -181,33 +185,31 @@ class RequestQueue:
                         if on_finish is not None:
                             on_finish(output)
         finally:
+            self._engine.reserved_ids.release(ids)
             self.drop(inbox)
         return sorted(inbox.outputs, key=lambda output: output.request_id)
 
     def add_requests(
-        self, requests: Sequence[PreparedRequest], inbox: Inbox, request_ids: Iterable[int] | None = None
+        self, requests: Sequence[PreparedRequest], inbox: Inbox, request_ids: Sequence[int] | None = None
     ) -> list[int]:
         """Queue requests, whose outputs steps put into the inbox, and return their ids, reserved ones or new ones.
 
         Chunks of a stream have the request's place in the list as `index`. An interrupted call may have queued them all
         the same: `drop` them. Those added to an abandoned inbox are aborted.
         """
-        added = []
+        reserved = self._engine.reserved_ids
         with self.lock, postponed_interrupt():
-            ids = self._reserve_ids(len(requests)) if request_ids is None else iter(request_ids)
+            ids = reserved.reserve(len(requests)) if request_ids is None else request_ids
             chunks = inbox.chunks if inbox.is_stream else None
-            for index, (request, request_id) in enumerate(zip(requests, ids, strict=True)):
-                self._engine.add_request(request_id, request, inbox.outputs, chunks, index)
-                inbox.request_ids.add(request_id)
-                added.append(request_id)
+            try:
+                for index, (request, request_id) in enumerate(zip(requests, ids, strict=True)):
+                    self._engine.add_request(request_id, request, inbox.outputs, chunks, index)
+                    inbox.request_ids.add(request_id)
+            finally:
+                reserved.release(ids)
             if inbox.is_abandoned:
                 self.abandon(inbox)
-        return added
-
-    def _reserve_ids(self, count: int) -> Iterator[int]:
-        """Return the ids of so many requests, which follow each other whatever other threads queue."""
-        with self.lock:
-            return iter(self._engine.reserve_ids(count))
+        return [*ids]
 
     def step(self) -> None:
         """Run one step, or let another thread run its own. What finishes is in the inboxes then."""

@@ -18,6 +18,7 @@ from typing import Any
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.interrupts import StepGuard, postponed_interrupt
 from nanoinfer.engine.request_queue import TURN_SECONDS
+from nanoinfer.engine.reserved_ids import ReservedIds
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import EngineClosedError, EngineStateError, WorkerError
 from nanoinfer.executor.shm_ring import Ring
@@ -118,7 +119,7 @@ class ReplicatedEngine:
         self.callbacks = ReplicaCallbacks()
         self.ring = ring
         self._max_model_len = max_model_len
-        self._num_requests = 0
+        self.reserved_ids = ReservedIds()
         self._requests: dict[int, Unfinished] = {}
         self._paused: set[int] = set()  # unfinished requests
         self._held_back: dict[int, QueuedRequest] = {}  # those among them that no replica has
@@ -129,11 +130,6 @@ class ReplicatedEngine:
         self._finalizer = weakref.finalize(self, end_replicas, replicas)
 
     # -------- What RequestQueue asks for ------------------------------------------------------------------------------
-
-    def reserve_ids(self, count: int) -> range:
-        """Return the ids of so many requests that are to be added."""
-        first, self._num_requests = self._num_requests, self._num_requests + count
-        return range(first, self._num_requests)
 
     def add_request(
         self,
@@ -147,10 +143,12 @@ class ReplicatedEngine:
         self.guard.check()
         if prepared.error is not None:
             inbox.append(refused(request_id, prepared.prompt, prepared.sampling_params.n, str(prepared.error)))
+            self.reserved_ids.queue(request_id)
             return
         queued = QueuedRequest(request_id, prepared, expected_work(prepared, self._max_model_len))
         self._requests[request_id] = Unfinished(queued, inbox, chunks, index)
         self.dispatcher.add(queued)
+        self._marked.extend((action, request_id) for action in self.reserved_ids.queue(request_id))
 
     def step(self) -> None:
         """Give replicas what they lack, and hand over what has come of them; wait a moment for it if nothing has."""
@@ -180,14 +178,17 @@ class ReplicatedEngine:
 
     def act_later(self, action: Any, request_ids: Iterable[int]) -> None:
         """Have the next step begin with this action, a method of Scheduler. Safe at any moment."""
-        self._marked.extend((action, request_id) for request_id in request_ids if request_id in self._requests)
+        for request_id in request_ids:
+            if not self.reserved_ids.ask(action, request_id) and request_id in self._requests:
+                self._marked.append((action, request_id))
 
     def is_finished(self) -> bool:
-        return not self._requests
+        return not (self._requests or self.reserved_ids)
 
     def num_only_paused(self) -> int:
         """Return how many requests are paused, if none but these are left; else 0."""
-        return len(self._paused) if len(self._paused) == len(self._requests) else 0
+        is_only = len(self._paused) == len(self._requests) and not self.reserved_ids
+        return len(self._paused) if is_only else 0
 
     def metrics(self) -> ReplicaMetrics:
         """Return the work of all replicas so far, and what they hold."""
@@ -253,7 +254,7 @@ class ReplicatedEngine:
         while self._aborting:
             self.receive(TURN_SECONDS)
             self._act_on_marked()  # of a replica that has ended
-        return len(self._requests)
+        return len(self._requests) + len(self.reserved_ids)
 
     def receive(self, seconds: float, replicas: list[Replica] | None = None) -> None:
         """Take in what replicas have sent, and wait at most so long if there is nothing."""

@@ -30,6 +30,7 @@ class Portions:
         self.num_requests, self.order = len(order), order
         self._prepare, self._on_error = prepare, on_error
         self._errors: Errors = {}
+        self._is_over = False
         starts = range(0, max(len(order), 1), max(size, 1))
         self._left = deque(order[start : start + size] for start in starts)
         self._ready = self._prepare_next()  # by the call itself, which raises what is wrong with a few prompts
@@ -60,6 +61,7 @@ class Portions:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_over = True  # what the thread prepares is wanted no more
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
@@ -67,9 +69,9 @@ class Portions:
         indices = self._left.popleft()
         requests = self._prepare(indices, self._errors)
         raises = self._on_error != "return"
-        while self._errors and raises and self._left:  # so that the error names them all
+        while self._errors and raises and self._left and not self._is_over:  # so that the error names them all
             self._prepare(self._left.popleft(), self._errors)
-        if raises or not self._left:
+        if not self._is_over and (raises or not self._left):
             report(self._errors, self.num_requests, self._on_error)
         for index, request in zip(indices, requests, strict=True):
             request.error = request.error or self._errors.get(index)

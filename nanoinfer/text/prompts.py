@@ -1,4 +1,4 @@
-"""What a user can get wrong about prompts and what goes with them, checked before anything is queued."""
+"""What a user can get wrong about prompts and what goes with them, checked before they are queued."""
 
 import struct
 import sys
@@ -107,14 +107,16 @@ class PromptProcessor:
         errors: Errors,
         add_special_tokens: bool = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        are_shared: bool = False,
     ) -> dict[int, PreparedRequest]:
         """Return a request for each of some prompts, without constraint; add to `errors` what is wrong with them.
 
-        prompts: by their index among those of the call, which `all_params` and `priorities` are of.
+        prompts: by their index among those of the call, which `all_params` and `priorities` are of. are_shared: whether
+        all prompts of the call have the same parameters.
         """
         self.check_completes()
         given = {index: all_params[index] for index in prompts}
-        checked = given | for_each_params(self.check_params, given, errors)
+        checked = given | for_each_params(self.check_params, given, errors, are_shared)
         encoded, packed = self.encode(prompts, errors, add_special_tokens, "prompt", tokenization_kwargs)
         return {
             index: PreparedRequest(

@@ -30,7 +30,7 @@ def report(errors: Mapping[int, RequestError], count: int, on_error: OnError | N
     if not errors:
         return
     found = [errors[index] for index in sorted(errors)]
-    is_one = len({*map(id, found)}) == 1  # one prompt, or what is wrong with the options of all
+    is_one = len({*map(str, found)}) == 1  # one prompt, or what is wrong with the options of all
     more = [f"and {len(found) - MAX_NAMED} more"] if len(found) > MAX_NAMED else []
     named = f" {found[0]}" if is_one else "".join(f"\n  {line}" for line in [*found[:MAX_NAMED], *more])
     if on_error == "return":
@@ -43,21 +43,26 @@ def report(errors: Mapping[int, RequestError], count: int, on_error: OnError | N
 
 
 def for_each_params(
-    function: Callable[[SamplingParams], Result], params: Mapping[int, SamplingParams], errors: Errors
+    function: Callable[[SamplingParams], Result],
+    params: Mapping[int, SamplingParams],
+    errors: Errors,
+    are_shared: bool | None = None,
 ) -> dict[int, Result]:
     """Call a function once with each of the sampling options of some prompts, and return the results by prompt.
 
-    A RequestError of it is added to `errors` for each prompt that has these options, and gives no result.
+    A RequestError of it is added to `errors` for each prompt that has these options, and gives no result. are_shared:
+    whether all prompts of the call have the same options, so that no prompt has to be named; None: these are all.
     """
     places: dict[int, list[int]] = {}  # of the prompts, by the id of their options
     for index, one in params.items():
         places.setdefault(id(one), []).append(index)
     results: dict[int, Result] = {}
+    is_named = len(places) > 1 if are_shared is None else not are_shared
     for indices in places.values():
         try:
             results |= dict.fromkeys(indices, function(params[indices[0]]))
         except RequestError as error:
             for index in indices:
-                named = error if len(places) == 1 else RequestError(f"prompt {index}: {error}")
+                named = RequestError(f"prompt {index}: {error}") if is_named else error
                 errors.setdefault(index, named)
     return results

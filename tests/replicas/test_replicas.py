@@ -22,6 +22,7 @@ from nanoinfer import (
     tiny_model_path,
 )
 from nanoinfer.batch.batch_job import run_batch
+from nanoinfer.engine.reserved_ids import ReservedIds
 from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, StepEvent
 from nanoinfer.replicas.messages import Call
@@ -52,7 +53,7 @@ def equal_numbers(one: LLM, two: LLM) -> Iterator[None]:
     """Seeds follow from the number of a request: both engines count on from the same one."""
     for llm in (one, two):
         assert llm.is_finished()
-    one.engine._num_requests = two.engine._num_requests = 0
+    one.engine.reserved_ids, two.engine.reserved_ids = ReservedIds(), ReservedIds()
     yield
     assert two.is_finished()
 
@@ -369,10 +370,10 @@ def test_sleeping_replicas_refuse_requests_until_they_wake_up(two: LLM) -> None:
         two.generate("1", use_tqdm=False)
     two.update_weights(load_file(tiny_model_path() / "model.safetensors"))
     assert two.generate("1+1=?", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0].text
-    two.add_request("1", LONG)
+    request_id = two.add_request("1", LONG)
     with pytest.raises(EngineStateError, match="sleep while 1 requests are unfinished"):
         two.sleep()
-    two.abort(two.engine._num_requests - 1)
+    two.abort(request_id)
     two.sleep()
     assert [output.finish_reason for output in two.step()] == ["abort"]
     two.wake_up()

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from nanoinfer import LLM, RequestError, SamplingParams, tiny_model_path
+from nanoinfer import LLM, EngineStateError, RequestError, SamplingParams, tiny_model_path
 from nanoinfer.sampling_params import SamplingParams as Params
 from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.refusals import Errors
 
 PROMPTS = [f"{number} + {number} =" for number in range(11)]
-DRAWN = SamplingParams(temperature=1.0, max_tokens=4)
+DRAWN = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True)
 LONG = [5] * 300  # longer than the model takes
 
 
@@ -172,3 +172,89 @@ def test_ids_of_a_call_follow_each_other_while_another_thread_queues_its_own(
         llm.step()
     assert len(others) == 1
     assert others[0] not in ids
+
+
+@pytest.fixture
+def paused_portions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Events: that the second portion is about to be prepared, and that it may be."""
+    is_there, may_go_on, original = threading.Event(), threading.Event(), llm.queue.prompts.prepare
+
+    def wait(prompts: dict[int, Any], *arguments: Any) -> Any:
+        if 3 in prompts:
+            is_there.set()
+            assert may_go_on.wait(20)
+        return original(prompts, *arguments)
+
+    monkeypatch.setattr(llm.queue.prompts, "prepare", wait)
+    yield is_there, may_go_on
+    may_go_on.set()
+
+
+def in_a_thread(call: Any) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+    return thread, results
+
+
+def test_a_call_is_unfinished_while_its_next_portion_is_prepared(
+    llm: LLM, paused_portions: tuple[threading.Event, threading.Event]
+) -> None:
+    is_there, may_go_on = paused_portions
+    first = llm.get_metrics().num_generated_tokens
+    thread, results = in_a_thread(lambda: llm.generate(PROMPTS[:6], DRAWN, use_tqdm=False))
+    assert is_there.wait(20)
+    while llm.engine.scheduler.running or llm.get_metrics().num_generated_tokens == first:
+        pass  # until the first portion is done
+    assert not llm.is_finished()
+    with pytest.raises(EngineStateError, match="update_weights while 3 requests are unfinished"):
+        llm.update_weights({})
+    may_go_on.set()
+    thread.join(20)
+    assert [output.finish_reason for output in results[0]] == ["length"] * 6
+    assert llm.is_finished()
+    llm.update_weights({})
+
+
+def test_what_is_aborted_before_it_is_queued_ends_then(
+    llm: LLM, paused_portions: tuple[threading.Event, threading.Event]
+) -> None:
+    is_there, may_go_on = paused_portions
+    last = llm.generate("1", SamplingParams(max_tokens=1), use_tqdm=False)[0].request_id
+    thread, results = in_a_thread(lambda: llm.generate(PROMPTS[:6], DRAWN, use_tqdm=False))
+    assert is_there.wait(20)
+    llm.abort([last + 5, last + 6])
+    may_go_on.set()
+    thread.join(20)
+    assert [output.finish_reason for output in results[0]] == ["length"] * 4 + ["abort"] * 2
+
+
+def test_a_call_that_ends_early_waits_for_no_more_than_the_portion_that_is_being_prepared() -> None:
+    is_there, may_go_on, prepared = threading.Event(), threading.Event(), list[int]()
+
+    def slowly(indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
+        if indices[0] == 7:  # which is wrong, so that all others would be looked at
+            is_there.set()
+            assert may_go_on.wait(20)
+        prepared.append(indices[0])
+        return requests_of(indices, errors)
+
+    with Portions(slowly, [1, *range(7, 1000)], size=1) as portions:
+        portions.take()
+        assert is_there.wait(20)
+        threading.Timer(0.2, may_go_on.set).start()
+    assert prepared == [1, 7]
+
+
+@pytest.mark.parametrize("size", [3, 256])
+def test_options_that_cannot_be_served_are_said_once_or_with_their_prompts(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(llm.queue, "portion_size", size)
+    wrong = SamplingParams(max_tokens=2, logit_bias={10**6: 1.0})
+    with pytest.raises(RequestError, match=r"^logit_bias") as raised:
+        llm.generate(PROMPTS, wrong, use_tqdm=False)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(RequestError, match="3 of 11 prompts cannot be served") as raised:
+        llm.generate(PROMPTS, [*[DRAWN] * 3, *[wrong] * 3, *[DRAWN] * 5], use_tqdm=False)
+    assert "\n  prompt 3: logit_bias" in str(raised.value)
