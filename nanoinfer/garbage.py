@@ -1,8 +1,8 @@
 """Makes garbage collections rare while a call runs: a full one takes as long as many steps, and finds nothing.
 
-Python starts a full one when the process has a quarter more objects than at the last one. With PyTorch and transformers
-it looks through some 400,000 objects, for 0.3 s, in which the device runs out of work. Requests and outputs are freed
-without it, by reference counts.
+Python starts a full one when the process has a quarter more objects than at the last one. It looks through all objects
+of PyTorch and transformers too, and the device runs out of work meanwhile. Requests and outputs are freed without it,
+by reference counts.
 """
 
 import gc

@@ -167,11 +167,11 @@ class RequestQueue:
         show: is told how many have finished, after each step. on_finish: is called with each output as it comes. If the
         call fails, nothing of it is left behind.
         """
-        inbox, num_reported = Inbox(), 0
-        with self.lock:
-            ids = self._engine.reserved_ids.reserve(portions.num_requests)
-        left = iter(ids)
+        inbox, ids, num_reported = Inbox(), range(0), 0
         try:
+            with self.lock, postponed_interrupt():  # ids that are reserved must be released
+                ids = self._engine.reserved_ids.reserve(portions.num_requests)
+            left = iter(ids)
             with portions:
                 while num_reported < portions.num_requests:
                     # A step may be under way: the device computes while these are queued.

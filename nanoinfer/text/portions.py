@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.refusals import Errors, OnError, report
 
-PORTION_SIZE = 256  # requests: they take some 10 ms to prepare, about as long as a step
+PORTION_SIZE = 256  # requests: they take about as long to prepare as a step takes
 
 Prepare = Callable[[Sequence[int], Errors], list[PreparedRequest]]
 

@@ -152,6 +152,8 @@ def test_embeddings_come_in_the_order_of_the_texts_though_the_longest_are_read_f
         llm.embed([*texts[:9], LONG, []], use_tqdm=False)
     assert "prompt 9 has 300 tokens" in str(raised.value)
     assert "prompt 10 is empty" in str(raised.value)
+    with pytest.raises(RequestError, match=r"^prompt 1 is a int"):
+        llm.embed([[1], 5], use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": 3})  # type: ignore[list-item]
 
 
 def test_ids_of_a_call_follow_each_other_while_another_thread_queues_its_own(
