@@ -273,13 +273,19 @@ class DecoderLayer(nn.Module):
         """
         if self.spec.is_parallel:
             return self._forward_in_parallel(hidden, residual, step)
-        norm_of_attention, norm_before_mlp, norm_of_mlp = self.norms
         normed, residual = self.input_layernorm(hidden, residual, self.mixer.input_format)
-        hidden = self._scaled(self.mixer(normed, step))
+        return self.after_mixer(self.mixer(normed, step), residual, step.row_mask, step.routed)
+
+    def after_mixer(
+        self, hidden: PartialSum, residual: Tensor, row_mask: Tensor | None = None, routed: list[Tensor] | None = None
+    ) -> tuple[PartialSum, Tensor]:
+        """Return what `forward` does. hidden: what the mixer adds to the residual stream. The rest: see ForwardStep."""
+        norm_of_attention, norm_before_mlp, norm_of_mlp = self.norms
+        hidden = self._scaled(hidden)
         if norm_of_attention is not None:
             hidden = norm_of_attention.of_sum(hidden)
         normed, residual = norm_before_mlp(hidden, residual, self.mlp.input_format)
-        hidden = self._scaled(self.mlp(normed, step.row_mask, step.routed))
+        hidden = self._scaled(self.mlp(normed, row_mask, routed))
         return hidden if norm_of_mlp is None else norm_of_mlp.of_sum(hidden), residual
 
     def _forward_in_parallel(

@@ -1,6 +1,6 @@
 """Chooses how a step goes through a decoder: the common way, with the kernels for few rows, or in slices.
 
-Nothing else chooses; the runner only replays the graphs that `capture_largest_prefill` makes. What is asked for are the
+Nothing else chooses; the runner only asks `PrefillGraphs` for those of a step. What is asked for are the
 traits that layers declare, never the classes of their parts.
 """
 
@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -18,7 +19,8 @@ from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import Decoder, DecoderLayer
 from nanoinfer.models.few_rows import few_rows_layer, few_rows_products
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.sliced_prefill import PrefillGraphs, sliced_prefill
+from nanoinfer.models.prefill_graphs import SmallPrefills, small_sizes
+from nanoinfer.models.sliced_prefill import SlicedPrefillGraphs, sliced_prefill
 from nanoinfer.quantization.linear_method import ProductKind
 
 
@@ -100,8 +102,36 @@ def sizes_to_measure(max_step_tokens: int, tp: TensorParallel) -> list[int]:
     return sorted({SLICE_TOKENS, largest_slices, max_step_tokens})
 
 
-def capture_largest_prefill(decoder: Decoder, max_step_tokens: int) -> dict[int, PrefillGraphs]:
-    """Return the graphs of steps by their number of tokens: of the largest, if it has slices."""
-    if not suits_slices(decoder, max_step_tokens):
-        return {}
-    return {max_step_tokens: PrefillGraphs(decoder, max_step_tokens)}
+@dataclass(frozen=True, slots=True)
+class PrefillGraphs:
+    """What computes the prefill steps that have CUDA graphs: small ones, and the largest if it has slices."""
+
+    small: SmallPrefills | None = None
+    largest: SlicedPrefillGraphs | None = None
+
+    @classmethod
+    def of(cls, decoder: Decoder, max_step_tokens: int, is_usual: bool) -> "PrefillGraphs":
+        """Capture the largest step; small ones are captured as they come. is_usual: whether the largest comes often."""
+        has_slices = is_usual and suits_slices(decoder, max_step_tokens)
+        largest = SlicedPrefillGraphs(decoder, max_step_tokens) if has_slices else None
+        return cls(small_prefills(decoder, max_step_tokens), largest)
+
+    def find(self, num_tokens: int) -> Callable[[ForwardStep], Tensor] | None:
+        """Return what computes a step of so many tokens; None where that is what computes any."""
+        if self.small is not None and num_tokens <= self.small.sizes[-1]:
+            return self.small
+        return self.largest if self.largest is not None and num_tokens == self.largest.num_tokens else None
+
+
+def small_prefills(decoder: Decoder, max_step_tokens: int) -> SmallPrefills | None:
+    """Return what computes small prefill steps, where CUDA graphs pay for them: on one GPU, without experts.
+
+    A few tokens go to nearly all experts, and reading these takes longer than launching the step. Weights that are
+    widened for each product would be widened for few tokens.
+    """
+    traits = [layer.traits for layer in decoder.layers]
+    is_plain = all(one.has_plain_attention and ProductKind.WIDENED not in one.products for one in traits)
+    if decoder.tp.size > 1 or decoder.has_experts or not is_plain:
+        return None
+    sizes = [size for size in small_sizes(decoder) if size <= max_step_tokens]
+    return SmallPrefills(decoder, sizes) if sizes else None

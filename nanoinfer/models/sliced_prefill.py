@@ -10,9 +10,8 @@ graph in the largest steps, those of `max_step_tokens`; most large steps have as
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
@@ -21,6 +20,7 @@ from nanoinfer.layers.layernorm import RMSNorm, add_rms_norm, rms_norm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import Decoder, DecoderLayer
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.prefill_graphs import Buffers, PieceGraphs, attend_between
 from nanoinfer.quantization.fp8 import quantize_rows
 
 if TYPE_CHECKING:
@@ -30,75 +30,39 @@ if TYPE_CHECKING:
 def sliced_prefill(decoder: Decoder, step: ForwardStep) -> Tensor:
     """Do what the decoder's `forward` does."""
     buffers = Buffers.of(decoder, len(step.token_ids))
-    return _attend_between(_pieces(decoder, buffers), buffers, decoder, step)
+    return attend_between(_pieces(decoder, buffers), buffers, decoder, step)
 
 
-class PrefillGraphs:
-    """`sliced_prefill` for steps of `num_tokens` tokens, with what lies between two attentions as CUDA graphs.
-
-    They share one memory pool, and read the weights where these are now.
-    """
+class SlicedPrefillGraphs:
+    """`sliced_prefill` for steps of `num_tokens` tokens, with what lies between two attentions as CUDA graphs."""
 
     def __init__(self, decoder: Decoder, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
         self._decoder, self._buffers = decoder, Buffers.of(decoder, num_tokens)
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-        for buffer in self._buffers:
-            buffer.zero_()  # with NaN, tokens might go to experts that are not there
+        self._buffers.clear()
         for _ in _pieces(decoder, self._buffers):  # compiles and warms up outside the capture
             pass
-        pieces = _pieces(decoder, self._buffers)
-        for _ in range(len(decoder.layers) + 1):
-            graph = torch.cuda.CUDAGraph()
-            pool = self._graphs[0].pool() if self._graphs else None
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                try:
-                    next(pieces)
-                except BaseException:
-                    decoder.tp.join()  # or the end of the capture would fail, and hide why
-                    raise
-            self._graphs.append(graph)
+        self._graphs = PieceGraphs(_joined(decoder, self._buffers), len(decoder.layers) + 1)
 
     def __call__(self, step: ForwardStep) -> Tensor:
         """Do what the decoder's `forward` does. The next call overwrites the result."""
-        pieces = map(torch.cuda.CUDAGraph.replay, self._graphs)
-        return _attend_between(pieces, self._buffers, self._decoder, step)
+        return attend_between(self._graphs.replay(), self._buffers, self._decoder, step)
 
 
-class Buffers(NamedTuple):
-    """Where the pieces of a step find what they need, and leave what they compute; each (num_tokens, ...).
-
-    rows: the embeddings, and at last the result. qkv: queries, keys and values of a layer. heads: what its attention
-    returns.
-    """
-
-    rows: Tensor
-    qkv: Tensor
-    heads: Tensor
-
-    @classmethod
-    def of(cls, decoder: Decoder, num_tokens: int) -> "Buffers":
-        embeddings, local_sizes = decoder.embed_tokens.weight, decoder.layers[0].self_attn.qkv_proj.local_sizes
-        sizes = embeddings.shape[1], sum(local_sizes.values()), local_sizes["q"]
-        return cls(*(embeddings.new_empty(num_tokens, size) for size in sizes))
-
-
-def _attend_between(pieces: Iterator[None], buffers: Buffers, decoder: Decoder, step: ForwardStep) -> Tensor:
-    """Compute a step whose work before, between and after its attentions is done by `pieces`, one after the other.
-
-    The all-reduce of the embeddings is the barrier that `CopyEngines` needs between two steps.
-    """
-    buffers.rows.copy_(decoder.embed_tokens(step.token_ids))
-    for layer in decoder.layers:
-        next(pieces)
-        heads = layer.self_attn.attend(buffers.qkv, step)
-        buffers.heads.copy_(heads)
-        del heads
-    next(pieces)
-    return buffers.rows
+def _joined(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
+    """Compute the pieces. Where one fails, streams are joined, or the end of the capture would fail and hide why."""
+    try:
+        yield from _pieces(decoder, buffers)
+    except BaseException:
+        decoder.tp.join()
+        raise
 
 
 def _pieces(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
-    """Compute what comes before each attention, and then what comes after the last."""
+    """Compute what comes before each attention, and then what comes after the last.
+
+    The all-reduce of the embeddings is the barrier that `CopyEngines` needs between two steps.
+    """
     num_slices, tp = -(-len(buffers.rows) // SLICE_TOKENS), decoder.tp
     exchange = tp.copy_engines or PlainExchange(tp, buffers.rows)
     parts = zip(*(tensor.tensor_split(num_slices) for tensor in buffers), strict=True)

@@ -44,9 +44,17 @@ class DecodeGraphs:
     it is in memory. The graphs share one memory pool.
 
     sizes, sharing_sizes: the batch sizes of steps without and with shared prefixes; only the first are captured here.
+    is_warm: whether such graphs were captured before in this process, so that their kernels are compiled and loaded.
     """
 
-    def __init__(self, forward: Forward, sizes: list[int], sharing_sizes: list[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        sizes: list[int],
+        sharing_sizes: list[int],
+        device: torch.device,
+        is_warm: bool = False,
+    ) -> None:
         self._forward = forward
         # What the graphs read: a column for the rows, and those of SharedPrefixes.
         self._padding = torch.tensor([[PADDING_ROW], [0], [0]], dtype=torch.int32, device=device).repeat(1, max(sizes))
@@ -56,7 +64,7 @@ class DecodeGraphs:
         self._pool: Any = None  # the handle of their memory pool
         # The largest first: the smaller ones then fit into its memory.
         for size in sorted(sizes, reverse=True):
-            self._graphs[size, False] = self._capture(size, shares_prefixes=False)
+            self._graphs[size, False] = self._capture(size, shares_prefixes=False, is_warm=is_warm)
 
     def replay(self, rows: Tensor, shared_prefixes: SharedPrefixes | None) -> None:
         """Run `forward` for these rows (num_rows,) int32, and for padding after them."""
@@ -71,11 +79,12 @@ class DecodeGraphs:
             torch.cat((column, padding[len(rows) : size]), out=inputs[:size])
         self._graphs[key].replay()
 
-    def _capture(self, size: int, shares_prefixes: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int, shares_prefixes: bool, is_warm: bool = False) -> torch.cuda.CUDAGraph:
         self._inputs.copy_(self._padding)
         rows, *shared = self._inputs[:, :size]
         shared_prefixes = SharedPrefixes(*shared) if shares_prefixes else None
-        self._forward(rows, shared_prefixes)  # compiles and warms up outside the capture
+        if not is_warm:
+            self._forward(rows, shared_prefixes)  # compiles and warms up outside the capture
         graph = torch.cuda.CUDAGraph()
         # Steps that share prefixes are captured in the middle of a run, when the user's other threads may use the GPU.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -89,16 +98,19 @@ def _next_sizes(sizes: list[int]) -> list[int]:
     return [min(size for size in sizes if size >= count) for count in range(max(sizes, default=-1) + 1)]
 
 
-def measure_graph_bytes(forward: Forward, sizes: list[int], num_graphs: int, device: torch.device) -> int:
+def measure_graph_bytes(
+    capture: Callable[[list[int]], object], sizes: list[int], num_graphs: int, device: torch.device
+) -> int:
     """Return the memory that so many graphs will take, if the largest and the smallest have these sizes.
 
-    Captures the largest, whose memory the others share, and one small one more.
+    capture: returns what holds the graphs of some sizes. It is called for the largest, whose memory the others share,
+    and then for one small one more.
     """
     used = []
     for trial in (sizes[-1:], [*sizes[-1:], *sizes[:1]]):
         torch.cuda.empty_cache()
         free_before, _ = torch.cuda.mem_get_info(device)
-        graphs = DecodeGraphs(forward, trial, [], device)
+        graphs = capture(trial)
         torch.cuda.empty_cache()
         used.append(free_before - torch.cuda.mem_get_info(device)[0])
         del graphs

@@ -8,7 +8,7 @@ from nanoinfer.engine.batch import Header, PacketSections
 from nanoinfer.layers.attention.block_copies import copy_cached_tokens
 from nanoinfer.layers.attention.metadata import KVCache
 from nanoinfer.layers.routed_experts import RoutedExperts
-from nanoinfer.models.sliced_prefill import PrefillGraphs
+from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.pooling.pooler import Pooler
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from nanoinfer.runner.step_tables import StepTables
@@ -19,12 +19,11 @@ from nanoinfer.sampling.sampler import Sampler
 class StepBuffers:
     """What steps need whatever the size of the cache.
 
-    logits: (max_num_seqs, this rank's ids), of all decode graphs and of what runs without. prefill_graphs: by number of
-    tokens.
+    logits: (max_num_seqs, this rank's ids), of all decode graphs and of what runs without.
     """
 
     logits: Tensor
-    prefill_graphs: dict[int, PrefillGraphs]
+    prefill_graphs: PrefillGraphs
 
 
 @dataclass(slots=True)

@@ -104,7 +104,7 @@ class ModelRunner:
         assert not header.counts.decode_rows, "both prefill and decode would write the first logits"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
         step = self._planned(self.device_state.tables.prefill_step(header, on_device.chunks, chunks))
-        forward = self.device_state.buffers.prefill_graphs.get(len(step.token_ids), self.model)
+        forward = self.device_state.buffers.prefill_graphs.find(len(step.token_ids)) or self.model
         hidden, hidden_states = self.device_state.pooler.run(forward, step, chunks)
         self._write_logits(step, hidden)
         return PendingStep(
@@ -176,7 +176,7 @@ class ModelRunner:
                     self.asleep -= {"weights"}
                 if "kv_cache" in slept & tags:
                     self._allocate_state(self.setup.allocate_buffers(self.model, self.limits))
-                    self._capture_graphs()
+                    self._capture_graphs(is_warm=True)
                     self.asleep -= {"kv_cache"}
         except BaseException:
             if "weights" in slept:
@@ -248,7 +248,12 @@ class ModelRunner:
         if self.device.type == "cuda":
             self._allocate_state(buffers)
             free_bytes = setup.measure_free_bytes(
-                self.model, self.limits, self.run_largest_prefills, self.decode, free_at_start
+                self.model,
+                self.limits,
+                buffers.prefill_graphs.small,
+                self.run_largest_prefills,
+                self.decode,
+                free_at_start,
             )
         self.limits = setup.limits_with_cache(self.limits, free_bytes)
         self._allocate_state(buffers)
@@ -261,11 +266,11 @@ class ModelRunner:
         self._device_state = None  # its cache, if there is one, makes room
         self._device_state = self.setup.allocate_state(buffers, self.model, self._dense, self.limits)
 
-    def _capture_graphs(self) -> None:
+    def _capture_graphs(self, is_warm: bool = False) -> None:
         if self.setup.uses_graphs(self.model):
             max_num_seqs = self.limits.max_num_seqs
             sizes, sharing_sizes = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
-            self.device_state.graphs = DecodeGraphs(self.decode, sizes, sharing_sizes, self.device)
+            self.device_state.graphs = DecodeGraphs(self.decode, sizes, sharing_sizes, self.device, is_warm)
 
     def run_largest_prefills(self) -> None:
         """Run prefill steps that need as much memory as any, in the longest sequences, and sample for all rows."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,12 +23,13 @@ from nanoinfer.layers.linear_attention.states import StateShape
 from nanoinfer.layers.routed_experts import RoutedExperts
 from nanoinfer.models import get_model_class
 from nanoinfer.models.causal_lm import DecoderForCausalLM
-from nanoinfer.models.execution import capture_largest_prefill, compiling_few_rows
+from nanoinfer.models.execution import PrefillGraphs, compiling_few_rows
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.prefill_graphs import SmallPrefills
 from nanoinfer.pooling.dense import DenseLayer, load_dense
 from nanoinfer.pooling.pooler import Pooler
 from nanoinfer.runner import memory
-from nanoinfer.runner.cuda_graphs import Forward, graph_sizes, measure_graph_bytes, num_graphs
+from nanoinfer.runner.cuda_graphs import DecodeGraphs, Forward, graph_sizes, measure_graph_bytes, num_graphs
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
@@ -170,13 +172,15 @@ class Setup:
         self,
         model: DecoderForCausalLM,
         limits: RunnerLimits,
+        small_prefills: SmallPrefills | None,
         run_largest_prefills: Callable[[], None],
         decode: Forward,
         free_at_start: int,
     ) -> int:
         """Return what gpu_memory_utilization leaves for the cache beside weights, tables, the largest step and graphs.
 
-        Runs such steps and captures two graphs of `decode`; kernels are compiled on the way.
+        Runs such steps and captures two graphs of `decode`, and two of small prefill steps; kernels are compiled on the
+        way.
         """
         uses_graphs, sizes = self.uses_graphs(model), graph_sizes(limits.max_num_seqs)
         with compiling_few_rows(model.model, sizes if uses_graphs else []):
@@ -185,18 +189,22 @@ class Setup:
         if uses_graphs:
             shares_prefixes = limits.max_group_rows > 1 and self.config.enable_prefix_caching
             count = num_graphs(limits.max_num_seqs, shares_prefixes)
-            graph_bytes = measure_graph_bytes(decode, sizes, count, self.device)
+            capture = partial(DecodeGraphs, decode, sharing_sizes=[], device=self.device)
+            graph_bytes = measure_graph_bytes(capture, sizes, count, self.device)
             graph_bytes += SHARING_BYTES if shares_prefixes else 0
+        if small_prefills is not None:
+            sizes = small_prefills.sizes
+            graph_bytes += measure_graph_bytes(small_prefills.trial, sizes, len(sizes), self.device)
         granted = memory.grantable_bytes(self.config.gpu_memory_utilization, free_at_start, self.device)
         return granted - step_bytes - graph_bytes
 
     def allocate_buffers(self, model: DecoderForCausalLM, limits: RunnerLimits) -> StepBuffers:
         """Return what steps need whatever the size of the cache."""
-        graphs, max_tokens = {}, self.max_step_tokens(limits)
+        graphs, max_tokens = PrefillGraphs(), self.max_step_tokens(limits)
         # Where rows or lengths limit a step, and not its budget, hardly any has just so many tokens.
-        is_usual = max_tokens == self.config.max_num_batched_tokens and not self.config.enable_return_routed_experts
-        if self.uses_graphs(model) and is_usual:
-            graphs = capture_largest_prefill(model.model, max_tokens)
+        is_usual = max_tokens == self.config.max_num_batched_tokens
+        if self.uses_graphs(model) and not self.config.enable_return_routed_experts:
+            graphs = PrefillGraphs.of(model.model, max_tokens, is_usual)
         return StepBuffers(model.lm_head.weight.new_empty(limits.max_num_seqs, model.lm_head.vocab.size), graphs)
 
     def allocate_state(

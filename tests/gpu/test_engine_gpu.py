@@ -17,6 +17,7 @@ from transformers import Qwen3ForCausalLM
 from nanoinfer import LLM, RequestOutput, SamplingParams, tiny_model_path
 from nanoinfer.device import import_error
 from nanoinfer.layers.attention import selection
+from tests.models.test_architectures import checkpoint  # noqa: F401 (a fixture)
 from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
 
 pytestmark = pytest.mark.gpu
@@ -397,6 +398,67 @@ def test_equal_runs_that_share_prefixes_give_equal_tokens(random_checkpoint: Cal
     assert one.token_ids == two.token_ids
 
 
+def run_all_small_prefills(llm: LLM) -> list[list[RequestOutput]]:
+    """Three times the same steps: as many tokens as each CUDA graph of small prefill steps has, and one less.
+
+    Each size is captured in the second run.
+    """
+    assert llm.engine.runner is not None
+    small = llm.engine.runner.device_state.buffers.prefill_graphs.small
+    assert small is not None
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=0)
+    runs: list[list[RequestOutput]] = []
+    for _ in range(3):
+        runs.append([])
+        for num_tokens in (size - less for size in small.sizes for less in (0, 1)):
+            ids = ([7, 5, 3, 2, 9, 4] * 400)[:num_tokens]
+            prompts = [ids[start : start + 100] for start in range(0, num_tokens, 100)]
+            runs[-1] += llm.generate(prompts, params, use_tqdm=False)
+    assert len(small._graphs) == len(small.sizes)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("Qwen3ForCausalLM", {}),
+        ("Qwen3ForCausalLM", {"attention_backend": "flash_attn"}),
+        ("Qwen3ForCausalLM", {"quantization": "fp8", "kv_cache_dtype": "int8"}),
+        ("Gemma2ForCausalLM", {}),
+        ("Gemma3ForCausalLM", {}),
+        ("Qwen2ForCausalLM", {}),
+    ],
+)
+def test_small_prefill_steps_are_the_same_in_graphs_and_without(
+    random_checkpoint: Callable[..., Path],
+    checkpoint: Callable[..., Path],  # noqa: F811
+    architecture: str,
+    options: dict,
+) -> None:
+    skip_without(options.get("attention_backend", "auto"))
+    folder = checkpoint(architecture, 0)
+    if architecture == "Qwen3ForCausalLM":
+        folder = random_checkpoint(num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    options = {"dtype": "bfloat16", "enable_prefix_caching": False, "num_kvcache_blocks": 60, **options}
+    with LLM(folder, **options) as llm:
+        first, captured, replayed = run_all_small_prefills(llm)
+    for one, two, three in zip(first, captured, replayed, strict=True):
+        assert one.token_ids == two.token_ids == three.token_ids
+        assert one.prompt_logprobs == two.prompt_logprobs == three.prompt_logprobs
+    with LLM(folder, enforce_eager=True, **options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        outputs = llm.generate([output.prompt_token_ids for output in first], params, use_tqdm=False)
+    apart = [
+        abs(mine[token].logprob - other[token].logprob)
+        for one, plain in zip(first, outputs, strict=True)
+        for token, mine, other in zip(
+            one.prompt_token_ids[1:], one.prompt_logprobs[1:], plain.prompt_logprobs[1:], strict=True
+        )
+    ]
+    assert max(apart) < NEAR_TIE
+    assert sum(apart) / len(apart) < NEAR_TIE / 10
+
+
 def test_the_cache_takes_what_the_user_grants(random_checkpoint: Callable[..., Path]) -> None:
     free, total = torch.cuda.mem_get_info()
     # A vocabulary as large as Qwen3's: logits are the largest thing that a step makes.
@@ -406,6 +468,8 @@ def test_the_cache_takes_what_the_user_grants(random_checkpoint: Callable[..., P
         used = total - torch.cuda.mem_get_info()[0]
         assert 0.45 * total < used < 0.51 * total
         assert llm.engine.runner.device_state.kv_cache.num_bytes > 0.4 * total
+        run_all_small_prefills(llm)
+        assert total - torch.cuda.mem_get_info()[0] < 0.51 * total
     assert torch.cuda.mem_get_info()[0] > free - 2**30  # close gives it back
 
 

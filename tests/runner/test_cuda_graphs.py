@@ -57,6 +57,16 @@ def test_a_step_runs_in_the_smallest_graph_that_holds_it_padded(monkeypatch: pyt
     assert forward.replays == [[[7, 5, 9, -1]], [[3]], [[6, 8]]]
 
 
+def test_warm_graphs_are_captured_without_a_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Forward(monkeypatch)
+    graphs = DecodeGraphs(forward, [1, 2, 4], [4], torch.device("cpu"), is_warm=True)
+    assert [len(rows) for (rows,) in forward.calls] == [4, 2, 1]
+    graphs.replay(int32(7, 5), None)
+    assert forward.replays == [[[7, 5]]]
+    graphs.replay(int32(7, 5), SharedPrefixes(int32(2, 2), int32(2, 0)))  # of which the process may have had none
+    assert [len(rows) for rows, *_ in forward.calls[3:]] == [4, 4]
+
+
 def test_a_step_that_shares_prefixes_has_a_graph_of_its_own_which_is_captured_once_when_it_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

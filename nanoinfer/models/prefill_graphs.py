@@ -1,0 +1,154 @@
+"""Prefill steps whose work between two attentions is a CUDA graph.
+
+Attention depends on how a step's tokens are spread over sequences, so it is launched as ever. All else depends only on
+how many tokens there are. vLLM calls such graphs piecewise. Here a step is an iterator of pieces: each computes what
+lies between two attentions, from a buffer to a buffer. The pieces themselves are the plain twin of their graphs.
+
+One GPU has them for small steps, whose kernels take the host longer to launch than a GPU to compute. Several have them
+for the largest: see `sliced_prefill.py`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.forward_step import ForwardStep
+
+# Up to this size the next one is so much larger. Padding must cost less than launching does.
+SMALL_SIZES = {256: 64, 1024: 128, 2048: 256}
+# What a GPU computes in about half of the time in which the host launches a layer, 0.4 ms.
+FLOPS_PER_LAYER = 1.2e11
+# How many steps of a size run without graphs: to capture one takes as long as it saves in so many. A job of large steps
+# has a last one that is small, whose size may never come again.
+STEPS_BEFORE_CAPTURE = 3
+
+
+class Buffers(NamedTuple):
+    """Where the pieces of a step find what they need, and leave what they compute; each (num_tokens, ...).
+
+    rows: the embeddings, and at last the result. qkv: queries, keys and values of a layer. heads: what its attention
+    returns.
+    """
+
+    rows: Tensor
+    qkv: Tensor
+    heads: Tensor
+
+    @classmethod
+    def of(cls, decoder: Decoder, num_tokens: int) -> "Buffers":
+        embeddings, local_sizes = decoder.embed_tokens.weight, decoder.layers[0].self_attn.qkv_proj.local_sizes
+        sizes = embeddings.shape[1], sum(local_sizes.values()), local_sizes["q"]
+        return cls(*(embeddings.new_empty(num_tokens, size) for size in sizes))
+
+    def of_first(self, num_tokens: int) -> "Buffers":
+        return Buffers(*(buffer[:num_tokens] for buffer in self))
+
+    def clear(self) -> None:
+        """Make all zeros: with NaN, tokens might go to experts that are not there."""
+        for buffer in self:
+            buffer.zero_()
+
+
+def attend_between(pieces: Iterator[None], buffers: Buffers, decoder: Decoder, step: ForwardStep) -> Tensor:
+    """Compute a step whose work before, between and after its attentions is done by `pieces`, one after the other.
+
+    buffers: of the step's own tokens; those of the pieces may go on with padding. The next step overwrites the result.
+    """
+    buffers.rows.copy_(decoder.embed_tokens(step.token_ids))
+    for layer in decoder.layers:
+        next(pieces)
+        heads = layer.self_attn.attend(buffers.qkv, step)
+        buffers.heads.copy_(heads)
+        del heads
+    next(pieces)
+    return buffers.rows
+
+
+class PieceGraphs:
+    """The pieces of a step as CUDA graphs. They share one memory pool, and read the weights where these are now.
+
+    pool: of other graphs, which never run between these; None for one of their own.
+    """
+
+    def __init__(self, pieces: Iterator[None], num_pieces: int, pool: Any = None) -> None:
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        for _ in range(num_pieces):
+            graph = torch.cuda.CUDAGraph()
+            # Small steps are captured in the middle of a run, when the user's other threads may use the GPU.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                next(pieces)
+            self._graphs.append(graph)
+            pool = pool or graph.pool()
+        self.pool = pool
+
+    def replay(self) -> Iterator[None]:
+        return map(torch.cuda.CUDAGraph.replay, self._graphs)
+
+
+def plain_pieces(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
+    """Compute what comes before each attention, and then what comes after the last, as `Decoder.forward` does."""
+    hidden, residual = None, buffers.rows
+    for layer in decoder.layers:
+        attention = layer.self_attn
+        normed, residual = layer.input_layernorm(hidden, residual, attention.input_format)
+        qkv = attention.qkv_proj(normed)
+        buffers.qkv.copy_(qkv if qkv.dim() == 2 else qkv.sum(0, dtype=torch.float32))
+        yield
+        hidden, residual = layer.after_mixer(attention.o_proj(buffers.heads), residual)
+    buffers.rows.copy_(decoder.norm(hidden, residual)[0])
+    yield
+
+
+def small_sizes(decoder: Decoder) -> list[int]:
+    """Return how many tokens small steps are padded to: those that a GPU computes before the host has launched them."""
+    num_weights = max(sum(weight.numel() for weight in layer.parameters()) for layer in decoder.layers)
+    most, sizes, last = FLOPS_PER_LAYER / (2 * num_weights), list[int](), 0
+    for end, distance in SMALL_SIZES.items():
+        sizes += range(last + distance, end + 1, distance)
+        last = end
+    return [size for size in sizes if size <= most]
+
+
+class SmallPrefills:
+    """Computes prefill steps of at most `sizes[-1]` tokens, each padded to one of `sizes`.
+
+    The first steps of a size run without graphs, which compiles and warms up its kernels; then it is captured. Both
+    ways compute the same numbers, so equal steps have equal results.
+    """
+
+    def __init__(self, decoder: Decoder, sizes: list[int]) -> None:
+        self.sizes = sizes
+        self._decoder, self._buffers = decoder, Buffers.of(decoder, sizes[-1])
+        self._buffers.clear()
+        self._num_steps = Counter[int]()  # by size
+        self._graphs: dict[int, PieceGraphs] = {}
+
+    def __call__(self, step: ForwardStep) -> Tensor:
+        """Do what the decoder's `forward` does. The next call overwrites the result."""
+        num_tokens = len(step.token_ids)
+        size = min(size for size in self.sizes if size >= num_tokens)
+        self._num_steps[size] += 1
+        if size not in self._graphs and self._num_steps[size] > STEPS_BEFORE_CAPTURE:
+            pool = next((graphs.pool for graphs in self._graphs.values()), None)
+            self._graphs[size] = self._capture(size, pool)
+        pieces = self._graphs[size].replay() if size in self._graphs else self._pieces(size)
+        return attend_between(pieces, self._buffers.of_first(num_tokens), self._decoder, step)
+
+    def trial(self, sizes: list[int]) -> list[PieceGraphs]:
+        """Return graphs of these sizes, to measure the memory that they take."""
+        graphs: list[PieceGraphs] = []
+        for size in sizes:
+            for _ in self._pieces(size):  # compiles and warms up outside the capture
+                pass
+            graphs.append(self._capture(size, graphs[0].pool if graphs else None))
+        return graphs
+
+    def _capture(self, size: int, pool: Any) -> PieceGraphs:
+        return PieceGraphs(self._pieces(size), len(self._decoder.layers) + 1, pool)
+
+    def _pieces(self, size: int) -> Iterator[None]:
+        return plain_pieces(self._decoder, self._buffers.of_first(size))

@@ -1,0 +1,130 @@
+"""Small prefill steps in padded pieces, on a CPU, where a stand-in computes the pieces in place of their graphs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoinfer.models import execution
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE, SmallPrefills, small_sizes
+from nanoinfer.quantization.linear_method import ProductKind
+from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
+
+NOT_PLAIN = ("Cohere2ForCausalLM", "Exaone4ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
+WITH_EXPERTS = (
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+WITHOUT_GRAPHS = (*HYBRIDS, *NOT_PLAIN, *WITH_EXPERTS)
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """The padded sizes of the steps of at most 24 tokens, and whether graphs would have computed them."""
+    found: list[tuple[int, bool]] = []
+    of_decoders: dict[int, SmallPrefills | None] = {}
+    forward = execution.forward
+
+    def capture(self: SmallPrefills, size: int, _pool: Any) -> Any:
+        def replay() -> Any:
+            found[-1] = size, True
+            return self._pieces(size)
+
+        return SimpleNamespace(pool="pool", replay=replay)
+
+    def small_steps(decoder: Decoder, step: ForwardStep) -> Tensor:
+        if id(decoder) not in of_decoders:
+            of_decoders[id(decoder)] = execution.small_prefills(decoder, 24)
+        small, num_tokens = of_decoders[id(decoder)], len(step.token_ids)
+        if small is None or not step.attention.is_prefill or num_tokens > 24:
+            return forward(decoder, step)
+        for buffer in small._buffers:
+            buffer[num_tokens:] = torch.nan  # what is padding reaches no token
+        found.append((min(size for size in small.sizes if size >= num_tokens), False))
+        return small(step)
+
+    monkeypatch.setattr(SmallPrefills, "_capture", capture)
+    monkeypatch.setattr(execution, "small_sizes", lambda _decoder: [8, 16, 24, 32])
+    monkeypatch.setattr(execution, "forward", small_steps)
+    return found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_padded_pieces_give_the_tokens_of_whole_steps(
+    request: pytest.FixtureRequest,
+    checkpoint: Callable[..., Path],  # noqa: F811
+    architecture: str,
+) -> None:
+    """Prompts are cut into chunks, so that small steps also attend to what is in the cache."""
+    folder, prompts = checkpoint(architecture, 0), draw_prompts(0, (61, 1, 29, 40, 7, 16, 22, 5, 3))
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 20, "kvcache_block_size": 16, "max_model_len": 112}
+    expected = generate(folder, prompts, **options)
+    sizes = request.getfixturevalue("sizes")
+    assert generate(folder, prompts, **options) == expected
+    if architecture in WITHOUT_GRAPHS:
+        assert not sizes
+        return
+    assert {size for size, _ in sizes} >= {8, 16, 24}
+    for size in (8, 16, 24):
+        ways = [in_graph for other, in_graph in sizes if other == size]
+        assert ways == [index >= STEPS_BEFORE_CAPTURE for index in range(len(ways))]
+    assert any(in_graph for _, in_graph in sizes)
+
+
+def decoder_of(weights_of_a_layer: int) -> Any:
+    layer = SimpleNamespace(parameters=lambda: iter([torch.empty(weights_of_a_layer, device="meta")]))
+    return SimpleNamespace(layers=[layer])
+
+
+def test_sizes_end_where_a_gpu_computes_for_longer_than_the_host_launches() -> None:
+    of_0_6b, of_8b, of_32b = (small_sizes(decoder_of(number)) for number in (15_700_000, 193_000_000, 485_000_000))
+    assert of_0_6b == [
+        *(64, 128, 192, 256),
+        *(384, 512, 640, 768, 896, 1024),
+        *(1280, 1536, 1792, 2048),
+    ]
+    assert of_8b == [64, 128, 192, 256]
+    assert of_32b == [64]
+    assert small_sizes(decoder_of(2_000_000_000)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({}, [64, 128]),
+        ({"max_step_tokens": 100}, [64]),
+        ({"max_step_tokens": 63}, None),
+        ({"size": 2}, None),
+        ({"has_experts": True}, None),
+        ({"has_plain_attention": False}, None),
+        ({"products": {ProductKind.ROUNDED}}, [64, 128]),
+        ({"products": {ProductKind.PLAIN, ProductKind.WIDENED}}, None),
+    ],
+)
+def test_one_gpu_has_graphs_of_small_steps_of_plain_layers(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], sizes: list[int] | None
+) -> None:
+    found = {"max_step_tokens": 150, "size": 1, "has_experts": False, "has_plain_attention": True}
+    given = SimpleNamespace(**{**found, "products": {ProductKind.PLAIN}, **changes})
+    decoder: Any = SimpleNamespace(tp=given, has_experts=given.has_experts, layers=[SimpleNamespace(traits=given)])
+    monkeypatch.setattr(execution, "small_sizes", lambda _decoder: [64, 128, 192])
+    monkeypatch.setattr(execution, "SmallPrefills", lambda _decoder, sizes: SimpleNamespace(sizes=sizes))
+    small: Any = execution.small_prefills(decoder, given.max_step_tokens)
+    assert (small and small.sizes) == sizes
+
+
+def test_a_step_is_found_its_graphs_by_its_tokens() -> None:
+    small: Any = SimpleNamespace(sizes=[64, 128])
+    largest: Any = SimpleNamespace(num_tokens=16384)
+    graphs = execution.PrefillGraphs(small, largest)
+    assert [graphs.find(number) for number in (1, 128, 129, 16383, 16384)] == [small, small, None, None, largest]
+    assert execution.PrefillGraphs().find(1) is None
