@@ -9,8 +9,9 @@ Prefill goes first, so that the decode batch is as full as it can be. A sequence
 
     WAITING or RUNNING --pause--> PAUSED --resume--> RUNNING if it still holds its row and blocks, else WAITING
 
-A sequence that samples nothing ends with its prompt. The step after the one that completes the prompt may have its row
-and blocks, since steps run in their order, and it is finished when that first step is collected.
+The last step of a sequence is known beforehand, if no stop token comes before. The step after it may have its row for
+another, since steps run in their order, and the sequence is finished when its last step is collected. One that samples
+nothing ends with its prompt, and gives its blocks up as early.
 
 Preemption frees a sequence's blocks and computes it again later, its generated tokens included (recomputation, as in
 PagedAttention, Kwon et al. 2023). Paused sequences give up theirs first, also for those that wait. The waiting queue is
@@ -78,7 +79,7 @@ class Scheduler:
         self.listener: Listener = SILENT  # is told what happens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on (-priority, seq_id)
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
-        self._complete: list[Sequence] = []  # they end with the prompts of the step that was scheduled last
+        self._ending: list[Sequence] = []  # their last step is scheduled, and was not collected yet
         self._awaits_prefix = False  # whether the last admission passed prompts over, which are next
         self._blocked: tuple[int, int] | None = None  # (seq_id, num_frees) of a queue head that did not fit
 
@@ -105,8 +106,8 @@ class Scheduler:
         are known.
         """
         self.block_manager.start_step()
-        if self._complete:
-            self._release_complete()
+        if self._ending:
+            self._release_ending()
         batch = self._schedule_prefill(in_flight)
         if batch is None:
             return ScheduledBatch()
@@ -136,15 +137,18 @@ class Scheduler:
                 num_computed = len(seq.token_ids) - 1  # by this step and those before it
                 if num_computed % block_size == 0:
                     self.block_manager.cache_blocks(seq, num_computed)
-            if reason := seq.stopping.advance(token_id, len(seq.token_ids), seq.constraint):
+            num_known = len(seq.token_ids)
+            if reason := seq.stopping.advance(token_id, num_known, seq.constraint):
                 finished.append((seq, reason))
+            elif num_known + seq.num_pending_tokens == seq.stopping.max_num_tokens:
+                self._ending.append(seq)
         return self.finish(finished)
 
     def finish(self, reasons: list[tuple[Sequence, str]]) -> list[Sequence]:
         """Take everything from running sequences, each with the reason why it ends; they are returned."""
         for seq, reason in reasons:
             seq.finish_reason = reason
-            if seq.row is None:  # it ended with its prompt, and a later step has its row
+            if seq.row is None and seq.stopping.ends_with_prompt:  # a later step has its row and blocks
                 seq.status = SequenceStatus.FINISHED
                 continue
             if reason in ("stop", "length") and not seq.stopping.ends_with_prompt:
@@ -376,32 +380,46 @@ class Scheduler:
         seq.num_computed_tokens += length
         # At once, so that an equal prompt admitted later in this very step shares the blocks.
         self.block_manager.cache_blocks(seq, seq.num_computed_tokens)
+        seq.num_pending_tokens += samples
         if ends:
             self.block_manager.cache_last_block(seq, seq.num_computed_tokens)
-            if not samples:
-                self._complete.append(seq)
-        seq.num_pending_tokens += samples
+            if seq.num_tokens >= seq.stopping.max_num_tokens:
+                self._ending.append(seq)
         return length
 
     def _send_back(self, seq: Sequence) -> None:
         """Take everything from a running sequence and queue it again; its known tokens stay."""
         if seq.row is not None:
             self.running.remove(seq)
-            self._release(seq, SequenceStatus.WAITING)
-        seq.status = SequenceStatus.WAITING
+        self._release(seq, SequenceStatus.WAITING)
         seq.num_pending_tokens = 0
         self.add(seq)
 
-    def _release_complete(self) -> None:
-        """Take rows and blocks from sequences that end with the step before; its collection will finish them."""
-        for seq in self._complete:
-            if seq.row is not None:
+    def _release_ending(self) -> None:
+        """Take the rows of sequences whose last step is in flight, if others wait for them and there are blocks.
+
+        Their own blocks stay, for what is cached of them when that step is collected, unless they end with their
+        prompts. Hybrids keep rows as well, which hold the states that are cached then.
+        """
+        manager = self.block_manager
+        ending = [seq for seq in self._ending if seq.row is not None and seq.num_tokens == seq.stopping.max_num_tokens]
+        num_held = sum(len(seq.block_table) for seq in ending)  # with fewer free ones, only some could be replaced
+        takes_rows = self._waiting and num_held <= manager.num_free_blocks and not manager.num_snapshots
+        for seq in ending:
+            if seq.stopping.ends_with_prompt:
                 self._release(seq, seq.status)
+            elif takes_rows and seq.num_pending_tokens:
+                self._release_row(seq)
         self.running = [seq for seq in self.running if seq.row is not None]
-        self._complete = []
+        self._ending = []
 
     def _release(self, seq: Sequence, status: SequenceStatus) -> None:
+        if seq.row is not None:
+            self._release_row(seq)
+        seq.status = status
+        self.block_manager.free(seq)
+
+    def _release_row(self, seq: Sequence) -> None:
         assert seq.row is not None, f"sequence {seq.seq_id} is released and has no row"
         heapq.heappush(self._free_rows, seq.row)
-        seq.row, seq.status = None, status
-        self.block_manager.free(seq)
+        seq.row = None
