@@ -20,6 +20,11 @@ class BlockHooks:
         """Recurrent states that are kept for prefix hits."""
         return 0
 
+    @property
+    def reads_rows(self) -> bool:
+        """Whether `cache_end` keeps what the row of a sequence holds."""
+        return False
+
     def enqueue(self, seq: Sequence) -> None:
         """Note that a sequence waits for blocks."""
 

@@ -60,6 +60,10 @@ class HybridBlockManager(BlockManager):
     def num_snapshots(self) -> int:
         return len(self.snapshots)
 
+    @property
+    def reads_rows(self) -> bool:
+        return True
+
     def start_step(self) -> None:
         super().start_step()
         self.snapshots.start_step()

@@ -164,7 +164,7 @@ class Scheduler:
         """Undo steps that failed: their sequences go back to the queue, and what they were to cache is forgotten."""
         block_size = self.block_manager.block_size
         chunks = [chunk for batch in batches for chunk in batch.prefill]
-        if any(chunk.seq.row is None for chunk in chunks):  # it ends with its prompt, and has given its blocks back
+        if any(not chunk.seq.block_table for chunk in chunks):  # it ends with its prompt, and has given its blocks back
             self.block_manager.reset_prefix_cache()  # so which of them were to be filled is not known any more
         tables = (chunk.seq.block_table[chunk.start // block_size :] for chunk in chunks)
         self.block_manager.evict_failed(chain.from_iterable(tables))
@@ -399,12 +399,12 @@ class Scheduler:
         """Take the rows of sequences whose last step is in flight, if others wait for them and there are blocks.
 
         Their own blocks stay, for what is cached of them when that step is collected, unless they end with their
-        prompts. Hybrids keep rows as well, which hold the states that are cached then.
+        prompts. So do rows that hold some of that.
         """
         manager = self.block_manager
         ending = [seq for seq in self._ending if seq.row is not None and seq.num_tokens == seq.stopping.max_num_tokens]
         num_held = sum(len(seq.block_table) for seq in ending)  # with fewer free ones, only some could be replaced
-        takes_rows = self._waiting and num_held <= manager.num_free_blocks and not manager.num_snapshots
+        takes_rows = self._waiting and num_held <= manager.num_free_blocks and not manager.reads_rows
         for seq in ending:
             if seq.stopping.ends_with_prompt:
                 self._release(seq, seq.status)

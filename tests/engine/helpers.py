@@ -254,9 +254,11 @@ def check_invariants(
     assert scheduler.num_waiting == len(waiting)
     for seq in waiting:
         assert (seq.row, seq.block_table, seq.num_computed_tokens, seq.num_pending_tokens) == (None, [], 0, 0)
-    assert {seq.seq_id for seq in seqs if seq.status is SequenceStatus.RUNNING} == {
-        seq.seq_id for seq in scheduler.running
-    }
+    running = {seq for seq in seqs if seq.status is SequenceStatus.RUNNING}
+    ending = running - {*scheduler.running}
+    assert {*scheduler.running} <= running
+    for seq in ending:  # a later step has its row
+        assert (seq.row, seq.num_tokens, seq.num_pending_tokens) == (None, seq.stopping.max_num_tokens, 1)
     for priority in {seq.priority for seq in waiting} & {seq.priority for seq in scheduler.running}:
         running_ids = [seq.seq_id for seq in scheduler.running if seq.priority == priority]
         waiting_ids = [seq.seq_id for seq in waiting if seq.priority == priority and seq.seq_id not in overtaken]
@@ -269,6 +271,7 @@ def check_invariants(
     rows = {seq.row for seq in holding}
     assert len(rows) == len(holding), "a row has two sequences"
     assert rows <= set(range(scheduler.max_num_seqs))
+    holding += ending
 
     users = defaultdict(list)
     for seq in holding:

@@ -49,6 +49,34 @@ def test_requests_are_admitted_in_the_order_they_came() -> None:
     assert [ids(batch.admitted) for batch in batches] == [[0, 1], [2, 3], [4]]
 
 
+def test_the_next_step_has_the_rows_of_sequences_whose_last_token_is_in_flight() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    add_prompts(scheduler, [1], [2], [3], [4], max_tokens=2)
+    prompts, last = scheduler.schedule(), scheduler.schedule(in_flight=True)
+    scheduler.update(prompts, [7, 7])
+    following = scheduler.schedule(in_flight=True)
+    assert (ids(last.decode), ids(following.admitted)) == ([0, 1], [2, 3])
+    assert [seq.row for seq in following.admitted] == [0, 1]
+    assert all(seq.block_table for seq in last.decode), "what is cached at their end is not known yet"
+    assert ids(scheduler.update(last, [8, 8])) == [0, 1]
+    assert [seq.token_ids.tolist() for seq in last.decode] == [[1, 7, 8], [2, 7, 8]]
+    assert scheduler.block_manager.num_used_blocks == 2
+    scheduler.update(following, [9, 9])
+    run_to_the_end(scheduler)
+    assert scheduler.block_manager.num_used_blocks == 0
+
+
+def test_rows_stay_with_their_sequences_where_nobody_waits_or_blocks_are_short() -> None:
+    for num_waiting, num_blocks in ((0, 8), (2, 3)):
+        scheduler = make_scheduler(max_num_seqs=2, num_blocks=num_blocks, max_model_len=4)
+        add_prompts(scheduler, *[[index] for index in range(2 + num_waiting)], max_tokens=1)
+        prompts = scheduler.schedule()
+        assert not scheduler.schedule(in_flight=True)
+        assert [seq.row for seq in prompts.admitted] == [0, 1]
+        assert ids(scheduler.update(prompts, [7, 7])) == [0, 1]
+        assert len(scheduler.schedule().admitted) == num_waiting
+
+
 def test_prefill_comes_before_decode() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_sequence(0, [1, 2]))

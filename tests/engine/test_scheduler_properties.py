@@ -163,6 +163,8 @@ class History:
         assert not {*self.seqs_of(batch)} & {*self.scheduler.paused}, "what is paused computes nothing"
         self.first_admissions += [seq.seq_id for seq in batch.admitted if seq.seq_id not in self.first_admissions]
         if batch:
+            ends = any(seq.num_tokens == seq.stopping.max_num_tokens for seq in self.seqs_of(batch))
+            fails = fails or (ends and self.random.random() < 0.03)
             fails = fails or any(token_ids is None for _, token_ids in self.in_flight)  # what follows a failure fails
             token_ids = self.device.run(batch, fails)
             running = self.scheduler.running
@@ -174,6 +176,9 @@ class History:
             self.seen["states kept"] += bool(batch.kept_states)
             self.seen["states restored"] += bool(batch.restored_states)
             self.seen["overlaps"] += in_flight
+            ending = {seq for seq in self.seqs if seq.status is SequenceStatus.RUNNING} - {*running}
+            self.seen["rows given on"] += bool(ending and batch.admitted)
+            self.seen["rows given on in steps that fail"] += bool(ending) and fails
             self.seen["failures"] += fails
             self.in_flight.append((batch, None if fails else token_ids))
         self.collect_all_but(1 if batch and self.overlap else 0)
@@ -244,5 +249,6 @@ def test_in_random_histories_every_request_gets_the_answer_it_would_get_alone(ki
         "copies",
     )
     wanted += ("paused", "resumed with its blocks", "resumed without blocks")
-    wanted += ("states kept", "states restored") if kind == "hybrid" else ()
+    wanted += ("states kept", "states restored") if kind == "hybrid" else ("rows given on",)
     assert all(seen[event] >= num_steps / 250 for event in wanted), f"the histories are too tame: {seen}"
+    assert kind == "hybrid" or seen["rows given on in steps that fail"] > 0, f"the histories are too tame: {seen}"
