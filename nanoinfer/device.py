@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from nanoinfer.errors import ConfigError
+
+CAPTURE_LOCK = threading.Lock()
 
 
 def select_device(requested: str) -> torch.device:
@@ -147,6 +150,23 @@ def computing(device: torch.device, num_threads: int | None) -> Iterator[None]:
     plain = torch.autocast(device.type, enabled=False) if casts else nullcontext()
     with torch.inference_mode(), current_device(device), cpu_threads(num_threads), plain:
         yield
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """Capture what the block launches in a CUDA graph, which is not run. pool: the memory of other graphs, to share.
+
+    It waits for the device. PyTorch allows one capture at a time in a process.
+    """
+    torch.cuda.current_blas_handle()  # of this thread: it cannot be made within a capture
+    stream = torch.cuda.current_stream()
+    with CAPTURE_LOCK:
+        try:
+            # Graphs are captured in the middle of a run, too, when the user's other threads may use the GPU.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                yield
+        finally:
+            torch.cuda.set_stream(stream)  # also where a capture fails at its end
 
 
 @contextmanager

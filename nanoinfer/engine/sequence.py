@@ -45,7 +45,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
     error: str | None = None  # what the runner says of it where it cannot draw a token
-    row: int | None = None  # line in the device tables while running
+    row: int | None = None  # in the device's tables, while running
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at the first admission

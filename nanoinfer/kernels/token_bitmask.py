@@ -19,7 +19,7 @@ TILE_GROUPS = 512  # groups for each program
 @triton.jit
 def _forbid_tokens_kernel(
     logits_ptr,
-    lines_ptr,
+    rows_ptr,
     bytes_ptr,
     num_ids,
     logits_stride,
@@ -34,24 +34,24 @@ def _forbid_tokens_kernel(
         tl.extra.cuda.gdc_wait()
     byte = tl.load(bytes_ptr + mask * num_bytes + group, mask=group * GROUP_SIZE < num_ids, other=255).to(tl.int32)
     is_mixed, has_forbidden = (byte > 0) & (byte < 255), byte < 255
-    logits_ptrs = logits_ptr + tl.load(lines_ptr + mask) * logits_stride + ids
+    logits_ptrs = logits_ptr + tl.load(rows_ptr + mask) * logits_stride + ids
     logits = tl.load(logits_ptrs, mask=is_mixed[:, None] & (ids < num_ids), other=-INF)
     is_allowed = ((byte[:, None] >> tl.arange(0, GROUP_SIZE)[None, :]) & 1) == 1
     tl.store(logits_ptrs, tl.where(is_allowed, logits, -INF), mask=has_forbidden[:, None] & (ids < num_ids))
 
 
-def forbid_tokens(logits: Tensor, lines: Tensor, bits: Tensor, first_id: int = 0) -> None:
+def forbid_tokens(logits: Tensor, rows: Tensor, bits: Tensor, first_id: int = 0) -> None:
     """Do as `forbid_tokens` in `sampling/token_bitmask.py`; rows must be contiguous, and `first_id` divisible by 32."""
     assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
     assert bits.stride(1) == 1, f"the bits of a mask must be contiguous, strides {bits.stride()}"
     assert first_id % 32 == 0, f"first_id={first_id} lies within a word"
-    num_masks, num_ids = len(lines), logits.shape[1]
+    num_masks, num_ids = len(rows), logits.shape[1]
     if num_masks == 0:
         return
     grid = (num_masks, -(-num_ids // (TILE_GROUPS * GROUP_SIZE.value)))
     _forbid_tokens_kernel[grid](
         logits,
-        lines,
+        rows,
         bits[:, first_id // 32 :].view(torch.uint8),
         num_ids,
         logits.stride(0),

@@ -84,8 +84,8 @@ class LayerTraits:
 
     products: how it multiplies by its weights. is_common: whether it is a norm, attention, a norm and SwiGLU alone.
     has_plain_attention: whether all between its two norms is a product, attention and a product, and nothing that is
-    added to the residual stream is multiplied. returns_stream: whether it returns the residual stream before its MLP is
-    added; else the sum.
+    added to the residual stream is multiplied: `prefill_graphs.py` and `sliced_prefill.py` compute just that.
+    returns_stream: whether it returns the residual stream before its MLP is added; else the sum.
     """
 
     products: frozenset[ProductKind]

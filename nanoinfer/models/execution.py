@@ -1,7 +1,7 @@
-"""Chooses how a step goes through a decoder: the common way, with the kernels for few rows, or in slices.
+"""Chooses how a step goes through a decoder: the common way, with the kernels for few rows, in slices, or by graphs.
 
-Nothing else chooses; the runner only asks `PrefillGraphs` for those of a step. What is asked for are the
-traits that layers declare, never the classes of their parts.
+The runner asks `PrefillGraphs.choose` before it asks the model. Where hidden states of layers are wanted, the pooler
+takes the common way. What counts are the traits that layers declare, never the classes of their parts.
 """
 
 import os
@@ -19,7 +19,7 @@ from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import Decoder, DecoderLayer
 from nanoinfer.models.few_rows import few_rows_layer, few_rows_products
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.prefill_graphs import SmallPrefills, small_sizes
+from nanoinfer.models.prefill_graphs import SmallPrefills, padded_sizes
 from nanoinfer.models.sliced_prefill import SlicedPrefillGraphs, sliced_prefill
 from nanoinfer.quantization.linear_method import ProductKind
 
@@ -80,13 +80,21 @@ def suits_slices(decoder: Decoder, num_tokens: int) -> bool:
     """Return whether a prefill step is to have slices.
 
     Not over NCCL, which slows the products down as much as it would save. Not with weights that are widened for each
-    product: each slice would widen them again. Only plain attention is known between two slices.
+    product: each slice would widen them again.
     """
     tp, is_cpu = decoder.tp, decoder.embed_tokens.weight.device.type == "cpu"
     if num_tokens <= SLICE_TOKENS or tp.size == 1 or not (tp.copy_engines or is_cpu):
         return False
     if tp.memory is not None and tp.memory.max_tokens >= SLICE_TOKENS // 2:
         return False  # a slice might be so small that the kernel of its norm does the all-reduce
+    return _has_pieces(decoder)
+
+
+def _has_pieces(decoder: Decoder) -> bool:
+    """Return whether a step can be cut into pieces between its attentions: see `prefill_graphs.py`.
+
+    Pieces know plain attention alone. A weight that is widened for each product would be widened for few tokens.
+    """
     traits = [layer.traits for layer in decoder.layers]
     return all(one.has_plain_attention and ProductKind.WIDENED not in one.products for one in traits)
 
@@ -110,14 +118,17 @@ class PrefillGraphs:
     largest: SlicedPrefillGraphs | None = None
 
     @classmethod
-    def of(cls, decoder: Decoder, max_step_tokens: int, is_usual: bool) -> "PrefillGraphs":
-        """Capture the largest step; small ones are captured as they come. is_usual: whether the largest comes often."""
-        has_slices = is_usual and suits_slices(decoder, max_step_tokens)
+    def of(cls, decoder: Decoder, max_step_tokens: int, captures_largest: bool) -> "PrefillGraphs":
+        """Return those that pay. captures_largest: whether to capture the largest step now, if it has slices.
+
+        Small ones are captured as they come.
+        """
+        has_slices = captures_largest and suits_slices(decoder, max_step_tokens)
         largest = SlicedPrefillGraphs(decoder, max_step_tokens) if has_slices else None
         return cls(small_prefills(decoder, max_step_tokens), largest)
 
-    def find(self, num_tokens: int) -> Callable[[ForwardStep], Tensor] | None:
-        """Return what computes a step of so many tokens; None where that is what computes any."""
+    def choose(self, num_tokens: int) -> Callable[[ForwardStep], Tensor] | None:
+        """Return what computes a step of so many tokens by graphs; None if the model is to compute it."""
         if self.small is not None and num_tokens <= self.small.sizes[-1]:
             return self.small
         return self.largest if self.largest is not None and num_tokens == self.largest.num_tokens else None
@@ -126,12 +137,9 @@ class PrefillGraphs:
 def small_prefills(decoder: Decoder, max_step_tokens: int) -> SmallPrefills | None:
     """Return what computes small prefill steps, where CUDA graphs pay for them: on one GPU, without experts.
 
-    A few tokens go to nearly all experts, and reading these takes longer than launching the step. Weights that are
-    widened for each product would be widened for few tokens.
+    A few tokens go to nearly all experts, and reading these takes longer than launching the step.
     """
-    traits = [layer.traits for layer in decoder.layers]
-    is_plain = all(one.has_plain_attention and ProductKind.WIDENED not in one.products for one in traits)
-    if decoder.tp.size > 1 or decoder.has_experts or not is_plain:
+    if decoder.tp.size > 1 or decoder.has_experts or not _has_pieces(decoder):
         return None
-    sizes = [size for size in small_sizes(decoder) if size <= max_step_tokens]
+    sizes = [size for size in padded_sizes(decoder) if size <= max_step_tokens]
     return SmallPrefills(decoder, sizes) if sizes else None

@@ -8,20 +8,24 @@ One GPU has them for small steps, whose kernels take the host longer to launch t
 for the largest: see `sliced_prefill.py`.
 """
 
+import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nanoinfer.device import capturing
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.forward_step import ForwardStep
 
-# Up to this size the next one is so much larger. Padding must cost less than launching does.
-SMALL_SIZES = {256: 64, 1024: 128, 2048: 256}
-# What a GPU computes in about half of the time in which the host launches a layer, 0.4 ms.
-FLOPS_PER_LAYER = 1.2e11
+logger = logging.getLogger("nanoinfer")
+
+# Steps of up to so many tokens are padded to a multiple of this. Padding must cost less than launching does.
+PADDING_BY_SIZE = {256: 64, 1024: 128, 2048: 256}
+# An H200 computes this in half of the time in which the host launches a layer, 0.4 ms.
+MAX_FLOPS_PER_LAYER = 1.2e11
 # How many steps of a size run without graphs: to capture one takes as long as it saves in so many. A job of large steps
 # has a last one that is small, whose size may never come again.
 STEPS_BEFORE_CAPTURE = 3
@@ -44,16 +48,16 @@ class Buffers(NamedTuple):
         sizes = embeddings.shape[1], sum(local_sizes.values()), local_sizes["q"]
         return cls(*(embeddings.new_empty(num_tokens, size) for size in sizes))
 
-    def of_first(self, num_tokens: int) -> "Buffers":
+    def first(self, num_tokens: int) -> "Buffers":
         return Buffers(*(buffer[:num_tokens] for buffer in self))
 
     def clear(self) -> None:
-        """Make all zeros: with NaN, tokens might go to experts that are not there."""
+        """Make all zeros: tokens of NaN might go to experts that are not there, and some models have those."""
         for buffer in self:
             buffer.zero_()
 
 
-def attend_between(pieces: Iterator[None], buffers: Buffers, decoder: Decoder, step: ForwardStep) -> Tensor:
+def run_pieces(pieces: Iterator[None], buffers: Buffers, decoder: Decoder, step: ForwardStep) -> Tensor:
     """Compute a step whose work before, between and after its attentions is done by `pieces`, one after the other.
 
     buffers: of the step's own tokens; those of the pieces may go on with padding. The next step overwrites the result.
@@ -69,17 +73,17 @@ def attend_between(pieces: Iterator[None], buffers: Buffers, decoder: Decoder, s
 
 
 class PieceGraphs:
-    """The pieces of a step as CUDA graphs. They share one memory pool, and read the weights where these are now.
+    """The pieces of a step as CUDA graphs, which share one memory pool.
 
-    pool: of other graphs, which never run between these; None for one of their own.
+    They hold the addresses of the weights, so others are captured when an engine wakes up. pool: of other graphs, which
+    never run between these; None for one of their own.
     """
 
     def __init__(self, pieces: Iterator[None], num_pieces: int, pool: Any = None) -> None:
         self._graphs: list[torch.cuda.CUDAGraph] = []
         for _ in range(num_pieces):
             graph = torch.cuda.CUDAGraph()
-            # Small steps are captured in the middle of a run, when the user's other threads may use the GPU.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with capturing(graph, pool):
                 next(pieces)
             self._graphs.append(graph)
             pool = pool or graph.pool()
@@ -103,11 +107,11 @@ def plain_pieces(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
     yield
 
 
-def small_sizes(decoder: Decoder) -> list[int]:
+def padded_sizes(decoder: Decoder) -> list[int]:
     """Return how many tokens small steps are padded to: those that a GPU computes before the host has launched them."""
     num_weights = max(sum(weight.numel() for weight in layer.parameters()) for layer in decoder.layers)
-    most, sizes, last = FLOPS_PER_LAYER / (2 * num_weights), list[int](), 0
-    for end, distance in SMALL_SIZES.items():
+    most, sizes, last = MAX_FLOPS_PER_LAYER / (2 * num_weights), list[int](), 0
+    for end, distance in PADDING_BY_SIZE.items():
         sizes += range(last + distance, end + 1, distance)
         last = end
     return [size for size in sizes if size <= most]
@@ -116,8 +120,8 @@ def small_sizes(decoder: Decoder) -> list[int]:
 class SmallPrefills:
     """Computes prefill steps of at most `sizes[-1]` tokens, each padded to one of `sizes`.
 
-    The first steps of a size run without graphs, which compiles and warms up its kernels; then it is captured. Both
-    ways compute the same numbers, so equal steps have equal results.
+    The first steps of a size run without graphs, then it is captured. Both ways run the same kernels on as many rows,
+    so equal steps have equal results.
     """
 
     def __init__(self, decoder: Decoder, sizes: list[int]) -> None:
@@ -126,29 +130,37 @@ class SmallPrefills:
         self._buffers.clear()
         self._num_steps = Counter[int]()  # by size
         self._graphs: dict[int, PieceGraphs] = {}
+        self._has_failed = False
 
     def __call__(self, step: ForwardStep) -> Tensor:
         """Do what the decoder's `forward` does. The next call overwrites the result."""
         num_tokens = len(step.token_ids)
         size = min(size for size in self.sizes if size >= num_tokens)
         self._num_steps[size] += 1
-        if size not in self._graphs and self._num_steps[size] > STEPS_BEFORE_CAPTURE:
-            pool = next((graphs.pool for graphs in self._graphs.values()), None)
-            self._graphs[size] = self._capture(size, pool)
+        if size not in self._graphs and self._num_steps[size] > STEPS_BEFORE_CAPTURE and not self._has_failed:
+            self._capture(size)
         pieces = self._graphs[size].replay() if size in self._graphs else self._pieces(size)
-        return attend_between(pieces, self._buffers.of_first(num_tokens), self._decoder, step)
+        return run_pieces(pieces, self._buffers.first(num_tokens), self._decoder, step)
 
-    def trial(self, sizes: list[int]) -> list[PieceGraphs]:
-        """Return graphs of these sizes, to measure the memory that they take."""
-        graphs: list[PieceGraphs] = []
+    def graphs_of(self, sizes: Iterable[int], pool: Any = None) -> dict[int, PieceGraphs]:
+        """Capture these sizes, the largest first: the others fit into its memory. pool: see `PieceGraphs`."""
+        graphs: dict[int, PieceGraphs] = {}
         for size in sizes:
             for _ in self._pieces(size):  # compiles and warms up outside the capture
                 pass
-            graphs.append(self._capture(size, graphs[0].pool if graphs else None))
+            graphs[size] = PieceGraphs(self._pieces(size), len(self._decoder.layers) + 1, pool)
+            pool = graphs[size].pool
         return graphs
 
-    def _capture(self, size: int, pool: Any) -> PieceGraphs:
-        return PieceGraphs(self._pieces(size), len(self._decoder.layers) + 1, pool)
+    def _capture(self, size: int) -> None:
+        """Capture a size, and before all others the largest."""
+        largest = self.sizes[-1]
+        sizes, pool = ([size], self._graphs[largest].pool) if self._graphs else (sorted({size, largest})[::-1], None)
+        try:
+            self._graphs |= self.graphs_of(sizes, pool)
+        except RuntimeError as error:
+            self._has_failed = True
+            logger.warning("prefill steps of few tokens go on without CUDA graphs: that of %d failed: %s", size, error)
 
     def _pieces(self, size: int) -> Iterator[None]:
-        return plain_pieces(self._decoder, self._buffers.of_first(size))
+        return plain_pieces(self._decoder, self._buffers.first(size))

@@ -20,7 +20,7 @@ from nanoinfer.layers.layernorm import RMSNorm, add_rms_norm, rms_norm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import Decoder, DecoderLayer
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.prefill_graphs import Buffers, PieceGraphs, attend_between
+from nanoinfer.models.prefill_graphs import Buffers, PieceGraphs, run_pieces
 from nanoinfer.quantization.fp8 import quantize_rows
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def sliced_prefill(decoder: Decoder, step: ForwardStep) -> Tensor:
     """Do what the decoder's `forward` does."""
     buffers = Buffers.of(decoder, len(step.token_ids))
-    return attend_between(_pieces(decoder, buffers), buffers, decoder, step)
+    return run_pieces(_pieces(decoder, buffers), buffers, decoder, step)
 
 
 class SlicedPrefillGraphs:
@@ -46,14 +46,14 @@ class SlicedPrefillGraphs:
 
     def __call__(self, step: ForwardStep) -> Tensor:
         """Do what the decoder's `forward` does. The next call overwrites the result."""
-        return attend_between(self._graphs.replay(), self._buffers, self._decoder, step)
+        return run_pieces(self._graphs.replay(), self._buffers, self._decoder, step)
 
 
 def _joined(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
     """Compute the pieces. Where one fails, streams are joined, or the end of the capture would fail and hide why."""
     try:
         yield from _pieces(decoder, buffers)
-    except BaseException:
+    except Exception:
         decoder.tp.join()
         raise
 

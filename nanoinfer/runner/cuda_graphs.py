@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoinfer.device import capturing
 from nanoinfer.layers.attention.metadata import SharedPrefixes
 from nanoinfer.runner.step_tables import PADDING_ROW
 
@@ -86,8 +87,7 @@ class DecodeGraphs:
         if not is_warm:
             self._forward(rows, shared_prefixes)  # compiles and warms up outside the capture
         graph = torch.cuda.CUDAGraph()
-        # Steps that share prefixes are captured in the middle of a run, when the user's other threads may use the GPU.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with capturing(graph, self._pool):
             self._forward(rows, shared_prefixes)
         self._pool = self._pool or graph.pool()
         return graph
@@ -104,7 +104,7 @@ def measure_graph_bytes(
     """Return the memory that so many graphs will take, if the largest and the smallest have these sizes.
 
     capture: returns what holds the graphs of some sizes. It is called for the largest, whose memory the others share,
-    and then for one small one more.
+    and then for the largest and the smallest: what that takes more, each further graph takes.
     """
     used = []
     for trial in (sizes[-1:], [*sizes[-1:], *sizes[:1]]):

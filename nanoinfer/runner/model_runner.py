@@ -2,7 +2,7 @@
 
 It knows nothing of requests: a packet comes in, token ids go out. A step is two launches, `launch` for the forward pass
 and `sample` for the tokens, so that the host can still decide in between which tokens a row may draw. Neither waits for
-the device; `wait` does, usually while the next step runs.
+the device, except where a CUDA graph is captured; `wait` does, usually while the next step runs.
 """
 
 import gc
@@ -104,7 +104,7 @@ class ModelRunner:
         assert not header.counts.decode_rows, "both prefill and decode would write the first logits"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
         step = self._planned(self.device_state.tables.prefill_step(header, on_device.chunks, chunks))
-        forward = self.device_state.buffers.prefill_graphs.find(len(step.token_ids)) or self.model
+        forward = self.device_state.buffers.prefill_graphs.choose(len(step.token_ids)) or self.model
         hidden, hidden_states = self.device_state.pooler.run(forward, step, chunks)
         self._write_logits(step, hidden)
         return PendingStep(

@@ -179,7 +179,7 @@ class Setup:
     ) -> int:
         """Return what gpu_memory_utilization leaves for the cache beside weights, tables, the largest step and graphs.
 
-        Runs such steps and captures two graphs of `decode`, and two of small prefill steps; kernels are compiled on the
+        Runs such steps, and captures some graphs of `decode` and of small prefill steps; kernels are compiled on the
         way.
         """
         uses_graphs, sizes = self.uses_graphs(model), graph_sizes(limits.max_num_seqs)
@@ -194,7 +194,7 @@ class Setup:
             graph_bytes += SHARING_BYTES if shares_prefixes else 0
         if small_prefills is not None:
             sizes = small_prefills.sizes
-            graph_bytes += measure_graph_bytes(small_prefills.trial, sizes, len(sizes), self.device)
+            graph_bytes += measure_graph_bytes(small_prefills.graphs_of, sizes, len(sizes), self.device)
         granted = memory.grantable_bytes(self.config.gpu_memory_utilization, free_at_start, self.device)
         return granted - step_bytes - graph_bytes
 

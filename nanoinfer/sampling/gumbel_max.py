@@ -31,9 +31,9 @@ def sample_and_append(
     A row with NaN or infinity among its logits yields -1, and enters 0 in the table.
 
     logits: (num_rows, vocab_size). thresholds: (num_rows,) float32, the lowest logit that each row may draw, or None.
-    rows: (num_rows,) int64, lines of the tables; a row of -1 is skipped and yields -1 (it indexes the last line, which
-    must be a spare one). Tables: temperatures (lines,) float32, seeds (lines,) int64, token_ids (lines, max_tokens)
-    int32 and context_lens (lines,) int32, the number of known tokens, which is the column of the new one.
+    rows: (num_rows,) int64, rows of the tables; one of -1 is skipped and yields -1 (it indexes the last row, which must
+    be a spare one). Tables: temperatures (table_rows,) float32, seeds (table_rows,) int64, token_ids (table_rows,
+    max_tokens) int32 and context_lens (table_rows,) int32, the number of known tokens: the column of the new one.
     """
     if thresholds is not None:
         logits = logits.float()

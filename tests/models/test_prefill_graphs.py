@@ -1,6 +1,7 @@
 """Small prefill steps in padded pieces, on a CPU, where a stand-in computes the pieces in place of their graphs."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.models import execution
+from nanoinfer.models import execution, prefill_graphs
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE, SmallPrefills, small_sizes
+from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE, SmallPrefills, padded_sizes
 from nanoinfer.quantization.linear_method import ProductKind
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
@@ -34,12 +35,15 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     of_decoders: dict[int, SmallPrefills | None] = {}
     forward = execution.forward
 
-    def capture(self: SmallPrefills, size: int, _pool: Any) -> Any:
-        def replay() -> Any:
+    def graphs_of(self: SmallPrefills, sizes: list[int], pool: Any) -> dict[int, Any]:
+        assert (pool is None) == (not self._graphs)
+        assert self._graphs or sizes[0] == 24, "the largest comes first, so that the others fit into its memory"
+
+        def replay(size: int) -> Any:
             found[-1] = size, True
             return self._pieces(size)
 
-        return SimpleNamespace(pool="pool", replay=replay)
+        return {size: SimpleNamespace(pool="pool", replay=partial(replay, size)) for size in sizes}
 
     def small_steps(decoder: Decoder, step: ForwardStep) -> Tensor:
         if id(decoder) not in of_decoders:
@@ -52,8 +56,8 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
         found.append((min(size for size in small.sizes if size >= num_tokens), False))
         return small(step)
 
-    monkeypatch.setattr(SmallPrefills, "_capture", capture)
-    monkeypatch.setattr(execution, "small_sizes", lambda _decoder: [8, 16, 24, 32])
+    monkeypatch.setattr(SmallPrefills, "graphs_of", graphs_of)
+    monkeypatch.setattr(execution, "padded_sizes", lambda _decoder: [8, 16, 24, 32])
     monkeypatch.setattr(execution, "forward", small_steps)
     return found
 
@@ -76,7 +80,8 @@ def test_padded_pieces_give_the_tokens_of_whole_steps(
     assert {size for size, _ in sizes} >= {8, 16, 24}
     for size in (8, 16, 24):
         ways = [in_graph for other, in_graph in sizes if other == size]
-        assert ways == [index >= STEPS_BEFORE_CAPTURE for index in range(len(ways))]
+        assert size == 24 or not any(ways[:STEPS_BEFORE_CAPTURE])
+        assert all(ways[STEPS_BEFORE_CAPTURE:])
     assert any(in_graph for _, in_graph in sizes)
 
 
@@ -86,7 +91,7 @@ def decoder_of(weights_of_a_layer: int) -> Any:
 
 
 def test_sizes_end_where_a_gpu_computes_for_longer_than_the_host_launches() -> None:
-    of_0_6b, of_8b, of_32b = (small_sizes(decoder_of(number)) for number in (15_700_000, 193_000_000, 485_000_000))
+    of_0_6b, of_8b, of_32b = (padded_sizes(decoder_of(number)) for number in (15_700_000, 193_000_000, 485_000_000))
     assert of_0_6b == [
         *(64, 128, 192, 256),
         *(384, 512, 640, 768, 896, 1024),
@@ -94,7 +99,7 @@ def test_sizes_end_where_a_gpu_computes_for_longer_than_the_host_launches() -> N
     ]
     assert of_8b == [64, 128, 192, 256]
     assert of_32b == [64]
-    assert small_sizes(decoder_of(2_000_000_000)) == []
+    assert padded_sizes(decoder_of(2_000_000_000)) == []
 
 
 @pytest.mark.parametrize(
@@ -116,7 +121,7 @@ def test_one_gpu_has_graphs_of_small_steps_of_plain_layers(
     found = {"max_step_tokens": 150, "size": 1, "has_experts": False, "has_plain_attention": True}
     given = SimpleNamespace(**{**found, "products": {ProductKind.PLAIN}, **changes})
     decoder: Any = SimpleNamespace(tp=given, has_experts=given.has_experts, layers=[SimpleNamespace(traits=given)])
-    monkeypatch.setattr(execution, "small_sizes", lambda _decoder: [64, 128, 192])
+    monkeypatch.setattr(execution, "padded_sizes", lambda _decoder: [64, 128, 192])
     monkeypatch.setattr(execution, "SmallPrefills", lambda _decoder, sizes: SimpleNamespace(sizes=sizes))
     small: Any = execution.small_prefills(decoder, given.max_step_tokens)
     assert (small and small.sizes) == sizes
@@ -126,5 +131,35 @@ def test_a_step_is_found_its_graphs_by_its_tokens() -> None:
     small: Any = SimpleNamespace(sizes=[64, 128])
     largest: Any = SimpleNamespace(num_tokens=16384)
     graphs = execution.PrefillGraphs(small, largest)
-    assert [graphs.find(number) for number in (1, 128, 129, 16383, 16384)] == [small, small, None, None, largest]
-    assert execution.PrefillGraphs().find(1) is None
+    assert [graphs.choose(number) for number in (1, 128, 129, 16383, 16384)] == [small, small, None, None, largest]
+    assert execution.PrefillGraphs().choose(1) is None
+
+
+def test_where_a_capture_fails_steps_go_on_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.zeros(10, 4)
+    attention = SimpleNamespace(
+        qkv_proj=SimpleNamespace(local_sizes={"q": 4, "k": 4, "v": 4}), attend=lambda qkv, _step: qkv[:, :4]
+    )
+
+    class ADecoder(SimpleNamespace):
+        def embed_tokens(self, token_ids: Tensor) -> Tensor:
+            return weight[token_ids]
+
+    ADecoder.embed_tokens.weight = weight  # type: ignore[attr-defined]
+    decoder: Any = ADecoder(layers=[SimpleNamespace(self_attn=attention)])
+    captured = []
+
+    def fail(*_: object) -> None:
+        captured.append(1)
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(prefill_graphs, "PieceGraphs", fail)
+    monkeypatch.setattr(prefill_graphs, "plain_pieces", lambda _decoder, _buffers: iter([None, None]))
+    small = SmallPrefills(decoder, [8, 16])
+    for _ in range(2 * STEPS_BEFORE_CAPTURE):
+        step: Any = SimpleNamespace(token_ids=torch.arange(5))
+        assert small(step).shape == (5, 4)
+    assert captured == [1]
+    assert "go on without CUDA graphs: that of 8 failed: out of memory" in caplog.text

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.layers.attention.metadata import SharedPrefixes
+from nanoinfer.runner import cuda_graphs
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, num_graphs, sharing_graph_sizes
 
 
@@ -33,12 +34,12 @@ class Forward:
         self.replays: list[list[list[int]]] = []
 
         @contextmanager
-        def capture(graph: Any, **options: object) -> Iterator[None]:
+        def capture(graph: Any, pool: object) -> Iterator[None]:
             yield
             graph.inputs, graph.replays = self.calls[-1], self.replays
 
         monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
-        monkeypatch.setattr(torch.cuda, "graph", capture)
+        monkeypatch.setattr(cuda_graphs, "capturing", capture)
 
     def __call__(self, rows: Tensor, shared_prefixes: SharedPrefixes | None) -> None:
         self.calls.append((rows, *(shared_prefixes or ())))
