@@ -34,12 +34,13 @@ class HiddenStates:
     @classmethod
     def of(
         cls,
-        num_layers: int,
-        row_bytes: int,
-        num_replicas: int,
         layers: Sequence[int] | None,
         positions: str,
         callback: OnHiddenStates | None,
+        *,
+        num_layers: int,
+        row_bytes: int,
+        num_replicas: int,
     ) -> "HiddenStates | None":
         """Return what is asked for; None for nothing. num_layers: of the model. Raises RequestError for what is not."""
         if positions not in POSITIONS:

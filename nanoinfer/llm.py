@@ -85,9 +85,12 @@ class LLM:
         self.max_model_len = loaded.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = loaded.info
         self.one_pass = OnePass.of(self.queue, found.model_config, self.config, self.max_model_len)
-        row_bytes = found.model_config.hidden_size * loaded.info.dtype.itemsize
-        sizes = found.model_config.num_hidden_layers, row_bytes, self.config.data_parallel_size
-        self._wanted_states = partial(HiddenStates.of, *sizes)
+        self._wanted_states = partial(
+            HiddenStates.of,
+            num_layers=found.model_config.num_hidden_layers,
+            row_bytes=found.model_config.hidden_size * loaded.info.dtype.itemsize,
+            num_replicas=self.config.data_parallel_size,
+        )
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._control, self._step_callbacks = loaded.control, loaded.callbacks
         self._async_calls = AsyncCalls(self.queue)

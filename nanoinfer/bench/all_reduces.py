@@ -48,8 +48,8 @@ def of_few_tokens(tp: TensorParallel) -> None:
     """Print microseconds of an all-reduce and the norm of it and the residual, in three ways."""
     from nanoinfer.layers.layernorm import add_rms_norm, all_reduce_add_rms_norm
 
-    assert tp.memory is not None, "the GPUs do not reach each other's memory"
-    memory, shape = tp.memory, (FEW_TOKENS[-1], HIDDEN_SIZE)
+    assert tp.symmetric_memory is not None, "the GPUs do not reach each other's memory"
+    memory, shape = tp.symmetric_memory, (FEW_TOKENS[-1], HIDDEN_SIZE)
     x, residual, weight = randn(*shape), randn(*shape), randn(HIDDEN_SIZE)
 
     def nccl(num_tokens: int) -> None:

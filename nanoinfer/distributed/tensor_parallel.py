@@ -61,7 +61,7 @@ class TensorParallel:
     size: int = 1
     group: Any = None  # a process group of PyTorch's, see `connect`
     # Where the GPUs reach each other's memory: for sums of few tokens, and of the slices of large prefill steps.
-    memory: SymmetricMemory | None = None
+    symmetric_memory: SymmetricMemory | None = None
     copy_engines: "CopyEngines | None" = None
 
     def shard_size(self, total: int, name: str) -> int:
@@ -127,7 +127,7 @@ class TensorParallel:
     def with_shared_memory(
         self, max_rows: int, max_tokens: int, hidden_size: int, dtype: torch.dtype, devices: list[torch.device]
     ) -> "TensorParallel":
-        """Return the same with `memory` and `copy_engines`, if all ranks can have them and the steps are large enough.
+        """Return the same with `symmetric_memory` and `copy_engines`, if all ranks can have them and steps are large.
 
         max_rows: the most tokens of a decode step. max_tokens: the most of a prefill step.
         """
@@ -151,12 +151,12 @@ class TensorParallel:
                     copy_engines = CopyEngines(self.rank, self.size, self.all_gather, num_slices, shape, dtype)
         except RuntimeError as error:
             logger.info("%s: %s sums go over NCCL", error, "all" if memory is None else "large")
-        return replace(self, memory=memory, copy_engines=copy_engines)
+        return replace(self, symmetric_memory=memory, copy_engines=copy_engines)
 
     @property
     def num_shared_bytes(self) -> int:
-        """The bytes of this rank's GPU that `memory` and `copy_engines` take."""
-        return sum(memory.own.nbytes for memory in (self.memory, self.copy_engines) if memory is not None)
+        """The bytes of this rank's GPU that `symmetric_memory` and `copy_engines` take."""
+        return sum(memory.own.nbytes for memory in (self.symmetric_memory, self.copy_engines) if memory is not None)
 
     def join(self) -> None:
         """Let the current stream wait for the copy engines: a step that failed may have left them something."""
@@ -165,7 +165,7 @@ class TensorParallel:
 
     def abort(self) -> None:
         """End all communication, that of other threads included. On a CPU it ends when a rank does."""
-        for memory in (self.memory, self.copy_engines):
+        for memory in (self.symmetric_memory, self.copy_engines):
             if memory is not None:
                 memory.release()
         if self.size > 1 and self.group.name() == "nccl":
@@ -173,7 +173,7 @@ class TensorParallel:
 
     def close(self) -> None:
         """Free the memory for sums. Nothing may be running on this rank's GPU."""
-        for memory in (self.memory, self.copy_engines):
+        for memory in (self.symmetric_memory, self.copy_engines):
             if memory is not None:
                 memory.close()
 

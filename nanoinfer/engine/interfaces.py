@@ -8,7 +8,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import Packet, ScheduledBatch
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.limits import RunnerLimits
-from nanoinfer.engine.reserved_ids import ReservedIds
+from nanoinfer.engine.reserved_ids import Action, ReservedIds
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import Constraint, TokenMasks
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
@@ -106,8 +106,8 @@ class Engine(Protocol):
     def abort(self, request_ids: abc.Collection[int]) -> None:
         """Drop these requests and what they hold."""
 
-    def act_later(self, action: Any, request_ids: abc.Iterable[int]) -> None:
-        """Have the next step begin with this action, a method of Scheduler, on what is unfinished of these requests."""
+    def act_later(self, action: Action, request_ids: abc.Iterable[int]) -> None:
+        """Have the next step begin with this action on what is unfinished of these requests."""
 
     def is_finished(self) -> bool:
         """Return whether every request has finished and was handed over."""

@@ -168,7 +168,7 @@ class LLMEngine:
 
     def abort(self, request_ids: Collection[int]) -> None:
         """Drop these requests and what they hold; those that are finished are passed over."""
-        self.act_later(Scheduler.abort, request_ids)
+        self.act_later(Action.ABORT, request_ids)
         self._act_on_marked()
         dropped = set(request_ids)
         self._watched = {key: one for key, one in self._watched.items() if one.seq.request_id not in dropped}
@@ -179,12 +179,12 @@ class LLMEngine:
             self._requests.pop(request_id, None)
 
     def act_later(self, action: Action, request_ids: Iterable[int]) -> None:
-        """Have the next step begin with this action on what is unfinished of these requests, such as Scheduler.abort.
+        """Have the next step begin with this action on what is unfinished of these requests.
 
         Safe at any moment, as in a callback, or where the garbage collector closes a stream.
         """
         for request_id in request_ids:
-            if not self.reserved_ids.ask(action, request_id) and request_id in self._requests:
+            if not self.reserved_ids.defer(action, request_id) and request_id in self._requests:
                 self._marked.append((action, request_id))
 
     def is_finished(self) -> bool:
@@ -276,13 +276,16 @@ class LLMEngine:
         wanted = [seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled]
         self._end(self.scheduler.update(step.batch, token_ids))
         self.extras.collected(self._requests, step.batch, step.handle, wanted)
-        # Steps overlap: each counts from its launch, or from the end of the one before it.
-        seconds = now - max(step.started, self._last_collected)
-        self.stats.count_step(bool(step.batch.prefill), step.batch.num_prefill_tokens, sum(wanted), seconds)
-        self._last_collected = now
+        self._count(step, sum(wanted), now)
         self.listener.collected(step.batch, now)
         if self._watched:
             self._watch(step.batch, now)
+
+    def _count(self, step: Step, num_tokens: int, now: float) -> None:
+        # Steps overlap: each counts from its launch, or from the end of the one before it.
+        seconds = now - max(step.started, self._last_collected)
+        self.stats.count_step(bool(step.batch.prefill), step.batch.num_prefill_tokens, num_tokens, seconds)
+        self._last_collected = now
 
     def _end(self, finished: list[Sequence]) -> None:
         """Keep what is needed of sequences that have just finished, until their outputs are made."""
@@ -319,13 +322,15 @@ class LLMEngine:
 
     def _act_on_marked(self) -> None:
         self._collect_until(max_in_flight=0)  # a step that fails must find its sequences as it left them
+        scheduler = self.scheduler
+        methods = {Action.ABORT: scheduler.abort, Action.PAUSE: scheduler.pause, Action.RESUME: scheduler.resume}
         marked = [self._marked.popleft() for _ in range(len(self._marked))]
         for action, marks in groupby(marked, key=lambda mark: mark[0]):
             request_ids = sorted({request_id for _, request_id in marks})
             requests = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
             seqs = [completion.seq for request in requests for completion in request.completions]
             unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
-            action(self.scheduler, {seq.seq_id for seq in unfinished})
+            methods[action]({seq.seq_id for seq in unfinished})
             self._end([seq for seq in unfinished if seq.status is SequenceStatus.FINISHED])
 
     def _seed(self, params: SamplingParams, request_id: int, sample: int) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 from nanoinfer.engine.interfaces import Constraints, Engine
 from nanoinfer.engine.interrupts import postponed_interrupt
-from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.chat import Conversation, as_conversations, render_chats
@@ -171,12 +171,12 @@ class RequestQueue:
         try:
             with self.lock, postponed_interrupt():  # ids that are reserved must be released
                 ids = self._engine.reserved_ids.reserve(portions.num_requests)
-            left = iter(ids)
+            unused_ids = iter(ids)
             with portions:
                 while num_reported < portions.num_requests:
                     # A step may be under way: the device computes while these are queued.
                     if requests := portions.take(wait=inbox.is_complete):
-                        self.add_requests(requests, inbox, [*islice(left, len(requests))])
+                        self.add_requests(requests, inbox, [*islice(unused_ids, len(requests))])
                     if num_reported == len(inbox.outputs):
                         self.step()
                     show(len(inbox.outputs))
@@ -243,17 +243,17 @@ class RequestQueue:
         unfinished no longer: a call that needs an idle engine hands it over itself.
         """
         inbox.is_abandoned = True  # first: `add_requests` looks at it after it has queued
-        self._engine.act_later(Scheduler.abort, inbox.unfinished_ids())
+        self._engine.act_later(Action.ABORT, inbox.unfinished_ids())
 
     def abort_requests(self, request_ids: int | Collection[int]) -> None:
         """Have the next step finish these requests as they are; see `LLM.abort`, and for the next two its like."""
-        self._engine.act_later(Scheduler.abort, as_request_ids(request_ids))
+        self._engine.act_later(Action.ABORT, as_request_ids(request_ids))
 
     def pause_requests(self, request_ids: int | Collection[int]) -> None:
-        self._engine.act_later(Scheduler.pause, as_request_ids(request_ids))
+        self._engine.act_later(Action.PAUSE, as_request_ids(request_ids))
 
     def resume_requests(self, request_ids: int | Collection[int]) -> None:
-        self._engine.act_later(Scheduler.resume, as_request_ids(request_ids))
+        self._engine.act_later(Action.RESUME, as_request_ids(request_ids))
 
     def has_unfinished_requests(self) -> bool:
         """Return whether any caller has some."""

@@ -1,9 +1,15 @@
 """Numbers of requests that a call has yet to queue: it prepares its prompts while steps compute the first of them."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from enum import Enum, auto
 
-Action = Callable[[Any, set[int]], None]  # a method of Scheduler: is done to the sequences with these ids
+
+class Action(Enum):
+    """What can be asked of a request at any moment. The step that comes next does it, as `Scheduler` says."""
+
+    ABORT = auto()
+    PAUSE = auto()
+    RESUME = auto()
 
 
 class ReservedIds:
@@ -14,31 +20,31 @@ class ReservedIds:
 
     def __init__(self) -> None:
         self._next = 0
-        self._asked: dict[int, list[Action]] = {}  # by reserved id
+        self._deferred: dict[int, list[Action]] = {}  # by reserved id
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._deferred)
 
     def reserve(self, count: int) -> range:
         """Return the ids of so many new requests, which follow each other."""
         first, self._next = self._next, self._next + count
         ids = range(first, self._next)
-        self._asked |= {request_id: [] for request_id in ids}
+        self._deferred |= {request_id: [] for request_id in ids}
         return ids
 
     def release(self, ids: Iterable[int]) -> None:
         """Forget those of these ids whose requests were never queued."""
         for request_id in ids:
-            self._asked.pop(request_id, None)
+            self._deferred.pop(request_id, None)
 
     def queue(self, request_id: int) -> list[Action]:
         """Note that a request is queued, or has ended; return what was asked of it before."""
-        return self._asked.pop(request_id, [])
+        return self._deferred.pop(request_id, [])
 
-    def ask(self, action: Action, request_id: int) -> bool:
+    def defer(self, action: Action, request_id: int) -> bool:
         """Remember an action; False if the request is not one that is yet to be queued. Safe at any moment."""
-        asked = self._asked.get(request_id)
-        if asked is None:
+        deferred = self._deferred.get(request_id)
+        if deferred is None:
             return False
-        asked.append(action)
-        return request_id in self._asked  # another thread may have queued it just now
+        deferred.append(action)
+        return request_id in self._deferred  # another thread may have queued it just now

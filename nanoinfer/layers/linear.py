@@ -226,9 +226,9 @@ def sum_buffers(tp: TensorParallel, num_tokens: int) -> SymmetricBuffers | None:
     The number of tokens alone decides: in two shots a rank updates only its own rows of the residual, so all sums of a
     forward pass must be of the same kind.
     """
-    if tp.memory is None or not tp.memory.serves(num_tokens):
+    if tp.symmetric_memory is None or not tp.symmetric_memory.serves(num_tokens):
         return None
-    return tp.memory.next_buffers(num_tokens)
+    return tp.symmetric_memory.next_buffers(num_tokens)
 
 
 def wide_rows(hidden: Activations) -> Tensor:

@@ -162,7 +162,7 @@ class DecoderAttention(nn.Module):
             qkv, norm_weights = self._normed_wholly(qkv), None
         else:
             norm_weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        cache, metadata = step.memory.layer(self.place.layer), step.attention_of(self.place.group)
+        cache, metadata = step.kv_cache.layer(self.place.layer), step.attention_of(self.place.group)
         sinks = None if self.sinks is None else self.sinks.weight
         return self.attn(qkv, norm_weights, step.positions, cache, metadata, sinks).flatten(1)
 

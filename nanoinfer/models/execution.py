@@ -85,7 +85,7 @@ def suits_slices(decoder: Decoder, num_tokens: int) -> bool:
     tp, is_cpu = decoder.tp, decoder.embed_tokens.weight.device.type == "cpu"
     if num_tokens <= SLICE_TOKENS or tp.size == 1 or not (tp.copy_engines or is_cpu):
         return False
-    if tp.memory is not None and tp.memory.max_tokens >= SLICE_TOKENS // 2:
+    if tp.symmetric_memory is not None and tp.symmetric_memory.max_tokens >= SLICE_TOKENS // 2:
         return False  # a slice might be so small that the kernel of its norm does the all-reduce
     return _has_pieces(decoder)
 

@@ -18,7 +18,7 @@ class ForwardStep:
 
     token_ids: Tensor  # (num_tokens,) int32
     positions: Tensor  # (num_tokens,) int64, each within its sequence
-    memory: KVCache
+    kv_cache: KVCache
     attention: Metadata  # of a prefill step or of a decode step: lengths, slots, block tables
     outputs: Tensor | None = None  # (num_outputs,) int64: the tokens whose hidden states become logits; None for all
     states: RecurrentStates | None = None  # of layers with linear attention; None where there are none

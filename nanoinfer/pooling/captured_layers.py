@@ -33,8 +33,8 @@ def captured_layers(decoder: Decoder, step: ForwardStep, layers: Set[int]) -> tu
             else:
                 hook = layer.register_forward_pre_hook(keep_input)
             stack.callback(hook.remove)
-        if decoder.tp.memory is not None:
-            stack.enter_context(decoder.tp.memory.left_out())
+        if decoder.tp.symmetric_memory is not None:
+            stack.enter_context(decoder.tp.symmetric_memory.left_out())
         hidden = decoder(step)
     if len(decoder.layers) in layers:
         states[len(decoder.layers)] = hidden

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.engine.prompt_states import PromptStates
+from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.errors import RequestError
 from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
 from nanoinfer.outputs import (
@@ -53,9 +54,9 @@ class Requests(NamedTuple):
 
 
 class Act(NamedTuple):
-    """What the next step is to do to some requests: a method of Scheduler, by name."""
+    """What the next step is to do to some requests."""
 
-    action: str
+    action: Action
     request_ids: list[int]
 
 

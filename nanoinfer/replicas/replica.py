@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.errors import NanoinferError
 from nanoinfer.executor.shm_ring import Ring, RingReader
 from nanoinfer.garbage import rare_collections
@@ -208,9 +208,9 @@ class Replica:
                         chunks = self._chunks if is_streamed else None
                         self._engine.add_request(request_id, prepared, self._outputs, chunks)
                         if is_aborted:
-                            self._engine.act_later(Scheduler.abort, [request_id])
+                            self._engine.act_later(Action.ABORT, [request_id])
                 case Act(action, request_ids):
-                    self._engine.act_later(getattr(Scheduler, action), request_ids)
+                    self._engine.act_later(action, request_ids)
                 case Drop(request_ids):
                     self._engine.abort(request_ids)
                 case Listen(is_wanted):

@@ -18,8 +18,7 @@ from typing import Any
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.interrupts import StepGuard, postponed_interrupt
 from nanoinfer.engine.request_queue import TURN_SECONDS
-from nanoinfer.engine.reserved_ids import ReservedIds
-from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.engine.reserved_ids import Action, ReservedIds
 from nanoinfer.errors import EngineClosedError, EngineStateError, WorkerError
 from nanoinfer.executor.shm_ring import Ring
 from nanoinfer.executor.workers import EXIT_SECONDS, EXPLANATION_SECONDS, Failure, Workers
@@ -124,7 +123,7 @@ class ReplicatedEngine:
         self._paused: set[int] = set()  # unfinished requests
         self._held_back: dict[int, QueuedRequest] = {}  # those among them that no replica has
         self._aborting: set[int] = set()
-        self._marked: deque[tuple[Any, int]] = deque()
+        self._marked: deque[tuple[Action, int]] = deque()
         self._losses: deque[str] = deque()  # what is to be warned of
         self._listens = self._is_closed = False
         self._finalizer = weakref.finalize(self, end_replicas, replicas)
@@ -176,10 +175,10 @@ class ReplicatedEngine:
         for index, ids in on_replicas.items():
             self.replicas[index].send(Drop(ids))
 
-    def act_later(self, action: Any, request_ids: Iterable[int]) -> None:
-        """Have the next step begin with this action, a method of Scheduler. Safe at any moment."""
+    def act_later(self, action: Action, request_ids: Iterable[int]) -> None:
+        """Have the next step begin with this action. Safe at any moment."""
         for request_id in request_ids:
-            if not self.reserved_ids.ask(action, request_id) and request_id in self._requests:
+            if not self.reserved_ids.defer(action, request_id) and request_id in self._requests:
                 self._marked.append((action, request_id))
 
     def is_finished(self) -> bool:
@@ -302,13 +301,13 @@ class ReplicatedEngine:
             if found is None:
                 continue
             queued = found.queued
-            if action is Scheduler.pause:
+            if action is Action.PAUSE:
                 self._paused.add(request_id)
                 if self.dispatcher.remove(request_id):
                     self._held_back[request_id] = queued
                 elif queued.replica is not None:
                     self.dispatcher.pause(queued)
-            elif action is Scheduler.resume:
+            elif action is Action.RESUME:
                 self._paused.discard(request_id)
                 if self._held_back.pop(request_id, None):
                     self.dispatcher.add(queued)
@@ -322,7 +321,7 @@ class ReplicatedEngine:
                     self._send_requests(self.replicas[replica], [found], are_aborted=True)
                     continue
             if queued.replica is not None:
-                self.replicas[queued.replica].send(Act(action.__name__, [request_id]))
+                self.replicas[queued.replica].send(Act(action, [request_id]))
 
     def _take_in(self, replica: Replica, message: Any) -> None:
         match message:
@@ -395,7 +394,7 @@ class ReplicatedEngine:
             else:
                 self.dispatcher.add(queued)
                 if queued.request_id in self._aborting:
-                    self._marked.append((Scheduler.abort, queued.request_id))
+                    self._marked.append((Action.ABORT, queued.request_id))
         ended = f", and {num_ended} streams end with an error" if num_ended else ""
         others = "the other one" if len(self.alive()) == 1 else f"the {len(self.alive())} others"
         loss = f"{end.ended}; {len(lost) - num_ended} of its requests go to {others}{ended}{end.details}"

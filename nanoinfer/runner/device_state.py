@@ -19,7 +19,8 @@ from nanoinfer.sampling.sampler import Sampler
 class StepBuffers:
     """What steps need whatever the size of the cache.
 
-    logits: (max_num_seqs, this rank's ids), of all decode graphs and of what runs without.
+    logits: (max_num_seqs, this rank's ids), of all decode graphs and of what runs without. prefill_graphs: with the
+    buffers that they read and write.
     """
 
     logits: Tensor
@@ -30,8 +31,7 @@ class StepBuffers:
 class DeviceState:
     """The buffers of steps, the cache, and what is remembered of its rows.
 
-    routed_experts: None unless they are asked for. graphs: of decode steps; None without CUDA graphs, and until they
-    are captured.
+    routed_experts: None unless asked for. decode_graphs: None without CUDA graphs, and until they are captured.
     """
 
     buffers: StepBuffers
@@ -40,7 +40,7 @@ class DeviceState:
     sampler: Sampler
     pooler: Pooler
     routed_experts: RoutedExperts | None
-    graphs: DecodeGraphs | None = field(default=None)
+    decode_graphs: DecodeGraphs | None = field(default=None)
 
     def enter(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> None:
         """Enter what is new of rows and blocks, and make the copies that a step begins with."""

@@ -117,7 +117,7 @@ class ModelRunner:
     def _launch_decode(self, on_host: PacketSections, on_device: PacketSections) -> PendingStep:
         rows, num_shared_blocks, num_group_rows = on_device.decode_rows.unbind(1)
         shares = on_host.decode_rows[:, DecodeRow._fields.index("num_shared_blocks")].any()
-        forward = self.device_state.graphs.replay if self.device_state.graphs else self.decode
+        forward = self.device_state.decode_graphs.replay if self.device_state.decode_graphs else self.decode
         forward(rows, SharedPrefixes(num_shared_blocks, num_group_rows) if shares else None)
         return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=[], hidden_states=[])
 
@@ -220,15 +220,15 @@ class ModelRunner:
 
     def _planned(self, step: ForwardStep) -> ForwardStep:
         """Return the step with what the attention backends prepare once for all layers."""
-        plan, memory = self.backends.plan, step.memory
-        windowed = tuple(plan(metadata, memory, windowed=True) for metadata in step.windowed_attention)
-        attention = plan(step.attention, memory, windowed=False if windowed else None)
+        plan, kv_cache = self.backends.plan, step.kv_cache
+        windowed = tuple(plan(metadata, kv_cache, windowed=True) for metadata in step.windowed_attention)
+        attention = plan(step.attention, kv_cache, windowed=False if windowed else None)
         routed: list[Tensor] | None = [] if self.setup.config.enable_return_routed_experts else None
         return replace(step, attention=attention, windowed_attention=windowed, routed=routed)
 
     def _write_logits(self, step: ForwardStep, hidden: Tensor) -> None:
-        if self.tp.memory is not None:
-            self.tp.memory.check_even()
+        if self.tp.symmetric_memory is not None:
+            self.tp.symmetric_memory.check_even()
         if step.routed and self.device_state.routed_experts is not None:
             self.device_state.routed_experts.write(step.attention.slot_mapping, step.routed)
         hidden = hidden if step.outputs is None else hidden[step.outputs]
@@ -270,7 +270,7 @@ class ModelRunner:
         if self.setup.uses_graphs(self.model):
             max_num_seqs = self.limits.max_num_seqs
             sizes, sharing_sizes = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
-            self.device_state.graphs = DecodeGraphs(self.decode, sizes, sharing_sizes, self.device, is_warm)
+            self.device_state.decode_graphs = DecodeGraphs(self.decode, sizes, sharing_sizes, self.device, is_warm)
 
     def run_largest_prefills(self) -> None:
         """Run prefill steps that need as much memory as any, in the longest sequences, and sample for all rows."""

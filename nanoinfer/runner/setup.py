@@ -182,21 +182,21 @@ class Setup:
         Runs such steps, and captures some graphs of `decode` and of small prefill steps; kernels are compiled on the
         way.
         """
-        uses_graphs, sizes = self.uses_graphs(model), graph_sizes(limits.max_num_seqs)
-        with compiling_few_rows(model.model, sizes if uses_graphs else []):
+        uses_graphs = self.uses_graphs(model)
+        with compiling_few_rows(model.model, graph_sizes(limits.max_num_seqs) if uses_graphs else []):
             step_bytes = memory.measure_peak_bytes(run_largest_prefills, self.device)
-        graph_bytes = 0
-        if uses_graphs:
-            shares_prefixes = limits.max_group_rows > 1 and self.config.enable_prefix_caching
-            count = num_graphs(limits.max_num_seqs, shares_prefixes)
-            capture = partial(DecodeGraphs, decode, sharing_sizes=[], device=self.device)
-            graph_bytes = measure_graph_bytes(capture, sizes, count, self.device)
-            graph_bytes += SHARING_BYTES if shares_prefixes else 0
+        graph_bytes = self._measure_decode_graphs(limits, decode) if uses_graphs else 0
         if small_prefills is not None:
-            sizes = small_prefills.sizes
-            graph_bytes += measure_graph_bytes(small_prefills.graphs_of, sizes, len(sizes), self.device)
+            capture, sizes = small_prefills.graphs_of, small_prefills.sizes
+            graph_bytes += measure_graph_bytes(capture, sizes, len(sizes), self.device)
         granted = memory.grantable_bytes(self.config.gpu_memory_utilization, free_at_start, self.device)
         return granted - step_bytes - graph_bytes
+
+    def _measure_decode_graphs(self, limits: RunnerLimits, decode: Forward) -> int:
+        shares_prefixes = limits.max_group_rows > 1 and self.config.enable_prefix_caching
+        capture = partial(DecodeGraphs, decode, sharing_sizes=[], device=self.device)
+        sizes, count = graph_sizes(limits.max_num_seqs), num_graphs(limits.max_num_seqs, shares_prefixes)
+        return measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
 
     def allocate_buffers(self, model: DecoderForCausalLM, limits: RunnerLimits) -> StepBuffers:
         """Return what steps need whatever the size of the cache."""
@@ -245,7 +245,7 @@ def largest_prefill(tables: StepTables, rows: Tensor, num_tokens: int) -> Forwar
         positions=torch.arange(num_tokens, device=device) % longest,
         rows=rows.new_full((len(lens),), PADDING_ROW),
         outputs=rows % num_tokens,
-        memory=tables.memory,
+        kv_cache=tables.kv_cache,
         attention=attention,
         windowed_attention=tuple(windowed),
         states=tables.states,

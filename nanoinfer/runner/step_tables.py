@@ -32,7 +32,7 @@ class StepTables:
 
     token_ids: (rows, max_model_len + 1) int32.
     context_lens: (rows,) int32, known tokens: those whose keys and values are computed, and the newest.
-    block_tables: (num_groups * rows, max_blocks) int32, which blocks of `memory` a row has; those of one group of
+    block_tables: (num_groups * rows, max_blocks) int32, which blocks of `kv_cache` a row has; those of one group of
     layers after those of another.
     states: what layers with linear attention remember of the rows; None without such layers.
     """
@@ -41,12 +41,12 @@ class StepTables:
         self,
         max_num_seqs: int,
         max_model_len: int,
-        memory: KVCache,
+        kv_cache: KVCache,
         states: RecurrentStates | None = None,
         num_groups: int = 1,
     ) -> None:
-        rows, max_blocks, device = max_num_seqs + 1, -(-max_model_len // memory.block_size), memory.k.device
-        self.memory, self.states = memory, states
+        rows, max_blocks, device = max_num_seqs + 1, -(-max_model_len // kv_cache.block_size), kv_cache.k.device
+        self.kv_cache, self.states = kv_cache, states
         self.token_ids = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
         self.context_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(num_groups * rows, max_blocks, dtype=torch.int32, device=device)
@@ -84,14 +84,14 @@ class StepTables:
             context_lens=tuple(start + length for _, start, length in host_chunks),
             cu_query_lens=cu_query_lens,
             cu_context_lens=cumulative_lens((starts + lens).int()),
-            slot_mapping=slots_of(self.tables_of_groups[0], token_rows, positions, self.memory.block_size),
+            slot_mapping=slots_of(self.tables_of_groups[0], token_rows, positions, self.kv_cache.block_size),
             block_tables=self.tables_of_groups[0][rows],
             num_blocks=header.num_prefill_blocks,
         )
         windowed = tuple(
             replace(
                 attention,
-                slot_mapping=slots_of(tables, token_rows, positions, self.memory.block_size),
+                slot_mapping=slots_of(tables, token_rows, positions, self.kv_cache.block_size),
                 block_tables=tables[rows],
                 num_blocks=0,
             )
@@ -100,7 +100,7 @@ class StepTables:
         # The chunks that sample a token are the first ones.
         last_tokens = cu_query_lens[1 : header.num_prefill_samples + 1].long() - 1
         token_ids, states = self.token_ids[token_rows, positions], self.states
-        return ForwardStep(token_ids, positions, self.memory, attention, last_tokens, states, chunks[:, 0], windowed)
+        return ForwardStep(token_ids, positions, self.kv_cache, attention, last_tokens, states, chunks[:, 0], windowed)
 
     def decode_step(self, rows: Tensor, shared_prefixes: SharedPrefixes | None = None) -> ForwardStep:
         """Return the step that computes the newest token of each row.
@@ -114,12 +114,12 @@ class StepTables:
         of_windowed = tuple(metadata for _, _, metadata in windowed)
         states = self.states
         return ForwardStep(
-            token_ids, positions, self.memory, attention, states=states, rows=rows, windowed_attention=of_windowed
+            token_ids, positions, self.kv_cache, attention, states=states, rows=rows, windowed_attention=of_windowed
         )
 
     def _decode_metadata(self, rows: Tensor, block_tables: Tensor) -> tuple[Tensor, Tensor, DecodeMetadata]:
         tables = self.token_ids, self.context_lens, block_tables
-        token_ids, positions, slots, context_lens, blocks = read_rows(rows, *tables, self.memory.block_size)
+        token_ids, positions, slots, context_lens, blocks = read_rows(rows, *tables, self.kv_cache.block_size)
         return token_ids, positions, DecodeMetadata(slots, context_lens, blocks)
 
 

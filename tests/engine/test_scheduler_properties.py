@@ -188,7 +188,8 @@ class History:
             if self.in_flight[0][1] is None:
                 batches = [batch for batch, _ in self.in_flight]
                 self.scheduler.discard(batches)
-                if self.device.has_states:  # a cut prompt may fail while a later one, which is computed, runs on
+                # Later ones run on: those that were computed when a cut prompt fails, and those that are paused now.
+                if self.device.has_states or self.scheduler.paused:
                     self.resumed |= {seq.seq_id for batch in batches for seq in self.seqs_of(batch)}
                 self.in_flight.clear()
                 return

@@ -351,7 +351,7 @@ def answers_of_families(
         if max_group_rows is not None:
             arranger.max_group_rows = max_group_rows
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        graphs = llm.engine.runner.device_state.graphs
+        graphs = llm.engine.runner.device_state.decode_graphs
         num_graphs = sum(shares for _, shares in graphs._graphs) if graphs else 0
     completions = [completion for output in outputs for completion in output.outputs]
     return Answers([completion.token_ids for completion in completions], num_passes, num_graphs)

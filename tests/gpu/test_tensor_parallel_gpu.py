@@ -393,19 +393,19 @@ def _all_reduce_in_all_ways(rank: int, size: int, folder: str, hidden_size: int,
     max_tokens = 512
     tp = ranks_share_gpus.connect(rank, size, devices[rank], Path(folder) / "store")
     tp = tp.with_shared_memory(max_tokens, 3 * SLICE_TOKENS, hidden_size, dtype, devices)
-    assert tp.memory is not None
+    assert tp.symmetric_memory is not None
     assert tp.copy_engines is not None
     first_residual = torch.ones(max_tokens, hidden_size, dtype=dtype, device="cuda")
     weight = torch.linspace(-2, 2, hidden_size, dtype=dtype, device="cuda")
     in_float32 = torch.linspace(1, 2, hidden_size, device="cuda")
     torch.manual_seed(rank)
     for step in range(40):
-        num_tokens = (1, 2, 7, 64, tp.memory.max_tokens)[step % 5]
+        num_tokens = (1, 2, 7, 64, tp.symmetric_memory.max_tokens)[step % 5]
         two_shot = step // 5 % 2 == 1
         weights = (weight, 1e-6) if step < 20 else (in_float32, 1e-6, in_float32)  # the latter of the sum by itself
         residual, ours = first_residual[:num_tokens], []
         for index in range(6):  # as in a step, an even number of sums of as many tokens, with nothing else in between
-            buffers = replace(tp.memory.next_buffers(num_tokens), two_shot=two_shot)
+            buffers = replace(tp.symmetric_memory.next_buffers(num_tokens), two_shot=two_shot)
             terms = torch.empty(1 + index % 2, num_tokens, hidden_size, dtype=dtype, device="cuda")
             terms.random_(-8, 9)  # whose sums are exact
             out, residual = all_reduce_add_rms_norm(terms, residual, buffers, *weights)
@@ -440,10 +440,10 @@ def _all_reduce_in_all_ways(rank: int, size: int, folder: str, hidden_size: int,
     for terms, rows in zip(exchanged, gathered, strict=True):
         assert torch.equal(rows.float(), tp.all_reduce(terms.float()))
     if rank == 0:  # nobody comes to this sum, of rows that it owns and others
-        buffers = replace(tp.memory.next_buffers(4), two_shot=True)
+        buffers = replace(tp.symmetric_memory.next_buffers(4), two_shot=True)
         all_reduce_add_rms_norm(first_residual[None, :4], first_residual[:4], buffers, weight, 1e-6)
         assert not becomes_idle(devices[0], 0.5)
-        tp.memory.release()
+        tp.symmetric_memory.release()
         assert becomes_idle(devices[0], 0.5)
         tp.copy_engines.start_reduce_scatter(0, exchanged[0])
         tp.copy_engines.received(0, 1)

@@ -214,7 +214,7 @@ def test_row_parallel_products_of_few_tokens_go_to_the_symmetric_memory_with_or_
     for tp in RANKS:
         buffers = object()
         memory: Any = SimpleNamespace(serves=lambda _: True, next_buffers=lambda _, buffers=buffers: buffers)
-        layer = RowParallelLinear(8, 5, bias=bias, tp=replace(tp, memory=memory))
+        layer = RowParallelLinear(8, 5, bias=bias, tp=replace(tp, symmetric_memory=memory))
         layer.weight_loader(layer.weight, weight)
         if bias:
             layer.weight_loader(layer.bias, offset)

@@ -190,7 +190,7 @@ def test_sums_of_few_tokens_go_to_the_symmetric_memory() -> None:
     for tp in RANKS:
         buffers = object()
         memory: Any = SimpleNamespace(serves=lambda _: True, next_buffers=lambda _, buffers=buffers: buffers)
-        out = build(replace(tp, memory=memory), weights)(x)
+        out = build(replace(tp, symmetric_memory=memory), weights)(x)
         assert out.all_ranks is buffers
         parts.append(out.terms.sum(0))
     torch.testing.assert_close(parts[0] + parts[1], build(WHOLE, weights)(x).terms.sum(0), rtol=1e-5, atol=1e-5)

@@ -76,8 +76,8 @@ def test_slices_give_the_tokens_of_whole_steps(
         ({"has_plain_attention": False}, False),
         ({"copy_engines": None}, False),
         ({"copy_engines": None, "device": "cpu"}, True),
-        ({"memory": SimpleNamespace(max_tokens=2047)}, True),
-        ({"memory": SimpleNamespace(max_tokens=2048)}, False),  # the second slice of 4,097 tokens has as many
+        ({"symmetric_memory": SimpleNamespace(max_tokens=2047)}, True),
+        ({"symmetric_memory": SimpleNamespace(max_tokens=2048)}, False),  # the second slice of 4,097 tokens has as many
     ],
 )
 def test_large_prefill_steps_of_several_ranks_have_slices(
@@ -90,7 +90,7 @@ def test_large_prefill_steps_of_several_ranks_have_slices(
         products={ProductKind.PLAIN},
         has_plain_attention=True,
         copy_engines="copy engines",
-        memory=None,
+        symmetric_memory=None,
         device="cuda",
     )
     vars(found).update(changes)

@@ -122,7 +122,7 @@ def test_layers_may_be_numpys_integers(checkpoint: Checkpoint) -> None:
 
 def test_states_are_held_once_when_their_output_is_made() -> None:
     request = PreparedRequest(prompt=None, token_ids=[1, 2], sampling_params=GREEDY)
-    wanted = module.HiddenStates.of(2, 8, 1, [0], "prompt", None)
+    wanted = module.HiddenStates.of([0], "prompt", None, num_layers=2, row_bytes=8, num_replicas=1)
     assert wanted is not None
     wanted.add_to([request])
     states = request.prompt_states

@@ -203,7 +203,7 @@ def test_a_row_parallel_layer_of_two_ranks_computes_what_one_does(monkeypatch: p
 def test_sums_of_few_tokens_go_to_the_symmetric_memory() -> None:
     x, weight, buffers = randn(3, 256), randn(5, 256, seed=1), object()
     memory: Any = SimpleNamespace(serves=lambda num_tokens: num_tokens <= 3, next_buffers=lambda num_tokens: buffers)
-    layer = quantized(RowParallelLinear(256, 5, bias=False, tp=TensorParallel(0, 2, memory=memory)))
+    layer = quantized(RowParallelLinear(256, 5, bias=False, tp=TensorParallel(0, 2, symmetric_memory=memory)))
     layer.weight_loader(layer.weight, weight)
     out = layer(x[:, :128])
     assert out.all_ranks is buffers

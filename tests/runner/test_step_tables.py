@@ -11,13 +11,13 @@ from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
 
 # (num_layers, num_blocks, num_kv_heads, block_size, head_dim) of keys and of values: blocks of 4 tokens
-MEMORY = KVCache(*torch.zeros(2, 1, 10, 1, 4, 2))
+KV_CACHE = KVCache(*torch.zeros(2, 1, 10, 1, 4, 2))
 
 
 @pytest.fixture
 def tables() -> StepTables:
     """Three rows of up to 8 tokens in blocks of 4: two tokens in row 0, five in row 2."""
-    tables = StepTables(max_num_seqs=3, max_model_len=8, memory=MEMORY)
+    tables = StepTables(max_num_seqs=3, max_model_len=8, kv_cache=KV_CACHE)
     tables.token_ids[0, :2] = torch.tensor([10, 11])
     tables.token_ids[2, :5] = torch.tensor([20, 21, 22, 23, 24])
     tables.context_lens[:3] = torch.tensor([2, 0, 5])
@@ -41,7 +41,7 @@ def test_a_decode_step_computes_the_newest_token_of_each_row(tables: StepTables)
     assert step.positions.tolist() == [4, 1]
     assert step.attention.slot_mapping.tolist() == [9 * 4, 7 * 4 + 1]
     assert step.attention.context_lens.tolist() == [5, 2]
-    assert (step.memory, step.outputs) == (MEMORY, None), "all rows have logits"
+    assert (step.kv_cache, step.outputs) == (KV_CACHE, None), "all rows have logits"
 
 
 def test_a_prefill_step_computes_chunks_and_has_logits_of_those_that_end_a_prompt(tables: StepTables) -> None:
@@ -63,7 +63,7 @@ def test_a_decode_step_hands_on_which_rows_share_blocks(tables: StepTables) -> N
 
 
 def test_a_row_has_room_for_the_longest_sequence_and_a_padding_row_comes_last() -> None:
-    tables = StepTables(max_num_seqs=3, max_model_len=9, memory=MEMORY)
+    tables = StepTables(max_num_seqs=3, max_model_len=9, kv_cache=KV_CACHE)
     assert tables.block_tables.shape == (4, 3), "whatever the batch: a captured graph keeps the width"
     assert tables.token_ids.shape == (4, 10)
 

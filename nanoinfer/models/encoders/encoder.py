@@ -58,7 +58,7 @@ class EncoderAttention(nn.Module):
         self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(spec))
 
     def forward(self, hidden: Tensor, step: ForwardStep) -> Tensor:
-        cache = step.memory.layer(0)
+        cache = step.kv_cache.layer(0)
         return whole(
             self.o_proj(self.attn(self.qkv_proj(hidden), None, step.positions, cache, step.attention).flatten(1))
         )
