@@ -110,7 +110,7 @@ class EngineConfig:
     logprobs_mode: str = option(
         "raw_logprobs",
         'What log-probabilities are of: "raw_logprobs" is the model\'s own distribution, "processed_logprobs" the one '
-        'that tokens are drawn from, after biases, penalties, forms, temperature and filters; "raw_logits" and '
+        'that tokens are drawn from, after biases, penalties, grammars, temperature and filters; "raw_logits" and '
         '"processed_logits" are the logits of either, in the same places.',
         LOGPROBS_MODES,
     )

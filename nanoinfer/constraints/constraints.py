@@ -85,26 +85,28 @@ class Constraints:
         still be copied from while the next step's are written.
         """
         samples = cast(Sequence[SampleConstraint | None], constraints)
-        followed = [(line, sample) for line, sample in enumerate(samples) if sample is not None]
-        in_set = [(line, sample) for line, sample in followed if sample.plan.token_set is not None]
+        followed = [(index, sample) for index, sample in enumerate(samples) if sample is not None]
+        in_set = [(index, sample) for index, sample in followed if sample.plan.token_set is not None]
         sets = self._new_bits((len(in_set), self._num_words))
         for (_, sample), row in zip(in_set, sets, strict=True):
             sample.write_token_set(row)
-        set_lines = [line for line, _ in in_set]
+        set_indices = [index for index, _ in in_set]
         in_grammar = [sample for _, sample in followed if sample.matcher is not None]
-        grammar_lines = [line for line, sample in followed if sample.matcher is not None]
+        grammar_indices = [index for index, sample in followed if sample.matcher is not None]
         grammars = self._new_bits((len(in_grammar), self._num_words))
         self._fill(in_grammar, grammars)
-        set_rows = dict(zip(set_lines, sets, strict=True))
+        set_rows = dict(zip(set_indices, sets, strict=True))
         _place_stop_tokens(
-            in_grammar, grammars, {row: set_rows[line] for row, line in enumerate(grammar_lines) if line in set_rows}
+            in_grammar,
+            grammars,
+            {row: set_rows[index] for row, index in enumerate(grammar_indices) if index in set_rows},
         )
         return TokenMasks(
-            RowMasks(grammar_lines, grammars) if in_grammar else None,
-            RowMasks(set_lines, sets) if in_set else None,
+            RowMasks(grammar_indices, grammars) if in_grammar else None,
+            RowMasks(set_indices, sets) if in_set else None,
             {
-                line: (sample.plan.functions, list(sample.token_ids))
-                for line, sample in followed
+                index: (sample.plan.functions, list(sample.token_ids))
+                for index, sample in followed
                 if sample.plan.functions
             },
         )

@@ -21,7 +21,7 @@ class FoundStates(NamedTuple):
     """What a step has found of one prompt.
 
     chunk: which of the step's chunks. layer: hidden states of a layer; None for what pooling made of them. start: the
-    first of the prompt's tokens that `values`, (num_tokens, size), belong to; pooling to one vector has one line.
+    first of the prompt's tokens that `values`, (num_tokens, size), belong to; pooling to one vector has one.
     """
 
     chunk: int

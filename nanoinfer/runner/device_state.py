@@ -7,7 +7,7 @@ from torch import Tensor
 from nanoinfer.engine.batch import Header, PacketSections
 from nanoinfer.layers.attention.block_copies import copy_cached_tokens
 from nanoinfer.layers.attention.metadata import KVCache
-from nanoinfer.layers.routed_experts import RoutedExperts
+from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.pooling.pooler import Pooler
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
@@ -31,7 +31,7 @@ class StepBuffers:
 class DeviceState:
     """The buffers of steps, the cache, and what is remembered of its rows.
 
-    routed_experts: None unless asked for. decode_graphs: None without CUDA graphs, and until they are captured.
+    routing_table: None unless it is asked for. decode_graphs: None without CUDA graphs, and until they are captured.
     """
 
     buffers: StepBuffers
@@ -39,7 +39,7 @@ class DeviceState:
     tables: StepTables
     sampler: Sampler
     pooler: Pooler
-    routed_experts: RoutedExperts | None
+    routing_table: RoutingTable | None
     decode_graphs: DecodeGraphs | None = field(default=None)
 
     def enter(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> None:
@@ -49,7 +49,7 @@ class DeviceState:
         self.pooler.admit(header, on_host)
         if header.counts.block_copies:
             copy_cached_tokens(self.kv_cache, on_device.block_copies)
-            if self.routed_experts is not None:
-                self.routed_experts.copy_blocks(on_device.block_copies)
+            if self.routing_table is not None:
+                self.routing_table.copy_blocks(on_device.block_copies)
         if header.counts.kept_states or header.counts.restored_states:
             self.tables.copy_states(on_host)

@@ -25,7 +25,7 @@ from nanoinfer.engine.prompt_states import FoundStates
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.metadata import SharedPrefixes
-from nanoinfer.layers.routed_experts import RoutingOnHost
+from nanoinfer.layers.routing_table import RoutingOnHost
 from nanoinfer.models.execution import sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_graph_sizes
@@ -34,7 +34,7 @@ from nanoinfer.runner.memory import CPU_CACHE_BYTES
 from nanoinfer.runner.setup import RunnerInfo, Setup, largest_prefill
 from nanoinfer.runner.step_tables import PADDING_ROW
 from nanoinfer.sampling.drawn_logprobs import SampleLogprobs
-from nanoinfer.sampling.sampler import PromptLogprobs, Sampled
+from nanoinfer.sampling.sampler import Sampled, SpanLogprobs
 
 
 class PendingStep(NamedTuple):
@@ -42,7 +42,7 @@ class PendingStep(NamedTuple):
 
     rows: Tensor  # (num_sampled,) int64
     host_rows: list[int]  # the same on the host
-    prompt_logprobs: list[PromptLogprobs]
+    prompt_logprobs: list[SpanLogprobs]
     hidden_states: list[FoundStates]
 
 
@@ -51,7 +51,7 @@ class StepHandle(NamedTuple):
 
     token_ids: Tensor  # (num_sampled,) int32
     logprobs: list[SampleLogprobs]
-    prompt_logprobs: list[PromptLogprobs]
+    prompt_logprobs: list[SpanLogprobs]
     hidden_states: list[FoundStates]
     errors: dict[int, str]  # by batch_idx: why a user's function failed, so that there is no such token
     event: torch.cuda.Event | None  # None on a CPU, where a sampled step is done
@@ -150,9 +150,9 @@ class ModelRunner:
 
     def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> RoutingOnHost:
         """Start to copy those of positions [start, end) of a sequence with these blocks to the host."""
-        assert self.device_state.routed_experts is not None, "nobody asked for routed experts when the engine was made"
+        assert self.device_state.routing_table is not None, "nobody asked for routed experts when the engine was made"
         with computing(self.device, self._num_threads):
-            return self.device_state.routed_experts.read(block_ids, start, end)
+            return self.device_state.routing_table.read(block_ids, start, end)
 
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
@@ -229,8 +229,8 @@ class ModelRunner:
     def _write_logits(self, step: ForwardStep, hidden: Tensor) -> None:
         if self.tp.symmetric_memory is not None:
             self.tp.symmetric_memory.check_even()
-        if step.routed and self.device_state.routed_experts is not None:
-            self.device_state.routed_experts.write(step.attention.slot_mapping, step.routed)
+        if step.routed and self.device_state.routing_table is not None:
+            self.device_state.routing_table.write(step.attention.slot_mapping, step.routed)
         hidden = hidden if step.outputs is None else hidden[step.outputs]
         if self.model.generates:
             self.model.compute_logits(hidden, out=self.device_state.buffers.logits[: len(hidden)])

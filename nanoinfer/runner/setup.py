@@ -20,7 +20,7 @@ from nanoinfer.layers.attention.layer_groups import LayerGroups
 from nanoinfer.layers.attention.metadata import KVCache, PrefillMetadata
 from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.layers.linear_attention.states import StateShape
-from nanoinfer.layers.routed_experts import RoutedExperts
+from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models import get_model_class
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.execution import PrefillGraphs, compiling_few_rows
@@ -149,7 +149,7 @@ class Setup:
         block_size, num_blocks, groups = self.config.kvcache_block_size, self.config.num_kvcache_blocks, self.groups
         if num_blocks is None:
             moe = self.model_config.moe if self.config.enable_return_routed_experts else None
-            routing_bytes = RoutedExperts.num_bytes(moe, block_size) if moe else 0
+            routing_bytes = RoutingTable.num_bytes(moe, block_size) if moe else 0
             num_blocks = memory.num_blocks_in(
                 free_bytes, self.model_config, groups, block_size, self.kv_dtype, self.tp, other_bytes=routing_bytes
             )
@@ -220,10 +220,10 @@ class Setup:
         vocab_size, mode = model_config.vocab_size, config.logprobs_mode
         sampler = Sampler(tables.token_ids, tables.context_lens, vocab_size, self.tp, mode)
         pooler = Pooler(model, self.pooling, dense)
-        routed_experts = None
+        routing_table = None
         if config.enable_return_routed_experts and model_config.moe is not None:
-            routed_experts = RoutedExperts(model_config.moe, limits.num_blocks, block_size, self.device)
-        return DeviceState(buffers, kv_cache, tables, sampler, pooler, routed_experts)
+            routing_table = RoutingTable(model_config.moe, limits.num_blocks, block_size, self.device)
+        return DeviceState(buffers, kv_cache, tables, sampler, pooler, routing_table)
 
     def describe(self, kv_cache: KVCache) -> str:
         """Say what was loaded, for the log."""

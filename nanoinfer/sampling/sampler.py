@@ -41,7 +41,7 @@ class PromptSpan(NamedTuple):
     length: int
 
 
-class PromptLogprobs(NamedTuple):
+class SpanLogprobs(NamedTuple):
     """Log-probabilities of prompts' tokens, those of all spans end to end."""
 
     spans: list[PromptSpan]
@@ -166,9 +166,7 @@ class Sampler:
             logprobs += self._logprobs.read(some, some_rows, drawn, whole, processed, lowest, temperatures)
         return Sampled(token_ids, logprobs, errors)
 
-    def prompt_logprobs(
-        self, model: DecoderForCausalLM, hidden: Tensor, chunks: list[list[int]]
-    ) -> list[PromptLogprobs]:
+    def prompt_logprobs(self, model: DecoderForCausalLM, hidden: Tensor, chunks: list[list[int]]) -> list[SpanLogprobs]:
         """Return the log-probabilities of the prompt tokens that these chunks (row, start, length) predict.
 
         hidden: (num_tokens, hidden_size), of all chunks end to end.
@@ -200,7 +198,7 @@ class Sampler:
         spans: list[tuple[PromptSpan, int, int]],
         num_best: int,
         sorts_all: bool,
-    ) -> PromptLogprobs:
+    ) -> SpanLogprobs:
         """Return those of spans, each with its row and the offset from a position to its hidden state."""
         places = []
         for span, row, to_state in spans:
@@ -220,7 +218,7 @@ class Sampler:
                 parts.append(compute_logprobs(logits, ids, num_best, vocab.start, self.tp, normalises=normalises))
             del logits  # before the next ones are made
         logprobs = LogprobsTensors(*map(torch.cat, zip(*parts, strict=True)))
-        return PromptLogprobs([span for span, _, _ in spans], logprobs.to_host())
+        return SpanLogprobs([span for span, _, _ in spans], logprobs.to_host())
 
     @property
     def scratch_bytes(self) -> int:

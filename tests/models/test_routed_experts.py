@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from nanoinfer import LLM, ConfigError, RequestOutput, SamplingParams, WorkerError, tiny_model_path
 from nanoinfer.engine.windowed_blocks import WindowedBlockManager
-from nanoinfer.layers.routed_experts import RoutedExperts, RoutingOnHost
+from nanoinfer.layers.routing_table import RoutingOnHost, RoutingTable
 from tests.control.test_weight_control import save_random
 from tests.sampling.test_sampling import prompts
 
@@ -161,7 +161,7 @@ def test_nothing_is_returned_unless_it_is_asked_for(folder: Path) -> None:
     with LLM(folder, device="cpu", num_kvcache_blocks=4, max_model_len=128) as llm:
         [output] = llm.generate([1, 2], FREE, use_tqdm=False)
         assert output.outputs[0].routed_experts is None
-        assert llm.engine.runner.device_state.routed_experts is None  # type: ignore[union-attr]
+        assert llm.engine.runner.device_state.routing_table is None  # type: ignore[union-attr]
 
 
 def test_a_model_without_experts_is_refused() -> None:
@@ -175,7 +175,7 @@ def test_ids_are_as_small_as_they_can_be_and_padding_is_written_beside_the_cache
 ) -> None:
     moe = llm.engine.runner.setup.model_config.moe  # type: ignore[union-attr]
     assert moe is not None
-    table = RoutedExperts(replace(moe, num_experts=num_experts), num_blocks=2, block_size=4, device=torch.device("cpu"))
+    table = RoutingTable(replace(moe, num_experts=num_experts), num_blocks=2, block_size=4, device=torch.device("cpu"))
     largest = torch.tensor([[num_experts - 1, 1, 2], [3, 4, 5], [9, 9, 9]], dtype=torch.int32)
     table.write(torch.tensor([6, 0, -1]), [largest, largest + 0])
     found = table.read([1, 0], 2, 6).to_array()

@@ -16,7 +16,7 @@ from nanoinfer.device import record_event, to_device
 from nanoinfer.layers.attention.block_copies import copy_tokens
 
 
-class RoutedExperts:
+class RoutingTable:
     """Remembers the experts of every token in the cache.
 
     moe: of the model. num_blocks, block_size: of the cache.
