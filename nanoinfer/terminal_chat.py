@@ -22,9 +22,10 @@ def chat(
 
     options: of LLM. overrides: sampling parameters, in place of those that the model recommends. system: the message
     before the conversation. template_kwargs: what else the chat template understands. Raises what LLM raises, and
-    RequestError for a model without a chat template.
+    RequestError for a model without a chat template, and for one that generates nothing.
     """
     with LLM(**options) as llm:
+        llm.queue.prompts.check_completes()
         if getattr(llm.tokenizer, "chat_template", None) is None:
             raise RequestError(
                 f"{llm.config.model} has no chat template; take a model that is made for chats, or use run-batch"

@@ -147,6 +147,7 @@ def test_the_template_gets_its_arguments(monkeypatch: pytest.MonkeyPatch, asked:
         (["--model", "nope"], "nanoinfer: model='nope': there is no such folder; give one, or a hub id"),
         (["--top-p", 2], "nanoinfer: top_p=2.0 must be above 0 and at most 1"),
         (["--max-num-seqs", 0], "nanoinfer: max_num_seqs=0 must be a whole number of at least 1"),
+        (["--runner", "pooling"], "nanoinfer: Qwen3ForCausalLM has no language-model head here"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(

@@ -105,6 +105,9 @@ def _rows(engine: str, figures: dict[str, Any], path: Path) -> list[Row]:
     for case in figures.get("host", ()):
         measured = f"decode step on the host, {case['num_running']:,} running, {case['num_waiting']:,} waiting, us"
         rows.append(Row(measured, model, [case["median"]["total"]], []))
+    for name, call in figures.get("calls", {}).items():
+        rows.append(Row(f"call of the load {name}: seconds until its first step", model, [call["first_step"]], []))
+        rows.append(Row(f"call of the load {name}: seconds of the host's CPU", model, [call["all"]], []))
     if not rows:
         raise ConfigError(f"{path} has no figures for a table; give a file of throughput, loads, text, start or host")
     return rows

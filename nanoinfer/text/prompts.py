@@ -364,6 +364,7 @@ def one_for_each(params: Params, count: int) -> list[SamplingParams]:
     """Return sampling options for each of `count` prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    params = as_list(params)
     if not isinstance(params, (list, tuple)) or not all(isinstance(item, SamplingParams) for item in params):
         raise RequestError(
             f"sampling_params={params!r}; give a SamplingParams for all prompts, or a list with one for each"

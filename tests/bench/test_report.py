@@ -83,7 +83,7 @@ def test_jobs_of_text_starts_and_the_host_have_lines(tmp_path: Path, capsys: pyt
     paths = [
         write(tmp_path / "text.json", {"model": "tiny", "jobs": jobs}),
         write(tmp_path / "start.json", {"model": "tiny", "starts": starts, "later": 6.4}),
-        write(tmp_path / "host.json", {"host": [case]}),
+        write(tmp_path / "host.json", {"host": [case], "calls": {"short": {"first_step": 0.012, "all": 0.301}}}),
     ]
     assert report(*paths) == 0
     assert capsys.readouterr().out.splitlines()[2:-2] == [
@@ -92,6 +92,8 @@ def test_jobs_of_text_starts_and_the_host_have_lines(tmp_path: Path, capsys: pyt
         "| later starts, s | tiny | 6.4 | 6 / 6.4 / 8 |  | 1 |",
         "| of these: imports, s | tiny | 1.6 | 1.5 / 1.6 / 2 |  | 1 |",
         "| decode step on the host, 256 running, 0 waiting, us | no model | 153 | 153 |  | 1 |",
+        "| call of the load short: seconds until its first step | no model | 0.012 | 0.012 |  | 1 |",
+        "| call of the load short: seconds of the host's CPU | no model | 0.301 | 0.301 |  | 1 |",
     ]
 
 

@@ -113,6 +113,13 @@ def test_a_column_of_whole_numbers_is_refused_with_what_to_give_instead(kind: st
     assert as_list_of_prompts((KINDS | {"stand-in": Series})[kind]([])) == []
 
 
+@pytest.mark.parametrize("kind", ["tuple", "objects", "pandas"])
+def test_a_column_of_sampling_params_has_one_for_each_prompt(kind: str, llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (1, 3)]
+    outputs = llm.generate(IDS, KINDS[kind](params), use_tqdm=False)
+    assert [len(output.token_ids) for output in outputs] == [1, 3]
+
+
 def test_generate_chat_and_score_take_arrays(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=3)
     for prompts in (TEXTS, IDS):
