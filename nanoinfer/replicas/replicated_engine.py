@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from nanoinfer.config import EngineConfig
+from nanoinfer.device import select_device
 from nanoinfer.engine.interrupts import StepGuard, postponed_interrupt
 from nanoinfer.engine.request_queue import TURN_SECONDS
 from nanoinfer.engine.reserved_ids import Action, ReservedIds
@@ -46,6 +47,9 @@ from nanoinfer.text.prompts import PreparedRequest
 logger = logging.getLogger("nanoinfer")
 
 MAX_MESSAGES = 64  # that are taken from a replica at a time, so that none waits for another one
+# A replica with work that is silent for so long hangs: others are heard of after each step.
+MAX_STEP_SECONDS = {"cuda": 300.0, "cpu": 1800.0}
+CHECK_SECONDS = 1.0  # how often that is looked at
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +63,7 @@ class Replica:
     unready: str | None = None
     is_alive: bool = True
     replies: deque[Reply] = field(default_factory=deque)
+    heard: float = field(default_factory=time.monotonic)  # when the last message came, or requests were sent
 
     def send(self, message: Any) -> None:
         """Send a message; the end of a replica that takes none is noticed when it is read from."""
@@ -126,6 +131,8 @@ class ReplicatedEngine:
         self._marked: deque[tuple[Action, int]] = deque()
         self._losses: deque[str] = deque()  # what is to be warned of
         self._listens = self._is_closed = False
+        self._checked = 0.0  # when it was looked for replicas that hang
+        self._max_step_seconds = MAX_STEP_SECONDS[select_device(config.device).type]
         self._finalizer = weakref.finalize(self, end_replicas, replicas)
 
     # -------- What RequestQueue asks for ------------------------------------------------------------------------------
@@ -157,6 +164,7 @@ class ReplicatedEngine:
             self._act_on_marked()
             self._feed()
             self.receive(TURN_SECONDS)
+            self._lose_hanging()
             self._feed()
         while self._losses:
             warnings.warn(self._losses.popleft(), RuntimeWarning, stacklevel=2)
@@ -260,13 +268,14 @@ class ReplicatedEngine:
         connections = {replica.connection: replica for replica in replicas or self.alive()}
         for connection in wait([*connections], seconds if replicas or self._requests else 0.0):
             replica = connections[connection]  # type: ignore[index]
+            replica.heard = time.monotonic()
             try:
                 for _ in range(MAX_MESSAGES):
                     self._take_in(replica, replica.connection.recv())
                     if not replica.connection.poll():
                         break
             except (EOFError, OSError):
-                self._lose(replica)
+                self._lose(replica, explain_end(replica))
 
     def _listen(self) -> None:
         """Tell replicas whether their events are wanted, if that has changed."""
@@ -290,6 +299,7 @@ class ReplicatedEngine:
         now = time.perf_counter()
         for request in requests:
             request.sent = now
+        replica.heard = time.monotonic()
         queued = [request.queued for request in requests]
         replica.send(pack_requests(queued, [request.chunks is not None for request in requests], are_aborted))
 
@@ -367,12 +377,25 @@ class ReplicatedEngine:
 
     # -------- The end of a replica ------------------------------------------------------------------------------------
 
-    def _lose(self, replica: Replica) -> None:
+    def _lose_hanging(self) -> None:
+        """End replicas that have work and are silent for too long."""
+        now = time.monotonic()
+        if now - self._checked < CHECK_SECONDS:
+            return
+        self._checked = now
+        working = {one.queued.replica for request_id, one in self._requests.items() if request_id not in self._paused}
+        for replica in self.alive():
+            if replica.index in working and now - replica.heard > self._max_step_seconds:
+                count = self.config.data_parallel_size
+                seconds = f"{self._max_step_seconds:g} s"
+                name = f"replica {replica.index} of data_parallel_size={count}"
+                self._lose(replica, Failure(f"{name} hangs: it has not ended a step for {seconds}, and was killed"))
+
+    def _lose(self, replica: Replica, end: Failure) -> None:
         """Go on without a replica that has ended: others compute its requests again. Raises WorkerError without others.
 
         A stream that has tokens of it ends with an error, so that nothing comes twice.
         """
-        end = explain_end(replica)
         replica.is_alive = False
         replica.connection.close()
         replica.workers.close(patience=0.0)

@@ -22,7 +22,7 @@ import torch
 
 from nanoinfer import LLM, ConfigError, EngineClosedError, ModelError, SamplingParams, WorkerError
 from nanoinfer.executor.workers import Workers
-from nanoinfer.replicas import loading
+from nanoinfer.replicas import loading, replicated_engine
 from tests.executor.test_tensor_parallel import is_running, private_folder, remains  # noqa: F401 (a fixture)
 from tests.executor.test_workers import start_script
 from tests.pooling.test_decoders import assert_close
@@ -84,6 +84,24 @@ def test_requests_of_a_replica_that_dies_go_to_the_others(
         llm.wake_up()
         llm.reset_prefix_cache()
         llm.update_weights({"model.norm.weight": torch.ones(96)})
+
+
+def test_requests_of_a_replica_that_hangs_go_to_the_others(
+    random_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicated_engine, "MAX_STEP_SECONDS", {"cpu": 2.0})
+    monkeypatch.setattr(replicated_engine, "CHECK_SECONDS", 0.1)
+    with LLM(random_checkpoint(), device="cpu") as llm:
+        expected = [output.token_ids for output in llm.generate(PROMPTS, LONG, use_tqdm=False)]
+    llm, pids = start(random_checkpoint())
+    with llm:
+        time.sleep(2.5)  # with nothing to do it may be silent
+        assert len(llm.generate(PROMPTS, SHORT, use_tqdm=False)) == 8
+        os.kill(pids[1], signal.SIGSTOP)
+        loss = "replica 1 of data_parallel_size=2 hangs: it has not ended a step for 2 s, and was killed; 4 of its"
+        with pytest.warns(RuntimeWarning, match=loss):
+            outputs = llm.generate(PROMPTS, LONG, use_tqdm=False)
+        assert [output.token_ids for output in outputs] == expected
 
 
 def test_a_replica_that_gets_what_it_cannot_read_says_so(random_checkpoint: Checkpoint) -> None:
