@@ -63,10 +63,11 @@ class Replica:
     unready: str | None = None
     is_alive: bool = True
     replies: deque[Reply] = field(default_factory=deque)
-    heard: float = field(default_factory=time.monotonic)  # when the last message came, or requests were sent
+    active: float = field(default_factory=time.monotonic)  # when the last message came or went
 
     def send(self, message: Any) -> None:
         """Send a message; the end of a replica that takes none is noticed when it is read from."""
+        self.active = time.monotonic()
         with suppress(OSError):
             self.connection.send(message)
 
@@ -268,7 +269,7 @@ class ReplicatedEngine:
         connections = {replica.connection: replica for replica in replicas or self.alive()}
         for connection in wait([*connections], seconds if replicas or self._requests else 0.0):
             replica = connections[connection]  # type: ignore[index]
-            replica.heard = time.monotonic()
+            replica.active = time.monotonic()
             try:
                 for _ in range(MAX_MESSAGES):
                     self._take_in(replica, replica.connection.recv())
@@ -299,7 +300,6 @@ class ReplicatedEngine:
         now = time.perf_counter()
         for request in requests:
             request.sent = now
-        replica.heard = time.monotonic()
         queued = [request.queued for request in requests]
         replica.send(pack_requests(queued, [request.chunks is not None for request in requests], are_aborted))
 
@@ -385,7 +385,7 @@ class ReplicatedEngine:
         self._checked = now
         working = {one.queued.replica for request_id, one in self._requests.items() if request_id not in self._paused}
         for replica in self.alive():
-            if replica.index in working and now - replica.heard > self._max_step_seconds:
+            if replica.index in working and now - replica.active > self._max_step_seconds:
                 count = self.config.data_parallel_size
                 seconds = f"{self._max_step_seconds:g} s"
                 name = f"replica {replica.index} of data_parallel_size={count}"
