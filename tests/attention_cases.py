@@ -76,7 +76,7 @@ class Step:
     def run_twin(self) -> Tensor:
         """What plain PyTorch says in float32. It reads all keys for each row, whatever rows share."""
         cache = self.cache
-        if not cache.is_rounded:
+        if not cache.in_8_bits:
             cache = LayerCache(cache.k.float(), cache.v.float())
         wide = replace(self, q=self.q.float(), k=self.k.float(), v=self.v.float(), cache=cache)
         return wide.run(TorchBackend(self.spec))

@@ -58,7 +58,7 @@ class Setup:
     tp: TensorParallel
     device: torch.device
     dtype: torch.dtype
-    kv_dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
     backends: AttentionBackends
 
     @classmethod
@@ -66,10 +66,10 @@ class Setup:
         """Resolve the options. Raises ConfigError for one that the device cannot have."""
         device = select_device(config.device)
         dtype = select_dtype(config.dtype, model_config.dtype, device)
-        kv_dtype = select_kv_cache_dtype(config.kv_cache_dtype, dtype, device)
-        block_size, in_8_bits = config.kvcache_block_size, kv_dtype != dtype
+        kv_cache_dtype = select_kv_cache_dtype(config.kv_cache_dtype, dtype, device)
+        block_size, in_8_bits = config.kvcache_block_size, kv_cache_dtype != dtype
         backends = AttentionBackends(config.attention_backend, device, dtype, block_size, in_8_bits)
-        return cls(config, model_config, tp, device, dtype, kv_dtype, backends)
+        return cls(config, model_config, tp, device, dtype, kv_cache_dtype, backends)
 
     @property
     def longest(self) -> int:
@@ -151,7 +151,13 @@ class Setup:
             moe = self.model_config.moe if self.config.enable_return_routed_experts else None
             routing_bytes = RoutingTable.num_bytes(moe, block_size) if moe else 0
             num_blocks = memory.num_blocks_in(
-                free_bytes, self.model_config, groups, block_size, self.kv_dtype, self.tp, other_bytes=routing_bytes
+                free_bytes,
+                self.model_config,
+                groups,
+                block_size,
+                self.kv_cache_dtype,
+                self.tp,
+                other_bytes=routing_bytes,
             )
             if limits.whole_prompts:  # which are in use for a step, and the next one is planned meanwhile
                 blocks_of_step = -(-self.max_step_tokens(limits) // block_size) + limits.max_num_seqs
@@ -213,7 +219,7 @@ class Setup:
         """Return the cache, and what else a runner remembers on its device."""
         config, model_config, block_size = self.config, self.model_config, self.config.kvcache_block_size
         shape = memory.cache_shape(model_config, self.groups.layers_per_page, limits.num_blocks, block_size, self.tp)
-        kv_cache = memory.allocate_kv_cache(shape, self.kv_dtype, self.device)
+        kv_cache = memory.allocate_kv_cache(shape, self.kv_cache_dtype, self.device)
         num_states = limits.max_num_seqs + limits.num_snapshots
         recurrent = self.recurrent.allocate(num_states, self.device) if self.recurrent else None
         tables = StepTables(limits.max_num_seqs, limits.max_model_len, kv_cache, recurrent, self.groups.num_groups)
@@ -231,7 +237,7 @@ class Setup:
         return (
             f"{self.model_config.architecture} with attention by {self.backends.name}, KV cache of {num_blocks} blocks "
             f"of {block_size} tokens {self.groups.describe(num_blocks, block_size, chunk)}in "
-            f"{str(self.kv_dtype)[6:]}, {kv_cache.num_bytes / memory.GIB:.2f} GiB"
+            f"{str(self.kv_cache_dtype)[6:]}, {kv_cache.num_bytes / memory.GIB:.2f} GiB"
         )
 
 

@@ -25,8 +25,7 @@ class LayerCache:
     v_scales: Tensor | None = None
 
     @property
-    def is_rounded(self) -> bool:
-        """Whether it holds keys and values less precisely than they were computed."""
+    def in_8_bits(self) -> bool:
         return self.k_scales is not None
 
 
@@ -38,6 +37,10 @@ class KVCache:
     v: Tensor
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
+
+    @property
+    def in_8_bits(self) -> bool:
+        return self.k_scales is not None
 
     @property
     def num_blocks(self) -> int:

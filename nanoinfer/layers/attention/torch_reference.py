@@ -29,7 +29,7 @@ class TorchBackend(AttentionBackend):
         for index, (query_len, context_len) in enumerate(zip(metadata.query_lens, metadata.context_lens, strict=True)):
             chunk = slice(start, start + query_len)
             context_k, context_v = k[chunk], v[chunk]
-            if query_len != context_len or cache.is_rounded:
+            if query_len != context_len or cache.in_8_bits:
                 context_k, context_v = gather_context(cache, metadata.block_tables[index], context_len, q.dtype)
             if self.spec.causal:
                 options = self.spec.window, sinks, self.spec.soft_cap

@@ -61,13 +61,13 @@ class TritonBackend(AttentionBackend):
     def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
         if isinstance(metadata, PrefillMetadata):
             return replace(metadata, plans={**metadata.plans, self.spec: self._plan_prefill(metadata, cache)})
-        plan = self._plan_decode(metadata, cache.block_size, cache.k_scales is not None)
+        plan = self._plan_decode(metadata, cache.block_size, cache.in_8_bits)
         return replace(metadata, plans={**metadata.plans, self.spec: plan})
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
     ) -> Tensor:
-        if self.for_prefill is not None and not cache.is_rounded:
+        if self.for_prefill is not None and not cache.in_8_bits:
             return self.for_prefill.prefill(q, k, v, cache, metadata)
         plan, tables, scale = metadata.plans[self.spec], metadata.block_tables, self.spec.scale
         if plan.counters is not None:
@@ -98,9 +98,8 @@ class TritonBackend(AttentionBackend):
         seen = sum(num * (context - num / 2) for num, context in zip(lens, contexts, strict=True))
         if not self.has_hopper_kernel or seen < LONG_CONTEXT * sum(lens):
             return PrefillPlan(tiles)
-        in_8_bits = cache.k_scales is not None
-        blocks = list_blocks(metadata, cache.num_blocks, cache.block_size) if in_8_bits else None
-        if in_8_bits and blocks is None:
+        blocks = list_blocks(metadata, cache.num_blocks, cache.block_size) if cache.in_8_bits else None
+        if cache.in_8_bits and blocks is None:
             return PrefillPlan(tiles)
         return PrefillPlan(tiles, torch.zeros(2, dtype=torch.int32, device=device), blocks)
 
