@@ -66,15 +66,22 @@ def add_parser(subparsers: Any) -> None:
         run_host,
         "time what decode steps, few-shot prompts and replicas cost the host, without GPU, model and PyTorch",
     )
+    turns = add("turns", run_turns, "time this version and other checkouts in turns, each loaded once", WHICH_LOADS)
     on_policy = add("on-policy", run_on_policy, "compare sampled log-probabilities with a trainer's forward pass")
     report = add("report", run_report, "print one Markdown table of the figures that --json wrote")
 
-    report.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of throughput, loads, text, start or host")
+    report.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="of throughput, loads, text, start, host or turns"
+    )
     loads.add_argument("names", nargs="*", type=load_name, metavar="LOAD", help="all, if none is named")
     loads.add_argument(
         "--against", choices=ENGINES, action="append", default=[], help="then time this engine too, if it is installed"
     )
     loads.add_argument("--picture", type=Path, metavar="FILE", help="draw all figures, as .svg or .png")
+    turns.add_argument("folders", nargs="+", type=Path, metavar="CHECKOUT", help="folders that have nanoinfer/ in them")
+    turns.add_argument(
+        "--loads", nargs="+", type=load_name, default=["default"], metavar="LOAD", help="see below (default)"
+    )
     trace.add_argument("folder", type=Path, metavar="FOLDER", help="where the page, the trace and its picture go")
     on_policy.add_argument(
         "--model", required=True, metavar="FOLDER_OR_ID", help="a checkpoint: a folder, a hub id, or tiny"
@@ -88,8 +95,9 @@ def add_parser(subparsers: Any) -> None:
     )
     for parser in (throughput, trace):
         add_sizes(parser)
-    for parser in (throughput, loads, text, trace, start):
+    for parser in (throughput, loads, text, trace, start, turns):
         add_model_and_engine(parser)
+    turns.add_argument("--runs", type=positive, default=3, help="timed runs, each with the next seed (3)")
     start.add_argument("--runs", type=positive, default=3, help="later starts, of which the median is taken (3)")
     for parser, engines in ((throughput, [*ENGINES]), (loads, [*ENGINES]), (text, ["nanoinfer", "vllm"])):
         parser.add_argument("--engine", choices=engines, default="nanoinfer", help="another, where it is installed")
@@ -102,7 +110,7 @@ def add_parser(subparsers: Any) -> None:
     )
     embed.add_argument("--max-num-seqs", type=positive, default=512, metavar="N", help="the most texts of a step (512)")
     embed.add_argument("--seed", type=int, default=0, help="seed of weights and texts (0)")
-    for parser in (throughput, loads, text, trace, start, host, on_policy, embed):
+    for parser in (throughput, loads, text, trace, start, host, on_policy, embed, turns):
         parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures here")
 
 
@@ -244,6 +252,14 @@ def run_host(_args: argparse.Namespace) -> dict[str, Any]:
     }
     replicas = {name: host_replicas.measure(loads[name][0]) for name in ("steady", "fewshot", "short")}
     return {**figures, "replicas": replicas, **describe_machine("cpu")}
+
+
+def run_turns(args: argparse.Namespace) -> dict[str, Any]:
+    from nanoinfer.bench import turns
+
+    device = find_device()
+    loads = [(name, load) for name in args.loads for load in choose_loads(name, device)]
+    return turns.measure(loads, device, args)
 
 
 def run_on_policy(args: argparse.Namespace) -> dict[str, Any]:

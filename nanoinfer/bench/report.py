@@ -108,8 +108,13 @@ def _rows(engine: str, figures: dict[str, Any], path: Path) -> list[Row]:
     for name, call in figures.get("calls", {}).items():
         rows.append(Row(f"call of the load {name}: seconds until its first step", model, [call["first_step"]], []))
         rows.append(Row(f"call of the load {name}: seconds of the host's CPU", model, [call["all"]], []))
+    for one in figures.get("turns", ()):
+        measured = f"{one['name']}, {_describe_load(one['load'])}, seconds"
+        rows += [Row(measured, f"{model}, {folder}", seconds, []) for folder, seconds in one["seconds"].items()]
     if not rows:
-        raise ConfigError(f"{path} has no figures for a table; give a file of throughput, loads, text, start or host")
+        raise ConfigError(
+            f"{path} has no figures for a table; give a file of throughput, loads, text, start, host or turns"
+        )
     return rows
 
 

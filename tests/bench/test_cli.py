@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import bench
+import nanoinfer
 from nanoinfer.__main__ import main
 from nanoinfer.bench import host, text
 from nanoinfer.bench.workloads import LOADS, Load
@@ -226,6 +228,40 @@ def test_bench_py_prints_tokens_a_second_the_floor_and_the_share(
     assert "tokens/s; floor" in printed
     assert "reached" in printed
     assert len(Path(bench.__file__).read_text(encoding="utf-8").splitlines()) <= 80
+
+
+def test_other_checkouts_are_timed_in_turns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A copy of the package stands for another version; it says that it is imported."""
+    package, other = Path(nanoinfer.__file__).parent, tmp_path / "other"
+    shutil.copytree(package, other / "nanoinfer", ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "nanoinfer" / "__init__.py").open("a") as file:
+        file.write("print('another version')\n")
+    options = ["--loads", "short", "score", "--runs", "2", "--json", tmp_path / "turns.json"]
+    assert run("turns", other, *options) == 0
+    captured = capfd.readouterr()
+    assert captured.err.count("another version") == 1
+    assert [line for line in captured.out.splitlines() if not line.startswith(" ")] == [
+        "short, 64 requests: median seconds, speed, and the runs",
+        "score, 16 requests: median seconds, speed, and the runs",
+    ]
+    assert sum("100.0%" in line and f"{package.parent}: " in line for line in captured.out.splitlines()) == 2
+    figures = json.loads((tmp_path / "turns.json").read_text())["turns"]
+    lens = [{folder: len(runs) for folder, runs in one["seconds"].items()} for one in figures]
+    assert lens == [{str(package.parent): 2, str(other): 2}] * 2
+    assert run("report", tmp_path / "turns.json") == 0
+    printed = capfd.readouterr().out
+    assert re.search(
+        rf"\| score, 16 requests, 50 tokens in, 10 out, seconds \| .*, {re.escape(str(other))} \|", printed
+    )
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [("nowhere", "nowhere is no checkout of nanoinfer"), (Path(nanoinfer.__file__).parents[1], "comes twice")],
+)
+def test_what_is_no_other_checkout_is_refused(capsys: pytest.CaptureFixture[str], folder: object, message: str) -> None:
+    assert run("turns", folder) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_starts_are_timed_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
