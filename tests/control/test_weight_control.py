@@ -384,15 +384,15 @@ def test_weights_wake_up_first_and_take_new_values_before_the_cache_has_memory(
 def test_graphs_are_captured_once_whether_the_parts_wake_up_together_or_not(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    captures: list[None] = []
+    captures: list[bool] = []
     with LLM(pair[0], device="cpu") as llm:
-        monkeypatch.setattr(ModelRunner, "_capture_graphs", lambda _: captures.append(None))
+        monkeypatch.setattr(ModelRunner, "_capture_graphs", lambda _, is_warm: captures.append(is_warm))
         for calls in ([None], [["weights"], ["kv_cache"]], [["kv_cache", "weights"]]):
             llm.sleep()
             captures.clear()
             for tags in calls:
                 llm.wake_up(tags)
-            assert len(captures) == 1
+            assert captures == [True], "their kernels were loaded when the engine was made"
 
 
 def test_an_engine_of_which_the_cache_sleeps_can_sleep_whole_again(
