@@ -4,10 +4,11 @@ import gc
 import importlib.util
 import itertools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from transformers import Qwen3ForCausalLM
 from nanoinfer import LLM, RequestOutput, SamplingParams, tiny_model_path
 from nanoinfer.device import import_error
 from nanoinfer.layers.attention import selection
+from nanoinfer.models import prefill_graphs
+from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE
 from tests.models.test_architectures import checkpoint  # noqa: F401 (a fixture)
 from tests.tiny_checkpoint.tasks import TASKS, held_out_examples
 
@@ -457,6 +460,43 @@ def test_small_prefill_steps_are_the_same_in_graphs_and_without(
     ]
     assert max(apart) < NEAR_TIE
     assert sum(apart) / len(apart) < NEAR_TIE / 10
+
+
+def test_a_new_thread_captures_graphs_whose_kernels_others_have_run(random_checkpoint: Callable[..., Path]) -> None:
+    options = {"dtype": "bfloat16", "enable_prefix_caching": False, "num_kvcache_blocks": 20}
+    prompts, params = [[7, 5, 3] * 20], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(random_checkpoint(), **options) as llm, ThreadPoolExecutor(1) as thread:
+        outputs = [llm.generate(prompts, params, use_tqdm=False)[0] for _ in range(STEPS_BEFORE_CAPTURE)]
+        outputs += thread.submit(llm.generate, prompts, params, use_tqdm=False).result()
+        assert llm.engine.runner is not None
+        assert 64 in llm.engine.runner.device_state.buffers.prefill_graphs.small._graphs
+        llm.sleep()
+        with ThreadPoolExecutor(1) as another:
+            another.submit(llm.wake_up).result()
+        outputs += llm.generate(prompts, params, use_tqdm=False)
+    assert all(output.token_ids == outputs[0].token_ids for output in outputs)
+
+
+def test_steps_whose_capture_fails_go_on_without_and_so_do_others(
+    random_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"dtype": "bfloat16", "enable_prefix_caching": False, "num_kvcache_blocks": 20}
+    prompts, params = [[7, 5, 3] * 20], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    plain_pieces = prefill_graphs.plain_pieces
+
+    def fail_in_the_middle(decoder: Any, buffers: Any) -> Iterator[None]:
+        for index, _ in enumerate(plain_pieces(decoder, buffers)):
+            if torch.cuda.is_current_stream_capturing() and index == 1:
+                raise RuntimeError("the test says so")
+            yield
+
+    with LLM(random_checkpoint(), **options) as llm:
+        monkeypatch.setattr(prefill_graphs, "plain_pieces", fail_in_the_middle)
+        stream = torch.cuda.current_stream()
+        outputs = [llm.generate(prompts, params, use_tqdm=False)[0] for _ in range(STEPS_BEFORE_CAPTURE + 3)]
+        assert torch.cuda.current_stream() == stream
+    assert all(output.token_ids == outputs[0].token_ids for output in outputs)
+    assert "go on without CUDA graphs" in caplog.text
 
 
 def test_the_cache_takes_what_the_user_grants(random_checkpoint: Callable[..., Path]) -> None:
