@@ -5,6 +5,7 @@ may use what all versions have alone.
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 
 
 def main() -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # what an engine prints is no answer
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an engine prints, or a library or process of it, is no answer
     llm: Any = None
     for line in sys.stdin:
         task = json.loads(line)

@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -36,6 +36,7 @@ def measure(loads: list[tuple[str, Load]], device: str, args: argparse.Namespace
         model = choose_model(args.model, args.size, device, Path(scratch), args.quantization)
         of_loads = [engine_options(model, load, args) for _, load in loads]
         options = {**model.options, **{name: max(one[name] for one in of_loads) for name in of_loads[0]}}
+        options["attention_backend"] = args.attention_backend
         if device == "cuda":
             options["gpu_memory_utilization"] = MEMORY_SHARE / len(folders)
         takers = [stack.enter_context(TurnTaker(folder)) for folder in folders]
@@ -86,9 +87,11 @@ class TurnTaker:
         """Have it do something, and return its answer. Raises ConfigError where it has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(task) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        line = ""
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(task) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
         if not line:
             raise ConfigError(f"the engine of {self.folder} has ended; its error stands above")
         answer: dict[str, Any] = json.loads(line)

@@ -120,8 +120,8 @@ def padded_sizes(decoder: Decoder) -> list[int]:
 class SmallPrefills:
     """Computes prefill steps of at most `sizes[-1]` tokens, each padded to one of `sizes`.
 
-    The first steps of a size run without graphs, then it is captured. Both ways run the same kernels on as many rows,
-    so equal steps have equal results.
+    The first steps of a size run without graphs, then it is captured, and before any other the largest. Both ways run
+    the same kernels on as many rows, so equal steps have equal results.
     """
 
     def __init__(self, decoder: Decoder, sizes: list[int]) -> None:
@@ -143,7 +143,7 @@ class SmallPrefills:
         return run_pieces(pieces, self._buffers.first(num_tokens), self._decoder, step)
 
     def graphs_of(self, sizes: Iterable[int], pool: Any = None) -> dict[int, PieceGraphs]:
-        """Capture these sizes, the largest first: the others fit into its memory. pool: see `PieceGraphs`."""
+        """Capture sizes, of which the largest comes first: the others fit into its memory. pool: see `PieceGraphs`."""
         graphs: dict[int, PieceGraphs] = {}
         for size in sizes:
             for _ in self._pieces(size):  # compiles and warms up outside the capture

@@ -101,7 +101,7 @@ def load_replicas(found: FoundModel) -> Loaded:
         end_replicas(replicas, patience=0.0)
         raise
     max_model_len = min(one.max_model_len for one in ready)
-    engine = ReplicatedEngine(config, replicas, ring, max_model_len)
+    engine = ReplicatedEngine(config, replicas, ring, max_model_len, torch.device(devices[0]).type)
     engine.call("limit", max_model_len)
     prompts = found.make_prompts(tokenizer, max_model_len)
     constraints = CheckedConstraints(tokenizer, model_config.vocab_size, prompts.stop_token_ids)

@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.device import select_device
 from nanoinfer.engine.interrupts import StepGuard, postponed_interrupt
 from nanoinfer.engine.request_queue import TURN_SECONDS
 from nanoinfer.engine.reserved_ids import Action, ReservedIds
@@ -47,8 +46,9 @@ from nanoinfer.text.prompts import PreparedRequest
 logger = logging.getLogger("nanoinfer")
 
 MAX_MESSAGES = 64  # that are taken from a replica at a time, so that none waits for another one
-# A replica with work that is silent for so long hangs: others are heard of after each step.
-MAX_STEP_SECONDS = {"cuda": 300.0, "cpu": 1800.0}
+# A replica with work that is silent for so long hangs: others are heard of after each step. One of several ranks
+# notices it after 300 s itself, and names the rank.
+MAX_STEP_SECONDS = {"cuda": 330.0, "cpu": 1800.0}
 CHECK_SECONDS = 1.0  # how often that is looked at
 
 
@@ -113,10 +113,13 @@ def sum_metrics(replicas: list[EngineMetrics]) -> ReplicaMetrics:
 class ReplicatedEngine:
     """Does what an LLMEngine does, on several of them.
 
-    replicas: their processes, which have loaded the model. ring: brings new weights to them.
+    replicas: their processes, which have loaded the model. ring: brings new weights to them. device_type: theirs,
+    "cuda" or "cpu".
     """
 
-    def __init__(self, config: EngineConfig, replicas: list[Replica], ring: Ring, max_model_len: int) -> None:
+    def __init__(
+        self, config: EngineConfig, replicas: list[Replica], ring: Ring, max_model_len: int, device_type: str = "cpu"
+    ) -> None:
         self.config = config
         self.guard = StepGuard()
         self.replicas = replicas
@@ -133,7 +136,7 @@ class ReplicatedEngine:
         self._losses: deque[str] = deque()  # what is to be warned of
         self._listens = self._is_closed = False
         self._checked = 0.0  # when it was looked for replicas that hang
-        self._max_step_seconds = MAX_STEP_SECONDS[select_device(config.device).type]
+        self._max_step_seconds = MAX_STEP_SECONDS[device_type]
         self._finalizer = weakref.finalize(self, end_replicas, replicas)
 
     # -------- What RequestQueue asks for ------------------------------------------------------------------------------
@@ -261,6 +264,7 @@ class ReplicatedEngine:
         self._act_on_marked()
         while self._aborting:
             self.receive(TURN_SECONDS)
+            self._lose_hanging()
             self._act_on_marked()  # of a replica that has ended
         return len(self._requests) + len(self.reserved_ids)
 

@@ -208,9 +208,9 @@ class Setup:
         """Return what steps need whatever the size of the cache."""
         graphs, max_tokens = PrefillGraphs(), self.max_step_tokens(limits)
         # Where rows or lengths limit a step, and not its budget, hardly any has just so many tokens.
-        is_usual = max_tokens == self.config.max_num_batched_tokens
+        captures_largest = max_tokens == self.config.max_num_batched_tokens
         if self.uses_graphs(model) and not self.config.enable_return_routed_experts:
-            graphs = PrefillGraphs.of(model.model, max_tokens, is_usual)
+            graphs = PrefillGraphs.of(model.model, max_tokens, captures_largest)
         return StepBuffers(model.lm_head.weight.new_empty(limits.max_num_seqs, model.lm_head.vocab.size), graphs)
 
     def allocate_state(

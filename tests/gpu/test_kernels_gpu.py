@@ -527,29 +527,29 @@ def test_forbidding_tokens_equals_its_twin(vocab_size: int, first_id: int, num_i
     logits[3, ::7], logits[5, ::11] = torch.nan, torch.inf
     bits = torch.randint(-(2**31), 2**31, (40, words), device="cuda").int()
     bits[:10], bits[10:20, ::2], bits[20:30, ::3] = 0, -1, 0
-    lines = torch.randperm(64, device="cuda")[:40]
+    rows = torch.randperm(64, device="cuda")[:40]
     expected = logits.clone()
-    forbid_tokens.__wrapped__(expected, lines, bits, first_id)
-    forbid_tokens(logits, lines, bits, first_id)
+    forbid_tokens.__wrapped__(expected, rows, bits, first_id)
+    forbid_tokens(logits, rows, bits, first_id)
     assert torch.equal(logits.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_masks_reach_the_device_while_it_is_busy_and_are_not_overwritten_by_those_of_the_next_step() -> None:
     sender = MaskSender(151936, torch.device("cuda"), TensorParallel())
-    words, lines = 4748, [*range(256)]
+    words, rows = 4748, [*range(256)]
     sent = [np.full((256, words), value, np.int32) for value in range(1, 7)]
     weight, received = randn(4096, 4096), []
     for bits in sent:
         for _ in range(20):
             weight = weight @ weight * 1e-4
-        received.append(sender.send(RowMasks(lines, bits)).sum(dim=1))
+        received.append(sender.send(RowMasks(rows, bits)).sum(dim=1))
         bits[:] = -1  # the host goes on with its own array
     for value, sums in enumerate(received, start=1):
         assert (sums == value * words).all()
 
 
 def test_masks_in_pinned_memory_are_copied_before_it_is_used_again() -> None:
-    device, words, lines = torch.device("cuda"), 4748, [*range(256)]
+    device, words, rows = torch.device("cuda"), 4748, [*range(256)]
     sender, received = MaskSender(151936, device, TensorParallel()), []
     for value in range(1, 7):
         bits = host_array((256, words), device)
@@ -557,7 +557,7 @@ def test_masks_in_pinned_memory_are_copied_before_it_is_used_again() -> None:
         bits[:] = value
         with torch.cuda.stream(sender._stream):
             torch.cuda._sleep(20_000_000)  # cycles: the copy is late
-        received.append(sender.send(RowMasks(lines, bits)).sum(dim=1))
+        received.append(sender.send(RowMasks(rows, bits)).sum(dim=1))
         del bits  # PyTorch may hand its memory out again
     for value, sums in enumerate(received, start=1):
         assert (sums == value * words).all()

@@ -28,7 +28,7 @@ def train(connection: Connection) -> None:
 def test_an_engine_takes_the_weights_of_another_process() -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     ours, theirs = get_context("spawn").Pipe()
-    trainer = get_context("spawn").Process(target=train, args=(theirs,))
+    trainer = get_context("spawn").Process(target=train, args=(theirs,), daemon=True)
     trainer.start()
     with LLM("tiny", gpu_memory_utilization=0.3) as llm:
         [before] = llm.generate("What is 2", params, use_tqdm=False)
