@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoinfer import device
 from nanoinfer.layers.attention.metadata import SharedPrefixes
 from nanoinfer.runner import cuda_graphs
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, num_graphs, sharing_graph_sizes
@@ -118,3 +119,27 @@ def test_steps_that_share_prefixes_have_fewer_graphs_and_each_batch_has_one(max_
 
 def test_up_to_128_rows_that_share_prefixes_have_graphs_of_seven_sizes() -> None:
     assert sharing_graph_sizes(128) == [4, 8, 16, 32, 64, 96, 128]
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was_and_lets_others_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What PyTorch's `graph` does where the end of a capture fails: it stays on the stream of captures."""
+    done: list[object] = []
+
+    @contextmanager
+    def graph(*_: object, **options: object) -> Iterator[None]:
+        done.append(options)
+        yield
+        raise RuntimeError("the end fails")
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: done.append("handle"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the user's")
+    monkeypatch.setattr(torch.cuda, "set_stream", done.append)
+    for _ in range(2):
+        done.clear()
+        a_graph: Any = "graph"
+        with pytest.raises(RuntimeError, match="the end fails"), device.capturing(a_graph, "pool"):
+            pass
+        assert done == ["handle", {"pool": "pool", "capture_error_mode": "thread_local"}, "the user's"]
