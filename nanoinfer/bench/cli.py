@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from nanoinfer import SamplingParams
-from nanoinfer.bench.engines import ENGINES, engine_options, make_params
+from nanoinfer.bench.engines import ENGINES, check_engine, engine_options, make_params
 from nanoinfer.bench.throughput import benchmark, describe_machine
 from nanoinfer.bench.workloads import LOADS, SIZES, Load, choose_loads, choose_model, draw_workload
 from nanoinfer.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
@@ -282,30 +282,6 @@ def loads_of(args: argparse.Namespace, device: str) -> list[tuple[str, Load]]:
     sizes = ("num_seqs", "input_len", "output_len", "shared_prefix", "num_samples", "max_num_seqs")
     loads = choose_loads(args.load, device, **{size: getattr(args, size) for size in sizes})
     return [(args.load, load) for load in loads]
-
-
-def check_engine(args: argparse.Namespace, loads: list[tuple[str, Load]]) -> None:
-    """Raise ConfigError for options, or loads, that the engine does not have."""
-    if args.engine != "nanoinfer" and args.attention_backend != "auto":
-        raise ConfigError(f"--attention-backend is an option of nanoinfer; leave it out for --engine {args.engine}")
-    if args.engine == "nanovllm" and (args.top_k, args.top_p) != (0, 1):
-        raise ConfigError("--engine nanovllm has no --top-k and --top-p; leave them out")
-    if args.engine != "nanoinfer" and args.data_parallel_size > 1:
-        raise ConfigError(f"--data-parallel-size is an option of nanoinfer; leave it out for --engine {args.engine}")
-    if args.engine in ("nanovllm", "transformers") and args.quantization:
-        raise ConfigError(f"--engine {args.engine} has no --quantization; leave it out")
-    if args.engine == "vllm" and args.quantization == "int4":
-        raise ConfigError("--engine vllm rounds no weights to 4 bits; give it a checkpoint in 4 bits by --model")
-    if args.engine in ("nanovllm", "transformers") and args.kv_cache_dtype != "auto":
-        raise ConfigError(f"--engine {args.engine} has no --kv-cache-dtype; leave it out")
-    if args.engine == "transformers" and args.tensor_parallel_size > 1:
-        raise ConfigError("--engine transformers runs on one GPU; leave --tensor-parallel-size out")
-    for name, load in loads if args.engine in ("nanovllm", "transformers") else ():
-        if load.num_samples > 1:
-            raise ConfigError(
-                f"--engine {args.engine} draws one sample of a prompt, and the load {name} has {load.num_samples}; "
-                "choose other loads, and leave --n out"
-            )
 
 
 def find_device() -> str:

@@ -27,6 +27,30 @@ def load_engine(model: Model, options: dict[str, Any], args: argparse.Namespace)
         raise ConfigError(f"--engine {args.engine} cannot be imported here ({error}); install it first") from error
 
 
+def check_engine(args: argparse.Namespace, loads: list[tuple[str, Load]]) -> None:
+    """Raise ConfigError for options, or loads, that the engine does not have."""
+    if args.engine != "nanoinfer" and args.attention_backend != "auto":
+        raise ConfigError(f"--attention-backend is an option of nanoinfer; leave it out for --engine {args.engine}")
+    if args.engine == "nanovllm" and (args.top_k, args.top_p) != (0, 1):
+        raise ConfigError("--engine nanovllm has no --top-k and --top-p; leave them out")
+    if args.engine != "nanoinfer" and args.data_parallel_size > 1:
+        raise ConfigError(f"--data-parallel-size is an option of nanoinfer; leave it out for --engine {args.engine}")
+    if args.engine in ("nanovllm", "transformers") and args.quantization:
+        raise ConfigError(f"--engine {args.engine} has no --quantization; leave it out")
+    if args.engine == "vllm" and args.quantization == "int4":
+        raise ConfigError("--engine vllm rounds no weights to 4 bits; give it a checkpoint in 4 bits by --model")
+    if args.engine in ("nanovllm", "transformers") and args.kv_cache_dtype != "auto":
+        raise ConfigError(f"--engine {args.engine} has no --kv-cache-dtype; leave it out")
+    if args.engine == "transformers" and args.tensor_parallel_size > 1:
+        raise ConfigError("--engine transformers runs on one GPU; leave --tensor-parallel-size out")
+    for name, load in loads if args.engine in ("nanovllm", "transformers") else ():
+        if load.num_samples > 1:
+            raise ConfigError(
+                f"--engine {args.engine} draws one sample of a prompt, and the load {name} has {load.num_samples}; "
+                "choose other loads, and leave --n out"
+            )
+
+
 def engine_options(model: Model, load: Load, args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that all engines are given. Raises ConfigError for requests that the model cannot take."""
     longest, limit = load.longest, model.config.max_model_len

@@ -79,7 +79,7 @@ class Scheduler:
         self.listener: Listener = SILENT  # is told what happens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on (-priority, seq_id)
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
-        self._ending: list[Sequence] = []  # their last step is scheduled, and was not collected yet
+        self._ending: list[Sequence] = []  # their last step is scheduled: `schedule` may give their rows on
         self._awaits_prefix = False  # whether the last admission passed prompts over, which are next
         self._blocked: tuple[int, int] | None = None  # (seq_id, num_frees) of a queue head that did not fit
 

@@ -14,7 +14,7 @@ NEVER = Stopping(StopTokens(frozenset(), frozenset()), max_num_tokens=0, min_tok
 
 class SequenceStatus(Enum):
     WAITING = auto()  # in the queue, holds no blocks and no row
-    RUNNING = auto()  # admitted: holds a row and the blocks of its tokens
+    RUNNING = auto()  # admitted: holds the blocks of its tokens, and a row until its last step is launched, or longer
     PAUSED = auto()  # computes nothing; if it was running, it holds row and blocks until others need them
     FINISHED = auto()  # done or aborted, holds nothing
 
