@@ -1,11 +1,10 @@
 """What a user can get wrong about prompts and what goes with them, checked before they are queued."""
 
-import struct
+import marshal
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from operator import countOf
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -18,6 +17,8 @@ from nanoinfer.text.refusals import Errors, for_each_params, report
 from nanoinfer.text.tokenizer import Tokenizer, keep_last
 
 Prompt = str | list[int]
+LIST_HEADER = 5  # bytes that marshal writes before the items of a list
+MARSHALLED_INT = np.dtype([("letter", "S1"), ("value", "<i4")])
 TOKENIZATION_OPTIONS = ("truncate_prompt_tokens", "add_special_tokens")
 NEED_TOKENIZER = {
     "stop": "use stop_token_ids",
@@ -302,13 +303,23 @@ class PromptProcessor:
 
 
 def pack_ids(token_ids: Any) -> bytes | None:
-    """Return the token ids of a list as int32; None if it is no list of ints alone, is empty, or has larger ones."""
-    if not isinstance(token_ids, list) or not token_ids or countOf(map(type, token_ids), int) < len(token_ids):
+    """Return the token ids of a list as int32; None if it is no list of ints alone, is empty, or has larger ones.
+
+    It goes once through the list, since marshal writes an int of 32 bits as "i" and four bytes, and a bool or any other
+    object with another letter. Looking at the types first and packing the ints then takes twice as long.
+    """
+    if not isinstance(token_ids, list) or not token_ids:
         return None
     try:
-        return struct.pack(f"{len(token_ids)}i", *token_ids)  # half as long as array("i", token_ids) takes
-    except struct.error:
+        written = marshal.dumps(token_ids, 2)  # format 2, in which equal objects are not replaced by references
+    except ValueError:  # there are objects that it cannot write
         return None
+    num_ids = len(token_ids)
+    if len(written) != LIST_HEADER + MARSHALLED_INT.itemsize * num_ids:
+        return None
+    if written[LIST_HEADER :: MARSHALLED_INT.itemsize] != b"i" * num_ids:
+        return None
+    return np.frombuffer(written, MARSHALLED_INT, offset=LIST_HEADER)["value"].tobytes()
 
 
 def as_list_of_prompts(prompts: Prompts) -> list[Prompt]:

@@ -1,6 +1,7 @@
 """A prompt's way to token ids, and what is refused on it, with a tokenizer of seven words."""
 
 import re
+import signal
 from array import array
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from nanoinfer import RequestError, SamplingParams, StructuredOutputsParams
-from nanoinfer.text.prompts import PromptProcessor, split_whole
+from nanoinfer.text.prompts import PromptProcessor, pack_ids, split_whole
 from nanoinfer.text.refusals import Errors, report
 from nanoinfer.text.tokenizer import Tokenizer
 from tests.text.test_tokenizer import save_tokenizer
@@ -120,6 +121,15 @@ def test_what_is_no_whole_number_is_refused_among_token_ids(prompts: PromptProce
 def test_a_whole_number_of_any_size_outside_the_vocabulary_is_refused(prompts: PromptProcessor, token_id: int) -> None:
     with pytest.raises(RequestError, match=f"^prompt 1 has token id {token_id}, outside the vocabulary"):
         encode(prompts, [[1, 2], [2, token_id], [3]])
+
+
+def test_ids_are_packed_as_int32_unless_there_is_something_else_among_them() -> None:
+    ids = [0, 1, -1, 255, 256, 2**31 - 1, -(2**31), 150_000, 150_000]
+    assert pack_ids(ids) == array("i", ids).tobytes()
+    signal_1 = signal.Signals(1)  # an int of its own type, as True is
+    for item in (2**31, 10**30, True, signal_1, 1.0, None, "1", b"iiii", [1], (1,), np.int64(1), np.int32(1), object()):
+        assert [pack_ids(given) for given in ([item], [item, 1], [1, 1, item])] == [None] * 3
+    assert [pack_ids(given) for given in ([], (1,), "1", None, np.array([1]))] == [None] * 5
 
 
 def test_whole_numbers_of_numpy_become_ints_beside_prompts_of_ints(prompts: PromptProcessor) -> None:
