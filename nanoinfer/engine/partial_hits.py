@@ -90,8 +90,12 @@ class PartialHits:
 
     def num_found_later(self, parent_serial: int, tokens: bytes) -> int:
         """Return how many more of these tokens are there from the next step on."""
-        _, num_new = _longest(self._new.get(parent_serial), tokens)
-        return max(0, num_new - _longest(self._siblings.get(parent_serial), tokens)[1]) if num_new else 0
+        new = self._new.get(parent_serial)
+        if not new:
+            return 0
+        _, num_found = _longest(self._siblings.get(parent_serial), tokens)
+        entry, num_later = _longest(new, tokens, above=num_found)
+        return num_later - num_found if entry else 0
 
 
 class PassedOver:
@@ -115,15 +119,19 @@ class PassedOver:
         self.num_spared += num_spared
 
 
-def _longest(siblings: Siblings | None, tokens: bytes) -> tuple[CacheEntry | None, int]:
-    """Return the entry that begins with the most of `tokens`: in sorted order, it is next to where they belong."""
-    found: tuple[CacheEntry | None, int] = None, 0
+def _longest(siblings: Siblings | None, tokens: bytes, above: int = 0) -> tuple[CacheEntry | None, int]:
+    """Return the entry that begins with the most of `tokens`, if more than `above`, and how many these are.
+
+    In sorted order, it is next to where they belong.
+    """
+    found: tuple[CacheEntry | None, int] = None, above
     if siblings:
         index = bisect_left(siblings, (tokens,))
         for its_tokens, _, entry in siblings[max(0, index - 1) : index + 1]:
-            count = num_common(its_tokens, tokens)
-            if count > found[1]:
-                found = entry, count
+            least = 4 * (found[1] + 1)  # bytes
+            # Most agree in no more than what was found: they are compared once, and need no search.
+            if len(tokens) >= least and its_tokens[:least] == tokens[:least]:
+                found = entry, num_common(its_tokens, tokens)
     return found
 
 
