@@ -105,6 +105,8 @@ class Progress:
         self._generates = generates
 
     def show(self, num_finished: int) -> None:
+        if isinstance(self._bar, NoBar):  # called after each step, and nobody looks
+            return
         now, before = self._get_metrics(), self._before
         prefill = (now.prefill_tokens - before.prefill_tokens) / max(1e-9, now.prefill_seconds - before.prefill_seconds)
         decode = (now.decode_tokens - before.decode_tokens) / max(1e-9, now.decode_seconds - before.decode_seconds)

@@ -213,6 +213,14 @@ def test_a_log_gets_a_line_every_thirty_seconds_and_one_at_the_end(
     ]
 
 
+def test_progress_that_nobody_sees_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[int] = []
+    with progress.Progress(lambda: asked.append(0) or EngineMetrics(), 9, use_tqdm=False) as shown:  # type: ignore[func-returns-value]
+        shown.show(1)
+    assert len(asked) == 1, "at its beginning"
+    assert capsys.readouterr() == ("", "")
+
+
 def test_a_log_says_when_nothing_has_finished_and_nothing_of_what_was_quick(
     clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
