@@ -119,7 +119,7 @@ class PacketSections(NamedTuple):
     """What follows the header, with the type of the records of each section.
 
     Holds a value for each section: its records, how many there are, or their dtype. Of a packet that was split, the
-    records are views (num_records, num_columns) int32, of an array or of a tensor on the device.
+    records are views (num_records, num_columns) int32, of an array or of a tensor on the device; (0, 1) if it has none.
     """
 
     row_records: Annotated[Any, RowRecord]
@@ -202,12 +202,14 @@ def read_header(packet: Packet) -> Header:
 
 
 def split(packet: Any, header: Header) -> PacketSections:
-    """Cut a packet (an array, or a tensor on the device) into views of its sections."""
-    views, offset, nothing = [], HEADER_SIZE, packet[:0]
+    """Cut a packet (an array, or a tensor on the device) into views of its sections.
+
+    Those without records are one and the same view: most are empty, and to make a view of a tensor takes time.
+    """
+    views, offset, empty = [], HEADER_SIZE, packet[:0].reshape(0, 1)
     for num_records, num_columns in zip(header.counts, NUM_COLUMNS, strict=True):
         end = offset + num_records * num_columns
-        part = packet[offset:end] if num_records else nothing  # most are empty, and a view of a tensor takes time
-        views.append(part.reshape(num_records, num_columns))
+        views.append(packet[offset:end].reshape(num_records, num_columns) if num_records else empty)
         offset = end
     assert offset == len(packet), f"a packet of {len(packet)} numbers has sections of {offset}"
     return PacketSections(*views)
@@ -235,7 +237,8 @@ def _decode_rows(batch: ScheduledBatch) -> NDArray[Any]:
 
 
 def _known_tokens(batch: ScheduledBatch) -> NDArray[np.int32]:
-    return np.concatenate([np.zeros(0, np.int32), *(np.frombuffer(seq.token_ids, np.int32) for seq in batch.admitted)])
+    known = [np.frombuffer(seq.token_ids, np.int32) for seq in batch.admitted]
+    return np.concatenate(known) if known else np.zeros(0, np.int32)
 
 
 def _row_record(seq: Sequence) -> RowRecord:
