@@ -403,8 +403,10 @@ class Scheduler:
         """
         manager = self.block_manager
         ending = [seq for seq in self._ending if seq.row is not None and seq.num_tokens == seq.stopping.max_num_tokens]
-        num_held = sum(len(seq.block_table) for seq in ending)  # with fewer free ones, only some could be replaced
-        takes_rows = self._waiting and num_held <= manager.num_free_blocks and not manager.reads_rows
+        takes_rows = False
+        if ending and self._waiting and not manager.reads_rows:
+            held = set().union(*(seq.block_table for seq in ending))  # those of a common prefix count once
+            takes_rows = len(held) <= manager.num_free_blocks  # with fewer free ones, only some could be replaced
         for seq in ending:
             if seq.stopping.ends_with_prompt:
                 self._release(seq, seq.status)

@@ -77,6 +77,15 @@ def test_rows_stay_with_their_sequences_where_nobody_waits_or_blocks_are_short()
         assert len(scheduler.schedule().admitted) == num_waiting
 
 
+def test_rows_are_given_on_if_there_are_as_many_free_blocks_as_different_ones_that_their_sequences_hold() -> None:
+    for num_blocks, given_on in ((8, [2, 3]), (7, [])):
+        scheduler = make_scheduler(max_num_seqs=2, num_blocks=num_blocks, block_size=2, max_model_len=8)
+        add_prompts(scheduler, *[[1, 2, 3, 4, index] for index in range(4)], max_tokens=1)
+        scheduler.schedule()
+        assert scheduler.block_manager.num_used_blocks == 4, "two that both share, and one of each"
+        assert ids(scheduler.schedule(in_flight=True).admitted) == given_on
+
+
 def test_prefill_comes_before_decode() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_sequence(0, [1, 2]))
