@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # New objects before the youngest are looked through; how often that happens before older ones are; and before all are.
-RARE = (20_000, 20, 1_000)
+# What a call makes stays until its outputs are returned, so that looking through it (token ids too) frees nothing.
+RARE = (100_000, 20, 1_000)
 
 _lock = threading.Lock()
 _calls: list[tuple[int, int, int]] = []  # what held before each call that runs; the first is the user's own

@@ -49,7 +49,7 @@ def test_calls_of_several_threads_end_in_any_order() -> None:
     assert gc.get_threshold() == BEFORE
 
 
-@pytest.mark.parametrize("own", [(0, 0, 0), (50_000, 3, 4)])
+@pytest.mark.parametrize("own", [(0, 0, 0), (500_000, 3, 4)])
 def test_a_collector_that_is_off_or_rarer_stays_as_it_is(own: tuple[int, int, int]) -> None:
     gc.set_threshold(*own)
     with rare_collections():
