@@ -21,7 +21,7 @@ def has_hopper_kernels(device: torch.device) -> bool:
     """Return whether kernels for Hopper GPUs run: the device is one, and this Triton has the Gluon that we write."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    modules = "hopper_prefill_attention", "hopper_experts", "hopper_int4"
+    modules = "hopper_prefill_attention", "hopper_experts", "hopper_int4", "hopper_int4_experts"
     return not any(import_error(f"nanoinfer.kernels.{module}") for module in modules)
 
 

@@ -7,7 +7,8 @@ kernel over tiles and columns. Rows are gathered where they are read, and nothin
   so that each weight is read once. The columns are cut so narrow that one token keeps all multiprocessors busy.
 - Prefill is bound by the tensor cores, and has tiles of 128 rows. On Hopper it has a kernel of its own
   (`hopper_experts.py`).
-- Weights in 4 bits are read as such by tiles of up to 64 rows (`int4_product.py`); for more they are widened first.
+- Weights in 4 bits are read as such by tiles of up to 64 rows (`int4_product.py`, and on Hopper
+  `hopper_int4_experts.py`); for more they are widened first.
 - SwiGLU is computed where gate and up are: each program has a column of the gate next to the same column of up, so that
   one thread holds both.
 """
@@ -358,6 +359,15 @@ def _has_hopper_kernel(hidden: Tensor, inner_size: int, rows: int) -> bool:
     return hopper_experts.serves(hidden.shape[1], inner_size, hidden.stride(0), hidden.dtype)
 
 
+def _has_hopper_int4_kernel(x: Tensor, weight: ExpertWeights, rows: int) -> bool:
+    """Return whether tiles of so many rows of x have the kernel for Hopper GPUs that reads weights in 4 bits."""
+    if weight.scales is None or not has_hopper_kernels(x.device):
+        return False
+    from nanoinfer.kernels import hopper_int4_experts
+
+    return hopper_int4_experts.serves(x, weight, rows)
+
+
 def _widened(weight: ExpertWeights, dtype: torch.dtype) -> Tensor:
     """Return a weight in 16 bits, (num_experts, num_rows, depth), with what fills up rows in MXFP4."""
     if weight.scales is None:
@@ -402,6 +412,13 @@ def _expert_mlp(
         wide = partial(_widened, dtype=hidden.dtype)  # one after the other, in the same memory
         grouped_product(hidden, wide(gate_up), plan, weights, gated, num_choices, True, gate_up.bias, clamps)
         grouped_product(gated, wide(down), plan, weights, out, num_choices, False, down.bias)
+        return out
+    if _has_hopper_int4_kernel(hidden, gate_up, rows) and _has_hopper_int4_kernel(gated, down, rows):
+        from nanoinfer.kernels import hopper_int4_experts
+
+        product = partial(hopper_int4_experts.grouped_product, num_choices=num_choices, rows=rows)
+        product(hidden, gate_up, plan, weights, gated, is_gated=True, clamps=clamps)
+        product(gated, down, plan, weights, out, is_gated=False)
         return out
     num_slots = len(plan.tile_experts)
     options = {"ASM": hidden.is_cuda, **overlap_options(hidden.device)}

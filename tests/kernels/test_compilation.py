@@ -94,6 +94,7 @@ CASES = [
     pytest.param(90, "Gemma 2", {}, id="Hopper, soft caps", marks=slow),
     pytest.param(86, "Gemma 2", {"kv_cache_dtype": "int8"}, id="Ampere, soft caps, int8 cache", marks=slow),
     pytest.param(90, "Cohere2", {}, id="Hopper, attention beside the MLP", marks=slow),
+    pytest.param(90, "Qwen3-MoE", {"quantization": "int4"}, id="Hopper, experts in 4 bits", marks=slow),
     pytest.param(90, "gpt-oss", {}, id="Hopper, sinks, MXFP4", marks=slow),
     pytest.param(86, "gpt-oss", {"kv_cache_dtype": "int8"}, id="Ampere, sinks, MXFP4, int8 cache", marks=slow),
 ]
@@ -124,4 +125,6 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
     in_4_bits = options.get("quantization") == "int4"
     assert ("_hopper_int4_kernel" in names) == (in_4_bits and capability == 90)  # which serves all of these steps
     assert ({"_few_rows_product_int4_kernel", "_widen_kernel"} <= names) == (in_4_bits and capability != 90)
+    has_int4_experts = model == "gpt-oss" or (in_4_bits and model == "Qwen3-MoE")
+    assert ("_hopper_int4_experts_kernel" in names) == (has_int4_experts and capability == 90)
     assert not [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY[capability]]

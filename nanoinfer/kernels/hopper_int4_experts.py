@@ -1,0 +1,426 @@
+"""The experts' products by weights in 4 bits for Hopper GPUs, in Gluon, in tiles of up to 64 pairs.
+
+It computes what the two kernels of `moe_experts.py` do, from the same tiles. Twins: `layers/moe.py`,
+`layers/clamped_experts.py`. As in `hopper_int4.py`, whose parts it shares, the transposed product is computed, so that
+the weight is widened in registers, from where the tensor cores take it.
+
+- Bulk copies (TMA) bring the weight's blocks, and copies of 16 bytes gather the rows of x, into a ring of buffers.
+- While the tensor cores multiply by one half of a block, the next half is widened. And a program is small, so that a
+  multiprocessor has several.
+- The second product fetches its weight while the first one ends.
+
+Triton's interpreter does not run Gluon: the twin is compared on a GPU alone, and a CPU only compiles the kernel.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanoinfer.kernels import hopper_int4
+from nanoinfer.kernels.device_properties import num_multiprocessors
+from nanoinfer.kernels.hopper_experts import _gather
+from nanoinfer.kernels.hopper_int4 import (
+    WORDS,
+    WORDS_LAYOUT,
+    _joined,
+    _load_groups,
+    _times,
+    _values,
+)
+from nanoinfer.kernels.hopper_prefill_attention import SWIZZLED, load_tile
+from nanoinfer.kernels.int4_format import FIRST_PLACES, LAST_PLACES, numbers_ptx
+from nanoinfer.kernels.moe_routing import TilePlan
+from nanoinfer.kernels.programmatic_launch import overlap_options
+
+if TYPE_CHECKING:
+    from nanoinfer.kernels.moe_experts import ExpertWeights
+
+MAX_ROWS = 64  # pairs of a tile
+MAX_REGISTERS = 168  # of a thread: three programs of 128 threads share 64k
+HALF = 64  # of a block's inputs
+# PTX for each half of a block, see `int4_format.py`.
+NUMBERS_BF16, NUMBERS_F16, E2M1_BF16, E2M1_F16 = (
+    gl.constexpr(tuple(numbers_ptx(is_e2m1, is_bfloat16, places) for places in (FIRST_PLACES, LAST_PLACES)))
+    for is_e2m1 in (False, True)
+    for is_bfloat16 in (True, False)
+)
+TIMES_BF16, TIMES_F16 = gl.constexpr("mul.bf16x2 $0, $1, $2;"), gl.constexpr("mul.f16x2 $0, $1, $2;")
+
+
+class Cut(NamedTuple):
+    """What a program computes of a tile, and how much of it is read ahead."""
+
+    lines: int  # rows of the weight
+    blocks: int  # of inputs that are loaded together
+    stages: int
+
+
+@gluon.jit
+def _half(words, half: gl.constexpr, dtype: gl.constexpr, E2M1: gl.constexpr):
+    """Return the four numbers of each word that are in one half of a block, see `int4_format.py`."""
+    numbers: gl.constexpr = NUMBERS_BF16 if dtype == gl.bfloat16 else NUMBERS_F16
+    e2m1: gl.constexpr = E2M1_BF16 if dtype == gl.bfloat16 else E2M1_F16
+    codes: gl.constexpr = e2m1 if E2M1 else numbers
+    return gl.inline_asm_elementwise(
+        codes[half], "=r,=r,=r,=r,r,r", [words], (gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _times_power(bits, exponents, index: gl.constexpr, dtype: gl.constexpr):
+    """Return values of e2m1 times 2**(exponent - 127) for one byte of each line's word; see `int4_product._power`."""
+    exponent = (exponents >> (8 * index)) & 255
+    power = (exponent + 126) << 7 if dtype == gl.bfloat16 else gl.maximum(exponent - 98, 0) << 10
+    powers = gl.expand_dims(power.to(gl.int16).to(dtype, bitcast=True), 1)
+    numbers, powers = gl.broadcast(bits.to(dtype, bitcast=True), powers)
+    code: gl.constexpr = TIMES_BF16 if dtype == gl.bfloat16 else TIMES_F16
+    values = gl.inline_asm_elementwise(code, "=r,r,r", [numbers, powers], gl.int16, is_pure=True, pack=2)
+    return values.to(dtype, bitcast=True)
+
+
+@gluon.jit
+def _scaled_half(words, terms, half: gl.constexpr, dtype: gl.constexpr, E2M1: gl.constexpr):
+    """Return half a block of the weight, (LINES, 64): exact values of e2m1, or numbers times scales, rounded."""
+    a, b, c, d = _half(words, half, dtype, E2M1)
+    if E2M1:
+        left = _joined(_times_power(a, terms, 2 * half, dtype), _times_power(b, terms, 2 * half, dtype))
+        right = _joined(_times_power(c, terms, 2 * half + 1, dtype), _times_power(d, terms, 2 * half + 1, dtype))
+    else:
+        first, second = terms[2 * half], terms[2 * half + 1]
+        left = _joined(_values(a, first[1], dtype, False), _values(b, first[1], dtype, False))
+        right = _joined(_values(c, second[1], dtype, False), _values(d, second[1], dtype, False))
+        left, right = _times(left, first[0], dtype), _times(right, second[0], dtype)
+    return _joined(left, right)
+
+
+@gluon.jit
+def _load_terms(pointers, line, block, GROUPS: gl.constexpr, GROUP_BLOCKS: gl.constexpr, E2M1: gl.constexpr):
+    """Return what makes numbers of a block values: powers of two for each 32 inputs, or scales and zero points."""
+    if E2M1:
+        return gl.load(pointers[0] + line + block)
+    else:
+        return _load_groups(pointers, line, block, GROUPS, GROUP_BLOCKS)
+
+
+@gluon.jit
+def _fill_words(words_desc, line, distance, step, words, full, STAGES: gl.constexpr):
+    """Begin to load a step's blocks of two parts of the weight's lines, so far apart."""
+    part: gl.constexpr = words.shape[1] // 2
+    num_blocks: gl.constexpr = words.shape[0] // STAGES
+    stage = step % STAGES
+    barrier = full.index(stage)
+    mbarrier.expect(barrier, num_blocks * 2 * words_desc.block_type.nbytes)
+    for index in gl.static_range(num_blocks):
+        block = step * num_blocks + index
+        buffer = words.index(stage * num_blocks + index)
+        load_tile(words_desc, [line, block * WORDS], barrier, buffer.slice(0, part))
+        load_tile(words_desc, [line + distance, block * WORDS], barrier, buffer.slice(part, part))
+
+
+@gluon.jit
+def _fill_rows(rows, step, x, full, depth: gl.constexpr, STAGES: gl.constexpr):
+    """Begin to gather a step's part of x for each pair."""
+    x_ptrs, x_mask, k = rows
+    width: gl.constexpr = x.shape[2]
+    num_halves: gl.constexpr = x.shape[0] // STAGES
+    stage = step % STAGES
+    for index in gl.static_range(num_halves):
+        start = step * (num_halves * width) + index * width
+        mask = x_mask
+        if depth % (num_halves * width) != 0:
+            mask = mask & gl.expand_dims(start + k < depth, 0)
+        _gather(x.index(stage * num_halves + index), x_ptrs + start, mask=mask)
+    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _load_pairs(pairs_ptr, tile, row, num_pairs, ROWS: gl.constexpr):
+    """Return the pairs of a tile's rows, see `moe_experts.tile_pairs`."""
+    if pairs_ptr is None:
+        return gl.where(row == 0, tile, num_pairs)
+    else:
+        return gl.load(pairs_ptr + tile * ROWS + row)
+
+
+@gluon.jit
+def _line_of(first_line, index, num_lines: gl.constexpr, LINES: gl.constexpr, DISTANCE: gl.constexpr):
+    """Return which line of an expert's weight is at an index of a program's; beyond the last, the last."""
+    part: gl.constexpr = LINES // 2
+    return gl.minimum(first_line + index % part + index // part * DISTANCE, num_lines - 1)
+
+
+@gluon.jit
+def _tile_product(
+    acc,
+    x_ptr,
+    words_desc,
+    pointers,  # to scales and zero points
+    rows,  # offset of each pair's row, and whether there is one
+    expert,
+    first_line,
+    num_blocks,
+    num_lines: gl.constexpr,
+    num_groups: gl.constexpr,
+    depth: gl.constexpr,
+    GATHERING: gl.constexpr,  # the layout of the offsets in x
+    DISTANCE: gl.constexpr,
+    GROUPS: gl.constexpr,
+    GROUP_BLOCKS: gl.constexpr,
+    E2M1: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    HALF: gl.constexpr,
+    WAITS: gl.constexpr,  # whether x comes from the kernel before this one
+):
+    """Return the lines' products with the rows of x, (LINES, ROWS)."""
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    num_rows: gl.constexpr = acc.shape[1]
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    x = gl.allocate_shared_memory(dtype, [STAGES * 2 * BLOCKS, num_rows, HALF], SWIZZLED)
+    words = gl.allocate_shared_memory(gl.int32, [STAGES * BLOCKS, acc.shape[0], WORDS], words_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(STAGES):
+        mbarrier.init(full.index(index), count=32 * WARPS + 1)  # threads that copy rows, and one for the weight
+    fence_async_shared()
+    k = gl.arange(0, HALF, gl.SliceLayout(0, GATHERING))
+    rows = (x_ptr + gl.expand_dims(rows[0], 1) + gl.expand_dims(k, 0), gl.expand_dims(rows[1], 1), k)
+    tile_line = expert * num_lines + first_line
+    place = gl.arange(0, acc.shape[0], gl.SliceLayout(1, operand))
+    line = expert * num_lines + _line_of(first_line, place, num_lines, acc.shape[0], DISTANCE)
+    line = line.to(gl.int64) * num_groups
+    num_steps = gl.cdiv(num_blocks, BLOCKS)
+    for step in gl.static_range(STAGES):
+        if step < num_steps:
+            _fill_words(words_desc, tile_line, DISTANCE, step, words, full, STAGES)
+    if WAITS:
+        gdc_wait()
+        gdc_launch_dependents()
+    for step in gl.static_range(STAGES):
+        if step < num_steps:
+            _fill_rows(rows, step, x, full, depth, STAGES)
+    # Zeros that the compiler knows would be set among the products, and ptxas would have these wait for each other.
+    acc = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], gl.float32, is_pure=False, pack=1)
+    acc = warpgroup_mma_init(acc)
+    for step in range(num_steps):
+        stage = step % STAGES
+        for index in gl.static_range(BLOCKS):
+            block = gl.minimum(step * BLOCKS + index, num_blocks - 1)  # behind the end x is 0
+            terms = _load_terms(pointers, line, block, GROUPS, GROUP_BLOCKS, E2M1)
+            if index == 0:
+                mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+                fence_async_shared()  # the rows were not copied in bulk
+            numbers = words.index(stage * BLOCKS + index).load(operand)
+            buffer = 2 * (stage * BLOCKS + index)
+            # Each half is widened while the products of the half before are computed.
+            weight = gl.convert_layout(_scaled_half(numbers, terms, 0, dtype, E2M1), operand)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            refilled = step - 1 + STAGES
+            if index == 0 and step > 0 and refilled < num_steps:  # the buffers of the step before are free
+                _fill_words(words_desc, tile_line, DISTANCE, refilled, words, full, STAGES)
+                _fill_rows(rows, refilled, x, full, depth, STAGES)
+            acc = warpgroup_mma(weight, x.index(buffer).permute((1, 0)), acc, is_async=True)
+            weight = gl.convert_layout(_scaled_half(numbers, terms, 1, dtype, E2M1), operand)
+            acc = warpgroup_mma(weight, x.index(buffer + 1).permute((1, 0)), acc, is_async=True)
+    return warpgroup_mma_wait(0, deps=[acc])
+
+
+@gluon.jit
+def _store_activations(
+    acc, pairs_ptr, tile, clamps, out_ptr, first_line, num_pairs, inner_size: gl.constexpr, CLAMPED: gl.constexpr
+):
+    """Write the activations of the gate's lines, the first half of `acc`, and of those of up."""
+    part: gl.constexpr = acc.shape[0] // 2
+    num_rows: gl.constexpr = acc.shape[1]
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    layout: gl.constexpr = gl.BlockedLayout([4, 1, 2], [8, 4, 1], [1, gl.num_warps(), 1], [2, 0, 1])
+    gate, up = gl.split(gl.convert_layout(acc.reshape((2, part, num_rows)).permute((1, 2, 0)), layout))
+    gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)  # as `gated` rounds them
+    if CLAMPED:  # as `_clamped` of `moe_experts.py`
+        limit, alpha = clamps
+        gate = gl.where(gate > limit, limit, gate)
+        up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
+        out = gate / (1.0 + gl.exp(-alpha * gate)) * (up + 1.0)
+    else:
+        out = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up
+    column = gl.expand_dims(first_line + gl.arange(0, part, gl.SliceLayout(1, out.type.layout)), 1)
+    pair = _load_pairs(pairs_ptr, tile, gl.arange(0, num_rows, gl.SliceLayout(0, out.type.layout)), num_pairs, num_rows)
+    mask = gl.expand_dims(pair < num_pairs, 0) & (column < inner_size)
+    out_ptrs = out_ptr + gl.expand_dims(pair.to(gl.int64) * inner_size, 0) + column
+    gl.store(out_ptrs, out.to(dtype), mask=mask)
+
+
+@gluon.jit
+def _store_products(acc, products, num_choices: gl.constexpr, num_lines: gl.constexpr):
+    """Write products times the weights of their pairs."""
+    pairs_ptr, tile, pair_weights_ptr, out_ptr, first_line, num_pairs = products
+    num_rows: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = acc.type.layout
+    column = gl.expand_dims(first_line + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout)), 1)
+    pair = _load_pairs(pairs_ptr, tile, gl.arange(0, num_rows, gl.SliceLayout(0, layout)), num_pairs, num_rows)
+    is_pair = pair < num_pairs
+    pair_weight = gl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)
+    out_row = (pair % num_choices).to(gl.int64) * (num_pairs // num_choices) + pair // num_choices
+    out_ptrs = out_ptr + gl.expand_dims(out_row * num_lines, 0) + column
+    out = (acc * gl.expand_dims(pair_weight, 0)).to(out_ptr.dtype.element_ty)
+    gl.store(out_ptrs, out, mask=gl.expand_dims(is_pair, 0) & (column < num_lines))
+
+
+@gluon.jit(do_not_specialize=["num_pairs", "num_blocks", "limit", "alpha"])
+def _hopper_int4_experts_kernel(
+    x_ptr,
+    words_desc,
+    scales_ptr,
+    zeros_ptr,  # None: all are 8
+    bias_ptr,  # None: there is none
+    pairs_ptr,
+    tile_experts_ptr,
+    num_tiles_ptr,
+    pair_weights_ptr,
+    out_ptr,
+    x_row_stride,
+    limit,
+    alpha,
+    num_pairs,
+    num_blocks,  # of 128 inputs
+    num_choices: gl.constexpr,
+    num_experts: gl.constexpr,
+    num_lines: gl.constexpr,  # of an expert's weight
+    num_groups: gl.constexpr,  # of a line
+    depth: gl.constexpr,  # of x; inputs of the weight behind it are 0
+    GATED: gl.constexpr,  # rows are those of tokens, and lines those of gate and up; else rows are those of pairs
+    CLAMPED: gl.constexpr,
+    GROUPS: gl.constexpr,  # that a block has; 1: one or a share of one
+    GROUP_BLOCKS: gl.constexpr,  # that a group has; 1: one or a share of one
+    E2M1: gl.constexpr,
+    ROWS: gl.constexpr,
+    LINES: gl.constexpr,  # a program's: of gate and up half each, or all beside each other
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    HALF: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    tile = gl.program_id(1)
+    # The kernel of gate and up begins when the plan is complete, so it is there when the next one begins.
+    waits: gl.constexpr = OVERLAP and not GATED
+    if OVERLAP and GATED:
+        gdc_wait()
+        gdc_launch_dependents()
+    num_tiles = gl.num_programs(1) if num_tiles_ptr is None else gl.load(num_tiles_ptr)
+    if tile >= num_tiles:
+        return
+    expert = gl.load(tile_experts_ptr + tile)
+    distance: gl.constexpr = num_lines // 2 if GATED else LINES // 2  # from the first part of the lines to the second
+    first_line = gl.program_id(0) * (LINES // 2 if GATED else LINES)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    acc = gl.zeros([LINES, ROWS], gl.float32, layout)
+    products = (pairs_ptr, tile, pair_weights_ptr, out_ptr, first_line, num_pairs)
+    if expert == num_experts:
+        if waits:
+            gdc_wait()
+            gdc_launch_dependents()
+        if not GATED:
+            _store_products(acc, products, num_choices, num_lines)
+        return
+    gathering: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    pair = _load_pairs(pairs_ptr, tile, gl.arange(0, ROWS, gl.SliceLayout(1, gathering)), num_pairs, ROWS)
+    row = pair // num_choices if GATED else pair
+    acc = _tile_product(
+        acc, x_ptr, words_desc, (scales_ptr, zeros_ptr), (row.to(gl.int64) * x_row_stride, pair < num_pairs),
+        expert, first_line, num_blocks, num_lines, num_groups, depth,
+        gathering, distance, GROUPS, GROUP_BLOCKS, E2M1, BLOCKS, STAGES, WARPS, HALF, waits,
+    )  # fmt: skip
+    if bias_ptr is not None:
+        line = _line_of(first_line, gl.arange(0, LINES, gl.SliceLayout(1, layout)), num_lines, LINES, distance)
+        bias = gl.load(bias_ptr + expert.to(gl.int64) * num_lines + line)
+        acc += gl.expand_dims(bias.to(gl.float32), 1)
+    if GATED:
+        clamps = (limit, alpha)
+        _store_activations(acc, pairs_ptr, tile, clamps, out_ptr, first_line, num_pairs, num_lines // 2, CLAMPED)
+    else:
+        _store_products(acc, products, num_choices, num_lines)
+
+
+def grouped_product(
+    x: Tensor,
+    weight: "ExpertWeights",
+    plan: TilePlan,
+    pair_weights: Tensor,
+    out: Tensor,
+    num_choices: int,
+    rows: int,
+    is_gated: bool,
+    clamps: tuple[float, float] | None = None,
+) -> None:
+    """Multiply the rows of each expert's pairs, as `plan` lists them in tiles of `rows`, with its lines of the weight.
+
+    is_gated: x is (num_tokens, depth), and out becomes the activation of each pair, (num_pairs, num_lines / 2); else x
+    is (num_pairs, depth), and out becomes the products times `pair_weights`, (num_choices, num_tokens, num_lines).
+    Scales of e2m1 are those of blocks, int32. clamps: of the clamped SwiGLU.
+    """
+    num_experts, num_lines, num_words = weight.values.shape
+    num_blocks, num_groups = num_words // WORDS.value, weight.num_groups
+    cut = choose_cut(rows, len(plan.tile_experts), num_lines, x.device)
+    lines = weight.values.view(num_experts * num_lines, num_words)
+    _hopper_int4_experts_kernel[(triton.cdiv(num_lines, cut.lines), len(plan.tile_experts))](
+        x,
+        TensorDescriptor(lines, list(lines.shape), list(lines.stride()), [cut.lines // 2, WORDS.value], WORDS_LAYOUT),
+        weight.scales,
+        weight.zeros,
+        weight.bias,
+        *plan,
+        pair_weights,
+        out,
+        x.stride(0),
+        *(clamps or (0.0, 0.0)),
+        pair_weights.numel(),
+        num_blocks,
+        num_choices=num_choices,
+        num_experts=num_experts,
+        num_lines=num_lines,
+        num_groups=num_groups,
+        depth=x.shape[1],
+        GATED=is_gated,
+        CLAMPED=clamps is not None,
+        GROUPS=max(1, num_groups // num_blocks),
+        GROUP_BLOCKS=max(1, num_blocks // num_groups),
+        E2M1=weight.is_e2m1,
+        ROWS=rows,
+        LINES=cut.lines,
+        BLOCKS=cut.blocks,
+        STAGES=cut.stages,
+        WARPS=4,
+        HALF=HALF,
+        **overlap_options(x.device),
+        num_warps=4,
+        maxnreg=MAX_REGISTERS,
+    )
+
+
+def choose_cut(rows: int, num_tiles: int, num_lines: int, device: torch.device) -> Cut:
+    """Return how to cut the product of so many tiles."""
+    if num_tiles * triton.cdiv(num_lines, 128) < 2 * num_multiprocessors(device):
+        return Cut(64, 1, 4)
+    return Cut(128, 1, 3)
+
+
+def serves(x: Tensor, weight: "ExpertWeights", rows: int) -> bool:
+    """Whether the kernel takes such rows, and groups of such a size."""
+    if weight.scales is None or rows > MAX_ROWS or x.stride(0) % 8 or x.shape[1] % 8 or x.data_ptr() % 16:
+        return False
+    return weight.is_e2m1 or hopper_int4.serves(weight.values.shape[2] * 8, weight.num_groups)

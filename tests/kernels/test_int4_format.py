@@ -1,0 +1,57 @@
+"""The PTX that widens numbers of 4 bits does what its twin in `int4_product.py` does. A few lines of Python run it."""
+
+import random
+import re
+
+import pytest
+
+from nanoinfer.kernels.int4_format import ALL_PLACES, FIRST_PLACES, LAST_PLACES, numbers_ptx
+
+
+def run(code: str, first: int, second: int, num_outputs: int) -> list[int]:
+    """Return what the code computes of two words."""
+    values = {f"${num_outputs}": first, f"${num_outputs + 1}": second}
+
+    def read(operand: str) -> int:
+        return values[operand] if operand in values else int(operand, 0)
+
+    for name, operands in re.findall(r"(\w+)\.b?u?32 ([^;]*);", code.replace(".reg .b32", "")):
+        target, *rest = (operand.strip() for operand in operands.split(","))
+        x, *others = map(read, rest)
+        match name:
+            case "prmt":
+                source = x | others[0] << 32
+                picked = [source >> 8 * (others[1] >> 4 * place & 7) & 255 for place in range(4)]
+                result = sum(byte << 8 * place for place, byte in enumerate(picked))
+            case "lop3":
+                assert others[2] == 0xEA, "the table of (x and y) or z"
+                result = x & others[0] | others[1]
+            case "shl":
+                result = x << others[0]
+            case "shr":
+                result = x >> others[0]
+            case "and":
+                result = x & others[0]
+            case "mov":
+                result = x
+        values[target] = result & 0xFFFFFFFF
+    return [values[f"${index}"] for index in range(num_outputs)]
+
+
+def bits_of(number: int, is_e2m1: bool, is_bfloat16: bool) -> int:
+    if is_e2m1:
+        return (number & 8) << 12 | (number & 7) << (6 if is_bfloat16 else 9)
+    return number | (0x4300 if is_bfloat16 else 0x6400)
+
+
+@pytest.mark.parametrize("places", [ALL_PLACES, FIRST_PLACES, LAST_PLACES])
+@pytest.mark.parametrize("is_bfloat16", [False, True])
+@pytest.mark.parametrize("is_e2m1", [False, True])
+def test_ptx_widens_the_numbers_of_two_words(is_e2m1: bool, is_bfloat16: bool, places: range) -> None:
+    draw = random.Random(0).getrandbits
+    for _ in range(100):
+        words = draw(32), draw(32)
+        found = run(numbers_ptx(is_e2m1, is_bfloat16, places), *words, len(places))
+        for place, pair in zip(places, found, strict=True):
+            low, high = (bits_of(word >> 4 * place & 15, is_e2m1, is_bfloat16) for word in words)
+            assert pair == low | high << 16
