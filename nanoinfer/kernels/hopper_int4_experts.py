@@ -5,9 +5,7 @@ It computes what the two kernels of `moe_experts.py` do, from the same tiles. Tw
 the weight is widened in registers, from where the tensor cores take it.
 
 - Bulk copies (TMA) bring the weight's blocks, and copies of 16 bytes gather the rows of x, into a ring of buffers.
-- While the tensor cores multiply by one half of a block, the next half is widened. And a program is small, so that a
-  multiprocessor has several.
-- The second product fetches its weight while the first one ends.
+- A program is small, so that a multiprocessor has several: while one widens, another multiplies.
 
 Triton's interpreter does not run Gluon: the twin is compared on a GPU alone, and a CPU only compiles the kernel.
 """
@@ -20,44 +18,29 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanoinfer.kernels import hopper_int4
 from nanoinfer.kernels.device_properties import num_multiprocessors
 from nanoinfer.kernels.hopper_experts import _gather
 from nanoinfer.kernels.hopper_int4 import (
+    BLOCK,
     WORDS,
     WORDS_LAYOUT,
     _joined,
     _load_groups,
-    _times,
-    _values,
+    _numbers,
+    _quarters,
+    _scaled,
 )
 from nanoinfer.kernels.hopper_prefill_attention import SWIZZLED, load_tile
-from nanoinfer.kernels.int4_format import FIRST_PLACES, LAST_PLACES, numbers_ptx
 from nanoinfer.kernels.moe_routing import TilePlan
-from nanoinfer.kernels.programmatic_launch import overlap_options
 
 if TYPE_CHECKING:
     from nanoinfer.kernels.moe_experts import ExpertWeights
 
 MAX_ROWS = 64  # pairs of a tile
-MAX_REGISTERS = 168  # of a thread: three programs of 128 threads share 64k
-HALF = 64  # of a block's inputs
-# PTX for each half of a block, see `int4_format.py`.
-NUMBERS_BF16, NUMBERS_F16, E2M1_BF16, E2M1_F16 = (
-    gl.constexpr(tuple(numbers_ptx(is_e2m1, is_bfloat16, places) for places in (FIRST_PLACES, LAST_PLACES)))
-    for is_e2m1 in (False, True)
-    for is_bfloat16 in (True, False)
-)
 TIMES_BF16, TIMES_F16 = gl.constexpr("mul.bf16x2 $0, $1, $2;"), gl.constexpr("mul.f16x2 $0, $1, $2;")
 
 
@@ -65,19 +48,7 @@ class Cut(NamedTuple):
     """What a program computes of a tile, and how much of it is read ahead."""
 
     lines: int  # rows of the weight
-    blocks: int  # of inputs that are loaded together
     stages: int
-
-
-@gluon.jit
-def _half(words, half: gl.constexpr, dtype: gl.constexpr, E2M1: gl.constexpr):
-    """Return the four numbers of each word that are in one half of a block, see `int4_format.py`."""
-    numbers: gl.constexpr = NUMBERS_BF16 if dtype == gl.bfloat16 else NUMBERS_F16
-    e2m1: gl.constexpr = E2M1_BF16 if dtype == gl.bfloat16 else E2M1_F16
-    codes: gl.constexpr = e2m1 if E2M1 else numbers
-    return gl.inline_asm_elementwise(
-        codes[half], "=r,=r,=r,=r,r,r", [words], (gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=2
-    )
 
 
 @gluon.jit
@@ -93,18 +64,14 @@ def _times_power(bits, exponents, index: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _scaled_half(words, terms, half: gl.constexpr, dtype: gl.constexpr, E2M1: gl.constexpr):
-    """Return half a block of the weight, (LINES, 64): exact values of e2m1, or numbers times scales, rounded."""
-    a, b, c, d = _half(words, half, dtype, E2M1)
-    if E2M1:
-        left = _joined(_times_power(a, terms, 2 * half, dtype), _times_power(b, terms, 2 * half, dtype))
-        right = _joined(_times_power(c, terms, 2 * half + 1, dtype), _times_power(d, terms, 2 * half + 1, dtype))
-    else:
-        first, second = terms[2 * half], terms[2 * half + 1]
-        left = _joined(_values(a, first[1], dtype, False), _values(b, first[1], dtype, False))
-        right = _joined(_values(c, second[1], dtype, False), _values(d, second[1], dtype, False))
-        left, right = _times(left, first[0], dtype), _times(right, second[0], dtype)
-    return _joined(left, right)
+def _e2m1_block(words, exponents, dtype: gl.constexpr):
+    """Return a block of values of e2m1, (LINES, 128), each 32 inputs times their power of two."""
+    a, b, c, d, e, f, g, h = _numbers(words, dtype, True)
+    first = _joined(_times_power(a, exponents, 0, dtype), _times_power(b, exponents, 0, dtype))
+    second = _joined(_times_power(c, exponents, 1, dtype), _times_power(d, exponents, 1, dtype))
+    third = _joined(_times_power(e, exponents, 2, dtype), _times_power(f, exponents, 2, dtype))
+    fourth = _joined(_times_power(g, exponents, 3, dtype), _times_power(h, exponents, 3, dtype))
+    return _joined(_joined(first, second), _joined(third, fourth))
 
 
 @gluon.jit
@@ -117,34 +84,41 @@ def _load_terms(pointers, line, block, GROUPS: gl.constexpr, GROUP_BLOCKS: gl.co
 
 
 @gluon.jit
-def _fill_words(words_desc, line, distance, step, words, full, STAGES: gl.constexpr):
-    """Begin to load a step's blocks of two parts of the weight's lines, so far apart."""
-    part: gl.constexpr = words.shape[1] // 2
-    num_blocks: gl.constexpr = words.shape[0] // STAGES
-    stage = step % STAGES
-    barrier = full.index(stage)
-    mbarrier.expect(barrier, num_blocks * 2 * words_desc.block_type.nbytes)
-    for index in gl.static_range(num_blocks):
-        block = step * num_blocks + index
-        buffer = words.index(stage * num_blocks + index)
-        load_tile(words_desc, [line, block * WORDS], barrier, buffer.slice(0, part))
-        load_tile(words_desc, [line + distance, block * WORDS], barrier, buffer.slice(part, part))
+def _add_block(acc, words, x, terms, GROUPS: gl.constexpr, E2M1: gl.constexpr):
+    """Add the product of a block. Sums of a whole group are scaled, else the weight is, and rounded."""
+    layout: gl.constexpr = acc.type.layout
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    numbers = words.load(operand)
+    if E2M1:
+        weight = gl.convert_layout(_e2m1_block(numbers, terms, x.dtype), operand)
+        return warpgroup_mma(weight, x.permute((1, 0)), acc)
+    elif GROUPS > 1:
+        weight = gl.convert_layout(_scaled(_quarters(numbers, terms, x.dtype, False), terms, x.dtype), operand)
+        return warpgroup_mma(weight, x.permute((1, 0)), acc)
+    else:
+        a, b, c, d = _quarters(numbers, terms, x.dtype, False)
+        weight = gl.convert_layout(_joined(_joined(a, b), _joined(c, d)), operand)
+        part = warpgroup_mma(weight, x.permute((1, 0)), acc, use_acc=False)
+        scales = gl.convert_layout(terms[0][0], gl.SliceLayout(1, layout))
+        return acc + part * gl.expand_dims(scales, 1)
 
 
 @gluon.jit
-def _fill_rows(rows, step, x, full, depth: gl.constexpr, STAGES: gl.constexpr):
-    """Begin to gather a step's part of x for each pair."""
+def _fill(words_desc, rows, line, distance, step, buffers, full, depth: gl.constexpr, STAGES: gl.constexpr):
+    """Begin to load a block: two parts of the weight's lines, so far apart, and x of each pair."""
+    x, words = buffers
     x_ptrs, x_mask, k = rows
-    width: gl.constexpr = x.shape[2]
-    num_halves: gl.constexpr = x.shape[0] // STAGES
+    part: gl.constexpr = words.shape[1] // 2
     stage = step % STAGES
-    for index in gl.static_range(num_halves):
-        start = step * (num_halves * width) + index * width
-        mask = x_mask
-        if depth % (num_halves * width) != 0:
-            mask = mask & gl.expand_dims(start + k < depth, 0)
-        _gather(x.index(stage * num_halves + index), x_ptrs + start, mask=mask)
-    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+    barrier = full.index(stage)
+    mbarrier.expect(barrier, 2 * words_desc.block_type.nbytes)
+    load_tile(words_desc, [line, step * WORDS], barrier, words.index(stage).slice(0, part))
+    load_tile(words_desc, [line + distance, step * WORDS], barrier, words.index(stage).slice(part, part))
+    mask = x_mask
+    if depth % BLOCK != 0:
+        mask = mask & gl.expand_dims(step * BLOCK + k < depth, 0)
+    _gather(x.index(stage), x_ptrs + step * BLOCK, mask=mask)
+    async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit
@@ -181,62 +155,35 @@ def _tile_product(
     GROUPS: gl.constexpr,
     GROUP_BLOCKS: gl.constexpr,
     E2M1: gl.constexpr,
-    BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
-    HALF: gl.constexpr,
-    WAITS: gl.constexpr,  # whether x comes from the kernel before this one
 ):
     """Return the lines' products with the rows of x, (LINES, ROWS)."""
-    dtype: gl.constexpr = x_ptr.dtype.element_ty
-    num_rows: gl.constexpr = acc.shape[1]
-    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    x = gl.allocate_shared_memory(dtype, [STAGES * 2 * BLOCKS, num_rows, HALF], SWIZZLED)
-    words = gl.allocate_shared_memory(gl.int32, [STAGES * BLOCKS, acc.shape[0], WORDS], words_desc.layout)
+    x = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, acc.shape[1], BLOCK], SWIZZLED)
+    words = gl.allocate_shared_memory(gl.int32, [STAGES, acc.shape[0], WORDS], words_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(STAGES):
         mbarrier.init(full.index(index), count=32 * WARPS + 1)  # threads that copy rows, and one for the weight
     fence_async_shared()
-    k = gl.arange(0, HALF, gl.SliceLayout(0, GATHERING))
+    k = gl.arange(0, BLOCK, gl.SliceLayout(0, GATHERING))
     rows = (x_ptr + gl.expand_dims(rows[0], 1) + gl.expand_dims(k, 0), gl.expand_dims(rows[1], 1), k)
+    buffers = (x, words)
     tile_line = expert * num_lines + first_line
-    place = gl.arange(0, acc.shape[0], gl.SliceLayout(1, operand))
+    for step in gl.static_range(STAGES):
+        if step < num_blocks:
+            _fill(words_desc, rows, tile_line, DISTANCE, step, buffers, full, depth, STAGES)
+    place = gl.arange(0, acc.shape[0], gl.SliceLayout(1, gl.DotOperandLayout(0, acc.type.layout, 2)))
     line = expert * num_lines + _line_of(first_line, place, num_lines, acc.shape[0], DISTANCE)
     line = line.to(gl.int64) * num_groups
-    num_steps = gl.cdiv(num_blocks, BLOCKS)
-    for step in gl.static_range(STAGES):
-        if step < num_steps:
-            _fill_words(words_desc, tile_line, DISTANCE, step, words, full, STAGES)
-    if WAITS:
-        gdc_wait()
-        gdc_launch_dependents()
-    for step in gl.static_range(STAGES):
-        if step < num_steps:
-            _fill_rows(rows, step, x, full, depth, STAGES)
-    # Zeros that the compiler knows would be set among the products, and ptxas would have these wait for each other.
-    acc = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], gl.float32, is_pure=False, pack=1)
-    acc = warpgroup_mma_init(acc)
-    for step in range(num_steps):
+    for step in range(num_blocks):
         stage = step % STAGES
-        for index in gl.static_range(BLOCKS):
-            block = gl.minimum(step * BLOCKS + index, num_blocks - 1)  # behind the end x is 0
-            terms = _load_terms(pointers, line, block, GROUPS, GROUP_BLOCKS, E2M1)
-            if index == 0:
-                mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-                fence_async_shared()  # the rows were not copied in bulk
-            numbers = words.index(stage * BLOCKS + index).load(operand)
-            buffer = 2 * (stage * BLOCKS + index)
-            # Each half is widened while the products of the half before are computed.
-            weight = gl.convert_layout(_scaled_half(numbers, terms, 0, dtype, E2M1), operand)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            refilled = step - 1 + STAGES
-            if index == 0 and step > 0 and refilled < num_steps:  # the buffers of the step before are free
-                _fill_words(words_desc, tile_line, DISTANCE, refilled, words, full, STAGES)
-                _fill_rows(rows, refilled, x, full, depth, STAGES)
-            acc = warpgroup_mma(weight, x.index(buffer).permute((1, 0)), acc, is_async=True)
-            weight = gl.convert_layout(_scaled_half(numbers, terms, 1, dtype, E2M1), operand)
-            acc = warpgroup_mma(weight, x.index(buffer + 1).permute((1, 0)), acc, is_async=True)
-    return warpgroup_mma_wait(0, deps=[acc])
+        terms = _load_terms(pointers, line, step, GROUPS, GROUP_BLOCKS, E2M1)
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        fence_async_shared()  # the rows were not copied in bulk
+        acc = _add_block(acc, words.index(stage), x.index(stage), terms, GROUPS, E2M1)
+        if step + STAGES < num_blocks:
+            _fill(words_desc, rows, tile_line, DISTANCE, step + STAGES, buffers, full, depth, STAGES)
+    return acc
 
 
 @gluon.jit
@@ -309,18 +256,10 @@ def _hopper_int4_experts_kernel(
     E2M1: gl.constexpr,
     ROWS: gl.constexpr,
     LINES: gl.constexpr,  # a program's: of gate and up half each, or all beside each other
-    BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
-    HALF: gl.constexpr,
-    OVERLAP: gl.constexpr,
 ):
     tile = gl.program_id(1)
-    # The kernel of gate and up begins when the plan is complete, so it is there when the next one begins.
-    waits: gl.constexpr = OVERLAP and not GATED
-    if OVERLAP and GATED:
-        gdc_wait()
-        gdc_launch_dependents()
     num_tiles = gl.num_programs(1) if num_tiles_ptr is None else gl.load(num_tiles_ptr)
     if tile >= num_tiles:
         return
@@ -331,9 +270,6 @@ def _hopper_int4_experts_kernel(
     acc = gl.zeros([LINES, ROWS], gl.float32, layout)
     products = (pairs_ptr, tile, pair_weights_ptr, out_ptr, first_line, num_pairs)
     if expert == num_experts:
-        if waits:
-            gdc_wait()
-            gdc_launch_dependents()
         if not GATED:
             _store_products(acc, products, num_choices, num_lines)
         return
@@ -343,7 +279,7 @@ def _hopper_int4_experts_kernel(
     acc = _tile_product(
         acc, x_ptr, words_desc, (scales_ptr, zeros_ptr), (row.to(gl.int64) * x_row_stride, pair < num_pairs),
         expert, first_line, num_blocks, num_lines, num_groups, depth,
-        gathering, distance, GROUPS, GROUP_BLOCKS, E2M1, BLOCKS, STAGES, WARPS, HALF, waits,
+        gathering, distance, GROUPS, GROUP_BLOCKS, E2M1, STAGES, WARPS,
     )  # fmt: skip
     if bias_ptr is not None:
         line = _line_of(first_line, gl.arange(0, LINES, gl.SliceLayout(1, layout)), num_lines, LINES, distance)
@@ -402,21 +338,17 @@ def grouped_product(
         E2M1=weight.is_e2m1,
         ROWS=rows,
         LINES=cut.lines,
-        BLOCKS=cut.blocks,
         STAGES=cut.stages,
         WARPS=4,
-        HALF=HALF,
-        **overlap_options(x.device),
         num_warps=4,
-        maxnreg=MAX_REGISTERS,
     )
 
 
 def choose_cut(rows: int, num_tiles: int, num_lines: int, device: torch.device) -> Cut:
     """Return how to cut the product of so many tiles."""
     if num_tiles * triton.cdiv(num_lines, 128) < 2 * num_multiprocessors(device):
-        return Cut(64, 1, 4)
-    return Cut(128, 1, 3)
+        return Cut(64, 4)
+    return Cut(128, 3)
 
 
 def serves(x: Tensor, weight: "ExpertWeights", rows: int) -> bool:
