@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # New objects before the youngest are looked through; how often that happens before older ones are; and before all are.
-# What a call makes stays until its outputs are returned, so that looking through it (token ids too) frees nothing.
+# What a call makes lives until its outputs are returned. A collection frees nothing then, and looks through all of it.
 RARE = (100_000, 20, 1_000)
 
 _lock = threading.Lock()

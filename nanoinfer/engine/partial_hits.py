@@ -129,7 +129,7 @@ def _longest(siblings: Siblings | None, tokens: bytes, above: int = 0) -> tuple[
         index = bisect_left(siblings, (tokens,))
         for its_tokens, _, entry in siblings[max(0, index - 1) : index + 1]:
             least = 4 * (found[1] + 1)  # bytes
-            # Most agree in no more than what was found: they are compared once, and need no search.
+            # Most share no more than was found already: one comparison shows it, without a search.
             if len(tokens) >= least and its_tokens[:least] == tokens[:least]:
                 found = entry, num_common(its_tokens, tokens)
     return found

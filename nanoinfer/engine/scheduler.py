@@ -405,8 +405,9 @@ class Scheduler:
         ending = [seq for seq in self._ending if seq.row is not None and seq.num_tokens == seq.stopping.max_num_tokens]
         takes_rows = False
         if ending and self._waiting and not manager.reads_rows:
-            held = set().union(*(seq.block_table for seq in ending))  # those of a common prefix count once
-            takes_rows = len(held) <= manager.num_free_blocks  # with fewer free ones, only some could be replaced
+            # With fewer free blocks than these hold, only some could be replaced. Those of a common prefix count once.
+            tables, num_free = [seq.block_table for seq in ending], manager.num_free_blocks
+            takes_rows = sum(map(len, tables)) <= num_free or len(set().union(*tables)) <= num_free
         for seq in ending:
             if seq.stopping.ends_with_prompt:
                 self._release(seq, seq.status)

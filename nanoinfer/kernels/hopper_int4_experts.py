@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanoinfer.kernels import hopper_int4
 from nanoinfer.kernels.device_properties import num_multiprocessors
 from nanoinfer.kernels.hopper_experts import _gather
 from nanoinfer.kernels.hopper_int4 import (
@@ -32,7 +31,6 @@ from nanoinfer.kernels.hopper_int4 import (
     _load_groups,
     _numbers,
     _quarters,
-    _scaled,
 )
 from nanoinfer.kernels.hopper_prefill_attention import SWIZZLED, load_tile
 from nanoinfer.kernels.moe_routing import TilePlan
@@ -75,25 +73,22 @@ def _e2m1_block(words, exponents, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _load_terms(pointers, line, block, GROUPS: gl.constexpr, GROUP_BLOCKS: gl.constexpr, E2M1: gl.constexpr):
-    """Return what makes numbers of a block values: powers of two for each 32 inputs, or scales and zero points."""
+def _load_terms(pointers, line, block, GROUP_BLOCKS: gl.constexpr, E2M1: gl.constexpr):
+    """Return what turns a block's numbers into values: powers of two of each 32 inputs, or scales and zero points."""
     if E2M1:
         return gl.load(pointers[0] + line + block)
     else:
-        return _load_groups(pointers, line, block, GROUPS, GROUP_BLOCKS)
+        return _load_groups(pointers, line, block, 1, GROUP_BLOCKS)
 
 
 @gluon.jit
-def _add_block(acc, words, x, terms, GROUPS: gl.constexpr, E2M1: gl.constexpr):
-    """Add the product of a block. Sums of a whole group are scaled, else the weight is, and rounded."""
+def _add_block(acc, words, x, terms, E2M1: gl.constexpr):
+    """Add the product of a block: of values of e2m1, which are exact; or of numbers, times the scales of its group."""
     layout: gl.constexpr = acc.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     numbers = words.load(operand)
     if E2M1:
         weight = gl.convert_layout(_e2m1_block(numbers, terms, x.dtype), operand)
-        return warpgroup_mma(weight, x.permute((1, 0)), acc)
-    elif GROUPS > 1:
-        weight = gl.convert_layout(_scaled(_quarters(numbers, terms, x.dtype, False), terms, x.dtype), operand)
         return warpgroup_mma(weight, x.permute((1, 0)), acc)
     else:
         a, b, c, d = _quarters(numbers, terms, x.dtype, False)
@@ -105,7 +100,7 @@ def _add_block(acc, words, x, terms, GROUPS: gl.constexpr, E2M1: gl.constexpr):
 
 @gluon.jit
 def _fill(words_desc, rows, line, distance, step, buffers, full, depth: gl.constexpr, STAGES: gl.constexpr):
-    """Begin to load a block: two parts of the weight's lines, so far apart, and x of each pair."""
+    """Begin to load a block: two parts of the weight's lines, `distance` lines apart, and x of each pair."""
     x, words = buffers
     x_ptrs, x_mask, k = rows
     part: gl.constexpr = words.shape[1] // 2
@@ -132,7 +127,7 @@ def _load_pairs(pairs_ptr, tile, row, num_pairs, ROWS: gl.constexpr):
 
 @gluon.jit
 def _line_of(first_line, index, num_lines: gl.constexpr, LINES: gl.constexpr, DISTANCE: gl.constexpr):
-    """Return which line of an expert's weight is at an index of a program's; beyond the last, the last."""
+    """Return the line of an expert's weight that a program's index stands for, at most the last one."""
     part: gl.constexpr = LINES // 2
     return gl.minimum(first_line + index % part + index // part * DISTANCE, num_lines - 1)
 
@@ -152,7 +147,6 @@ def _tile_product(
     depth: gl.constexpr,
     GATHERING: gl.constexpr,  # the layout of the offsets in x
     DISTANCE: gl.constexpr,
-    GROUPS: gl.constexpr,
     GROUP_BLOCKS: gl.constexpr,
     E2M1: gl.constexpr,
     STAGES: gl.constexpr,
@@ -177,10 +171,10 @@ def _tile_product(
     line = line.to(gl.int64) * num_groups
     for step in range(num_blocks):
         stage = step % STAGES
-        terms = _load_terms(pointers, line, step, GROUPS, GROUP_BLOCKS, E2M1)
+        terms = _load_terms(pointers, line, step, GROUP_BLOCKS, E2M1)
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         fence_async_shared()  # the rows were not copied in bulk
-        acc = _add_block(acc, words.index(stage), x.index(stage), terms, GROUPS, E2M1)
+        acc = _add_block(acc, words.index(stage), x.index(stage), terms, E2M1)
         if step + STAGES < num_blocks:
             _fill(words_desc, rows, tile_line, DISTANCE, step + STAGES, buffers, full, depth, STAGES)
     return acc
@@ -251,7 +245,6 @@ def _hopper_int4_experts_kernel(
     depth: gl.constexpr,  # of x; inputs of the weight behind it are 0
     GATED: gl.constexpr,  # rows are those of tokens, and lines those of gate and up; else rows are those of pairs
     CLAMPED: gl.constexpr,
-    GROUPS: gl.constexpr,  # that a block has; 1: one or a share of one
     GROUP_BLOCKS: gl.constexpr,  # that a group has; 1: one or a share of one
     E2M1: gl.constexpr,
     ROWS: gl.constexpr,
@@ -279,7 +272,7 @@ def _hopper_int4_experts_kernel(
     acc = _tile_product(
         acc, x_ptr, words_desc, (scales_ptr, zeros_ptr), (row.to(gl.int64) * x_row_stride, pair < num_pairs),
         expert, first_line, num_blocks, num_lines, num_groups, depth,
-        gathering, distance, GROUPS, GROUP_BLOCKS, E2M1, STAGES, WARPS,
+        gathering, distance, GROUP_BLOCKS, E2M1, STAGES, WARPS,
     )  # fmt: skip
     if bias_ptr is not None:
         line = _line_of(first_line, gl.arange(0, LINES, gl.SliceLayout(1, layout)), num_lines, LINES, distance)
@@ -333,7 +326,6 @@ def grouped_product(
         depth=x.shape[1],
         GATED=is_gated,
         CLAMPED=clamps is not None,
-        GROUPS=max(1, num_groups // num_blocks),
         GROUP_BLOCKS=max(1, num_blocks // num_groups),
         E2M1=weight.is_e2m1,
         ROWS=rows,
@@ -352,7 +344,12 @@ def choose_cut(rows: int, num_tiles: int, num_lines: int, device: torch.device) 
 
 
 def serves(x: Tensor, weight: "ExpertWeights", rows: int) -> bool:
-    """Whether the kernel takes such rows, and groups of such a size."""
-    if weight.scales is None or rows > MAX_ROWS or x.stride(0) % 8 or x.shape[1] % 8 or x.data_ptr() % 16:
+    """Whether the kernel takes such rows, and groups of such a size: whole blocks, or those of MXFP4.
+
+    Triton's copies of 16 bytes want rows that are multiples of 16 apart.
+    """
+    if weight.scales is None or rows > MAX_ROWS or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return weight.is_e2m1 or hopper_int4.serves(weight.values.shape[2] * 8, weight.num_groups)
+    if x.stride(0) % 16 or x.shape[1] % 8 or x.data_ptr() % 16:
+        return False
+    return weight.is_e2m1 or weight.values.shape[2] * 8 // weight.num_groups % BLOCK.value == 0

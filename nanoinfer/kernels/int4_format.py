@@ -5,7 +5,7 @@ MANY_ROWS, MANY_COLUMNS = 256, 128  # of one for more rows, on Hopper
 MAX_ROWS, MAX_HOPPER_ROWS = 64, 1024  # for which a weight is read in 4 bits; for more it is widened first
 MIN_BLOCKS = 8  # that a program sums up where several share a sum
 
-# PTX. Two words, each with eight numbers -> for each place the numbers of both words, in the bits of a dtype of 16. The
+# PTX. Two words, each with eight numbers -> for each place the numbers of both words, as bits of a 16-bit dtype. The
 # same halves of both words are put beside each other first.
 _BEGIN = "{ .reg .b32 low, high, bits, sign, above; prmt.b32 low, $8, $9, 0x5410; prmt.b32 high, $8, $9, 0x7632;"
 

@@ -306,9 +306,12 @@ def pack_ids(token_ids: Any) -> bytes | None:
     """Return the token ids of a list as int32; None if it is no list of ints alone, is empty, or has larger ones.
 
     It goes once through the list, since marshal writes an int of 32 bits as "i" and four bytes, and a bool or any other
-    object with another letter. Looking at the types first and packing the ints then takes twice as long.
+    object with another letter. For long prompts, looking at all types first and packing the ints then takes twice as
+    long. The first and the last item are looked at: marshal would write out what large objects hold.
     """
     if not isinstance(token_ids, list) or not token_ids:
+        return None
+    if type(token_ids[0]) is not int or type(token_ids[-1]) is not int:
         return None
     try:
         written = marshal.dumps(token_ids, 2)  # format 2, in which equal objects are not replaced by references

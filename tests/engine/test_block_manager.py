@@ -373,10 +373,10 @@ def test_a_prompt_waits_only_for_tokens_that_are_not_found_already() -> None:
     manager = BlockManager(num_blocks=20, block_size=8, min_copied_tokens=1)
     run_step(manager, [1, 2, 3, 0])
     run_step(manager, [1, 2, 3, 4, 4])  # what it computes is found from the next step on
-    prompts = [1, 2, 3, 4, 5], [1, 2, 3, 4, 4, 4], [1, 2, 3, 9, 9], [1, 2], [9, 2, 3, 4]
-    assert [manager.num_found_later(make_sequence(9, prompt), []) for prompt in prompts] == [1, 2, 0, 0, 0]
+    prompts = [1, 2, 3, 4, 5], [1, 2, 3, 4, 4, 4], [1, 2, 3, 9, 9], [1, 2, 3, 0, 5], [1, 2], [9, 2, 3, 4]
+    assert [manager.num_found_later(make_sequence(9, prompt), []) for prompt in prompts] == [1, 2, 0, 0, 0, 0]
     manager.start_step()
-    assert [manager.num_found_later(make_sequence(9, prompt), []) for prompt in prompts] == [0] * 5
+    assert [manager.num_found_later(make_sequence(9, prompt), []) for prompt in prompts] == [0] * 6
 
 
 def test_what_a_step_computes_is_copied_by_later_steps_only() -> None:

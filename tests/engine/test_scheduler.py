@@ -77,7 +77,7 @@ def test_rows_stay_with_their_sequences_where_nobody_waits_or_blocks_are_short()
         assert len(scheduler.schedule().admitted) == num_waiting
 
 
-def test_rows_are_given_on_if_there_are_as_many_free_blocks_as_different_ones_that_their_sequences_hold() -> None:
+def test_a_shared_block_counts_once_where_rows_are_given_on() -> None:
     for num_blocks, given_on in ((8, [2, 3]), (7, [])):
         scheduler = make_scheduler(max_num_seqs=2, num_blocks=num_blocks, block_size=2, max_model_len=8)
         add_prompts(scheduler, *[[1, 2, 3, 4, index] for index in range(4)], max_tokens=1)

@@ -67,18 +67,22 @@ def test_values_of_e2m1_are_multiplied_exactly(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 100, 400])
-@pytest.mark.parametrize(("group_size", "has_zeros"), [(128, False), (32, True), (None, True)])
-def test_experts_in_4_bits_equal_their_twin(group_size: int | None, has_zeros: bool, num_tokens: int) -> None:
-    num_experts, hidden_size, inner_size = 32, 1024, 384
+@pytest.mark.parametrize(("group_size", "has_zeros"), [(128, False), (64, False), (32, True), (None, True)])
+@pytest.mark.parametrize(("hidden_size", "inner_size"), [(1024, 384), (640, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_experts_in_4_bits_equal_their_twin(
+    dtype: torch.dtype, hidden_size: int, inner_size: int, group_size: int | None, has_zeros: bool, num_tokens: int
+) -> None:
+    num_experts = 32
     torch.manual_seed(0)
     both = []
     for num_outputs, num_inputs in ((2 * inner_size, hidden_size), (hidden_size, inner_size)):
         weight = random_weight(num_experts * num_outputs, num_inputs, group_size, has_zeros)
         both.append([part if part is None else part.unflatten(0, (num_experts, -1)) for part in weight[:3]])
-    x = torch.randn(num_tokens, hidden_size, device="cuda").bfloat16() * 0.1
+    x = torch.randn(num_tokens, hidden_size, device="cuda").to(dtype) * 0.1
     weights, ids = torch.rand(num_tokens, num_experts, device="cuda").topk(8)
     actual = int4_expert_mlp(x, *(ExpertWeights(*parts) for parts in both), ids.int(), weights)
-    wide = (dequantize(PackedWeight(*parts)).bfloat16().float() for parts in both)
+    wide = (dequantize(PackedWeight(*parts)).to(dtype).float() for parts in both)
     expected = expert_mlp.__wrapped__(x.float(), *wide, ids.int(), weights)  # type: ignore[attr-defined]
     error = (actual.float() - expected).abs()
     scale = expected.square().mean(-1, keepdim=True).sqrt()  # of the results of one pair

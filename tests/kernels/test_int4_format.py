@@ -1,4 +1,4 @@
-"""The PTX that widens numbers of 4 bits does what its twin in `int4_product.py` does. A few lines of Python run it."""
+"""The PTX that widens numbers of 4 bits computes what `_number` of `int4_product.py` does."""
 
 import random
 import re

@@ -127,8 +127,9 @@ def test_ids_are_packed_as_int32_unless_there_is_something_else_among_them() -> 
     ids = [0, 1, -1, 255, 256, 2**31 - 1, -(2**31), 150_000, 150_000]
     assert pack_ids(ids) == array("i", ids).tobytes()
     signal_1 = signal.Signals(1)  # an int of its own type, as True is
-    for item in (2**31, 10**30, True, signal_1, 1.0, None, "1", b"iiii", [1], (1,), np.int64(1), np.int32(1), object()):
-        assert [pack_ids(given) for given in ([item], [item, 1], [1, 1, item])] == [None] * 3
+    items = 2**31, 10**30, True, signal_1, 1.0, None, "1", b"iiii", [1], (1,), np.int64(1), np.int32(1), object()
+    for item in (*items, "", b"", (), []):  # the last are as long as an int where they are written out
+        assert [pack_ids(given) for given in ([item], [item, 1], [1, 1, item], [1, item, 1])] == [None] * 4
     assert [pack_ids(given) for given in ([], (1,), "1", None, np.array([1]))] == [None] * 5
 
 
