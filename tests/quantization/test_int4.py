@@ -369,6 +369,15 @@ def test_a_product_of_few_rows_with_a_bias_reads_4_bits_too(monkeypatch: pytest.
     torch.testing.assert_close(method.apply_split(layer, x, layer.bias), (x @ wide.T + 2.0).unsqueeze(0))
 
 
+def test_random_weights_have_a_mean_of_0_and_the_spread_that_is_asked_for() -> None:
+    layer: Any = MergedColumnParallelLinear(256, 512, bias=False, tp=TensorParallel())
+    layer.quant_method = method = Int4LinearMethod(Int4Config(), layer)
+    method.fill_with_random_weights(layer, 0.5, torch.Generator().manual_seed(0))
+    wide = method.wide_weight(layer).float()
+    assert abs(wide.mean()) < 0.005
+    assert 0.495 < wide.std() < 0.505
+
+
 def test_random_weights_need_no_checkpoint(plain_folder: Callable[[bool], Path], tmp_path: Path) -> None:
     raw = json.loads((plain_folder(False) / "config.json").read_text())
     for name, config in (("int4", None), ("awq", KINDS["awq 64"].config), ("gptq", KINDS["gptq desc_act"].config)):

@@ -38,7 +38,7 @@ from nanoinfer.quantization.int4.numbers import (
 )
 from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, stored
 
-STD_OF_NUMBERS = (255 / 12) ** 0.5  # of 0 to 15, all as likely
+STD_OF_NUMBERS = 17.5**0.5  # of -7 to 7, all as likely but 0, which is twice as likely
 MAX_EXPERT_ROWS = 64  # of a tile
 SMALL_PROGRAMS, LARGE_PROGRAMS = 6, 3  # most for each multiprocessor that sums are split for
 
@@ -163,8 +163,13 @@ class Int4LinearMethod(LinearMethod):
         place.copy_(full)
 
     def fill_with_random_weights(self, layer: Any, std: float, generator: torch.Generator) -> None:
-        """Draw all numbers alike, with one scale that gives the weight this standard deviation."""
-        layer.weight.random_(-(2**31), 2**31 - 1, generator=generator)
+        """Draw numbers from 1 to 15, with one scale that gives the weight this standard deviation.
+
+        Their mean is 0, as it is in 16 bits. Else all tokens would become alike, and choose the same experts.
+        """
+        words = layer.weight.random_(-(2**31), 2**31 - 1, generator=generator)
+        are_numbers = words | words >> 1 | words >> 2 | words >> 3  # the lowest bit of each: whether it is not 0
+        words |= (~are_numbers & 0x11111111) << 3  # 0 becomes 8, which means 0
         getattr(layer, SCALES).fill_(std / STD_OF_NUMBERS)
         if self.config.has_zeros:
             getattr(layer, ZEROS).fill_(8)
