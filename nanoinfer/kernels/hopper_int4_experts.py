@@ -266,6 +266,7 @@ def _hopper_int4_experts_kernel(
         if not GATED:
             _store_products(acc, products, num_choices, num_lines)
         return
+    # With two rows to a warp, ptxas takes 185 registers for gate and up of 64 pairs, and three programs no longer fit.
     gathering: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     pair = _load_pairs(pairs_ptr, tile, gl.arange(0, ROWS, gl.SliceLayout(1, gathering)), num_pairs, ROWS)
     row = pair // num_choices if GATED else pair
