@@ -8,7 +8,7 @@ kernel over tiles and columns. Rows are gathered where they are read, and nothin
 - Prefill is bound by the tensor cores, and has tiles of 128 rows. On Hopper it has a kernel of its own
   (`hopper_experts.py`).
 - Weights in 4 bits are read as such by tiles of up to 64 rows (`int4_product.py`, and on Hopper
-  `hopper_int4_experts.py`). For more rows Hopper widens them first.
+  `hopper_int4_experts.py`). For more rows they are widened first on Hopper.
 - SwiGLU is computed where gate and up are: each program has a column of the gate next to the same column of up, so that
   one thread holds both.
 """

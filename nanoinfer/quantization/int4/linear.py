@@ -165,11 +165,11 @@ class Int4LinearMethod(LinearMethod):
     def fill_with_random_weights(self, layer: Any, std: float, generator: torch.Generator) -> None:
         """Draw numbers from 1 to 15, with one scale that gives the weight this standard deviation.
 
-        Their mean is 0, as it is in 16 bits. Else all tokens would become alike, and choose the same experts.
+        Their mean is 0, as it is in 16 bits. Else tokens would become alike, and choose few of a layer's experts.
         """
         words = layer.weight.random_(-(2**31), 2**31 - 1, generator=generator)
-        are_numbers = words | words >> 1 | words >> 2 | words >> 3  # the lowest bit of each: whether it is not 0
-        words |= (~are_numbers & 0x11111111) << 3  # 0 becomes 8, which means 0
+        differ_from_0 = words | words >> 1 | words >> 2 | words >> 3  # the lowest bit of each number
+        words |= (~differ_from_0 & 0x11111111) << 3  # 0 becomes 8, which means 0
         getattr(layer, SCALES).fill_(std / STD_OF_NUMBERS)
         if self.config.has_zeros:
             getattr(layer, ZEROS).fill_(8)
