@@ -123,10 +123,11 @@ class ModelWeights:
             raise ModelError(f"{name!r} cannot be updated: {error}") from None
         return parts
 
+    @torch.inference_mode()
     def update(self, name: str, tensor: Tensor) -> None:
         """Check a tensor and copy it into its place."""
-        if self.check(name, tensor):
-            self.copy(name, tensor)
+        for place, part in self.check(name, tensor).items():
+            self._put(place, part)
 
     @torch.inference_mode()
     def copy(self, name: str, tensor: Tensor) -> None:
