@@ -43,6 +43,10 @@ class Int4Config(QuantizationConfig):
         return self.group_size or 8
 
     @property
+    def mlp_multiple(self) -> int:
+        return max(self.shard_multiple, *GROUP_SIZES)  # what kernels take at once
+
+    @property
     def uncut(self) -> str | None:
         if self.orders_inputs:
             return "the groups of inputs are spread over all of them (desc_act)"

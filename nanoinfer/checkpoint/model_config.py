@@ -320,7 +320,7 @@ class ModelConfig:
             mlps["linear_num_key_heads"] = self.linear_attention.num_key_heads
 
         def fits(n: int) -> bool:  # ranks may share a KV head
-            fit = all(mlp % n == 0 for mlp in mlps.values())
+            fit = self.share_multiple > 1 or all(mlp % n == 0 for mlp in mlps.values())
             return heads % n == 0 and fit and (kv_heads % n == 0 or n % kv_heads == 0)
 
         if not fits(size) or self._cut_blocks(size):
@@ -331,6 +331,11 @@ class ModelConfig:
                 f"tensor_parallel_size={size} cannot split num_attention_heads={heads}, num_key_value_heads="
                 f"{kv_heads} and {of_mlps} of this model{why}; use one of {sizes}"
             )
+
+    @property
+    def share_multiple(self) -> int:
+        """Return of what a rank's share of an MLP is a multiple; see `TensorParallel`."""
+        return 1 if self.quantization is None else self.quantization.mlp_multiple
 
     @property
     def _mlps(self) -> dict[str, int]:
@@ -352,16 +357,16 @@ class ModelConfig:
             return self.quantization.uncut
         kv_heads = max(1, self.num_key_value_heads // size)
         shares = {"the query heads": self.num_attention_heads // size * self.head_dim}
-        shares |= {name: mlp // size for name, mlp in self._mlps.items()}
         if self.linear_attention is not None:
             shares["the linear key heads"] = self.linear_attention.key_size // size
             shares["the linear value heads"] = self.linear_attention.value_size // size
         if isinstance(self.quantization, Mxfp4Config):  # of experts alone
-            shares = {name: share for name, share in shares.items() if name == "moe_intermediate_size"}
+            shares = {}
         multiple = self.quantization.shard_multiple if size > 1 else 1  # a whole row may end in a smaller group
         if isinstance(self.quantization, Fp8Config) and self.quantization.weights == "block":
             multiple = BLOCK_SIZE
             shares["the KV heads"] = kv_heads * self.head_dim
+            shares |= self._mlps  # of which the ranks' shares are whole blocks
         for name, share in shares.items():
             if share % multiple:
                 return f"a rank's share of {name}, {share} values, is no multiple of the {multiple} that share a scale"

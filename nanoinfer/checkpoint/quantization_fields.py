@@ -35,6 +35,11 @@ class QuantizationConfig:
         return 1
 
     @property
+    def mlp_multiple(self) -> int:
+        """Return what a rank's share of an MLP's inner size is filled up to a multiple of."""
+        return self.shard_multiple
+
+    @property
     def uncut(self) -> str | None:
         """Why several ranks cannot share the weights; None if they can."""
         return None

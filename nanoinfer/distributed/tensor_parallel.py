@@ -55,6 +55,9 @@ class TensorParallel:
     """Stands for rank `rank` of `size` processes. With size 1 nothing is communicated, and no process group is needed.
 
     `ModelConfig.check_tensor_parallel_size` has made sure that heads and MLP can be split.
+
+    share_multiple: of which every share is a multiple, so that none ends inside a group of values that have one scale.
+        Where equal shares would, the last ranks' are filled up with zeros, which add nothing to the output of an MLP.
     """
 
     rank: int = 0
@@ -63,16 +66,27 @@ class TensorParallel:
     # Where the GPUs reach each other's memory: for sums of few tokens, and of the slices of large prefill steps.
     symmetric_memory: SymmetricMemory | None = None
     copy_engines: "CopyEngines | None" = None
+    share_multiple: int = 1
 
-    def shard_size(self, total: int, name: str) -> int:
-        """Return this rank's share of a dimension."""
-        assert total % self.size == 0, f"{name}={total} cannot be split over {self.size} ranks"
-        return total // self.size
+    def shard_size(self, total: int, name: str, values_per_entry: int = 1) -> int:
+        """Return this rank's share of a dimension. values_per_entry: how many values one entry of it stands for."""
+        if self.share_multiple == 1 or self.size == 1:
+            assert total % self.size == 0, f"{name}={total} cannot be split over {self.size} ranks"
+            return total // self.size
+        multiple = max(1, self.share_multiple // values_per_entry)
+        return -(-total // (self.size * multiple)) * multiple
 
-    def shard(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of a full tensor, a view."""
-        length = self.shard_size(tensor.shape[dim], f"dimension {dim} of a weight")
-        return tensor.narrow(dim, self.rank * length, length)
+    def shard(self, tensor: Tensor, dim: int, values_per_entry: int = 1) -> Tensor:
+        """Return this rank's part of a full tensor: a view, unless it is filled up."""
+        total = tensor.shape[dim]
+        length = self.shard_size(total, f"dimension {dim} of a weight", values_per_entry)
+        start = min(self.rank * length, total)
+        part = tensor.narrow(dim, start, min(length, total - start))
+        if part.shape[dim] == length:
+            return part
+        filled = tensor.new_zeros((*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]))
+        filled.narrow(dim, 0, part.shape[dim]).copy_(part)
+        return filled
 
     def split_of_kv_heads(self, num_kv_heads: int) -> "TensorParallel":
         """Return how KV heads are split: like all else, or, where they are fewer than the ranks, one to several ranks.

@@ -88,13 +88,14 @@ class ColumnParallelLinear(ShardedLinear):
         for place, part in self.quant_method.prepare(self, param, full, shard):
             spec = ParamSpec.of(place)
             assert spec.output_dim is not None, "what has no outputs is not packed"
-            share = self.share_of(part, shard, spec.output_dim)
+            share = self.share_of(part, shard, spec)
             offset = sum(map(spec.num_entries, before))
             place.narrow(spec.output_dim, offset, share.shape[spec.output_dim]).copy_(share)
 
-    def share_of(self, full: Tensor, shard: str, dim: int) -> Tensor:
-        """Return this rank's part of a shard, in the order in which the layer holds it. dim: that of the outputs."""
-        return self.splits[shard].shard(full, dim)
+    def share_of(self, full: Tensor, shard: str, spec: ParamSpec) -> Tensor:
+        """Return this rank's part of a shard, in the order in which the layer holds it."""
+        assert spec.output_dim is not None, "what has no outputs is not packed"
+        return self.splits[shard].shard(full, spec.output_dim, spec.outputs_per_entry)
 
     def forward(self, x: Activations) -> Tensor:
         return self.quant_method.apply(self, x, self.bias)
@@ -131,10 +132,11 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.has_gates = has_gates
         self.num_heads = tp.shard_size(num_heads, "query heads")
 
-    def share_of(self, full: Tensor, shard: str, dim: int) -> Tensor:
-        share = super().share_of(full, shard, dim)
+    def share_of(self, full: Tensor, shard: str, spec: ParamSpec) -> Tensor:
+        share, dim = super().share_of(full, shard, spec), spec.output_dim
         if shard != "q" or not self.has_gates:
             return share
+        assert dim is not None, "what has no outputs is not packed"
         # (..., num_heads, [query, gate], head_dim) -> (..., [gate, query], num_heads, head_dim)
         return share.unflatten(dim, (self.num_heads, 2, -1)).flip(dim + 1).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
@@ -208,8 +210,8 @@ class RowParallelLinear(ShardedLinear):
     def weight_loader(self, param: Tensor, full: Tensor) -> None:
         self.check_weight(param, full)
         for place, part in self.quant_method.prepare(self, param, full, None):
-            input_dim = ParamSpec.of(place).input_dim
-            place.copy_(part if input_dim is None else self.tp.shard(part, input_dim))
+            dim, values_per_entry = ParamSpec.of(place).split(by_inputs=True)
+            place.copy_(part if dim is None else self.tp.shard(part, dim, values_per_entry))
 
     def forward(self, x: Activations) -> PartialSum:
         """(num_tokens, input_size) -> (num_tokens, output_size), to be added up by the next norm."""

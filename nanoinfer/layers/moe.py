@@ -151,8 +151,8 @@ class PackedExperts(nn.Module):
         for place, tensor in self.quant_method.prepare(self, param, full, shard):
             spec = ParamSpec.of(place)
             assert spec.output_dim is not None, "what has no outputs is not packed"
-            dim = spec.input_dim if self.is_row_parallel else spec.output_dim
-            share = tensor if dim is None else self.tp.shard(tensor, dim)
+            dim, values_per_entry = spec.split(self.is_row_parallel)
+            share = tensor if dim is None else self.tp.shard(tensor, dim, values_per_entry)
             size = share.shape[spec.output_dim]
             share = self.quant_method.pack_share(place, share)
             place[int(expert)].narrow(spec.output_dim, self.parts.index(part) * size, size).copy_(share)

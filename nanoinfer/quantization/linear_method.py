@@ -44,6 +44,10 @@ class ParamSpec:
         """Return how many entries stand for so many outputs."""
         return -(-num_outputs // self.outputs_per_entry)
 
+    def split(self, by_inputs: bool) -> tuple[int | None, int]:
+        """Return the dimension that ranks cut, None for none, and how many values an entry along it stands for."""
+        return (self.input_dim, self.inputs_per_entry) if by_inputs else (self.output_dim, self.outputs_per_entry)
+
     def shape(self, num_outputs: int, num_inputs: int) -> tuple[int, ...]:
         """Return the shape of a tensor for so many outputs and inputs."""
         entries = {self.output_dim: self.num_entries(num_outputs)}

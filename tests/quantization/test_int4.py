@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1
 SIZES = {
     "vocab_size": 256,
     "hidden_size": 128,
-    "intermediate_size": 256,
+    "intermediate_size": 384,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -36,7 +36,7 @@ SIZES = {
     "initializer_range": 0.2,
     "tie_word_embeddings": True,
 }
-EXPERTS = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+EXPERTS = {"moe_intermediate_size": 384, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 
 
 class Numbers(NamedTuple):
@@ -289,6 +289,7 @@ def test_experts_in_4_bits_say_what_they_say_in_float32(
 
 @pytest.mark.parametrize("name", ["awq 64", "gptq", "compressed with zeros"])
 def test_two_ranks_say_what_one_says(name: str, plain_folder: Callable[[bool], Path], tmp_path: Path) -> None:
+    """Of 384 inner values the first rank takes 256, and the second 128 and as many zeros."""
     packed, wide = write_pair(plain_folder(False), tmp_path, KINDS[name])
     assert_says_the_same(packed, wide, tensor_parallel_size=2)
 

@@ -11,6 +11,7 @@ from nanoinfer.checkpoint.hybrid_config import LinearAttentionConfig
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.linear import ColumnParallelLinear
+from nanoinfer.quantization.linear_method import ParamSpec
 
 
 class LinearAttentionProjection(ColumnParallelLinear):
@@ -34,7 +35,9 @@ class LinearAttentionProjection(ColumnParallelLinear):
         self.tp, self.num_key_heads, self.is_interleaved = tp, num_key_heads, is_interleaved
         self.part_sizes = {name: [parts[part] for part in packed] for name, packed in shards.items()}
 
-    def share_of(self, full: Tensor, shard: str, dim: int) -> Tensor:
+    def share_of(self, full: Tensor, shard: str, spec: ParamSpec) -> Tensor:
+        dim = spec.output_dim
+        assert dim is not None, "what has no outputs is not packed"
         sizes, num_all = self.part_sizes[shard], full.shape[dim]
         num_parts = sum(sizes)
         # A packed or quantized tensor may have fewer entries than outputs.

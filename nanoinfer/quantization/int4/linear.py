@@ -62,15 +62,16 @@ class Int4LinearMethod(LinearMethod):
 
     def create_weights(self, layer: Any, *shape: int) -> None:
         *experts, num_outputs, num_inputs = shape
+        of_all_ranks = getattr(layer, "full_shape", (num_outputs, num_inputs))[-1]
         self.group_size = self.config.group_size
         if self.config.checkpoint_format is None:
-            self.group_size = gcd(num_inputs, GROUP_SIZE)
+            self.group_size = gcd(num_inputs, of_all_ranks, GROUP_SIZE)
         if num_inputs % PACKED or num_inputs % (self.group_size or 1):
             raise ModelError(
                 f"a weight of {num_inputs} inputs cannot be in 4 bits with groups of {self.group_size or num_inputs}: "
                 f"eight are packed together, and groups are whole; use the checkpoint in 16 bits"
             )
-        self.block = block_size(num_inputs)
+        self.block = gcd(block_size(num_inputs), of_all_ranks)
         packed = ParamSpec(0, 1, inputs_per_entry=PACKED)
         grouped = ParamSpec(0, 1, inputs_per_entry=self.group_size) if self.group_size else PER_OUTPUT
         with layer.weight.device:
