@@ -3,20 +3,50 @@
     send_weights(model.named_parameters(), group)       # in the trainer
     llm.update_weights(receive_weights(0, group))       # in the engine's process, of a trainer that has rank 0
 
-Tensors travel in buckets: a list of names, types and shapes, then all their bytes in one broadcast. The list is JSON,
-so that nothing that is received can run. Whoever sends or receives needs memory for two buckets.
+Tensors travel in buckets, each one broadcast of bytes. What is in a bucket is told before the bytes of the bucket
+before it, so that nobody waits between two buckets. These lists are JSON, so that nothing that is received can run.
+Whoever sends or receives needs memory for two buckets.
 """
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanoinfer.errors import ModelError
+
 BUCKET_BYTES = 2**29
+LIST_BYTES = 2**16  # of the list of what is in a bucket, filled up with spaces
 ALIGNMENT = 16  # of a tensor in its bucket, so that it can be viewed in its type
+
+
+class Described(NamedTuple):
+    """Describes a tensor in a bucket. dtype: its name in PyTorch."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "Described":
+        return cls(name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape])
+
+    @property
+    def num_bytes(self) -> int:
+        num_bytes = torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
+        return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+    def place(self, data: Tensor, start: int) -> Tensor:
+        """Return where the tensor is in the bytes of its bucket, as a view."""
+        dtype = getattr(torch, self.dtype)
+        size = torch.Size(self.shape).numel() * dtype.itemsize
+        return data[start : start + size].view(dtype).view(self.shape)
+
+
+Bucket = list[Described]
 
 
 def send_weights(
@@ -26,19 +56,21 @@ def send_weights(
 
     group: of torch.distributed; None is the default one. bucket_bytes: what is sent at once; a larger tensor is a
     bucket of its own. Tensors that are not on the group's device are brought there. One bucket is filled while the one
-    before it travels.
+    before it travels. Raises ModelError for a name that no list has room for.
     """
     device, source = _device_of(group), dist.get_rank()
-    travels = None
-    for bucket, size in _buckets(named_tensors, bucket_bytes):
-        data = _filled(bucket, size, device)
-        described = [[name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]] for name, tensor in bucket]
-        header = torch.tensor([*json.dumps(described).encode()], dtype=torch.uint8, device=device)
+    data: Tensor | None = None
+    travels: Any = None
+    for bucket, tensors in _buckets(named_tensors, bucket_bytes):
+        before, data = data, _filled(bucket, tensors, device)
+        listed = torch.frombuffer(bytearray(_written(bucket).ljust(LIST_BYTES)), dtype=torch.uint8).to(device)
         if travels is not None:
             travels.wait()
-        dist.broadcast(torch.tensor([len(header), size], device=device), source, group)
-        dist.broadcast(header, source, group)
-        travels = dist.broadcast(data, source, group, async_op=True) if bucket else None
+        dist.broadcast(listed, source, group)
+        if before is not None:
+            travels = dist.broadcast(before, source, group, async_op=True)
+    if travels is not None:
+        travels.wait()
 
 
 def receive_weights(source: int, group: Any = None) -> Iterator[tuple[str, Tensor]]:
@@ -48,63 +80,79 @@ def receive_weights(source: int, group: Any = None) -> Iterator[tuple[str, Tenso
     does not fit, leaves the others waiting. A tensor is part of its bucket, whose memory is freed with the last
     reference to any of them. The next bucket arrives while one is taken.
     """
-    bucket = _receive_bucket(source, group)
-    while bucket is not None:
-        tensors, data, arrives = bucket
-        arrives.wait()
-        bucket = _receive_bucket(source, group)
-        start = 0
-        for name, dtype_name, shape in tensors:
-            dtype = getattr(torch, dtype_name)
-            num_bytes = torch.Size(shape).numel() * dtype.itemsize
-            yield name, data[start : start + num_bytes].view(dtype).view(shape)
-            start += _aligned(num_bytes)
-
-
-def _buckets(
-    named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int
-) -> Iterator[tuple[list[tuple[str, Tensor]], int]]:
-    """Yield tensors to be sent at once, and how many bytes they take; at last none, which is the end."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in named_tensors:
-        num_bytes = _aligned(tensor.numel() * tensor.dtype.itemsize)
-        if bucket and size + num_bytes > bucket_bytes:
-            yield bucket, size
-            bucket, size = [], 0
-        bucket.append((name, tensor.detach()))
-        size += num_bytes
-    if bucket:
-        yield bucket, size
-    yield [], 0
-
-
-def _filled(bucket: list[tuple[str, Tensor]], size: int, device: torch.device) -> Tensor:
-    data, start = torch.empty(size, dtype=torch.uint8, device=device), 0
-    for _, tensor in bucket:
-        num_bytes = tensor.numel() * tensor.dtype.itemsize
-        data[start : start + num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        start += _aligned(num_bytes)
-    return data
-
-
-def _receive_bucket(source: int, group: Any) -> tuple[list[Any], Tensor, Any] | None:
-    """Return what a bucket holds, its bytes, and the work that brings them; None at the end."""
     device = _device_of(group)
-    lengths = torch.empty(2, dtype=torch.int64, device=device)
-    dist.broadcast(lengths, source, group)
-    header_length, size = lengths.tolist()
-    header = torch.empty(header_length, dtype=torch.uint8, device=device)
-    dist.broadcast(header, source, group)
-    tensors = json.loads(bytes(header.tolist()))
-    if not tensors:
+    listed, bucket = _receive(LIST_BYTES, source, group, device), None
+    while True:
+        listed.wait()
+        before, described = bucket, [Described(*entry) for entry in json.loads(listed.data.cpu().numpy().tobytes())]
+        if described:
+            listed = _receive(LIST_BYTES, source, group, device)
+            num_bytes = sum(entry.num_bytes for entry in described)
+            bucket = described, _receive(num_bytes, source, group, device)
+        if before is not None:
+            yield from _taken(*before)
+        if not described:
+            return
+
+
+class Arriving(NamedTuple):
+    """Bytes that are on their way, and the work that brings them."""
+
+    data: Tensor
+    work: Any
+
+    def wait(self) -> None:
+        """Let what the device does from now on find them there."""
+        self.work.wait()
+
+
+def _receive(num_bytes: int, source: int, group: Any, device: torch.device) -> Arriving:
+    data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return Arriving(data, dist.broadcast(data, source, group, async_op=True))
+
+
+def _taken(bucket: Bucket, arriving: Arriving) -> Iterator[tuple[str, Tensor]]:
+    arriving.wait()
+    start = 0
+    for described in bucket:
+        yield described.name, described.place(arriving.data, start)
+        start += described.num_bytes
+
+
+def _buckets(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[Bucket, list[Tensor]]]:
+    """Yield tensors to be sent at once, and what they are; at last none, which is the end."""
+    bucket: Bucket = []
+    tensors: list[Tensor] = []
+    size = length = 0
+    for name, tensor in named_tensors:
+        described = Described.of(name, tensor)
+        num_letters = len(_written([described]))
+        if num_letters > LIST_BYTES:
+            raise ModelError(f"the name {name:.99}... has {len(name)} letters; use the names of the checkpoint")
+        if bucket and (size + described.num_bytes > bucket_bytes or length + num_letters > LIST_BYTES):
+            yield bucket, tensors
+            bucket, tensors, size, length = [], [], 0, 0
+        bucket.append(described)
+        tensors.append(tensor.detach())
+        size, length = size + described.num_bytes, length + num_letters
+    if bucket:
+        yield bucket, tensors
+    yield [], []
+
+
+def _written(bucket: Bucket) -> bytes:
+    return json.dumps(bucket).encode()
+
+
+def _filled(bucket: Bucket, tensors: list[Tensor], device: torch.device) -> Tensor | None:
+    """Return the bytes of a bucket; None for the end."""
+    if not bucket:
         return None
-    data = torch.empty(size, dtype=torch.uint8, device=device)
-    return tensors, data, dist.broadcast(data, source, group, async_op=True)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    data, start = torch.empty(sum(one.num_bytes for one in bucket), dtype=torch.uint8, device=device), 0
+    for described, tensor in zip(bucket, tensors, strict=True):
+        described.place(data, start).copy_(tensor)
+        start += described.num_bytes
+    return data
 
 
 def _device_of(group: Any) -> torch.device:

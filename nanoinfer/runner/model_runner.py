@@ -263,7 +263,9 @@ class ModelRunner:
         self.info = RunnerInfo(self.device, setup.dtype, setup.describe(self.device_state.kv_cache), seconds)
 
     def _allocate_state(self, buffers: StepBuffers) -> None:
-        self._device_state = None  # its cache, if there is one, makes room
+        self._device_state = None  # makes room, if there is one
+        if self.device.type == "cuda":  # or a small tensor may take part of that room, and a large one finds none
+            torch.cuda.empty_cache()
         self._device_state = self.setup.allocate_state(buffers, self.model, self._dense, self.limits)
 
     def _capture_graphs(self, is_warm: bool = False) -> None:

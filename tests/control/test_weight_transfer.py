@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer import LLM, SamplingParams, tiny_model_path
+from nanoinfer import LLM, ModelError, SamplingParams, tiny_model_path
 from nanoinfer.checkpoint.loader import iterate_weights
 from nanoinfer.control import weight_transfer
 from nanoinfer.control.weight_transfer import receive_weights, send_weights
@@ -63,7 +63,16 @@ def test_an_engine_takes_the_weights_that_a_trainer_sends(tmp_path: Path) -> Non
 def test_tensors_travel_in_buckets(bucket_bytes: int, num_buckets: int) -> None:
     """Of 16, 16, 0 and 80 bytes."""
     *full, end = weight_transfer._buckets(ODD.items(), bucket_bytes)
-    assert end == ([], 0)
-    assert [name for bucket, _ in full for name, _ in bucket] == [*ODD]
-    assert sum(size for _, size in full) == 112
+    assert end == ([], [])
+    assert [described.name for bucket, _ in full for described in bucket] == [*ODD]
+    assert sum(described.num_bytes for bucket, _ in full for described in bucket) == 112
     assert len(full) == num_buckets
+
+
+def test_a_list_that_is_full_closes_its_bucket() -> None:
+    tensors = [(f"{'x' * 1000}.{index}", torch.zeros(1)) for index in range(100)]
+    *full, _ = weight_transfer._buckets(tensors, 10**6)
+    assert len(full) == 2
+    assert all(len(weight_transfer._written(bucket)) <= weight_transfer.LIST_BYTES for bucket, _ in full)
+    with pytest.raises(ModelError, match="has 70000 letters; use the names of the checkpoint"):
+        [*weight_transfer._buckets([("y" * 70000, torch.zeros(1))], 10**6)]

@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import itertools
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -511,6 +512,26 @@ def test_the_cache_takes_what_the_user_grants(random_checkpoint: Callable[..., P
         run_all_small_prefills(llm)
         assert total - torch.cuda.mem_get_info()[0] < 0.51 * total
     assert torch.cuda.mem_get_info()[0] > free - 2**30  # close gives it back
+
+
+def test_recurrent_states_as_large_as_the_cache_find_room(tmp_path: Path) -> None:
+    """A sequence has 72 MiB of them, so fewer rows than were asked for get any, and together half of the memory."""
+    config = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 48,
+        "max_position_embeddings": 4096,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with LLM(tmp_path, load_format="dummy", dtype="bfloat16", max_num_seqs=2048) as llm:
+        states = llm.engine.runner.device_state.tables.states
+        assert states.num_bytes > 0.4 * torch.cuda.mem_get_info()[1] * 0.9
+        assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids
 
 
 def test_a_construction_that_fails_gives_the_gpus_memory_back(
