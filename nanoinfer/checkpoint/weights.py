@@ -7,7 +7,7 @@ pack, shard and quantize alike. Everything happens in place.
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,16 @@ Place = tuple[str, str | None]  # a parameter's name, and the shard of it that o
 NOT_NEEDED = re.compile(r"rotary_emb\.inv_freq$|self_attn\.(\w+\.)?(q|k|v|kv|output)_scale$")
 SHOWN = 8  # names listed in a message
 NUM_CLOSE = 5  # names suggested for one that is not known
+
+
+class Found(NamedTuple):
+    """Says what a checkpoint's name stands for. module: None if the model has none of this path."""
+
+    is_needed: bool
+    module: Any
+    path: str
+    kind: str  # of the module's tensors
+    shard: str | None
 
 
 class ModelWeights:
@@ -39,6 +49,7 @@ class ModelWeights:
             module = model.get_submodule(name.rpartition(".")[0])
             self._homes |= {(name, shard): (module, param) for shard in getattr(module, "shards", (None,))}
         self.missing: dict[Place, None] = {}
+        self._found: dict[str, Found] = {}  # by a checkpoint's name
         self._freed: dict[torch.UntypedStorage, int] = {}  # memory that is off the device -> its size in bytes
         self._on_host: dict[torch.UntypedStorage, torch.UntypedStorage] = {}  # the same -> its copy, if it has one
 
@@ -52,26 +63,35 @@ class ModelWeights:
 
     def is_needed(self, name: str) -> bool:
         """Return whether a checkpoint's tensor fills anything; its name may still be unknown."""
-        is_unused = name in self._model.ignored_weights or name.startswith(self._model.unused_prefixes)
-        return not is_unused and not NOT_NEEDED.search(name)
+        return self._find(name).is_needed
+
+    def _find(self, name: str) -> "Found":
+        """Look up a checkpoint's name, once: trainers send the same ones again and again."""
+        found = self._found.get(name)
+        if found is None:
+            is_unused = name in self._model.ignored_weights or name.startswith(self._model.unused_prefixes)
+            is_needed = not is_unused and not NOT_NEEDED.search(name)
+            target, shard = self._model.locate(name)
+            path, _, kind = target.rpartition(".")
+            try:
+                module = self._model.get_submodule(path)
+            except AttributeError:
+                module = None
+            found = self._found[name] = Found(is_needed, module, path, kind, shard)
+        return found
 
     def split(self, name: str, tensor: Tensor) -> dict[Place, Tensor]:
         """Return where a tensor goes, in parts if the checkpoint holds it packed. The places may not exist.
 
         Raises ModelError for a tensor that cannot be cut into its parts.
         """
-        target, shard = self._model.locate(name)
-        path, _, kind = target.rpartition(".")
-        try:
-            module = self._model.get_submodule(path)
-        except AttributeError:
-            return {(target, shard): tensor}
+        _, module, path, kind, shard = self._find(name)
         if hasattr(module, "quant_method"):
-            found = module.quant_method.read(kind, tensor)
-            if found is None:
+            read = module.quant_method.read(kind, tensor)
+            if read is None:
                 return {}
-            kind, tensor = found
-            target = f"{path}.{kind}"
+            kind, tensor = read
+        target = f"{path}.{kind}" if path else kind
         if shard is not None or not hasattr(module, "unpack"):
             return {(target, shard): tensor}
         return {(target, key): part for key, part in module.unpack(tensor, getattr(module, kind, None)).items()}

@@ -169,11 +169,18 @@ def _tile_product(
     place = gl.arange(0, acc.shape[0], gl.SliceLayout(1, gl.DotOperandLayout(0, acc.type.layout, 2)))
     line = expert * num_lines + _line_of(first_line, place, num_lines, acc.shape[0], DISTANCE)
     line = line.to(gl.int64) * num_groups
+    # Loaded while the block before is multiplied, powers of two save a tenth here, and cost up to a tenth elsewhere.
+    is_ahead: gl.constexpr = E2M1 and acc.shape[0] == 128 and acc.shape[1] == 16
+    following = _load_terms(pointers, line, 0, GROUP_BLOCKS, E2M1)
     for step in range(num_blocks):
         stage = step % STAGES
-        terms = _load_terms(pointers, line, step, GROUP_BLOCKS, E2M1)
+        terms = following
+        if not is_ahead:
+            terms = _load_terms(pointers, line, step, GROUP_BLOCKS, E2M1)
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        fence_async_shared()  # the rows were not copied in bulk
+        fence_async_shared()  # the rows were not copied in bulk; it waits for loads
+        if is_ahead:
+            following = _load_terms(pointers, line, gl.minimum(step + 1, num_blocks - 1), GROUP_BLOCKS, E2M1)
         acc = _add_block(acc, words.index(stage), x.index(stage), terms, E2M1)
         if step + STAGES < num_blocks:
             _fill(words_desc, rows, tile_line, DISTANCE, step + STAGES, buffers, full, depth, STAGES)
