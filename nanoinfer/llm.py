@@ -84,7 +84,7 @@ class LLM:
         self.queue = loaded.queue
         self.max_model_len = loaded.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = loaded.info
-        self.one_pass = OnePass.of(self.queue, found.model_config, self.config, self.max_model_len)
+        self.one_pass = OnePass.of(self.queue, found.model_config, self.config, self.max_model_len, loaded.text_steps)
         self._wanted_states = partial(
             HiddenStates.of,
             num_layers=found.model_config.num_hidden_layers,
@@ -286,7 +286,7 @@ class LLM:
         """
         wanted = self._wanted_states(hidden_states, hidden_state_positions, on_hidden_states)
         portions = self.one_pass.prepare_embeddings(prompts, pooling_params, prompt_name, tokenization_kwargs, wanted)
-        return self.one_pass.run(portions, use_tqdm)
+        return self.one_pass.run(portions, use_tqdm, wants_states=wanted is not None)
 
     @rare_collections()
     def classify(

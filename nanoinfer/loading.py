@@ -22,6 +22,7 @@ from nanoinfer.device import host_array
 from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.request_queue import RequestQueue
+from nanoinfer.engine.text_steps import TextSteps
 from nanoinfer.errors import ConfigError
 from nanoinfer.executor.external_runner import ExternalRunner
 from nanoinfer.executor.parallel_runner import ParallelRunner
@@ -95,6 +96,7 @@ class Loaded(NamedTuple):
     max_model_len: int  # tokens of a prompt and its completion together
     info: RunnerInfo
     seconds: dict[str, float]  # what the parts of loading took; the tokenizer's is what was left to wait for
+    text_steps: TextSteps | None = None  # of an engine in this process
 
 
 def find_model(config: EngineConfig) -> FoundModel:
@@ -147,4 +149,5 @@ def load_engine(found: FoundModel) -> Loaded:
         runner.limits.max_model_len,
         runner.info,
         runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded},
+        TextSteps(engine, queue.lock),
     )

@@ -7,8 +7,8 @@ batches and memory are those of all requests.
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.prompt_states import PromptStates
 from nanoinfer.engine.request_queue import RequestQueue
+from nanoinfer.engine.text_steps import PooledText, TextSteps
 from nanoinfer.errors import RequestError, check_names
 from nanoinfer.hidden_states import HiddenStates
 from nanoinfer.outputs import RequestOutput
@@ -46,21 +47,46 @@ Values = NDArray[np.float32]
 MIN_NORM = 1e-12  # a vector of zeros stays one
 
 
+@dataclass(frozen=True, slots=True)
+class PooledOutput:
+    """Makes what the user gets of a text: `PromptStates.to_output`."""
+
+    one_pass: "OnePass"
+    make: Callable[[Values, PoolingParams], Any]
+    params: PoolingParams
+
+    def __call__(self, output: RequestOutput, states: PromptStates) -> PoolingRequestOutput:
+        return self.one_pass.output(self, output, states)
+
+
 class OnePass:
     """Prepares requests that are pooled, and runs them.
 
     config: how the model pools. size: values of a vector, or logits. prompts: checks texts, which leave no room for a
-    completion. model: its name, for messages.
+    completion. model: its name, for messages. text_steps: what runs whole texts, if something does.
     """
 
     def __init__(
-        self, queue: RequestQueue, config: PoolingConfig, size: int, prompts: PromptProcessor, model: str
+        self,
+        queue: RequestQueue,
+        config: PoolingConfig,
+        size: int,
+        prompts: PromptProcessor,
+        model: str,
+        text_steps: TextSteps | None,
     ) -> None:
         self._queue, self._config, self._size, self._prompts = queue, config, size, prompts
-        self._model = model
+        self._model, self._text_steps = model, text_steps
 
     @classmethod
-    def of(cls, queue: RequestQueue, model_config: ModelConfig, options: EngineConfig, max_model_len: int) -> "OnePass":
+    def of(
+        cls,
+        queue: RequestQueue,
+        model_config: ModelConfig,
+        options: EngineConfig,
+        max_model_len: int,
+        text_steps: TextSteps | None,
+    ) -> "OnePass":
         """Return that of an engine: texts may be as long as the model and sentence-transformers' files allow.
 
         An encoder's have to fit into one step, too.
@@ -76,7 +102,7 @@ class OnePass:
         limit = min(limits, key=lambda name: limits[name])
         prompts = PromptProcessor(tokenizer, model, vocab_size, limits[limit], min_new_tokens=0, limit=limit)
         sizes = [model_config.hidden_size, *(layer.out_features for layer in config.dense)]
-        return cls(queue, config, len(config.labels) or sizes[-1], prompts, model)
+        return cls(queue, config, len(config.labels) or sizes[-1], prompts, model, text_steps)
 
     def prepare_embeddings(
         self,
@@ -152,7 +178,7 @@ class OnePass:
             requests = []
             for index, token_ids in encoded.items():
                 first = max(len(token_ids) - 1, 0) if self._config.method == "last" else 0
-                to_output = partial(self._output, make, all_params[index])
+                to_output = PooledOutput(self, make, all_params[index])
                 text = given[index]
                 requests.append(
                     PreparedRequest(
@@ -198,10 +224,18 @@ class OnePass:
                 ids[index], second_texts[index] = token_ids, second_text
         return ids, second_texts
 
-    def run(self, portions: Portions, use_tqdm: bool) -> list[PoolingRequestOutput]:
-        """Run requests to their end; outputs come in the order of the prompts."""
+    def run(self, portions: Portions, use_tqdm: bool, wants_states: bool = False) -> list[PoolingRequestOutput]:
+        """Run requests to their end; outputs come in the order of the prompts.
+
+        wants_states: whether hidden states are wanted, too.
+        """
+        steps = None if self._text_steps is None or wants_states else self._text_steps
+        outputs: list[Any]
         with Progress(self._queue.get_metrics, portions.num_requests, use_tqdm, generates=False) as progress:
-            outputs: list[Any] = self._queue.complete(portions, progress.show)
+            if steps is not None and steps.serves:
+                outputs = [self._output_of_text(text) for text in steps.complete(portions, progress.show)]
+            else:
+                outputs = self._queue.complete(portions, progress.show)
         by_index = dict(zip(portions.order, outputs, strict=True))
         return [by_index[index] for index in range(len(outputs))]
 
@@ -231,25 +265,43 @@ class OnePass:
 
     # -------- What users get ------------------------------------------------------------------------------------------
 
-    def _output(
-        self, make: Any, params: PoolingParams, output: RequestOutput, states: PromptStates
-    ) -> PoolingRequestOutput:
+    def output(self, how: "PooledOutput", output: RequestOutput, states: PromptStates) -> PoolingRequestOutput:
         """Make the output of a request that has ended."""
         parts = [part.numpy() for part in states.parts(None)]
         is_whole = bool(parts) and output.finish_reason != "abort"
         if not is_whole:
-            parts = [np.full((1, self._size), np.nan, np.float32)]
+            parts = [self._no_values]
         values = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        if is_whole and not np.isfinite(values).all():
-            logger.warning("request %d: the model's values are NaN or infinite", output.request_id)
+        if is_whole:
+            self._check_finite(output.request_id, values)
         return PoolingRequestOutput(
             output.request_id,
             output.prompt,
             output.prompt_token_ids,
             output.num_cached_tokens,
-            make(values if self._config.method == "all" else values[0], params),
+            self._made(how, values),
             output.metrics,
         )
+
+    def _output_of_text(self, text: PooledText) -> PoolingRequestOutput:
+        request, request_id, values, metrics = text
+        if values is None:
+            values = self._no_values
+        else:
+            self._check_finite(request_id, values)
+        made = self._made(request.prompt_states.to_output, values)
+        return PoolingRequestOutput(request_id, request.prompt, request.token_ids, 0, made, metrics)
+
+    @property
+    def _no_values(self) -> Values:
+        return np.full((1, self._size), np.nan, np.float32)
+
+    def _made(self, how: "PooledOutput", values: Values) -> Any:
+        return how.make(values if self._config.method == "all" else values[0], how.params)
+
+    def _check_finite(self, request_id: int, values: Values) -> None:
+        if not math.isfinite(np.vdot(values, values)) and not np.isfinite(values).all():  # the square may be too large
+            logger.warning("request %d: the model's values are NaN or infinite", request_id)
 
     def _embedding(self, vector: Values, params: PoolingParams) -> EmbeddingOutput:
         vector = vector[: params.dimensions]

@@ -189,8 +189,15 @@ def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
     num_samples = sum(chunk.samples for chunk in batch.prefill)
     assert all(chunk.samples for chunk in batch.prefill[:num_samples]), "the chunks that sample a token come first"
     num_blocks = len(set().union(*(chunk.seq.block_table for chunk in batch.prefill)))
+    return assemble(sections, batch.num_prefill_tokens, num_samples, num_blocks, awaits_masks)
+
+
+def assemble(
+    sections: PacketSections, num_prefill_tokens: int, num_samples: int, num_blocks: int, awaits_masks: bool = False
+) -> Packet:
+    """Write the header of these sections, and the sections behind it. The numbers: see Header."""
     counts = PacketSections(*map(len, sections))
-    header = Header(batch.num_prefill_tokens, num_samples, num_blocks, int(awaits_masks), counts)
+    header = Header(num_prefill_tokens, num_samples, num_blocks, int(awaits_masks), counts)
     parts = [np.array(records, dtype) for records, dtype in zip(sections, SECTION_DTYPES, strict=True) if len(records)]
     numbers = np.array([*header[:FIRST_COUNT], *counts], np.int32)
     return np.concatenate([numbers, *(part.view(np.int32) for part in parts)])

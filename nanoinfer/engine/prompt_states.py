@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 
@@ -28,6 +29,21 @@ class FoundStates(NamedTuple):
     layer: int | None
     start: int
     values: Any  # a tensor on the host
+
+
+class FoundVectors(NamedTuple):
+    """What pooling has made of the prompts that a step completes, a vector of each. chunks: which of the step's."""
+
+    chunks: list[int]
+    values: Any  # (num_chunks, size), a tensor on the host
+
+    @property
+    def each(self) -> list[FoundStates]:
+        """The same, one by one."""
+        return [FoundStates(chunk, None, 0, self.values[place : place + 1]) for place, chunk in enumerate(self.chunks)]
+
+
+Found = FoundStates | FoundVectors
 
 
 @dataclass(slots=True, eq=False)
@@ -69,17 +85,19 @@ class PromptStates:
         return [found[start] for start in sorted(found)]
 
 
-def hand_over_states(chunks: Sequence[Any], found: Sequence[FoundStates]) -> None:
+def hand_over_states(chunks: Sequence[Any], found: Sequence[Found]) -> None:
     """Call users' functions with the hidden states of a step that was launched."""
     for one in found:
+        if isinstance(one, FoundVectors):
+            continue
         states = chunks[one.chunk].seq.prompt_states
         if one.layer is not None and states is not None and states.take is not None:
             states.take(one.layer, one.start, one.values)
 
 
-def collect_states(chunks: Sequence[Any], found: Sequence[FoundStates]) -> None:
+def collect_states(chunks: Sequence[Any], found: Sequence[Found]) -> None:
     """Give the sequences of a step's chunks what the step has found of them."""
-    for one in found:
+    for one in chain.from_iterable(one.each if isinstance(one, FoundVectors) else (one,) for one in found):
         states = chunks[one.chunk].seq.prompt_states
         if states is not None and one.layer is None:
             states.add(one)

@@ -3,7 +3,7 @@
 Only rank 0 keeps the results. The other ranks take part in the forward pass and in exchanges.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.device import numbers_to_device
 from nanoinfer.engine.batch import Header, PacketSections
-from nanoinfer.engine.prompt_states import FoundStates, StatesRecord
+from nanoinfer.engine.prompt_states import Found, FoundStates, FoundVectors, StatesRecord
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.forward_step import ForwardStep
@@ -51,7 +51,7 @@ class Pooler:
 
     def run(
         self, forward: Callable[[ForwardStep], Tensor], step: ForwardStep, chunks: Chunks
-    ) -> tuple[Tensor, list[FoundStates]]:
+    ) -> tuple[Tensor, list[Found]]:
         """Run a prefill step; return its hidden states (num_tokens, hidden_size), and what its chunks want of them.
 
         forward: the fastest way through the model. Where layers' own states are wanted, it is the common one instead.
@@ -60,7 +60,7 @@ class Pooler:
             return forward(step), []
         records = [self._records.get(row) for row, _, _ in chunks]
         step = self._with_token_types(step, chunks)
-        found: list[FoundStates] = []
+        found: list[Found] = []
         layers = {layer for row, _, _ in chunks if row in self._records for layer in self._layers[row]}
         if layers:
             hidden, states = captured_layers(self._model.model, step, layers)
@@ -97,7 +97,7 @@ class Pooler:
             offset += length
         return found
 
-    def _pool(self, hidden: Tensor, chunks: Chunks) -> list[FoundStates]:
+    def _pool(self, hidden: Tensor, chunks: Chunks) -> Sequence[Found]:
         if self._config.method == "all":
             return self._of_each_token(hidden, chunks)
         by_mean = self._config.method == "mean"
@@ -120,7 +120,7 @@ class Pooler:
         vectors = self._means(hidden, chunks, indices) if by_mean else hidden[numbers_to_device(places, hidden.device)]
         values = self._after_pooling(vectors).to("cpu", non_blocking=True)
         ended = [index for index in indices if not by_mean or self._ends(chunks[index])]
-        return [FoundStates(index, None, 0, values[place : place + 1]) for place, index in enumerate(ended)]
+        return [FoundVectors(ended, values)] if ended else []
 
     def _ends(self, chunk: list[int]) -> bool:
         row, start, length = chunk

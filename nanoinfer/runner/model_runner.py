@@ -21,7 +21,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.device import computing, is_out_of_memory, record_event, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.batch import DecodeRow, Header, Packet, PacketSections, read_header, split
-from nanoinfer.engine.prompt_states import FoundStates
+from nanoinfer.engine.prompt_states import Found
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.metadata import SharedPrefixes
@@ -43,7 +43,7 @@ class PendingStep(NamedTuple):
     rows: Tensor  # (num_sampled,) int64
     host_rows: list[int]  # the same on the host
     prompt_logprobs: list[SpanLogprobs]
-    hidden_states: list[FoundStates]
+    hidden_states: list[Found]
 
 
 class StepHandle(NamedTuple):
@@ -52,7 +52,7 @@ class StepHandle(NamedTuple):
     token_ids: Tensor  # (num_sampled,) int32
     logprobs: list[SampleLogprobs]
     prompt_logprobs: list[SpanLogprobs]
-    hidden_states: list[FoundStates]
+    hidden_states: list[Found]
     errors: dict[int, str]  # by batch_idx: why a user's function failed, so that there is no such token
     event: torch.cuda.Event | None  # None on a CPU, where a sampled step is done
 

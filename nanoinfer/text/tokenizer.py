@@ -30,6 +30,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tok
 IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
 # Not the tokenizer's failures. All else is, even where it is no Exception, as a panic of its Rust code.
 PASSED_ON = (KeyboardInterrupt, SystemExit, MemoryError)
+NUM_COMPARED = 8  # texts
+BASE_MODULES = (
+    "transformers.tokenization_utils_base",
+    "transformers.tokenization_utils_fast",
+    "transformers.tokenization_utils_tokenizers",
+)
+ENCODING_METHODS = ("__call__", "_encode_plus", "_batch_encode_plus")  # the last one of transformers 4
 
 
 class Tokenizer:
@@ -49,7 +56,9 @@ class Tokenizer:
                 raise ModelError(f"{path} {LFS_REMEDY}") from None
             raise ModelError(f"the tokenizer in {folder} cannot be loaded ({error}); check its files") from error
         self._texts: dict[int, str] = {}  # of single tokens
+        self._agrees: dict[bool, bool] = {}  # whether the backend says what `hf` says, by add_special_tokens
         backend: Any = getattr(self.hf, "backend_tokenizer", None)  # None for tokenizers written in Python
+        self._backend = backend
         decoder = json.loads(backend.decoder.__getstate__()) if backend and backend.decoder else {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
         self._byte_format = find_byte_format(decoder)
@@ -87,7 +96,7 @@ class Tokenizer:
             return []
         try:
             with self._encoding:
-                batch: list[list[int]] = self.hf(texts, add_special_tokens=add_special_tokens, **IDS_ALONE)["input_ids"]
+                batch = self._token_ids(texts, add_special_tokens)
                 bos, bos_id = self.hf.bos_token, self.hf.bos_token_id
                 adds_bos = add_special_tokens and bos is not None and self.hf("")["input_ids"][:1] == [bos_id]
         except PASSED_ON:
@@ -112,6 +121,8 @@ class Tokenizer:
             options["return_token_type_ids"] = "token_type_ids" in self.hf.model_input_names
         try:
             with self._encoding:
+                if pairs is None and max_tokens is None:
+                    return self._token_ids(texts, add_special_tokens=True), [None] * len(texts)
                 batch = self.hf(texts, pairs, **options)
         except PASSED_ON:
             raise
@@ -121,6 +132,35 @@ class Tokenizer:
         if pairs is None or types is None:
             return batch["input_ids"], [None] * len(texts)
         return batch["input_ids"], [found.index(1) if 1 in found else None for found in types]
+
+    def _token_ids(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """Encode texts in one batch.
+
+        transformers calls a tokenizer that is written in Rust, and then takes as long again for what nobody reads. So
+        that is called itself, unless the model's class adds something, or both differ in the first texts.
+        """
+
+        def by_transformers(texts: list[str]) -> list[list[int]]:
+            ids: list[list[int]] = self.hf(texts, add_special_tokens=add_special_tokens, **IDS_ALONE)["input_ids"]
+            return ids
+
+        if add_special_tokens not in self._agrees:
+            methods = [getattr(type(self.hf), name, None) for name in ENCODING_METHODS]
+            is_plain = all(method is None or method.__module__ in BASE_MODULES for method in methods)
+            sample = texts[:NUM_COMPARED]
+            self._agrees[add_special_tokens] = (
+                is_plain
+                and self._backend is not None
+                and by_transformers(sample) == self._encode_fast(sample, add_special_tokens)
+            )
+        if self._agrees[add_special_tokens]:
+            return self._encode_fast(texts, add_special_tokens)
+        return by_transformers(texts)
+
+    def _encode_fast(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        self._backend.no_truncation()  # as an earlier call, or the tokenizer's file, may have set it
+        self._backend.no_padding()
+        return [one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Decode a whole completion as `detokenizer` does bit by bit. Raises RequestError where that fails."""

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +60,36 @@ def test_decoding_leaves_special_tokens_out(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([BOS, 4, 3, 6, EOS]) == "one three"
     assert tokenizer.decode([]) == ""
     assert tokenizer.decode([BOS, 4, 3], skip_special_tokens=False) == "<s> one <end>"
+
+
+def test_ids_are_those_of_transformers_whatever_was_asked_before(tmp_path: Path) -> None:
+    """The tokenizer's file, and earlier calls, may cut texts and fill them up."""
+    save_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<unk>"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"truncation": truncation, "padding": padding}))
+    tokenizer, texts = Tokenizer(tmp_path), ["one two three", "", "<end> three", "öne two", "two"]
+    for add_special_tokens in (True, False, True):
+        tokenizer.encode_whole(texts, max_tokens=1)
+        tokenizer.hf(texts, padding="max_length", max_length=9, truncation=True)
+        expected = tokenizer.hf(texts, add_special_tokens=add_special_tokens)["input_ids"]
+        tokenizer.hf(texts, padding="max_length", max_length=9, truncation=True)
+        assert tokenizer._token_ids(texts, add_special_tokens) == expected
+    assert tokenizer._agrees == {True: True, False: True}
+    assert tokenizer.encode_whole(texts) == (tokenizer.hf(texts)["input_ids"], [None] * 5)
+
+
+def test_a_class_that_encodes_in_its_own_way_is_asked_itself(tokenizer: Tokenizer) -> None:
+    class Shouting(type(tokenizer.hf)):  # type: ignore[misc]
+        def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
+            return super().__call__([one.replace("!", " one") for one in text], *args, **options)
+
+    tokenizer.hf.__class__ = Shouting
+    assert tokenizer._token_ids(["two"], add_special_tokens=False) == [[5]]
+    assert tokenizer._token_ids(["two!"], add_special_tokens=False) == [[5, 4]]
+    assert tokenizer._agrees == {False: False}
 
 
 # --- loading ---

@@ -1,0 +1,163 @@
+"""Steps of whole texts, for encoders: without a scheduler, since nothing of a text outlives its step.
+
+An encoder computes a text in one step, caches nothing and samples nothing. So the texts of a call are laid end to end,
+as many as a step takes, and each step has all rows and blocks to itself: the device runs one after another. What the
+scheduler does for each request costs more than a short text's forward pass. Its steps are the twin of these; they serve
+asyncio and streams of requests, and whoever wants each step reported.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import RLock
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.engine.batch import SECTION_DTYPES, Packet, PacketSections, assemble
+from nanoinfer.engine.interfaces import SILENT
+from nanoinfer.engine.interrupts import postponed_interrupt
+from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.prompt_states import FoundVectors
+from nanoinfer.engine.reserved_ids import Action
+from nanoinfer.outputs import RequestMetrics
+from nanoinfer.text.portions import Portions
+from nanoinfer.text.prompts import PreparedRequest
+
+NO_RECORDS = PacketSections(*([()] * len(PacketSections._fields)))
+MAX_IN_FLIGHT = 2  # steps: the device computes one while the host prepares the next
+
+
+class PooledText(NamedTuple):
+    """A text that was computed. values: (1, size), or of each token (num_tokens, size); None if it was aborted."""
+
+    request: PreparedRequest
+    request_id: int
+    values: NDArray[np.float32] | None
+    metrics: RequestMetrics
+
+
+class TextStep(NamedTuple):
+    """A step in flight."""
+
+    requests: list[PreparedRequest]
+    handle: Any
+    num_tokens: int
+    started: float
+
+
+class TextSteps:
+    """Runs the texts of a call in steps of their own. Any thread may call it.
+
+    lock: that of the engine's queue, whose steps and these take turns.
+    """
+
+    def __init__(self, engine: LLMEngine, lock: RLock) -> None:
+        self._engine, self._lock = engine, lock
+
+    @property
+    def serves(self) -> bool:
+        """Whether texts are whole in a step, and nobody is told of each step."""
+        return self._engine.scheduler.whole_prompts and self._engine.listener is SILENT
+
+    def complete(self, portions: Portions, show: Callable[[int], object]) -> list[PooledText]:
+        """Compute all texts of a call, and return them in the order in which they come.
+
+        show: is told how many are done, after each step.
+        """
+        reserved = self._engine.reserved_ids
+        with self._lock, postponed_interrupt():  # ids that are reserved must be released
+            ids = reserved.reserve(portions.num_requests)
+        done: list[PooledText] = []
+        waiting: deque[PreparedRequest] = deque()
+        in_flight: deque[TextStep] = deque()
+        num_taken, arrived = 0, time.perf_counter()
+        try:
+            with portions:
+                while len(done) < portions.num_requests:
+                    taken = portions.take(wait=not (waiting or in_flight))
+                    waiting += taken
+                    num_taken += len(taken)
+                    is_last = num_taken == portions.num_requests
+                    if waiting and (is_last or not in_flight or len(waiting) >= self._engine.scheduler.max_num_seqs):
+                        in_flight.append(self._launch(waiting))
+                        if len(in_flight) < MAX_IN_FLIGHT and waiting:
+                            continue
+                    if in_flight and (len(in_flight) == MAX_IN_FLIGHT or not waiting):
+                        step = in_flight.popleft()
+                        metrics = RequestMetrics(queue_time=step.started - arrived)
+                        for request, values in zip(step.requests, self._collect(step), strict=True):
+                            request_id = ids[len(done)]
+                            is_aborted = Action.ABORT in reserved.queue(request_id)
+                            done.append(PooledText(request, request_id, None if is_aborted else values, metrics))
+                        show(len(done))
+        finally:
+            reserved.release(ids)
+        return done
+
+    def _launch(self, waiting: deque[PreparedRequest]) -> TextStep:
+        """Start a step of the first texts that wait, as many as it takes."""
+        engine, started = self._engine, time.perf_counter()
+        budget, num_blocks = engine.config.max_num_batched_tokens, engine.block_manager.num_blocks
+        block_size, num_tokens = engine.block_manager.block_size, 0
+        requests: list[PreparedRequest] = []
+        while waiting and len(requests) < engine.scheduler.max_num_seqs:
+            size = len(waiting[0].token_ids)
+            budget, num_blocks = budget - size, num_blocks - -(-size // block_size)
+            if requests and (budget < 0 or num_blocks < 0):
+                break
+            num_tokens += size
+            requests.append(waiting.popleft())
+        with self._lock, postponed_interrupt(), engine.guard:
+            runner = engine.check_open()
+            handle = runner.sample(runner.launch(pack_texts(requests, block_size)))
+        engine.stats.num_prompt_tokens += num_tokens
+        return TextStep(requests, handle, num_tokens, started)
+
+    def _collect(self, step: TextStep) -> Sequence[NDArray[np.float32]]:
+        """Wait for a step; return the values of each text."""
+        engine = self._engine
+        with self._lock, postponed_interrupt(), engine.guard:
+            engine.check_open().wait(step.handle)
+            engine.stats.count_step(True, step.num_tokens, 0, time.perf_counter() - step.started)
+        values: list[Any] = [None] * len(step.requests)
+        for found in step.handle.hidden_states:
+            if isinstance(found, FoundVectors):
+                vectors = found.values.numpy()
+                for place, chunk in enumerate(found.chunks):
+                    values[chunk] = vectors[place : place + 1]
+            else:  # of each token
+                values[found.chunk] = found.values.numpy()
+        return values
+
+
+def pack_texts(requests: list[PreparedRequest], block_size: int) -> Packet:
+    """Return the packet of a step that computes these texts alone, in the first rows and blocks."""
+    sizes = np.array([len(request.token_ids) for request in requests])
+    rows, blocks = np.arange(len(sizes)), -(-sizes // block_size)
+    row_records = np.zeros(len(sizes), SECTION_DTYPES.row_records)
+    row_records["row"], row_records["num_tokens"] = rows, sizes
+    new_blocks = np.zeros(blocks.sum(), SECTION_DTYPES.new_blocks)
+    new_blocks["row"] = rows.repeat(blocks)
+    new_blocks["block_id"] = np.arange(len(new_blocks))
+    new_blocks["column"] = new_blocks["block_id"] - (blocks.cumsum() - blocks).repeat(blocks)
+    chunks = np.zeros(len(sizes), SECTION_DTYPES.chunks)
+    chunks["row"], chunks["length"] = rows, sizes
+    sections = NO_RECORDS._replace(
+        row_records=row_records,
+        known_tokens=np.concatenate([_ids(request) for request in requests]),
+        new_blocks=new_blocks,
+        chunks=chunks,
+        states_records=[
+            request.prompt_states.record(row, size)
+            for row, (request, size) in enumerate(zip(requests, sizes.tolist(), strict=True))
+        ],
+    )
+    return assemble(sections, int(sizes.sum()), num_samples=0, num_blocks=len(new_blocks))
+
+
+def _ids(request: PreparedRequest) -> NDArray[np.int32]:
+    if request.packed_ids is None:
+        return np.array(request.token_ids, np.int32)
+    return np.frombuffer(request.packed_ids, np.int32)
