@@ -139,6 +139,8 @@ def load_engine(found: FoundModel) -> Loaded:
         on_failure.pop_all()
     queue = RequestQueue(engine, prompts, constraints)
     callbacks = StepCallbacks(engine, runner.info.device)
+    has_blocks_alone = model_config.linear_attention is None and not runner.limits.num_windowed_groups
+    only_pools = model_config.head is not None and has_blocks_alone
     return Loaded(
         engine,
         queue,
@@ -149,5 +151,5 @@ def load_engine(found: FoundModel) -> Loaded:
         runner.limits.max_model_len,
         runner.info,
         runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded},
-        TextSteps(engine, queue.lock),
+        TextSteps(engine, queue.lock, only_pools),
     )

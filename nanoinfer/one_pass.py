@@ -232,7 +232,7 @@ class OnePass:
         steps = None if self._text_steps is None or wants_states else self._text_steps
         outputs: list[Any]
         with Progress(self._queue.get_metrics, portions.num_requests, use_tqdm, generates=False) as progress:
-            if steps is not None and steps.serves:
+            if steps is not None and steps.serves(portions.first):
                 outputs = [self._output_of_text(text) for text in steps.complete(portions, progress.show)]
             else:
                 outputs = self._queue.complete(portions, progress.show)

@@ -1,9 +1,10 @@
-"""Steps of whole texts, for encoders: without a scheduler, since nothing of a text outlives its step.
+"""Steps of whole texts, for models that pool: without a scheduler, since nothing of a text outlives its step.
 
-An encoder computes a text in one step, caches nothing and samples nothing. So the texts of a call are laid end to end,
-as many as a step takes, and each step has all rows and blocks to itself: the device runs one after another. What the
-scheduler does for each request costs more than a short text's forward pass. Its steps are the twin of these; they serve
-asyncio and streams of requests, and whoever wants each step reported.
+An encoder computes a text in one step, caches nothing and samples nothing; so does a decoder that only pools, if texts
+have no beginning in common. The texts of a call are laid end to end, as many as a step takes, and each step has all
+rows and blocks to itself: the device runs one after another. What the scheduler does for each request costs more than
+a short text's forward pass. Its steps are the twin of these. They serve asyncio, long texts, those that begin alike,
+and whoever wants each step reported.
 """
 
 import time
@@ -21,12 +22,14 @@ from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.prompt_states import FoundVectors
 from nanoinfer.engine.reserved_ids import Action
+from nanoinfer.errors import EngineStateError
 from nanoinfer.outputs import RequestMetrics
 from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 
 NO_RECORDS = PacketSections(*([()] * len(PacketSections._fields)))
 MAX_IN_FLIGHT = 2  # steps: the device computes one while the host prepares the next
+MIN_SHARED_TOKENS = 32  # that texts begin with, so that the prefix cache spares more than the scheduler costs
 
 
 class PooledText(NamedTuple):
@@ -50,16 +53,22 @@ class TextStep(NamedTuple):
 class TextSteps:
     """Runs the texts of a call in steps of their own. Any thread may call it.
 
-    lock: that of the engine's queue, whose steps and these take turns.
+    lock: that of the engine's queue, whose steps and these take turns. only_pools: whether the model generates nothing,
+    and has no other memory than blocks.
     """
 
-    def __init__(self, engine: LLMEngine, lock: RLock) -> None:
-        self._engine, self._lock = engine, lock
+    def __init__(self, engine: LLMEngine, lock: RLock, only_pools: bool) -> None:
+        self._engine, self._lock, self._only_pools = engine, lock, only_pools
 
-    @property
-    def serves(self) -> bool:
-        """Whether texts are whole in a step, and nobody is told of each step."""
-        return self._engine.scheduler.whole_prompts and self._engine.listener is SILENT
+    def serves(self, first: Sequence[PreparedRequest]) -> bool:
+        """Return whether a call's texts can be computed so. first: some of them, the longest."""
+        engine = self._engine
+        if engine.listener is not SILENT or engine.scheduler.paused:
+            return False
+        if engine.scheduler.whole_prompts:
+            return True
+        is_whole = all(len(request.token_ids) <= engine.config.max_num_batched_tokens for request in first)
+        return self._only_pools and is_whole and not (engine.config.enable_prefix_caching and _begin_alike(first))
 
     def complete(self, portions: Portions, show: Callable[[int], object]) -> list[PooledText]:
         """Compute all texts of a call, and return them in the order in which they come.
@@ -69,6 +78,7 @@ class TextSteps:
         reserved = self._engine.reserved_ids
         with self._lock, postponed_interrupt():  # ids that are reserved must be released
             ids = reserved.reserve(portions.num_requests)
+            self._engine.reset_prefix_cache()  # the blocks are wanted
         done: list[PooledText] = []
         waiting: deque[PreparedRequest] = deque()
         in_flight: deque[TextStep] = deque()
@@ -109,11 +119,25 @@ class TextSteps:
                 break
             num_tokens += size
             requests.append(waiting.popleft())
-        with self._lock, postponed_interrupt(), engine.guard:
+        packet = pack_texts(requests, block_size)
+        with self._lock, postponed_interrupt():
             runner = engine.check_open()
-            handle = runner.sample(runner.launch(pack_texts(requests, block_size)))
+            self._let_others_end()
+            with engine.guard:
+                handle = runner.sample(runner.launch(packet))
         engine.stats.num_prompt_tokens += num_tokens
         return TextStep(requests, handle, num_tokens, started)
+
+    def _let_others_end(self) -> None:
+        """Run the requests that hold rows and blocks. An encoder's hold them only within a step."""
+        engine = self._engine
+        if engine.scheduler.whole_prompts or not engine.block_manager.num_used_blocks:
+            return
+        while not engine.scheduler.is_finished():
+            engine.step()
+        if engine.scheduler.paused:
+            raise EngineStateError("paused requests hold what a step of texts needs; resume or abort them first")
+        engine.reset_prefix_cache()
 
     def _collect(self, step: TextStep) -> Sequence[NDArray[np.float32]]:
         """Wait for a step; return the values of each text."""
@@ -155,6 +179,12 @@ def pack_texts(requests: list[PreparedRequest], block_size: int) -> Packet:
         ],
     )
     return assemble(sections, int(sizes.sum()), num_samples=0, num_blocks=len(new_blocks))
+
+
+def _begin_alike(requests: Sequence[PreparedRequest]) -> bool:
+    """Return whether all of these begin with the same tokens."""
+    all_ids = [request.token_ids for request in requests]
+    return len(all_ids) > 1 and min(all_ids)[:MIN_SHARED_TOKENS] == max(all_ids)[:MIN_SHARED_TOKENS]
 
 
 def _ids(request: PreparedRequest) -> NDArray[np.int32]:

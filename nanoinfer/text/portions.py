@@ -42,6 +42,11 @@ class Portions:
         """Return requests that are prepared as the one portion of their call."""
         return cls(lambda _, __: requests, range(len(requests)), size=len(requests))
 
+    @property
+    def first(self) -> list[PreparedRequest]:
+        """The requests that are ready, at the beginning."""
+        return self._ready
+
     def take(self, wait: bool = False) -> list[PreparedRequest]:
         """Return the next portion; none where it is not ready, unless told to wait, or where none is left.
 

@@ -12,6 +12,8 @@ import pytest
 
 from nanoinfer import LLM
 from nanoinfer.engine.text_steps import TextSteps
+from tests.models.test_architectures import draw_options, save_random_model
+from tests.pooling.test_decoders import SMALL
 from tests.pooling.test_encoders import ENCODERS, FAMILIES, PROMPTS, encoder, save_encoder  # noqa: F401 (a fixture)
 
 MANY = [ids[: 1 + index % len(ids)] for index, ids in enumerate(PROMPTS * 5)]
@@ -119,3 +121,54 @@ def test_a_step_that_fails_leaves_a_usable_engine(
         found = llm.embed(MANY, use_tqdm=False)
         assert llm.queue.has_unfinished_requests() is False
     assert all(np.array_equal(a.outputs.embedding, b.outputs.embedding) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("decoder")
+    save_random_model(folder, "Qwen3ForCausalLM", draw_options("Qwen3ForCausalLM", 0) | {"use_sliding_window": False}, 0)
+    return folder
+
+
+DECODER: dict[str, Any] = {**SMALL, "runner": "pooling", "max_num_batched_tokens": 96, "max_num_seqs": 3}
+ALIKE = [[*range(40), *ids[:20]] for ids in MANY[:6]]
+
+
+def is_close(found: list[Any], expected: list[Any]) -> bool:
+    pairs = zip(found, expected, strict=True)
+    return all(np.abs(ours.outputs.embedding - theirs.outputs.embedding).max() < 1e-5 for ours, theirs in pairs)
+
+
+def test_a_decoder_that_only_pools_has_them_too(decoder: Path) -> None:
+    """What the scheduler caches before is not read after these steps have taken its blocks."""
+    with LLM(decoder, **DECODER) as llm:
+        alike = llm.embed(ALIKE, use_tqdm=False)
+        cached = llm.get_metrics().cached_tokens
+        assert cached >= 40 * (len(ALIKE) - 3), "texts that begin alike go through the scheduler"
+        found = llm.embed(MANY, use_tqdm=False)
+        metrics = llm.get_metrics()
+        assert (metrics.cached_tokens, metrics.num_used_blocks) == (cached, 0)
+        assert is_close(llm.embed(ALIKE, use_tqdm=False), alike)
+        assert is_close(found, watched(llm, lambda: llm.embed(MANY, use_tqdm=False)))
+        long = [ids * 2 for ids in PROMPTS if len(ids) > 48]  # in chunks
+        assert is_close(llm.embed(long, use_tqdm=False), watched(llm, lambda: llm.embed(long, use_tqdm=False)))
+
+
+def test_others_end_before_their_rows_are_taken(decoder: Path) -> None:
+    with LLM(decoder, **DECODER) as llm:
+        expected, expected_alike = llm.embed(MANY, use_tqdm=False), llm.embed(ALIKE, use_tqdm=False)
+        wrong: list[int] = []
+
+        def run(index: int) -> None:
+            for _ in range(5):
+                texts, its = (MANY, expected) if index % 2 else (ALIKE, expected_alike)
+                if not is_close(llm.embed(texts, use_tqdm=False), its):
+                    wrong.append(index)
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert llm.get_metrics().num_used_blocks == 0

@@ -3,8 +3,8 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as WordTokenizer
