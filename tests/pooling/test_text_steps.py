@@ -126,7 +126,9 @@ def test_a_step_that_fails_leaves_a_usable_engine(
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("decoder")
-    save_random_model(folder, "Qwen3ForCausalLM", draw_options("Qwen3ForCausalLM", 0) | {"use_sliding_window": False}, 0)
+    save_random_model(
+        folder, "Qwen3ForCausalLM", draw_options("Qwen3ForCausalLM", 0) | {"use_sliding_window": False}, 0
+    )
     return folder
 
 
