@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoinfer.engine.partial_hits import num_common
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.engine.prompt_states import PromptStates
 from nanoinfer.engine.reserved_ids import Action
@@ -30,7 +31,7 @@ from nanoinfer.outputs import (
     StreamChunk,
     TokenLogprobs,
 )
-from nanoinfer.replicas.dispatch import QueuedRequest
+from nanoinfer.replicas.dispatch import PREFIX_TOKENS, QueuedRequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 
@@ -45,8 +46,9 @@ NO_OTHERS = (None,) * 5
 class Requests(NamedTuple):
     """Requests to be queued."""
 
-    columns: NDArray[np.int64]  # (num_requests, 7): see `pack_requests`
-    token_ids: NDArray[np.int32]  # of all prompts, one after the other
+    columns: NDArray[np.int64]  # (num_requests, 8): see `pack_requests`
+    prefixes: list[bytes]  # token ids as int32 that several prompts begin with, sent once
+    token_ids: NDArray[np.int32]  # of all prompts after their prefix, one after the other
     params: list[bytes]  # each pickled by itself: a replica may not be able to read functions, and classes of users
     which_params: NDArray[np.int32]  # (num_requests,) index in `params`
     states: dict[int, PromptStates]  # of requests that want hidden states or are pooled, by their line
@@ -161,25 +163,30 @@ class Chunks(NamedTuple):
 
 
 def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool], are_aborted: bool = False) -> Requests:
-    distinct = {id(params): params for params in (request.prepared.sampling_params for request in queued)}
-    places = {key: place for place, key in enumerate(distinct)}
+    places: dict[SamplingParams, int] = {}  # equal ones are sent once
+    which_params = [places.setdefault(request.prepared.sampling_params, len(places)) for request in queued]
+    prompts = [request.prompt for request in queued]
+    prefixes, which_prefix = common_prefixes(prompts)
     rows = [
         (
             request.request_id,
             request.priority,
-            len(request.prepared.token_ids),
+            len(prompt) // 4 - len(prefixes[prefix]) // 4,
             request.prepared.prompt_logprobs_start,
             request.prepared.sampling_params.n,
             request.prepared.prompt is not None,
             is_streamed,
+            prefix,
         )
-        for request, is_streamed in zip(queued, are_streamed, strict=True)
+        for request, prompt, prefix, is_streamed in zip(queued, prompts, which_prefix, are_streamed, strict=True)
     ]
+    own = (prompt[len(prefixes[prefix]) :] for prompt, prefix in zip(prompts, which_prefix, strict=True))
     return Requests(
         np.array(rows, np.int64),
-        np.frombuffer(b"".join(request.prompt for request in queued), np.int32),
-        [pickle.dumps(params, pickle.HIGHEST_PROTOCOL) for params in distinct.values()],
-        np.array([places[id(request.prepared.sampling_params)] for request in queued], np.int32),
+        prefixes,
+        np.frombuffer(b"".join(own), np.int32),
+        [pickle.dumps(params, pickle.HIGHEST_PROTOCOL) for params in places],
+        np.array(which_params, np.int32),
         {
             line: replace(request.prepared.prompt_states, to_output=None)  # which stays here
             for line, request in enumerate(queued)
@@ -187,6 +194,24 @@ def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool],
         },
         are_aborted,
     )
+
+
+def common_prefixes(prompts: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
+    """Return what several prompts begin with, after b"", and for each prompt the index of its prefix there.
+
+    Those that are equal for PREFIX_TOKENS have one. The first and the last of them in sorted order have no more in
+    common than all have.
+    """
+    alike: dict[bytes, list[bytes]] = {}
+    for prompt in prompts:
+        alike.setdefault(prompt[: 4 * PREFIX_TOKENS], []).append(prompt)
+    prefixes, places = [b""], dict.fromkeys(alike, 0)
+    for beginning, those in alike.items():
+        if len(those) > 1 and len(beginning) == 4 * PREFIX_TOKENS:
+            first, last = min(those), max(those)
+            places[beginning] = len(prefixes)
+            prefixes.append(first[: 4 * num_common(first, last)])
+    return prefixes, [places[prompt[: 4 * PREFIX_TOKENS]] for prompt in prompts]
 
 
 class ReceivedRequest(NamedTuple):
@@ -219,14 +244,16 @@ def unpack_requests(message: Requests, to_output: Callable[..., Any]) -> list[Re
     received, end = [], 0
     token_ids = message.token_ids.tolist()
     packed = message.token_ids.tobytes()
+    prefixes = [(np.frombuffer(prefix, np.int32).tolist(), prefix) for prefix in message.prefixes]
     for line, (row, index) in enumerate(zip(message.columns.tolist(), message.which_params.tolist(), strict=True)):
-        request_id, priority, length, logprobs_start, n, is_text, is_streamed = row
+        request_id, priority, length, logprobs_start, n, is_text, is_streamed, which_prefix = row
         start, end = end, end + length
+        prefix, packed_prefix = prefixes[which_prefix]
         prepared = PreparedRequest(
             prompt="" if is_text else None,  # the text itself is not needed here
-            token_ids=token_ids[start:end],
+            token_ids=prefix + token_ids[start:end],
             sampling_params=SamplingParams(n=n) if index in errors else params[index],
-            packed_ids=packed[4 * start : 4 * end],
+            packed_ids=packed_prefix + packed[4 * start : 4 * end],
             priority=priority,
             prompt_logprobs_start=logprobs_start,
             prompt_states=message.states.get(line),

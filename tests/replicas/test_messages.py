@@ -1,0 +1,52 @@
+"""What goes through the pipe: what requests have in common goes once, and comes out as it was."""
+
+import pickle
+from typing import Any
+
+import pytest
+
+from nanoinfer.replicas.dispatch import PREFIX_TOKENS, QueuedRequest
+from nanoinfer.replicas.messages import common_prefixes, pack_requests, unpack_requests
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.prompts import PreparedRequest, pack_ids
+
+ONE, OTHER = [7] * (PREFIX_TOKENS + 10), [8] * PREFIX_TOKENS
+PROMPTS = [[*ONE, 1, 2], [3], [*OTHER, 4], [*ONE, 1, 5, 6], ONE[:PREFIX_TOKENS], OTHER[:-1], OTHER[:-1], [9] * 200]
+
+
+def queued_requests(prompts: list[list[int]], params: list[SamplingParams]) -> list[QueuedRequest]:
+    return [
+        QueuedRequest(index, PreparedRequest(prompt=None, token_ids=ids, sampling_params=one), work=1)
+        for index, (ids, one) in enumerate(zip(prompts, params, strict=True))
+    ]
+
+
+def sent(queued: list[QueuedRequest]) -> tuple[Any, list[PreparedRequest]]:
+    message = pickle.loads(pickle.dumps(pack_requests(queued, [False] * len(queued))))
+    return message, [received.prepared for received in unpack_requests(message, print)]
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[::-1], [[1], [1]], [ONE, ONE]])
+def test_prompts_come_out_as_they_were_as_a_list_and_packed(prompts: list[list[int]]) -> None:
+    _, prepared = sent(queued_requests(prompts, [SamplingParams()] * len(prompts)))
+    assert [one.token_ids for one in prepared] == prompts
+    assert [one.packed_ids for one in prepared] == [pack_ids(prompt) for prompt in prompts]
+
+
+def test_a_prefix_of_several_prompts_is_sent_once_to_its_last_token() -> None:
+    common = [*ONE, 1]
+    message, _ = sent(queued_requests([[*common, 2], [3], [*common, 4, 5]], [SamplingParams()] * 3))
+    assert message.prefixes == [b"", pack_ids(common)]
+    assert message.token_ids.tolist() == [2, 3, 4, 5]
+
+
+def test_what_one_prompt_begins_with_or_too_few_tokens_are_no_prefix() -> None:
+    short = [pack_ids(OTHER[:-1]) or b""] * 2
+    assert common_prefixes([pack_ids(ONE) or b"", *short]) == ([b""], [0, 0, 0])
+
+
+def test_equal_sampling_params_are_sent_once() -> None:
+    params = [SamplingParams(max_tokens=count, logit_bias={count: 1.0}) for count in (4, 5, 4)]
+    message, prepared = sent(queued_requests([[1], [2], [3]], params))
+    assert len(message.params) == 2
+    assert [one.sampling_params for one in prepared] == params
