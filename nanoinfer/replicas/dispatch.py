@@ -1,12 +1,12 @@
 """Decides which replica gets which request, and when: the queue in front of all of them.
 
-A replica is given requests as it runs short, at any moment those of the replica with the least work left. Higher
+Each request waits for the replica that had least to do when it came, which is given requests as it runs short. Higher
 priorities go first, then what was queued earlier, then what takes longest: short requests fill the gaps at the end.
 
 Requests that begin alike stay on one replica, which computes what they share once. Where they are more than
 1 / (2 * num_replicas) of the work in the queue, they are cut into parts of that size; neighbours in the order of their
-token ids stay together, so that the parts share more than their beginning. At the end, a replica that is about to run
-out takes half of what waits for another one.
+token ids stay together, so that the parts share more than their beginning. A replica that has free rows, and nothing
+that waits for it, takes half of what waits for another one.
 """
 
 import heapq
@@ -20,6 +20,7 @@ from nanoinfer.text.prompts import PreparedRequest
 PREFIX_TOKENS = 64  # prompts that are equal so far begin alike
 PROMPT_SHARE = 1 / 16  # the work of a prompt's token, in that of a generated one
 MIN_MARGIN = 8  # requests that a replica has waiting, at least; else a quarter of its rows
+FEW_TOKENS = 8  # an answer of so many leaves its row soon
 MAX_HOMES = 65536  # prefixes whose replica is remembered
 
 
@@ -36,9 +37,10 @@ class QueuedRequest:
 
     @property
     def num_seqs(self) -> float:
-        """How many sequences it counts as. One that is pooled leaves its row after a step: half a sequence."""
-        states = self.prepared.prompt_states
-        return 0.5 if states is not None and states.pools else self.prepared.sampling_params.n
+        """How many sequences it counts as. One that is pooled, or generates little, leaves its row soon: it is half."""
+        states, params = self.prepared.prompt_states, self.prepared.sampling_params
+        is_short = params.max_tokens is not None and params.max_tokens <= FEW_TOKENS
+        return params.n * 0.5 if is_short or (states is not None and states.pools) else params.n
 
     @property
     def priority(self) -> int:
@@ -95,6 +97,7 @@ class Dispatcher:
     """
 
     def __init__(self, num_replicas: int, num_rows: int) -> None:
+        self.num_rows = num_rows
         self.capacity = num_rows + max(MIN_MARGIN, num_rows // 4)  # sequences that a replica is given
         self.num_seqs = [0.0] * num_replicas  # on each replica
         self.work = [0.0] * num_replicas  # likewise
@@ -103,8 +106,7 @@ class Dispatcher:
         self._waiting: dict[int, QueuedRequest] = {}
         self._waiting_work = 0.0
         self._new: list[QueuedRequest] = []
-        self._common: list[Group] = []  # heaps: for any replica, and for each
-        self._own: list[list[Group]] = [[] for _ in range(num_replicas)]
+        self._own: list[list[Group]] = [[] for _ in range(num_replicas)]  # heaps: what waits for each
         self._open: list[Group | None] = [None] * num_replicas  # what each takes from
         self._homes: dict[bytes, int] = {}  # where the prompts with a prefix went
         self._serial, self._round = count(), 0
@@ -156,10 +158,10 @@ class Dispatcher:
     def close(self, replica: int) -> None:
         """Give no more requests to a replica, and those that wait for it to others."""
         self._alive.remove(replica)
-        for group in [*self._own[replica], self._open[replica]]:
-            if group is not None and group.requests:
-                heapq.heappush(self._common, group)
+        groups = [group for group in [*self._own[replica], self._open[replica]] if group is not None and group.requests]
         self._own[replica], self._open[replica] = [], None
+        for group in groups:
+            heapq.heappush(self._own[min(self._alive, key=self._load)], group)
         self._homes = {prefix: home for prefix, home in self._homes.items() if home != replica}
 
     def take(self) -> tuple[int, QueuedRequest] | None:
@@ -188,8 +190,8 @@ class Dispatcher:
         """Return whether a replica runs short, or the next request has a higher priority than some that it has."""
         if self.num_seqs[replica] < self.capacity:
             return True
-        heads = [heap[0].priority for heap in (self._common, self._own[replica]) if heap]
-        return bool(heads) and max(heads) > min(self._priorities[replica])
+        own = self._own[replica]
+        return bool(own) and own[0].priority > min(self._priorities[replica])
 
     def _take_for(self, replica: int) -> QueuedRequest | None:
         while group := self._next_group(replica):
@@ -205,26 +207,16 @@ class Dispatcher:
         group, own = self._open[replica], self._own[replica]
         if group is not None and not group.requests:
             group = self._open[replica] = None
-        heaps = [heap for heap in (self._common, own) if heap]
-        best = min(heaps, key=lambda heap: heap[0], default=None)
-        if best is not None and (group is None or best[0].priority > group.priority):
-            if group is not None:
-                heapq.heappush(own, group)
-            group = heapq.heappop(best)
-            if group.prefix is not None and len(group.requests) > 1:
-                self._homes.setdefault(group.prefix, replica)
-        elif group is None:
+        if own and (group is None or own[0].priority > group.priority):
+            group = heapq.heappop(own) if group is None else heapq.heapreplace(own, group)
+        elif group is None and self.num_seqs[replica] < self.num_rows:
             group = self._steal(replica)
         self._open[replica] = group
         return group
 
     def _steal(self, replica: int) -> Group | None:
         """Take from the replica that has most to do, if that is more than twice of what is left here."""
-        left = {
-            other: sum(group.work for group in [*self._own[other], self._open[other]] if group)
-            for other in self._alive
-            if other != replica
-        }
+        left = {other: self._work_left(other) for other in self._alive if other != replica}
         victim = max(left, key=lambda other: left[other] + self.work[other], default=None)
         if victim is None or left[victim] + self.work[victim] <= 2 * self.work[replica]:
             return None
@@ -238,7 +230,7 @@ class Dispatcher:
         return self._group(taken, group.prefix)
 
     def _arrange(self) -> None:
-        """Put new requests into groups."""
+        """Put new requests into groups, and each group into the queue of a replica."""
         if not self._new:
             return
         new, self._new = [request for request in self._new if self._waiting.get(request.request_id) is request], []
@@ -246,18 +238,49 @@ class Dispatcher:
         for request in new:
             alike.setdefault((request.priority, request.round, request.prefix), []).append(request)
         largest = self._waiting_work / (2 * len(self._alive))
-        for (_, _, prefix), requests in alike.items():
-            if prefix is None:
-                parts = [[request] for request in requests]
-            elif len(parts := _cut(requests, largest)) > 1:
+        loads = {replica: self._load(replica) for replica in self._alive}
+        loose: dict[tuple[int, int], list[QueuedRequest]] = {}  # those that nothing keeps together
+        for (priority, round_, prefix), requests in alike.items():
+            if prefix is None or (len(requests) == 1 and prefix not in self._homes):
+                loose.setdefault((priority, round_), []).extend(requests)
+                continue
+            parts = _cut(requests, largest)
+            if len(parts) > 1:
                 self._homes.pop(prefix, None)  # it will be everywhere
                 prefix = None
-            home = None if prefix is None else self._homes.get(prefix)
             for part in parts:
-                heapq.heappush(self._common if home is None else self._own[home], self._group(part, prefix))
+                home = None if prefix is None else self._homes.get(prefix)
+                if home is None:
+                    home = min(loads, key=loads.__getitem__)
+                if prefix is not None and len(part) > 1:
+                    self._homes[prefix] = home
+                group = self._group(part, prefix)
+                loads[home] += group.work
+                heapq.heappush(self._own[home], group)
+        for requests in loose.values():  # last: they fill the gaps that the others leave
+            self._spread(requests, loads)
         while len(self._homes) > MAX_HOMES:
             del self._homes[next(iter(self._homes))]
         self._round += 1
+
+    def _spread(self, requests: list[QueuedRequest], loads: dict[int, float]) -> None:
+        """Give each replica a group of these: each request, the longest first, goes where the least is to be done."""
+        groups: dict[int, list[QueuedRequest]] = {replica: [] for replica in loads}
+        for request in sorted(requests, key=lambda request: -request.work):
+            replica = min(loads, key=loads.__getitem__)
+            groups[replica].append(request)
+            loads[replica] += request.work
+        for replica, those in groups.items():
+            if those:
+                heapq.heappush(self._own[replica], self._group(those, None))
+
+    def _load(self, replica: int) -> float:
+        """Return the work that a replica has, and that waits for it."""
+        return self.work[replica] + self._work_left(replica)
+
+    def _work_left(self, replica: int) -> float:
+        """Return the work that waits for a replica."""
+        return sum(group.work for group in [*self._own[replica], self._open[replica]] if group is not None)
 
     def _group(self, requests: list[QueuedRequest], prefix: bytes | None) -> Group:
         return Group(next(self._serial), requests, prefix)

@@ -3,7 +3,7 @@
 from array import array
 
 from nanoinfer.engine.prompt_states import PromptStates
-from nanoinfer.replicas.dispatch import PREFIX_TOKENS, Dispatcher, QueuedRequest, expected_work
+from nanoinfer.replicas.dispatch import FEW_TOKENS, PREFIX_TOKENS, Dispatcher, QueuedRequest, expected_work
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 
@@ -63,10 +63,10 @@ def test_a_replica_gets_what_fills_its_rows_and_a_quarter_more_and_the_rest_as_i
         dispatcher.add(request)
     assert [len(ids) for ids in feed(dispatcher)] == [50, 50]
     for request in requests:
-        if request.replica == 1 and request.request_id < 30:
+        if request.replica == 1 and request.request_id < 14:
             dispatcher.finish(request)
-    assert [len(ids) for ids in feed(dispatcher)] == [0, 15]
-    assert len(dispatcher) == 5
+    assert [len(ids) for ids in feed(dispatcher)] == [0, 7]
+    assert len(dispatcher) == 13
 
 
 def test_n_samples_count_as_so_many_and_stay_together() -> None:
@@ -151,11 +151,18 @@ def test_what_is_paused_on_a_replica_leaves_room_for_others() -> None:
 def test_texts_that_are_pooled_count_half_since_a_replica_needs_them_for_two_steps() -> None:
     dispatcher = Dispatcher(num_replicas=1, num_rows=8)
     for request_id in range(40):
-        request = make_request(request_id, 1)
+        request = make_request(request_id, 10)
         request.prepared.prompt_states = PromptStates(pools=request_id < 30, first=0, to_output=print)
         dispatcher.add(request)
     assert len(feed(dispatcher)[0]) == 30 + 1
     assert dispatcher.num_seqs == [16]
+
+
+def test_what_generates_little_counts_half_too() -> None:
+    dispatcher = Dispatcher(num_replicas=1, num_rows=8)
+    for request_id in range(40):
+        dispatcher.add(make_request(request_id, FEW_TOKENS + (request_id >= 30)))
+    assert len(feed(dispatcher)[0]) == 10 + 2 * (16 - 10)
 
 
 def test_a_full_replica_gets_what_has_a_higher_priority_than_something_that_it_has() -> None:
