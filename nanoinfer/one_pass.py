@@ -192,7 +192,7 @@ class OnePass:
             return requests
 
         if at_once:
-            return Portions(prepare, range(len(prompts)), len(prompts), on_error=None)
+            return Portions(prepare, range(len(prompts)), None, on_error=None)
         order = sorted(range(len(prompts)), key=lambda index: -_length(prompts[index]))
         return Portions(prepare, order, self._queue.portion_size, on_error=None)
 

@@ -153,7 +153,7 @@ class RequestQueue:
             return [*requests.values()]
 
         at_once |= priority is not None or self._constraints.is_asked(all_params)
-        return Portions(prepare, range(len(prompts)), len(prompts) if at_once else self.portion_size, on_error)
+        return Portions(prepare, range(len(prompts)), None if at_once else self.portion_size, on_error)
 
     def compile_grammars(self, params: Sequence[SamplingParams]) -> None:
         """Compile what these ask for, so that `prepare` finds it. Raises RequestError where that cannot be done."""

@@ -45,6 +45,7 @@ from nanoinfer.text.prompts import PreparedRequest
 
 logger = logging.getLogger("nanoinfer")
 
+SHORT_TURN_SECONDS = 0.001  # while a call prepares requests that replicas may lack
 MAX_MESSAGES = 64  # that are taken from a replica at a time, so that none waits for another one
 # A replica with work that is silent for so long hangs: others are heard of after each step. One of several ranks
 # notices it after 300 s itself, and names the rank.
@@ -167,7 +168,7 @@ class ReplicatedEngine:
             self._listen()
             self._act_on_marked()
             self._feed()
-            self.receive(TURN_SECONDS)
+            self.receive(SHORT_TURN_SECONDS if self.reserved_ids else TURN_SECONDS)
             self._lose_hanging()
             self._feed()
         while self._losses:

@@ -1,7 +1,7 @@
 """Prepares the requests of a call a portion at a time, so that steps begin before all its texts are tokenized."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from nanoinfer.text.prompts import PreparedRequest
@@ -17,6 +17,8 @@ class Portions:
 
     prepare: makes the requests of the prompts with these indices, and adds to the errors what is wrong with some. It
     is called by one thread at a time. order: the indices of all prompts, in the order in which they are queued.
+    size: of the largest portion. The first has PORTION_SIZE at most, so that all replicas begin early, and a later one
+    half as many as came before it, so that those that begin alike come together; None: all are one portion.
     on_error: as in `LLM.generate`; all but "return" raise, with what is wrong with any of the prompts.
     """
 
@@ -24,15 +26,14 @@ class Portions:
         self,
         prepare: Prepare,
         order: Sequence[int],
-        size: int = PORTION_SIZE,
+        size: int | None = PORTION_SIZE,
         on_error: OnError | None = "raise",
     ) -> None:
         self.num_requests, self.order = len(order), order
         self._prepare, self._on_error = prepare, on_error
         self._errors: Errors = {}
         self._is_over = False
-        starts = range(0, max(len(order), 1), max(size, 1))
-        self._left = deque(order[start : start + size] for start in starts)
+        self._left = deque([order] if size is None else cut_portions(order, size))
         self._ready = self._prepare_next()  # by the call itself, which raises what is wrong with a few prompts
         self._coming: Future[list[PreparedRequest]] | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -40,7 +41,7 @@ class Portions:
     @classmethod
     def of(cls, requests: list[PreparedRequest]) -> "Portions":
         """Return requests that are prepared as the one portion of their call."""
-        return cls(lambda _, __: requests, range(len(requests)), size=len(requests))
+        return cls(lambda _, __: requests, range(len(requests)), size=None)
 
     @property
     def first(self) -> list[PreparedRequest]:
@@ -81,3 +82,12 @@ class Portions:
         for index, request in zip(indices, requests, strict=True):
             request.error = request.error or self._errors.get(index)
         return requests
+
+
+def cut_portions(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    """Yield the portions of a call, at least one; see Portions."""
+    start = 0
+    while start < max(len(order), 1):
+        num_next = min(max(start // 2, PORTION_SIZE), size)
+        yield order[start : start + num_next]
+        start += num_next

@@ -51,6 +51,15 @@ def test_portions_come_in_order_and_the_last_may_be_short() -> None:
     assert taken(Portions.of(requests_of([1, 2], {}))) == [["1", "2"]]
 
 
+def test_later_portions_grow_up_to_the_size_and_without_one_there_is_a_single_portion() -> None:
+    def lengths(count: int, size: int | None) -> list[int]:
+        return [len(portion) for portion in taken(Portions(requests_of, range(1000, 1000 + count), size=size))]
+
+    assert lengths(2048, size=512) == [256, 256, 256, 384, 512, 384]
+    assert lengths(700, size=256) == [256, 256, 188]
+    assert lengths(700, size=None) == [700]
+
+
 def test_a_portion_that_is_not_ready_is_not_waited_for_unless_that_is_asked() -> None:
     may_go_on = threading.Event()
 
