@@ -22,7 +22,6 @@ from nanoinfer.device import host_array
 from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.request_queue import RequestQueue
-from nanoinfer.engine.text_steps import TextSteps
 from nanoinfer.errors import ConfigError
 from nanoinfer.executor.external_runner import ExternalRunner
 from nanoinfer.executor.parallel_runner import ParallelRunner
@@ -31,6 +30,7 @@ from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.text.prompts import PromptProcessor
 from nanoinfer.text.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, read_stop_token_ids
+from nanoinfer.text_steps import TextSteps
 
 logger = logging.getLogger("nanoinfer")
 

@@ -19,7 +19,6 @@ from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.prompt_states import PromptStates
 from nanoinfer.engine.request_queue import RequestQueue
-from nanoinfer.engine.text_steps import PooledText, TextSteps
 from nanoinfer.errors import RequestError, check_names
 from nanoinfer.hidden_states import HiddenStates
 from nanoinfer.outputs import RequestOutput
@@ -37,6 +36,7 @@ from nanoinfer.text.prompts import (
     find_bad_texts,
 )
 from nanoinfer.text.refusals import Errors
+from nanoinfer.text_steps import PooledText, TextSteps
 
 logger = logging.getLogger("nanoinfer")
 

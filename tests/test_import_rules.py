@@ -64,10 +64,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"text", "engine.prompt_logprobs"},
     "hidden_states": EVERYBODY | {"engine", "text"},
-    "one_pass": EVERYBODY | {"engine", "text", "progress", "hidden_states"},
+    "text_steps": EVERYBODY | {"engine", "text"},
+    "one_pass": EVERYBODY | {"engine", "text", "progress", "hidden_states", "text_steps"},
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress"},
-    "loading": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "models", "text"},
+    "loading": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "models", "text", "text_steps"},
     "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
     "llm": EVERYBODY
     | {"control.step_events", "engine", "text", "progress", "scoring", "engine_options", "aio", "loading", "replicas"}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nanoinfer import LLM
-from nanoinfer.engine.text_steps import TextSteps
+from nanoinfer.text_steps import TextSteps
 from tests.models.test_architectures import draw_options, save_random_model
 from tests.pooling.test_decoders import SMALL
 from tests.pooling.test_encoders import ENCODERS, FAMILIES, PROMPTS, encoder, save_encoder  # noqa: F401 (a fixture)
