@@ -78,23 +78,17 @@ class TextSteps:
         reserved = self._engine.reserved_ids
         with self._lock, postponed_interrupt():  # ids that are reserved must be released
             ids = reserved.reserve(portions.num_requests)
-            self._engine.reset_prefix_cache()  # the blocks are wanted
         done: list[PooledText] = []
         waiting: deque[PreparedRequest] = deque()
         in_flight: deque[TextStep] = deque()
-        num_taken, arrived = 0, time.perf_counter()
+        arrived = time.perf_counter()
         try:
             with portions:
                 while len(done) < portions.num_requests:
-                    taken = portions.take(wait=not (waiting or in_flight))
-                    waiting += taken
-                    num_taken += len(taken)
-                    is_last = num_taken == portions.num_requests
-                    if waiting and (is_last or not in_flight or len(waiting) >= self._engine.scheduler.max_num_seqs):
+                    waiting += portions.take(wait=not (waiting or in_flight))
+                    if waiting and len(in_flight) < MAX_IN_FLIGHT:
                         in_flight.append(self._launch(waiting))
-                        if len(in_flight) < MAX_IN_FLIGHT and waiting:
-                            continue
-                    if in_flight and (len(in_flight) == MAX_IN_FLIGHT or not waiting):
+                    elif in_flight:
                         step = in_flight.popleft()
                         metrics = RequestMetrics(queue_time=step.started - arrived)
                         for request, values in zip(step.requests, self._collect(step), strict=True):
@@ -129,9 +123,12 @@ class TextSteps:
         return TextStep(requests, handle, num_tokens, started)
 
     def _let_others_end(self) -> None:
-        """Run the requests that hold rows and blocks. An encoder's hold them only within a step."""
+        """Run the requests that hold rows and blocks, and forget what they cached there.
+
+        An encoder's hold them only within a step.
+        """
         engine = self._engine
-        if engine.scheduler.whole_prompts or not engine.block_manager.num_used_blocks:
+        if engine.scheduler.whole_prompts:
             return
         while not engine.scheduler.is_finished():
             engine.step()

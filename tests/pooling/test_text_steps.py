@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanoinfer import LLM
+from nanoinfer import LLM, text_steps
 from nanoinfer.text_steps import TextSteps
 from tests.models.test_architectures import draw_options, save_random_model
 from tests.pooling.test_decoders import SMALL
@@ -174,3 +174,18 @@ def test_others_end_before_their_rows_are_taken(decoder: Path) -> None:
             thread.join()
         assert not wrong
         assert llm.get_metrics().num_used_blocks == 0
+
+
+def test_what_others_cache_between_two_steps_is_forgotten(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(decoder, **{**DECODER, "num_kvcache_blocks": 24}) as llm:
+        expected, before = llm.embed(MANY, use_tqdm=False), llm.embed(ALIKE, use_tqdm=False)
+        pack, between = text_steps.pack_texts, []
+
+        def pack_after_others(*args: Any) -> Any:
+            between.append(is_close(llm.embed(ALIKE, use_tqdm=False), before))
+            return pack(*args)
+
+        monkeypatch.setattr(text_steps, "pack_texts", pack_after_others)
+        assert is_close(llm.embed(MANY, use_tqdm=False), expected)
+    assert all(between)
+    assert len(between) > 3
