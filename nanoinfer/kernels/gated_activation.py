@@ -22,6 +22,7 @@ def _gated_activation_kernel(
     size,
     width,  # how many outputs each program has
     GELU: tl.constexpr,
+    ERF: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -36,7 +37,7 @@ def _gated_activation_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     gate = tl.load(gate_up_ptr + row * row_stride + column, mask=mask)
     up = tl.load(gate_up_ptr + row * row_stride + size + column, mask=mask)
-    out = gated(gate, up, gate.dtype, GELU).to(gate.dtype)
+    out = gated(gate, up, gate.dtype, GELU, ERF).to(gate.dtype)
     if scales_ptr is None:
         tl.store(out_ptr + row * size + column, out, mask=mask)
     else:
@@ -49,15 +50,22 @@ def silu_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activa
 
     out_format: how the result is rounded to 8 bits, in groups or by a static scale; None: it is not.
     """
-    return _launch(gate_up, out_format, GELU=False)
+    return _launch(gate_up, out_format)
 
 
 def gelu_tanh_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
     """Return gelu(gate) * up, (num_tokens, size), by the tanh approximation of GELU. The rest: as for silu_and_mul."""
-    return _launch(gate_up, out_format, GELU=True)
+    return _launch(gate_up, out_format, is_gelu=True)
 
 
-def _launch(gate_up: Tensor, out_format: RowFormat | None, **activation: bool) -> Activations:
+def gelu_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
+    """Return gelu(gate) * up, (num_tokens, size), by the error function. The rest: as for silu_and_mul."""
+    return _launch(gate_up, out_format, is_gelu=True, is_exact=True)
+
+
+def _launch(
+    gate_up: Tensor, out_format: RowFormat | None, is_gelu: bool = False, is_exact: bool = False
+) -> Activations:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, f"the rows of gate_up must be contiguous, strides {gate_up.stride()}"
     width = tile = min(MAX_TILE, next_power_of_2(size))
@@ -78,8 +86,9 @@ def _launch(gate_up: Tensor, out_format: RowFormat | None, **activation: bool) -
             size=size,
             width=width,
             TILE=tile,
+            GELU=is_gelu,
+            ERF=is_exact,
             **in_fp8,
-            **activation,
             **overlap_options(gate_up.device),
         )
     return out if rows is None else rows

@@ -10,17 +10,20 @@ from nanoinfer.kernels.fp8_format import FP8_MAX, TINY, TO_SCALE
 LARGEST_E4M3: tl.constexpr = tl.constexpr(FP8_MAX)
 LARGEST_TO_SCALE: tl.constexpr = tl.constexpr(TO_SCALE)
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(TINY)
+SQRT_HALF: tl.constexpr = tl.constexpr(math.sqrt(0.5))
 TWO_LOG2_E: tl.constexpr = tl.constexpr(2 * math.log2(math.e))
 
 
 @triton.jit
-def gated(gate, up, dtype: tl.constexpr, GELU: tl.constexpr = False):
-    """Return silu(gate) * up in float32, or gelu(gate) * up by the tanh approximation.
+def gated(gate, up, dtype: tl.constexpr, GELU: tl.constexpr = False, ERF: tl.constexpr = False):
+    """Return silu(gate) * up in float32, or gelu(gate) * up: by the tanh approximation, or with ERF as it is defined.
 
     Gate, up and the activated gate are rounded to `dtype`, as separate kernels would leave them.
     """
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     slope = gate
+    if ERF:
+        return (0.5 * gate * (1.0 + tl.erf(gate * SQRT_HALF))).to(dtype).to(tl.float32) * up
     if GELU:  # (1 + tanh(z)) / 2 is the logistic function of 2 z; here 2 z = sqrt(8 / pi) * (x + 0.044715 x^3)
         slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return (gate / (1.0 + tl.exp(-slope))).to(dtype).to(tl.float32) * up

@@ -26,5 +26,12 @@ def gelu_tanh_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> A
     return _in_format(F.gelu(gate, approximate="tanh") * up, out_format)
 
 
+@triton_on_cuda(lambda: kernels.gated_activation.gelu_and_mul)
+def gelu_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
+    """Return gelu(gate) * up, GeGLU, by the error function. The rest is as for silu_and_mul."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _in_format(F.gelu(gate) * up, out_format)
+
+
 def _in_format(gated: Tensor, out_format: RowFormat | None) -> Activations:
     return gated if out_format is None else quantize_rows(gated, out_format)

@@ -77,6 +77,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (layernorm.all_reduce_add_rms_norm, all_reduce_kernels),
         (activation.silu_and_mul, gated_kernels),
         (activation.gelu_tanh_and_mul, gated_kernels),
+        (activation.gelu_and_mul, gated_kernels),
         (attention_layer.norm_rope_store, norm_rope_store_kernels),
         (gumbel_max.sample_and_append, sample_kernels),
         (top_k_top_p.thresholds, threshold_kernels),
@@ -364,6 +365,16 @@ def test_a_gated_activation_of_any_size_equals_its_twin(size: int, dtype: torch.
         exact = gate_up.double() if gate_up.dtype == torch.float32 else gate_up
         assert_nearly_equal(kernel(gate_up), twin(exact).to(gate_up.dtype))
         assert torch.equal(gate_up, unchanged)
+
+
+@pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
+def test_gelu_by_the_error_function_of_any_size_equals_its_twin(size: int, dtype: torch.dtype) -> None:
+    """Both lose digits where the gate is nearly closed."""
+    for gate_up in (4 * randn(3, 2 * size, dtype=dtype), randn(4, 2 * size + 10)[:, 5:-5], randn(0, 2 * size)):
+        found, twin = (where.gelu_and_mul(gate_up) for where in (gated_kernels, activation))
+        assert found.dtype == twin.dtype
+        torch.testing.assert_close(found, twin, rtol=4 * torch.finfo(gate_up.dtype).eps, atol=1e-5)
+    assert gated_kernels.gelu_and_mul(torch.tensor([[-200.0, 200.0, 1.0, 2.0]])).tolist() == [[0.0, 400.0]]
 
 
 @EXP_OVERFLOWS

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nanoinfer.checkpoint.encoder_config import EncoderConfig
 from nanoinfer.checkpoint.model_config import ModelConfig, RopeConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.layers.activation import gelu_and_mul
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.layer import Attention
 from nanoinfer.layers.attention.selection import AttentionBackends
@@ -73,15 +74,17 @@ class EncoderMLP(nn.Module):
         size, self.is_gated = config.intermediate_size, is_gated
         sizes = {"gate": size, "up": size} if is_gated else {"up": size}
         self.activation = ACTIVATIONS[encoder_config(config).activation]
+        self.gated = gelu_and_mul if self.activation is F.gelu else self._gated
         self.up_proj = ColumnParallelLinear(config.hidden_size, sizes, bias=config.mlp_bias, tp=tp)
         self.down_proj = RowParallelLinear(size, config.hidden_size, config.mlp_bias, tp, is_sum_whole=True)
 
     def forward(self, hidden: Tensor) -> Tensor:
         inner = self.up_proj(hidden)
-        if self.is_gated:
-            gate, up = inner.chunk(2, dim=-1)
-            return whole(self.down_proj(self.activation(gate) * up))
-        return whole(self.down_proj(self.activation(inner)))
+        return whole(self.down_proj(self.gated(inner) if self.is_gated else self.activation(inner)))
+
+    def _gated(self, inner: Tensor) -> Tensor:
+        gate, up = inner.chunk(2, dim=-1)
+        return self.activation(gate) * up
 
 
 class EncoderLayer(nn.Module):
