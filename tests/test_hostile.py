@@ -235,6 +235,7 @@ def test_a_tokenizer_that_panics_is_an_error_of_the_prompt(llm: LLM, monkeypatch
 
     assert llm.engine.tokenizer is not None
     monkeypatch.setattr(llm.engine.tokenizer, "hf", panic)
+    monkeypatch.setattr(llm.engine.tokenizer, "_agrees", {})  # so that it is asked
     with pytest.raises(RequestError, match=r"the tokenizer cannot encode a prompt .retry-limit"):
         llm.engine.tokenizer.encode(["a"], add_special_tokens=False)
 

@@ -146,7 +146,7 @@ class Tokenizer:
 
         if add_special_tokens not in self._agrees:
             methods = [getattr(type(self.hf), name, None) for name in ENCODING_METHODS]
-            is_plain = all(method is None or method.__module__ in BASE_MODULES for method in methods)
+            is_plain = all(one is None or getattr(one, "__module__", "") in BASE_MODULES for one in methods)
             sample = texts[:NUM_COMPARED]
             self._agrees[add_special_tokens] = (
                 is_plain
@@ -158,8 +158,10 @@ class Tokenizer:
         return by_transformers(texts)
 
     def _encode_fast(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        self._backend.no_truncation()  # as an earlier call, or the tokenizer's file, may have set it
+        # An earlier call, or the tokenizer's file, may have set these.
+        self._backend.no_truncation()
         self._backend.no_padding()
+        self._backend.encode_special_tokens = getattr(self.hf, "split_special_tokens", False)
         return [one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
