@@ -233,7 +233,7 @@ class OnePass:
         outputs: list[Any]
         with Progress(self._queue.get_metrics, portions.num_requests, use_tqdm, generates=False) as progress:
             if steps is not None and steps.serves(portions.first):
-                outputs = [self._output_of_text(text) for text in steps.complete(portions, progress.show)]
+                outputs = steps.complete(portions, self._output_of_text, progress.show)
             else:
                 outputs = self._queue.complete(portions, progress.show)
         by_index = dict(zip(portions.order, outputs, strict=True))

@@ -31,7 +31,7 @@ class Pairs:
         self._prompts, self._firsts, self._seconds = prompts, firsts, seconds
         self._encoded: dict[int, EncodedPair] = {}
 
-    def prepare_portions(self, size: int) -> Portions:
+    def prepare_portions(self, size: int | None) -> Portions:
         """Return the requests of all pairs. Raises RequestError for those that cannot be served."""
         return Portions(self._prepare, range(len(self._firsts)), size, on_error=None)
 

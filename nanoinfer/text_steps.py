@@ -59,26 +59,28 @@ class TextSteps:
 
     def __init__(self, engine: LLMEngine, lock: RLock, only_pools: bool) -> None:
         self._engine, self._lock, self._only_pools = engine, lock, only_pools
+        self._last_collected = 0.0  # perf_counter
 
     def serves(self, first: Sequence[PreparedRequest]) -> bool:
-        """Return whether a call's texts can be computed so. first: some of them, the longest."""
+        """Return whether a call's texts can be computed so. first: some of them."""
         engine = self._engine
         if engine.listener is not SILENT or engine.scheduler.paused:
             return False
         if engine.scheduler.whole_prompts:
             return True
-        is_whole = all(len(request.token_ids) <= engine.config.max_num_batched_tokens for request in first)
-        return self._only_pools and is_whole and not (engine.config.enable_prefix_caching and _begin_alike(first))
+        return self._only_pools and not (engine.config.enable_prefix_caching and _begin_alike(first))
 
-    def complete(self, portions: Portions, show: Callable[[int], object]) -> list[PooledText]:
-        """Compute all texts of a call, and return them in the order in which they come.
+    def complete(
+        self, portions: Portions, make: Callable[[PooledText], Any], show: Callable[[int], object]
+    ) -> list[Any]:
+        """Compute all texts of a call, and return the outputs in the order in which the texts come.
 
-        show: is told how many are done, after each step.
+        make: makes the output of a text. show: is told how many are done, after each step.
         """
         reserved = self._engine.reserved_ids
         with self._lock, postponed_interrupt():  # ids that are reserved must be released
             ids = reserved.reserve(portions.num_requests)
-        done: list[PooledText] = []
+        done: list[Any] = []
         waiting: deque[PreparedRequest] = deque()
         in_flight: deque[TextStep] = deque()
         arrived = time.perf_counter()
@@ -86,7 +88,8 @@ class TextSteps:
             with portions:
                 while len(done) < portions.num_requests:
                     waiting += portions.take(wait=not (waiting or in_flight))
-                    if waiting and len(in_flight) < MAX_IN_FLIGHT:
+                    is_whole = waiting and len(waiting[0].token_ids) <= self._engine.config.max_num_batched_tokens
+                    if is_whole and len(in_flight) < MAX_IN_FLIGHT:
                         in_flight.append(self._launch(waiting))
                     elif in_flight:
                         step = in_flight.popleft()
@@ -94,7 +97,11 @@ class TextSteps:
                         for request, values in zip(step.requests, self._collect(step), strict=True):
                             request_id = ids[len(done)]
                             is_aborted = Action.ABORT in reserved.queue(request_id)
-                            done.append(PooledText(request, request_id, None if is_aborted else values, metrics))
+                            text = PooledText(request, request_id, None if is_aborted else values, metrics)
+                            done.append(make(text))
+                        show(len(done))
+                    elif waiting:
+                        done.append(self._in_chunks(waiting.popleft(), ids[len(done)]))
                         show(len(done))
         finally:
             reserved.release(ids)
@@ -109,7 +116,7 @@ class TextSteps:
         while waiting and len(requests) < engine.scheduler.max_num_seqs:
             size = len(waiting[0].token_ids)
             budget, num_blocks = budget - size, num_blocks - -(-size // block_size)
-            if requests and (budget < 0 or num_blocks < 0):
+            if requests and min(budget, num_blocks) < 0:
                 break
             num_tokens += size
             requests.append(waiting.popleft())
@@ -121,6 +128,20 @@ class TextSteps:
                 handle = runner.sample(runner.launch(packet))
         engine.stats.num_prompt_tokens += num_tokens
         return TextStep(requests, handle, num_tokens, started)
+
+    def _in_chunks(self, request: PreparedRequest, request_id: int) -> Any:
+        """Return the output of a text that is too long for a step, by the scheduler."""
+        inbox: list[Any] = []
+        try:
+            with self._lock, postponed_interrupt():
+                self._engine.add_request(request_id, request, inbox)
+            while not inbox:
+                with self._lock, postponed_interrupt():
+                    self._engine.step()
+        finally:
+            if not inbox:
+                self._engine.abort({request_id})
+        return inbox[0]
 
     def _let_others_end(self) -> None:
         """Run the requests that hold rows and blocks, and forget what they cached there.
@@ -141,7 +162,10 @@ class TextSteps:
         engine = self._engine
         with self._lock, postponed_interrupt(), engine.guard:
             engine.check_open().wait(step.handle)
-            engine.stats.count_step(True, step.num_tokens, 0, time.perf_counter() - step.started)
+            now = time.perf_counter()
+            # Steps overlap: each counts from its launch, or from the end of the one before it.
+            engine.stats.count_step(True, step.num_tokens, 0, now - max(step.started, self._last_collected))
+            self._last_collected = now
         values: list[Any] = [None] * len(step.requests)
         for found in step.handle.hidden_states:
             if isinstance(found, FoundVectors):

@@ -81,7 +81,9 @@ class RequestQueue:
         # A full running set, and as many that wait: rows are refilled from them in one step.
         num_rows = engine.config.data_parallel_size * engine.config.max_num_seqs
         self.capacity = 2 * num_rows  # requests that are worth having here at a time
-        self.portion_size = PORTION_SIZE * engine.config.data_parallel_size  # of Portions
+        self.portion_size: int | None = PORTION_SIZE * engine.config.data_parallel_size  # of Portions
+        if engine.config.distributed_executor_backend == "external_launcher":
+            self.portion_size = None  # or ranks would schedule different steps, as their threads get on
         self._idle_since: float | None = None  # perf_counter; 0.0 once the log says so
 
     def prepare(

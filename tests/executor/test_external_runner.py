@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.multiprocessing
 from nanoinfer import LLM, ConfigError, SamplingParams, StructuredOutputsParams, WorkerError, tiny_model_path
 from nanoinfer.checkpoint.loader import iterate_weights
 from nanoinfer.executor.external_runner import join_group, own_device
+from nanoinfer.text.prompts import PromptProcessor
 
 HAS_GRAMMARS = importlib.util.find_spec("llguidance") is not None
 FREE = SamplingParams(max_tokens=12, ignore_eos=True, seed=3, logprobs=1)
@@ -75,6 +77,27 @@ def test_ranks_that_make_the_same_calls_share_one_model(tmp_path: Path) -> None:
         assert found["again"][1] == expected[1], "the greedy one, since the others draw by the request's number too"
         assert found["second"] == expected[:1]
         assert found["shape"] == [whole[0], whole[1] // 2]
+
+
+def many_prompts(rank: int) -> list[list[int]]:
+    """Tokens of prompts that one rank takes longer to prepare."""
+    prepare = PromptProcessor.prepare
+
+    def prepare_slowly(*args: Any, **options: Any) -> Any:
+        time.sleep(rank)
+        return prepare(*args, **options)
+
+    PromptProcessor.prepare = prepare_slowly  # type: ignore[method-assign]
+    with LLM(tiny_model_path(), tensor_parallel_size=2, **EXTERNAL) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2)
+        prompts = [[5 + index % 100, 6] for index in range(600)]
+        return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def test_ranks_schedule_the_same_steps_however_long_each_prepares(tmp_path: Path) -> None:
+    first, second = in_processes(many_prompts, tmp_path)
+    assert first == second
+    assert len(first) == 600
 
 
 def several_engines(rank: int) -> dict[str, Any]:
