@@ -1,7 +1,7 @@
 """Requests that read a text once and generate nothing: embeddings, classes, rewards.
 
-They are prepared here, and what their users get is made here, of the vectors and logits that steps bring. Steps,
-batches and memory are those of all requests.
+They are prepared here, and what their users get is made here, of the vectors and logits that steps bring: steps of
+all requests, or of whole texts.
 """
 
 import logging

@@ -1,10 +1,10 @@
-"""Steps of whole texts, for models that pool: without a scheduler, since nothing of a text outlives its step.
+"""Steps of whole texts, for models that pool: without a scheduler, since nothing of a text outlives such a step.
 
 An encoder computes a text in one step, caches nothing and samples nothing; so does a decoder that only pools, if texts
 have no beginning in common. The texts of a call are laid end to end, as many as a step takes, and each step has all
 rows and blocks to itself: the device runs one after another. What the scheduler does for each request costs more than
-a short text's forward pass. Its steps are the twin of these. They serve asyncio, long texts, those that begin alike,
-and whoever wants each step reported.
+a short text's forward pass. The scheduler's steps give the same outputs. They serve asyncio, long texts, those that
+begin alike, and whoever wants each step reported.
 """
 
 import time
@@ -22,13 +22,13 @@ from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.prompt_states import FoundVectors
 from nanoinfer.engine.reserved_ids import Action
-from nanoinfer.errors import EngineStateError
 from nanoinfer.outputs import RequestMetrics
 from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 
 NO_RECORDS = PacketSections(*([()] * len(PacketSections._fields)))
 MAX_IN_FLIGHT = 2  # steps: the device computes one while the host prepares the next
+TURN_SECONDS = 0.01  # so long a text waits that is paused
 MIN_SHARED_TOKENS = 32  # that texts begin with, so that the prefix cache spares more than the scheduler costs
 
 
@@ -42,7 +42,7 @@ class PooledText(NamedTuple):
 
 
 class TextStep(NamedTuple):
-    """A step in flight."""
+    """A step in flight. handle: the runner's. started: perf_counter."""
 
     requests: list[PreparedRequest]
     handle: Any
@@ -59,16 +59,16 @@ class TextSteps:
 
     def __init__(self, engine: LLMEngine, lock: RLock, only_pools: bool) -> None:
         self._engine, self._lock, self._only_pools = engine, lock, only_pools
-        self._last_collected = 0.0  # perf_counter
 
     def serves(self, first: Sequence[PreparedRequest]) -> bool:
-        """Return whether a call's texts can be computed so. first: some of them."""
+        """Return whether a call's texts can be computed so. first: some of them, those with the most letters."""
         engine = self._engine
         if engine.listener is not SILENT or engine.scheduler.paused:
             return False
         if engine.scheduler.whole_prompts:
             return True
-        return self._only_pools and not (engine.config.enable_prefix_caching and _begin_alike(first))
+        is_whole = all(len(request.token_ids) <= engine.config.max_num_batched_tokens for request in first)
+        return self._only_pools and is_whole and not (engine.config.enable_prefix_caching and _begin_alike(first))
 
     def complete(
         self, portions: Portions, make: Callable[[PooledText], Any], show: Callable[[int], object]
@@ -77,14 +77,14 @@ class TextSteps:
 
         make: makes the output of a text. show: is told how many are done, after each step.
         """
-        reserved = self._engine.reserved_ids
-        with self._lock, postponed_interrupt():  # ids that are reserved must be released
-            ids = reserved.reserve(portions.num_requests)
+        reserved, ids = self._engine.reserved_ids, range(0)
         done: list[Any] = []
         waiting: deque[PreparedRequest] = deque()
         in_flight: deque[TextStep] = deque()
         arrived = time.perf_counter()
         try:
+            with self._lock, postponed_interrupt():  # ids that are reserved must be released
+                ids = reserved.reserve(portions.num_requests)
             with portions:
                 while len(done) < portions.num_requests:
                     waiting += portions.take(wait=not (waiting or in_flight))
@@ -109,7 +109,7 @@ class TextSteps:
 
     def _launch(self, waiting: deque[PreparedRequest]) -> TextStep:
         """Start a step of the first texts that wait, as many as it takes."""
-        engine, started = self._engine, time.perf_counter()
+        engine = self._engine
         budget, num_blocks = engine.config.max_num_batched_tokens, engine.block_manager.num_blocks
         block_size, num_tokens = engine.block_manager.block_size, 0
         requests: list[PreparedRequest] = []
@@ -121,13 +121,16 @@ class TextSteps:
             num_tokens += size
             requests.append(waiting.popleft())
         packet = pack_texts(requests, block_size)
-        with self._lock, postponed_interrupt():
-            runner = engine.check_open()
-            self._let_others_end()
-            with engine.guard:
-                handle = runner.sample(runner.launch(packet))
-        engine.stats.num_prompt_tokens += num_tokens
-        return TextStep(requests, handle, num_tokens, started)
+        while True:
+            with self._lock, postponed_interrupt():
+                runner = engine.check_open()
+                if self._others_have_ended():
+                    started = time.perf_counter()
+                    with engine.guard:
+                        handle = runner.sample(runner.launch(packet))
+                    engine.stats.num_prompt_tokens += num_tokens
+                    return TextStep(requests, handle, num_tokens, started)
+                engine.step()
 
     def _in_chunks(self, request: PreparedRequest, request_id: int) -> Any:
         """Return the output of a text that is too long for a step, by the scheduler."""
@@ -138,24 +141,28 @@ class TextSteps:
             while not inbox:
                 with self._lock, postponed_interrupt():
                     self._engine.step()
+                if self._engine.num_only_paused():
+                    time.sleep(TURN_SECONDS)
         finally:
             if not inbox:
-                self._engine.abort({request_id})
+                with self._lock, postponed_interrupt():
+                    self._engine.abort({request_id})
         return inbox[0]
 
-    def _let_others_end(self) -> None:
-        """Run the requests that hold rows and blocks, and forget what they cached there.
+    def _others_have_ended(self) -> bool:
+        """Return whether no request holds rows and blocks; paused ones give them up, and what was cached is forgotten.
 
         An encoder's hold them only within a step.
         """
         engine = self._engine
         if engine.scheduler.whole_prompts:
-            return
-        while not engine.scheduler.is_finished():
-            engine.step()
-        if engine.scheduler.paused:
-            raise EngineStateError("paused requests hold what a step of texts needs; resume or abort them first")
+            return True
+        if not engine.scheduler.is_finished():
+            return False
+        while engine.scheduler.reclaim():
+            pass
         engine.reset_prefix_cache()
+        return True
 
     def _collect(self, step: TextStep) -> Sequence[NDArray[np.float32]]:
         """Wait for a step; return the values of each text."""
@@ -164,8 +171,8 @@ class TextSteps:
             engine.check_open().wait(step.handle)
             now = time.perf_counter()
             # Steps overlap: each counts from its launch, or from the end of the one before it.
-            engine.stats.count_step(True, step.num_tokens, 0, now - max(step.started, self._last_collected))
-            self._last_collected = now
+            engine.stats.count_step(True, step.num_tokens, 0, now - max(step.started, engine.last_collected))
+            engine.last_collected = now
         values: list[Any] = [None] * len(step.requests)
         for found in step.handle.hidden_states:
             if isinstance(found, FoundVectors):

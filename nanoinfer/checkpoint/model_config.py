@@ -316,11 +316,12 @@ class ModelConfig:
     def check_tensor_parallel_size(self, size: int) -> None:
         """Raise ConfigError where heads or MLP cannot be split over `size` ranks, with the sizes that would do."""
         heads, kv_heads, mlps = self.num_attention_heads, self.num_key_value_heads, self._mlps
+        even = {} if self.share_multiple > 1 else {**mlps}  # others are filled up
         if self.linear_attention is not None:
-            mlps["linear_num_key_heads"] = self.linear_attention.num_key_heads
+            even["linear_num_key_heads"] = mlps["linear_num_key_heads"] = self.linear_attention.num_key_heads
 
         def fits(n: int) -> bool:  # ranks may share a KV head
-            fit = self.share_multiple > 1 or all(mlp % n == 0 for mlp in mlps.values())
+            fit = all(size % n == 0 for size in even.values())
             return heads % n == 0 and fit and (kv_heads % n == 0 or n % kv_heads == 0)
 
         if not fits(size) or self._cut_blocks(size):
@@ -334,7 +335,7 @@ class ModelConfig:
 
     @property
     def share_multiple(self) -> int:
-        """Return of what a rank's share of an MLP is a multiple; see `TensorParallel`."""
+        """Return what every rank's share of an MLP is a multiple of; see `TensorParallel`."""
         return 1 if self.quantization is None else self.quantization.mlp_multiple
 
     @property
@@ -366,7 +367,9 @@ class ModelConfig:
         if isinstance(self.quantization, Fp8Config) and self.quantization.weights == "block":
             multiple = BLOCK_SIZE
             shares["the KV heads"] = kv_heads * self.head_dim
-            shares |= self._mlps  # of which the ranks' shares are whole blocks
+            for name, mlp in self._mlps.items():  # of which ranks have whole blocks
+                if mlp % BLOCK_SIZE:
+                    return f"{name}={mlp} is no multiple of the {BLOCK_SIZE} that share a scale"
         for name, share in shares.items():
             if share % multiple:
                 return f"a rank's share of {name}, {share} values, is no multiple of the {multiple} that share a scale"

@@ -65,7 +65,7 @@ class ModelWeights:
         """Return whether a checkpoint's tensor fills anything; its name may still be unknown."""
         return self._find(name).is_needed
 
-    def _find(self, name: str) -> "Found":
+    def _find(self, name: str) -> Found:
         """Look up a checkpoint's name, once: trainers send the same ones again and again."""
         found = self._found.get(name)
         if found is None:

@@ -5,7 +5,7 @@
 
 Tensors travel in buckets, each one broadcast of bytes. What is in a bucket is told before the bytes of the bucket
 before it, so that nobody waits between two buckets. These lists are JSON, so that nothing that is received can run.
-Whoever sends or receives needs memory for two buckets.
+Whoever sends or receives needs memory for three buckets.
 """
 
 import json

@@ -56,7 +56,7 @@ class TensorParallel:
 
     `ModelConfig.check_tensor_parallel_size` has made sure that heads and MLP can be split.
 
-    share_multiple: of which every share is a multiple, so that none ends inside a group of values that have one scale.
+    share_multiple: every share is a multiple of this, so that none ends inside a group of values that have one scale.
         Where equal shares would, the last ranks' are filled up with zeros, which add nothing to the output of an MLP.
     """
 

@@ -76,7 +76,7 @@ class LLMEngine:
         self.stats = EngineMetrics()
         self._in_flight: deque[Step] = deque()  # sampled and not collected, the oldest first
         self._finished: deque[Sequence] = deque()  # what their users get is still to be made
-        self._last_collected = 0.0  # perf_counter
+        self.last_collected = 0.0  # perf_counter
         self.guard = StepGuard()  # entered for each step
         self._num_sequences = 0
         self.reserved_ids = ReservedIds()
@@ -283,9 +283,9 @@ class LLMEngine:
 
     def _count(self, step: Step, num_tokens: int, now: float) -> None:
         # Steps overlap: each counts from its launch, or from the end of the one before it.
-        seconds = now - max(step.started, self._last_collected)
+        seconds = now - max(step.started, self.last_collected)
         self.stats.count_step(bool(step.batch.prefill), step.batch.num_prefill_tokens, num_tokens, seconds)
-        self._last_collected = now
+        self.last_collected = now
 
     def _end(self, finished: list[Sequence]) -> None:
         """Keep what is needed of sequences that have just finished, until their outputs are made."""

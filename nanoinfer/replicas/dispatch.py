@@ -6,7 +6,7 @@ priorities go first, then what was queued earlier, then what takes longest: shor
 Requests that begin alike stay on one replica, which computes what they share once. Where they are more than
 1 / (2 * num_replicas) of the work in the queue, they are cut into parts of that size; neighbours in the order of their
 token ids stay together, so that the parts share more than their beginning. A replica that has free rows, and nothing
-that waits for it, takes half of what waits for another one.
+that waits for it, takes a group of another one that has more than twice as much left, or half of one that it has begun.
 """
 
 import heapq
@@ -160,8 +160,11 @@ class Dispatcher:
         self._alive.remove(replica)
         groups = [group for group in [*self._own[replica], self._open[replica]] if group is not None and group.requests]
         self._own[replica], self._open[replica] = [], None
+        loads = {other: self._load(other) for other in self._alive}
         for group in groups:
-            heapq.heappush(self._own[min(self._alive, key=self._load)], group)
+            home = min(loads, key=loads.__getitem__)
+            loads[home] += group.work
+            heapq.heappush(self._own[home], group)
         self._homes = {prefix: home for prefix, home in self._homes.items() if home != replica}
 
     def take(self) -> tuple[int, QueuedRequest] | None:

@@ -163,8 +163,7 @@ class Chunks(NamedTuple):
 
 
 def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool], are_aborted: bool = False) -> Requests:
-    places: dict[SamplingParams, int] = {}  # equal ones are sent once
-    which_params = [places.setdefault(request.prepared.sampling_params, len(places)) for request in queued]
+    distinct, which_params = distinct_params([request.prepared.sampling_params for request in queued])
     prompts = [request.prompt for request in queued]
     prefixes, which_prefix = common_prefixes(prompts)
     rows = [
@@ -185,7 +184,7 @@ def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool],
         np.array(rows, np.int64),
         prefixes,
         np.frombuffer(b"".join(own), np.int32),
-        [pickle.dumps(params, pickle.HIGHEST_PROTOCOL) for params in places],
+        [pickle.dumps(params, pickle.HIGHEST_PROTOCOL) for params in distinct],
         np.array(which_params, np.int32),
         {
             line: replace(request.prepared.prompt_states, to_output=None)  # which stays here
@@ -194,6 +193,29 @@ def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool],
         },
         are_aborted,
     )
+
+
+def distinct_params(all_params: Sequence[SamplingParams]) -> tuple[list[SamplingParams], list[int]]:
+    """Return the different ones, and for each the index of its own there.
+
+    Those with fields that are not hashed are told apart as objects alone.
+    """
+    distinct: list[SamplingParams] = []
+    places: dict[Any, int] = {}  # by object, and by value
+    which = []
+    for params in all_params:
+        place = places.get(id(params))
+        if place is None:
+            is_hashed = not (params.logit_bias or params.structured_outputs or params.logits_processors)
+            place = places.get(params) if is_hashed else None
+            if place is None:
+                place = len(distinct)
+                distinct.append(params)
+                if is_hashed:
+                    places[params] = place
+            places[id(params)] = place
+        which.append(place)
+    return distinct, which
 
 
 def common_prefixes(prompts: Sequence[bytes]) -> tuple[list[bytes], list[int]]:

@@ -3,7 +3,8 @@
 # ruff: noqa: F811 (arguments are named as fixtures)
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 from nanoinfer import LLM, text_steps
+from nanoinfer.engine.request_queue import Inbox
+from nanoinfer.text.portions import Portions
 from nanoinfer.text_steps import TextSteps
 from tests.models.test_architectures import draw_options, save_random_model
 from tests.pooling.test_decoders import SMALL
@@ -29,6 +32,20 @@ def watched(llm: LLM, call: Callable[[], list[Any]]) -> list[Any]:
     return outputs
 
 
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many texts each step of whole texts has had."""
+    counts: list[int] = []
+    pack = text_steps.pack_texts
+
+    def count(requests: list[Any], block_size: int) -> Any:
+        counts.append(len(requests))
+        return pack(requests, block_size)
+
+    monkeypatch.setattr(text_steps, "pack_texts", count)
+    return counts
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "options", [{}, {"num_kvcache_blocks": 7}, {"max_num_seqs": 64, "max_num_batched_tokens": 300}]
@@ -37,12 +54,15 @@ def test_embeddings_are_those_of_the_scheduler(
     encoder: Callable[[str], Path],
     family: str,
     options: dict[str, Any],
+    packed: list[int],
 ) -> None:
     with LLM(encoder(family), **{**ENCODERS, **options}) as llm:
         found = llm.embed(MANY, use_tqdm=False)
         counts = llm.get_metrics()
+        assert sum(packed) == len(MANY)
         expected = watched(llm, lambda: llm.embed(MANY, use_tqdm=False))
         both = llm.get_metrics()
+        assert sum(packed) == len(MANY)
     assert [one.prompt_token_ids for one in found] == MANY
     first = [one.request_id for one in found]
     assert first == [one.request_id - len(MANY) for one in expected]
@@ -53,10 +73,11 @@ def test_embeddings_are_those_of_the_scheduler(
     assert both.num_used_blocks == 0
 
 
-def test_labels_of_each_token_are_those_of_the_scheduler(tmp_path: Path) -> None:
+def test_labels_of_each_token_are_those_of_the_scheduler(tmp_path: Path, packed: list[int]) -> None:
     save_encoder(tmp_path, "BertForTokenClassification", num_labels=3)
     with LLM(tmp_path, **ENCODERS) as llm:
         found = llm.classify(MANY, use_tqdm=False)
+        assert sum(packed) == len(MANY)
         expected = watched(llm, lambda: llm.classify(MANY, use_tqdm=False))
     for ours, theirs, ids in zip(found, expected, MANY, strict=True):
         assert ours.outputs.probs.shape == (len(ids), 3)
@@ -136,6 +157,9 @@ DECODER: dict[str, Any] = {**SMALL, "runner": "pooling", "max_num_batched_tokens
 ALIKE = [[*range(40), *ids[:20]] for ids in MANY[:6]]
 
 
+LONG = [[*ids, *ids[:60]] for ids in PROMPTS[:3] * 4]  # 150, 123 and 58 tokens
+
+
 def is_close(found: list[Any], expected: list[Any]) -> bool:
     pairs = zip(found, expected, strict=True)
     return all(np.abs(ours.outputs.embedding - theirs.outputs.embedding).max() < 1e-5 for ours, theirs in pairs)
@@ -152,18 +176,20 @@ def test_a_decoder_that_only_pools_has_them_too(decoder: Path) -> None:
         assert (metrics.cached_tokens, metrics.num_used_blocks) == (cached, 0)
         assert is_close(llm.embed(ALIKE, use_tqdm=False), alike)
         assert is_close(found, watched(llm, lambda: llm.embed(MANY, use_tqdm=False)))
-        long = [ids * 2 for ids in PROMPTS]  # the first three in chunks, the others in steps of their own
+        long = [ids * 2 for ids in PROMPTS]
         assert is_close(llm.embed(long, use_tqdm=False), watched(llm, lambda: llm.embed(long, use_tqdm=False)))
 
 
-def test_others_end_before_their_rows_are_taken(decoder: Path) -> None:
+def test_others_end_before_their_rows_are_taken(decoder: Path, packed: list[int]) -> None:
+    """Those have texts of several steps."""
     with LLM(decoder, **DECODER) as llm:
-        expected, expected_alike = llm.embed(MANY, use_tqdm=False), llm.embed(ALIKE, use_tqdm=False)
+        expected, expected_long = llm.embed(MANY, use_tqdm=False), llm.embed(LONG, use_tqdm=False)
+        assert sum(packed) == len(MANY)
         wrong: list[int] = []
 
         def run(index: int) -> None:
             for _ in range(5):
-                texts, its = (MANY, expected) if index % 2 else (ALIKE, expected_alike)
+                texts, its = (MANY, expected) if index % 2 else (LONG, expected_long)
                 if not is_close(llm.embed(texts, use_tqdm=False), its):
                     wrong.append(index)
 
@@ -173,6 +199,7 @@ def test_others_end_before_their_rows_are_taken(decoder: Path) -> None:
         for thread in threads:
             thread.join()
         assert not wrong
+        assert sum(packed) == 11 * len(MANY)
         assert llm.get_metrics().num_used_blocks == 0
 
 
@@ -189,3 +216,53 @@ def test_what_others_cache_between_two_steps_is_forgotten(decoder: Path, monkeyp
         assert is_close(llm.embed(MANY, use_tqdm=False), expected)
     assert all(between)
     assert len(between) > 3
+
+
+def test_a_long_text_among_later_ones_goes_through_the_scheduler(decoder: Path, packed: list[int]) -> None:
+    texts = [*MANY, *LONG[:2], *MANY]
+    with LLM(decoder, **DECODER) as llm:
+        expected = watched(llm, lambda: llm.embed(texts, use_tqdm=False))
+        assert not packed
+        prepared = llm.one_pass.prepare_embeddings(texts).take()
+        portions = Portions(lambda indices, _: [prepared[index] for index in indices], range(len(texts)), 256)
+        found = llm.one_pass._text_steps.complete(portions, llm.one_pass._output_of_text, lambda _: None)
+        order = llm.one_pass.prepare_embeddings(texts).order
+    assert is_close([found[order.index(index)] for index in range(len(texts))], expected)
+    assert sum(packed) == 2 * len(MANY)
+
+
+def test_requests_of_others_that_are_paused_give_up_their_rows(decoder: Path, packed: list[int]) -> None:
+    with LLM(decoder, **DECODER) as llm:
+        expected, expected_alike = llm.embed(MANY, use_tqdm=False), llm.embed(ALIKE, use_tqdm=False)
+        portions, inbox = llm.one_pass.prepare_embeddings(ALIKE), Inbox()
+        ids = llm.queue.add_requests(portions.take(), inbox)
+        llm.pause(ids)
+        assert is_close(llm.embed(MANY, use_tqdm=False), expected)
+        assert sum(packed) == 2 * len(MANY)
+        llm.resume(ids)
+        while not inbox.is_complete:
+            llm.queue.step()
+        by_id = sorted(inbox.outputs, key=lambda output: output.request_id)
+        found = dict(zip(portions.order, by_id, strict=True))
+        assert is_close([found[index] for index in range(len(ALIKE))], expected_alike)
+
+
+def test_an_interrupt_leaves_nothing_behind(encoder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of any scope that postpones one."""
+    with LLM(encoder("Bert"), **ENCODERS) as llm:
+        expected = llm.embed(MANY, use_tqdm=False)
+        for when in range(6):
+            scopes = iter(range(100))
+
+            @contextmanager
+            def interrupted(when: int = when, scopes: Any = scopes) -> Iterator[None]:
+                yield
+                if next(scopes) == when:
+                    raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch:
+                patch.setattr(text_steps, "postponed_interrupt", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    llm.embed(MANY, use_tqdm=False)
+            assert not llm.queue.has_unfinished_requests()
+        assert is_close(llm.embed(MANY, use_tqdm=False), expected)

@@ -217,14 +217,18 @@ def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], P
     def build(sparse: bool) -> Path:
         if sparse not in folders:
             folders[sparse] = tmp_path_factory.mktemp("plain")
-            model_class = getattr(transformers, "Qwen3MoeForCausalLM" if sparse else "Qwen3ForCausalLM")
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(0)
-                model = model_class(model_class.config_class(**SIZES, **(EXPERTS if sparse else {})))
-                model.save_pretrained(folders[sparse])
+            write_plain(folders[sparse], sparse)
         return folders[sparse]
 
     return build
+
+
+def write_plain(folder: Path, sparse: bool, **changes: Any) -> None:
+    model_class = getattr(transformers, "Qwen3MoeForCausalLM" if sparse else "Qwen3ForCausalLM")
+    sizes = {**SIZES, **(EXPERTS if sparse else {}), **changes}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model_class(model_class.config_class(**sizes)).save_pretrained(folder)
 
 
 def write_pair(plain: Path, folder: Path, kind: Kind, keep: tuple[str, ...] = ()) -> tuple[Path, Path]:
@@ -292,6 +296,25 @@ def test_two_ranks_say_what_one_says(name: str, plain_folder: Callable[[bool], P
     """Of 384 inner values the first rank takes 256, and the second 128 and as many zeros."""
     packed, wide = write_pair(plain_folder(False), tmp_path, KINDS[name])
     assert_says_the_same(packed, wide, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("name", ["awq 64", "compressed"])
+def test_two_ranks_share_sizes_that_are_no_multiple_of_128(name: str, sparse: bool, tmp_path: Path) -> None:
+    """Of 192 inner values one rank has 128, and the other 64 and as many zeros."""
+    plain = tmp_path / "plain"
+    write_plain(plain, sparse, intermediate_size=192, **({"moe_intermediate_size": 192} if sparse else {}))
+    (tmp_path / "pair").mkdir()
+    packed, wide = write_pair(plain, tmp_path / "pair", KINDS[name])
+    assert_says_the_same(packed, wide, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("inner", [200, 328])
+def test_two_ranks_round_to_what_one_rounds_to(inner: int, tmp_path: Path) -> None:
+    write_plain(tmp_path, False, intermediate_size=inner)
+    (one, logprobs), (two, others) = (run(tmp_path, quantization="int4", tensor_parallel_size=size) for size in (1, 2))
+    assert one == two
+    assert torch.allclose(torch.tensor(logprobs), torch.tensor(others), atol=1e-4)
 
 
 def test_layers_that_the_checkpoint_leaves_in_16_bits_are_read_so(
@@ -410,7 +433,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         (lambda x: x.pop(f"{Q_PROJ}.qzeros"), r"lacks weights for .*self_attn.qkv_proj.weight_zero_point \(q\)"),
         (lambda x: x.update({f"{Q_PROJ}.scales": x[f"{Q_PROJ}.scales"][1:]}), r"q_proj.scales .* it has shape"),
         (lambda x: x.update({f"{Q_PROJ}.qweight": x[f"{Q_PROJ}.qweight"].float()}), "q_proj.qweight .* torch.int32"),
-        (lambda x: x.update({f"{Q_PROJ}.qweight": x[f"{Q_PROJ}.qweight"].T}), "q_proj.qweight .* 32 inputs.* the 128"),
+        (lambda x: x.update({f"{Q_PROJ}.qweight": x[f"{Q_PROJ}.qweight"].T}), "qweight .* 32 inputs.* implies 128"),
         (lambda x: x.update({f"{Q_PROJ}.extra": torch.zeros(1)}), "does not know.*q_proj.extra"),
     ],
 )  # fmt: skip

@@ -46,7 +46,10 @@ def test_what_one_prompt_begins_with_or_too_few_tokens_are_no_prefix() -> None:
 
 
 def test_equal_sampling_params_are_sent_once() -> None:
-    params = [SamplingParams(max_tokens=count, logit_bias={count: 1.0}) for count in (4, 5, 4)]
-    message, prepared = sent(queued_requests([[1], [2], [3]], params))
-    assert len(message.params) == 2
+    """Unless they have what is not hashed; then objects are told apart."""
+    params = [SamplingParams(max_tokens=count, stop=["x"]) for count in (4, 5, 4)]
+    params += [SamplingParams(logit_bias={1: 1.0}), SamplingParams(logit_bias={1: 1.0})]
+    params.append(params[-1])
+    message, prepared = sent(queued_requests([[index] for index in range(6)], params))
+    assert len(message.params) == 4
     assert [one.sampling_params for one in prepared] == params

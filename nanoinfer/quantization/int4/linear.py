@@ -62,16 +62,16 @@ class Int4LinearMethod(LinearMethod):
 
     def create_weights(self, layer: Any, *shape: int) -> None:
         *experts, num_outputs, num_inputs = shape
-        of_all_ranks = getattr(layer, "full_shape", (num_outputs, num_inputs))[-1]
+        self.num_inputs = getattr(layer, "full_shape", (num_outputs, num_inputs))[-1]  # of all ranks
         self.group_size = self.config.group_size
         if self.config.checkpoint_format is None:
-            self.group_size = gcd(num_inputs, of_all_ranks, GROUP_SIZE)
+            self.group_size = gcd(num_inputs, self.num_inputs, GROUP_SIZE)
         if num_inputs % PACKED or num_inputs % (self.group_size or 1):
             raise ModelError(
                 f"a weight of {num_inputs} inputs cannot be in 4 bits with groups of {self.group_size or num_inputs}: "
                 f"eight are packed together, and groups are whole; use the checkpoint in 16 bits"
             )
-        self.block = gcd(block_size(num_inputs), of_all_ranks)
+        self.block = block_size(num_inputs)
         packed = ParamSpec(0, 1, inputs_per_entry=PACKED)
         grouped = ParamSpec(0, 1, inputs_per_entry=self.group_size) if self.group_size else PER_OUTPUT
         with layer.weight.device:
@@ -122,15 +122,16 @@ class Int4LinearMethod(LinearMethod):
         return found[0], ours.squeeze(1) if self.group_size is None and ours.dim() == 2 and ours.shape[1] == 1 else ours
 
     def _pack(self, numbers: Tensor) -> Tensor:
-        """Pack the numbers of a whole weight as those of this rank's share are."""
-        if numbers.shape[1] % self.block:
-            raise ModelError(
-                f"it has {numbers.shape[1]} inputs, which are no multiple of the {self.block} packed together"
-            )
+        """Pack the numbers of a whole weight as those of this rank's share are, the last block filled up."""
+        if numbers.shape[1] != self.num_inputs:
+            raise ModelError(f"it has {numbers.shape[1]} inputs, and config.json implies {self.num_inputs}")
         return pack(numbers, self.block)
 
     def check(self, layer: Any, param: Tensor, full: Tensor, shape: tuple[int, ...]) -> None:
-        if param is not layer.weight or self.config.checkpoint_format is not None:
+        if param is layer.weight and self.config.checkpoint_format is not None:
+            words = self.block // PACKED
+            return check_shape(full, (*shape[:-1], -(-shape[-1] // words) * words))
+        if param is not layer.weight:
             return check_shape(full, shape)
         if not full.is_floating_point():
             raise ModelError(f"it has {full.dtype}, and what is rounded to 4 bits has 16 or 32")

@@ -53,8 +53,10 @@ def block_size(num_inputs: int) -> int:
 
 
 def pack(numbers: Tensor, block: int) -> Tensor:
-    """Pack numbers from 0 to 15, (..., size), in int32, (..., size / 8), in blocks of so many."""
-    numbers = numbers.to(torch.int32).unflatten(-1, (-1, PACKED, block // PACKED))
+    """Pack numbers from 0 to 15, (..., size), in int32, (..., size / 8), in blocks of so many, the last filled up."""
+    numbers = (
+        F.pad(numbers, (0, -numbers.shape[-1] % block)).to(torch.int32).unflatten(-1, (-1, PACKED, block // PACKED))
+    )
     words = numbers[..., 0, :].clone()
     for index in range(1, PACKED):
         words |= numbers[..., index, :] << (4 * index)
