@@ -22,7 +22,7 @@ SHOWN = 8  # names listed in a message
 NUM_CLOSE = 5  # names suggested for one that is not known
 
 
-class Found(NamedTuple):
+class FoundName(NamedTuple):
     """Says what a checkpoint's name stands for. module: None if the model has none of this path."""
 
     is_needed: bool
@@ -49,7 +49,7 @@ class ModelWeights:
             module = model.get_submodule(name.rpartition(".")[0])
             self._homes |= {(name, shard): (module, param) for shard in getattr(module, "shards", (None,))}
         self.missing: dict[Place, None] = {}
-        self._found: dict[str, Found] = {}  # by a checkpoint's name
+        self._found: dict[str, FoundName] = {}  # by a checkpoint's name
         self._freed: dict[torch.UntypedStorage, int] = {}  # memory that is off the device -> its size in bytes
         self._on_host: dict[torch.UntypedStorage, torch.UntypedStorage] = {}  # the same -> its copy, if it has one
 
@@ -65,7 +65,7 @@ class ModelWeights:
         """Return whether a checkpoint's tensor fills anything; its name may still be unknown."""
         return self._find(name).is_needed
 
-    def _find(self, name: str) -> Found:
+    def _find(self, name: str) -> FoundName:
         """Look up a checkpoint's name, once: trainers send the same ones again and again."""
         found = self._found.get(name)
         if found is None:
@@ -77,7 +77,7 @@ class ModelWeights:
                 module = self._model.get_submodule(path)
             except AttributeError:
                 module = None
-            found = self._found[name] = Found(is_needed, module, path, kind, shard)
+            found = self._found[name] = FoundName(is_needed, module, path, kind, shard)
         return found
 
     def split(self, name: str, tensor: Tensor) -> dict[Place, Tensor]:
