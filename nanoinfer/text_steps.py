@@ -21,6 +21,7 @@ from nanoinfer.engine.interfaces import SILENT
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.prompt_states import FoundVectors
+from nanoinfer.engine.request_queue import TURN_SECONDS
 from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.outputs import RequestMetrics
 from nanoinfer.text.portions import Portions
@@ -28,7 +29,6 @@ from nanoinfer.text.prompts import PreparedRequest
 
 NO_RECORDS = PacketSections(*([()] * len(PacketSections._fields)))
 MAX_IN_FLIGHT = 2  # steps: the device computes one while the host prepares the next
-TURN_SECONDS = 0.01  # so long a text waits that is paused
 MIN_SHARED_TOKENS = 32  # that texts begin with, so that the prefix cache spares more than the scheduler costs
 
 
@@ -67,8 +67,11 @@ class TextSteps:
             return False
         if engine.scheduler.whole_prompts:
             return True
-        is_whole = all(len(request.token_ids) <= engine.config.max_num_batched_tokens for request in first)
-        return self._only_pools and is_whole and not (engine.config.enable_prefix_caching and _begin_alike(first))
+        return (
+            self._only_pools
+            and all(map(self._is_whole, first))
+            and not (engine.config.enable_prefix_caching and _begin_alike(first))
+        )
 
     def complete(
         self, portions: Portions, make: Callable[[PooledText], Any], show: Callable[[int], object]
@@ -88,8 +91,7 @@ class TextSteps:
             with portions:
                 while len(done) < portions.num_requests:
                     waiting += portions.take(wait=not (waiting or in_flight))
-                    is_whole = waiting and len(waiting[0].token_ids) <= self._engine.config.max_num_batched_tokens
-                    if is_whole and len(in_flight) < MAX_IN_FLIGHT:
+                    if waiting and len(in_flight) < MAX_IN_FLIGHT and self._is_whole(waiting[0]):
                         in_flight.append(self._launch(waiting))
                     elif in_flight:
                         step = in_flight.popleft()
@@ -106,6 +108,10 @@ class TextSteps:
         finally:
             reserved.release(ids)
         return done
+
+    def _is_whole(self, request: PreparedRequest) -> bool:
+        """Return whether a step takes all of a text."""
+        return len(request.token_ids) <= self._engine.config.max_num_batched_tokens
 
     def _launch(self, waiting: deque[PreparedRequest]) -> TextStep:
         """Start a step of the first texts that wait, as many as it takes."""

@@ -316,7 +316,7 @@ class ModelConfig:
     def check_tensor_parallel_size(self, size: int) -> None:
         """Raise ConfigError where heads or MLP cannot be split over `size` ranks, with the sizes that would do."""
         heads, kv_heads, mlps = self.num_attention_heads, self.num_key_value_heads, self._mlps
-        even = {} if self.share_multiple > 1 else {**mlps}  # others are filled up
+        even = {} if self.mlp_multiple > 1 else {**mlps}  # others are filled up
         if self.linear_attention is not None:
             even["linear_num_key_heads"] = mlps["linear_num_key_heads"] = self.linear_attention.num_key_heads
 
@@ -334,7 +334,7 @@ class ModelConfig:
             )
 
     @property
-    def share_multiple(self) -> int:
+    def mlp_multiple(self) -> int:
         """Return what every rank's share of an MLP is a multiple of; see `TensorParallel`."""
         return 1 if self.quantization is None else self.quantization.mlp_multiple
 

@@ -232,7 +232,7 @@ class DecoderLayer(nn.Module):
         else:
             in_memory = LayerGroups.of(config, max_positions).places[place]
             self.self_attn = DecoderAttention(config, spec, in_memory, window, max_positions, rotary_emb, backends, tp)
-        of_mlp = replace(tp, share_multiple=config.share_multiple)
+        of_mlp = replace(tp, share_multiple=config.mlp_multiple)
         self.mlp = DecoderMLP(config, spec, of_mlp) if moe is None else spec.experts(config.hidden_size, moe, of_mlp)
         norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = norm() if spec.norms_inputs else ResidualSum(config.hidden_size, config.rms_norm_eps)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,22 +20,12 @@ from nanoinfer.quantization.int4 import numbers as int4
 from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, read_mxfp4, readers
 from nanoinfer.quantization.int4.linear import Int4LinearMethod
 from nanoinfer.quantization.int4.numbers import PackedWeight, dequantize, pack, quantize, unpack
+from tests.quantization.test_checkpoints import plain_folder, write_plain
+
+__all__ = ["plain_folder"]  # a fixture
 
 Tensors = dict[str, Tensor]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
-SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": True,
-}
-EXPERTS = {"moe_intermediate_size": 384, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 
 
 class Numbers(NamedTuple):
@@ -208,27 +197,6 @@ def test_zeros_stay_zeros_and_nan_and_infinity_spoil_their_own_group() -> None:
 
 
 # --- whole checkpoints ---
-
-
-@pytest.fixture(scope="module")
-def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
-    folders: dict[bool, Path] = {}
-
-    def build(sparse: bool) -> Path:
-        if sparse not in folders:
-            folders[sparse] = tmp_path_factory.mktemp("plain")
-            write_plain(folders[sparse], sparse)
-        return folders[sparse]
-
-    return build
-
-
-def write_plain(folder: Path, sparse: bool, **changes: Any) -> None:
-    model_class = getattr(transformers, "Qwen3MoeForCausalLM" if sparse else "Qwen3ForCausalLM")
-    sizes = {**SIZES, **(EXPERTS if sparse else {}), **changes}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        model_class(model_class.config_class(**sizes)).save_pretrained(folder)
 
 
 def write_pair(plain: Path, folder: Path, kind: Kind, keep: tuple[str, ...] = ()) -> tuple[Path, Path]:

@@ -74,15 +74,17 @@ class EncoderMLP(nn.Module):
         size, self.is_gated = config.intermediate_size, is_gated
         sizes = {"gate": size, "up": size} if is_gated else {"up": size}
         self.activation = ACTIVATIONS[encoder_config(config).activation]
-        self.gated = gelu_and_mul if self.activation is F.gelu else self._gated
         self.up_proj = ColumnParallelLinear(config.hidden_size, sizes, bias=config.mlp_bias, tp=tp)
         self.down_proj = RowParallelLinear(size, config.hidden_size, config.mlp_bias, tp, is_sum_whole=True)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        inner = self.up_proj(hidden)
-        return whole(self.down_proj(self.gated(inner) if self.is_gated else self.activation(inner)))
+        return whole(self.down_proj(self._activated(self.up_proj(hidden))))
 
-    def _gated(self, inner: Tensor) -> Tensor:
+    def _activated(self, inner: Tensor) -> Any:
+        if not self.is_gated:
+            return self.activation(inner)
+        if self.activation is F.gelu:
+            return gelu_and_mul(inner)
         gate, up = inner.chunk(2, dim=-1)
         return self.activation(gate) * up
 
