@@ -491,7 +491,7 @@ class LLM:
         inbox = Inbox(is_stream=True)
         try:
             self.queue.add_requests(requests, inbox)
-            while inbox.chunks or not inbox.is_complete:
+            while not inbox.is_complete or inbox.chunks:  # in this order: another thread's step may bring the last ones
                 if inbox.chunks:
                     yield inbox.chunks.popleft()
                 else:

@@ -1,6 +1,7 @@
 """Streams: chunks that add up to what generate gives, calls that interleave, and streams that are left early."""
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,21 @@ def test_the_joined_chunks_are_what_generate_gives(tiny: LLM) -> None:
         assert joined_ids(mine) == output.token_ids
         assert [chunk.finish_reason for chunk in mine] == [None] * (len(mine) - 1) + [output.finish_reason]
         assert len(mine) == len(output.token_ids), "a chunk for each token"
+
+
+def test_chunks_that_another_threads_step_brings_at_the_end_are_not_lost(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Chunks(deque[StreamChunk]):
+        def __bool__(self) -> bool:
+            were_there = len(self) > 0
+            while not were_there and not llm.is_finished():
+                llm.queue.step()  # as another thread does just after this one has looked
+            return were_there
+
+    monkeypatch.setattr("nanoinfer.engine.request_queue.deque", Chunks)
+    expected = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].token_ids
+    assert joined_ids(list(llm.stream([1, 2, 3], SHORT))) == expected
 
 
 def test_chunks_have_the_logprobs_of_their_tokens(llm: LLM, tiny: LLM) -> None:
