@@ -230,6 +230,22 @@ def test_calls_from_several_threads_get_the_answers_of_calls_one_after_another(l
     assert llm.engine.block_manager.num_used_blocks == 0
 
 
+def test_another_thread_never_finds_the_engine_finished_before_the_last_output_is_there(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, found = llm.engine.scheduler.update, []
+
+    def look_after_update(*arguments: Any) -> Any:
+        finished = update(*arguments)
+        found.append(llm.is_finished())  # as another thread may, before the step has kept what finished
+        return finished
+
+    monkeypatch.setattr(llm.engine.scheduler, "update", look_after_update)
+    llm.add_request([1, 2, 3], SHORT)
+    assert len(finish(llm)) == 1
+    assert set(found) == {False}
+
+
 def test_a_construction_that_fails_leaves_no_weights_no_open_file_and_no_process(
     random_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

@@ -163,7 +163,8 @@ class LLMEngine:
         while self._finished:  # one at a time, so that an error in one loses no other
             output = self._output(self._finished[0])
             if output is not None:
-                self._requests.pop(output.request_id).inbox.append(output)
+                self._requests[output.request_id].inbox.append(output)
+                del self._requests[output.request_id]  # now: until its output is there, it counts as unfinished
             self.listener.finished(self._finished.popleft())
 
     def abort(self, request_ids: Collection[int]) -> None:
@@ -189,8 +190,7 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Return whether every request has finished and was handed over."""
-        is_left = self.scheduler.paused or self._finished or self.reserved_ids
-        return self.scheduler.is_finished() and not is_left
+        return not (self.reserved_ids or self._requests)  # in this order, in which another thread queues
 
     def num_only_paused(self) -> int:
         """Return how many requests are paused, if none but these are left; else 0."""

@@ -195,7 +195,7 @@ class ReplicatedEngine:
                 self._marked.append((action, request_id))
 
     def is_finished(self) -> bool:
-        return not (self._requests or self.reserved_ids)
+        return not (self.reserved_ids or self._requests)  # in this order, in which another thread queues
 
     def num_only_paused(self) -> int:
         """Return how many requests are paused, if none but these are left; else 0."""
@@ -347,8 +347,8 @@ class ReplicatedEngine:
                 waited = [one.sent - one.arrived if one else 0.0 for one in ours]
                 for one, output in zip(ours, unpack_outputs(message, queued, waited), strict=True):
                     if one is not None and output is not None:
-                        self._forget(one)
                         one.inbox.append(output)
+                        self._forget(one)  # now: until its output is there, it counts as unfinished
             case Chunks():
                 self._hand_on(message)
             case Metrics(metrics):
@@ -436,8 +436,8 @@ class ReplicatedEngine:
             left = (sample for sample in samples if not request.streamed.get(sample))
             request.chunks.extend(failed_chunks(request_id, request.index, left))
         outputs = [CompletionOutput(sample, "", [], "error", error=error) for sample in samples]
-        self._forget(request)
         request.inbox.append(RequestOutput(request_id, prepared.prompt, prepared.token_ids, 0, outputs))
+        self._forget(request)
 
 
 def explain_end(replica: Replica) -> Failure:
