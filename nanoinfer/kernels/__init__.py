@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nanoinfer.kernels import norm_rope_store as norm_rope_store
     from nanoinfer.kernels import read_rows as read_rows
     from nanoinfer.kernels import rms_norm as rms_norm
+    from nanoinfer.kernels import shared_expert_gate as shared_expert_gate
     from nanoinfer.kernels import soft_cap as soft_cap
     from nanoinfer.kernels import token_bitmask as token_bitmask
     from nanoinfer.kernels import top_k_top_p as top_k_top_p

@@ -4,7 +4,7 @@ A pair is a token and one of its experts. Its id is token * num_experts_per_tok 
 by expert and cuts them into tiles of one expert each. Only the device learns how many tiles there are. A kernel over
 tiles is launched for the most that there can be, and the programs that have none exit.
 
-Twin of `route`: `layers/moe.py`.
+Twins: `route` of `layers/moe.py`, `route_by_sigmoid` of `layers/sigmoid_router.py`.
 """
 
 from typing import Any, NamedTuple
@@ -20,19 +20,23 @@ from nanoinfer.kernels.programmatic_launch import overlap_options
 MIN_CHUNK, MAX_CHUNK = 128, 2048  # pairs that a program sorts at a time
 SEGMENT = 8192  # pairs that a program looks through; more are counted in segments first
 MIN_BINS = 32  # of a histogram: one for each thread of a warp
+EPS = tl.constexpr(1e-20)  # so that scores that are all 0 have a quotient
 
 
 @triton.jit
 def _route_kernel(
     terms_ptr,
+    bias_ptr,  # None: there is none
     row_mask_ptr,  # None: all rows have tokens
     expert_ids_ptr,
     weights_ptr,
     term_stride,
     row_stride,
+    scaling_factor,  # of the weights
     num_terms: tl.constexpr,
     num_experts: tl.constexpr,
     num_choices: tl.constexpr,
+    SIGMOID: tl.constexpr,  # scores are sigmoids, whose order alone the bias changes; else a softmax with the bias
     NORMALISED: tl.constexpr,
     EXPERTS: tl.constexpr,  # num_experts, padded
     CHOICES: tl.constexpr,
@@ -42,6 +46,9 @@ def _route_kernel(
     expert = tl.arange(0, EXPERTS)
     choice = tl.arange(0, CHOICES)
     is_expert = expert < num_experts
+    bias = tl.zeros((EXPERTS,), tl.float32)
+    if bias_ptr is not None:  # before the wait: no kernel writes it
+        bias = tl.load(bias_ptr + expert, mask=is_expert, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -49,19 +56,27 @@ def _route_kernel(
     for term in tl.static_range(num_terms):
         term_ptrs = terms_ptr + term * term_stride + row.to(tl.int64) * row_stride + expert
         logits += tl.load(term_ptrs, mask=is_expert, other=0.0).to(tl.float32)
-    exps = tl.exp(logits - tl.max(logits, axis=0))
-    probs = exps / tl.sum(exps, axis=0)
-    # One NaN makes all of them NaN. They still have to be ordered, and experts that do not exist come last.
-    left = tl.where(is_expert, tl.where(probs == probs, probs, 0.0), -1.0)
+    # One NaN makes all probabilities NaN. They still have to be ordered, and experts that do not exist come last.
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+        order = scores + bias
+        left = tl.where(is_expert, tl.where(order == order, order, float("inf")), float("-inf"))
+    else:
+        logits += bias
+        exps = tl.exp(logits - tl.max(logits, axis=0))
+        scores = exps / tl.sum(exps, axis=0)
+        left = tl.where(is_expert, tl.where(scores == scores, scores, 0.0), float("-inf"))
     ids = tl.zeros((CHOICES,), tl.int32)
     weights = tl.zeros((CHOICES,), tl.float32)
     for index in tl.static_range(num_choices):
         best = tl.argmax(left, axis=0)  # of equal ones the first
         ids = tl.where(choice == index, best, ids)
-        weights = tl.where(choice == index, tl.sum(tl.where(expert == best, probs, 0.0), axis=0), weights)
-        left = tl.where(expert == best, -1.0, left)
+        weights = tl.where(choice == index, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), weights)
+        left = tl.where(expert == best, float("-inf"), left)
     if NORMALISED:
-        weights /= tl.sum(weights, axis=0)
+        weights /= tl.sum(weights, axis=0) + EPS
+    if SIGMOID:
+        weights *= scaling_factor
     if row_mask_ptr is not None:
         has_token = tl.load(row_mask_ptr + row)
         ids = tl.where(has_token, ids, num_experts)
@@ -169,31 +184,63 @@ class TilePlan(NamedTuple):
 
 
 def route(
-    terms: Tensor, num_experts_per_tok: int, norm_topk_prob: bool, row_mask: Tensor | None = None
+    terms: Tensor,
+    num_experts_per_tok: int,
+    norm_topk_prob: bool,
+    row_mask: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the ids of each token's experts, int32, and their weights, float32: (num_tokens, num_experts_per_tok).
 
     terms: (num_terms, num_tokens, num_experts), whose sum are the logits; rows contiguous. row_mask: (num_tokens,)
-    bool, False for rows that get no experts: the id num_experts, and weights of 0.
+    bool, False for rows that get no experts: the id num_experts, and weights of 0. bias: (num_experts,), added to the
+    logits.
     """
+    return _route(terms, bias, num_experts_per_tok, norm_topk_prob, row_mask)
+
+
+def route_by_sigmoid(
+    terms: Tensor,
+    bias: Tensor,
+    num_experts_per_tok: int,
+    norm_topk_prob: bool,
+    scaling_factor: float,
+    row_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `route` does, of experts that are scored by themselves. bias: of the order alone."""
+    return _route(terms, bias, num_experts_per_tok, norm_topk_prob, row_mask, scaling_factor)
+
+
+def _route(
+    terms: Tensor,
+    bias: Tensor | None,
+    num_choices: int,
+    is_normalised: bool,
+    row_mask: Tensor | None,
+    scaling_factor: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel. scaling_factor: of weights that are sigmoids; None where they come of a softmax."""
     num_terms, num_rows, num_experts = terms.shape
     assert terms.stride(2) == 1, f"the rows of terms must be contiguous, strides {terms.stride()}"
-    expert_ids = terms.new_empty((num_rows, num_experts_per_tok), dtype=torch.int32)
-    weights = terms.new_empty((num_rows, num_experts_per_tok), dtype=torch.float32)
+    expert_ids = terms.new_empty((num_rows, num_choices), dtype=torch.int32)
+    weights = terms.new_empty((num_rows, num_choices), dtype=torch.float32)
     if num_rows > 0:
         _route_kernel[(num_rows,)](
             terms,
+            bias,
             row_mask,
             expert_ids,
             weights,
             terms.stride(0),
             terms.stride(1),
+            1.0 if scaling_factor is None else scaling_factor,
             num_terms=num_terms,
             num_experts=num_experts,
-            num_choices=num_experts_per_tok,
-            NORMALISED=norm_topk_prob,
+            num_choices=num_choices,
+            SIGMOID=scaling_factor is not None,
+            NORMALISED=is_normalised,
             EXPERTS=next_power_of_2(num_experts),
-            CHOICES=next_power_of_2(num_experts_per_tok),
+            CHOICES=next_power_of_2(num_choices),
             num_warps=1,
             **overlap_options(terms.device),
         )

@@ -130,12 +130,18 @@ def add_rms_norm(
 
 
 def add_rms_norm_to_fp8(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, sum_weight: Tensor | None, out_format: RowFormat
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    sum_weight: Tensor | None,
+    out_format: RowFormat,
+    other_terms: Tensor | None = None,
 ) -> tuple[QuantizedRows, Tensor]:
     """Return what `add_rms_norm` does, with the norm rounded to 8 bits. residual: (num_rows, size)."""
     out, total = out_format.empty_rows(residual, residual.shape[1]), residual.new_empty(residual.shape)
     splits = x if x.dim() > residual.dim() else x.unsqueeze(0)
-    _launch(splits, residual, weight, sum_weight, out.wide, total, eps, out, out_format)
+    _launch(splits, residual, weight, sum_weight, out.wide, total, eps, out, out_format, other_terms)
     return out, total
 
 
@@ -156,6 +162,7 @@ def _launch(
     num_splits, num_rows, size = x.shape
     for name, tensor in (("x", x), ("residual", residual)):
         assert tensor is None or tensor.stride(-1) == 1, f"{name} must be contiguous in its last dimension"
+    assert other_terms is None or other_terms[0].is_contiguous(), "each of the other terms must be contiguous"
     if num_rows == 0:
         return
     padded_size = next_power_of_2(size)

@@ -25,5 +25,6 @@ class CentredNorm(RMSNorm):
             normed, total = rms_norm(residual, self.weight, self.eps, centres=True), residual
         else:
             assert hidden.all_ranks is None, "the kernel that all-reduces subtracts no mean"
-            normed, total = add_rms_norm(hidden.all_reduced(), residual, self.weight, self.eps, centres=True)
+            terms, others = hidden.all_reduced(), hidden.other_terms
+            normed, total = add_rms_norm(terms, residual, self.weight, self.eps, other_terms=others, centres=True)
         return (normed if out_format is None else quantize_rows(normed, out_format)), total

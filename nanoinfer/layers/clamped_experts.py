@@ -108,7 +108,3 @@ class BiasedRouter(Router):
     def __init__(self, hidden_size: int, moe: MoEConfig) -> None:
         super().__init__(hidden_size, moe)
         self.bias = torch.nn.Parameter(torch.empty(moe.num_experts), requires_grad=False)
-
-    def _terms(self, hidden: Tensor) -> Tensor:
-        terms = super()._terms(hidden)
-        return torch.cat((terms, self.bias.to(terms.dtype).expand(1, *terms.shape[1:])))

@@ -77,10 +77,16 @@ def all_reduce_add_rms_norm(
 
 @triton_on_cuda(lambda: kernels.rms_norm.add_rms_norm_to_fp8)
 def add_rms_norm_to_fp8(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, sum_weight: Tensor | None, out_format: RowFormat
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    sum_weight: Tensor | None,
+    out_format: RowFormat,
+    other_terms: Tensor | None = None,
 ) -> tuple[QuantizedRows, Tensor]:
     """Return what `add_rms_norm` does, with the norm rounded to 8 bits. residual: (num_rows, size)."""
-    out, total = add_rms_norm(x, residual, weight, eps, sum_weight)
+    out, total = add_rms_norm(x, residual, weight, eps, sum_weight, other_terms)
     return quantize_rows(out, out_format), total
 
 
@@ -107,7 +113,8 @@ class RMSNorm(nn.Module):
         if hidden.all_ranks is not None:
             weights = self.weight, self.eps, hidden.sum_weight
             return all_reduce_add_rms_norm(hidden.terms, residual, hidden.all_ranks, *weights)
-        return add_rms_norm(hidden.all_reduced(), residual, self.weight, self.eps, hidden.sum_weight)
+        weights = self.weight, self.eps, hidden.sum_weight
+        return add_rms_norm(hidden.all_reduced(), residual, *weights, hidden.other_terms)
 
     def of_sum(self, hidden: PartialSum) -> PartialSum:
         """Return the sum, to be normalised by this norm before the next one adds it to the residual stream."""
@@ -119,4 +126,5 @@ class RMSNorm(nn.Module):
         if hidden is None or hidden.all_ranks is not None:
             out, total = self.forward(hidden, residual)
             return quantize_rows(out, out_format), total
-        return add_rms_norm_to_fp8(hidden.all_reduced(), residual, self.weight, self.eps, hidden.sum_weight, out_format)
+        weights = self.weight, self.eps, hidden.sum_weight
+        return add_rms_norm_to_fp8(hidden.all_reduced(), residual, *weights, out_format, hidden.other_terms)

@@ -160,19 +160,27 @@ class PartialSum:
     all_ranks: where the ranks exchange their terms, if the kernel of the norm does the all-reduce.
     sum_weight: (hidden_size,), of a norm of the sum by itself before it is added to the residual stream; None for none.
     tp: whose ranks have still to all-reduce their terms, one on each; None if they have done so, or the norm does.
+    other_terms: more of them that lie elsewhere, contiguous, in any dtype; None for none. Only where there is one rank.
     """
 
     terms: Tensor
     all_ranks: SymmetricBuffers | None = None
     sum_weight: Tensor | None = None
     tp: TensorParallel | None = None
+    other_terms: Tensor | None = None
 
     def plus(self, other: "PartialSum") -> "PartialSum":
         """Return the sum of both, which the ranks all-reduce once. Neither is to be all-reduced by a norm."""
         assert self.all_ranks is other.all_ranks is None, "a norm all-reduces one product alone"
+        assert self.other_terms is other.other_terms is None, "terms that lie elsewhere are a layer's of its own"
         if self.tp is None:
             return replace(self, terms=torch.cat((self.terms, other.terms)))
         return replace(self, terms=self.terms + other.terms)
+
+    def times(self, multiplier: float) -> "PartialSum":
+        """Return the sum times a number; a norm does not all-reduce it then."""
+        others = None if self.other_terms is None else self.other_terms * multiplier
+        return replace(self, terms=self.terms * multiplier, other_terms=others)
 
     def all_reduced(self) -> Tensor:
         """Return the terms, all-reduced unless the norm does that; to be called once."""

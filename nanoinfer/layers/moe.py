@@ -18,14 +18,15 @@ from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
-from nanoinfer.layers.activation import silu_and_mul
-from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, RowParallelLinear, sum_buffers, wide_rows
+from nanoinfer.layers.linear import PartialSum, sum_buffers, wide_rows
+from nanoinfer.layers.shared_expert import SharedExpert, SharedExpertGate
 from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod, ParamSpec
 
 # Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a
 # vector of its own until they are added up, half a gigabyte in all for a hidden size of 2048.
 MAX_PAIRS = 2**17
-NUM_SPLITS = 16  # of the router's sums; for 128 experts of 2048 inputs they take 2.5 us instead of 4.8
+# Of the router's sums, at most, and inputs of each, at least; for 128 experts of 2048 inputs 16 take 2.5 us, one 4.8.
+MAX_SPLITS, MIN_SPLIT_SIZE = 16, 128
 
 
 class Routing(NamedTuple):
@@ -37,7 +38,11 @@ class Routing(NamedTuple):
 
 @triton_on_cuda(lambda: kernels.moe_routing.route)
 def route(
-    terms: Tensor, num_experts_per_tok: int, norm_topk_prob: bool, row_mask: Tensor | None = None
+    terms: Tensor,
+    num_experts_per_tok: int,
+    norm_topk_prob: bool,
+    row_mask: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose the likeliest experts of each token, in order; of equally likely ones, those of the lowest ids.
 
@@ -46,9 +51,11 @@ def route(
     terms: (num_terms, num_tokens, num_experts), whose sum in float32 are the logits.
     norm_topk_prob: whether the weights of a token are made to sum to 1.
     row_mask: (num_tokens,) bool, False for rows without a token (padding), which get no experts.
+    bias: (num_experts,), added to the logits.
     A token whose logits have a NaN gets experts that exist, and NaN as their weights.
     """
-    probs = torch.softmax(terms.sum(0, dtype=torch.float32), dim=-1)
+    logits = terms.sum(0, dtype=torch.float32)
+    probs = torch.softmax(logits if bias is None else logits + bias.float(), dim=-1)
     weights, expert_ids = torch.sort(probs, dim=-1, descending=True, stable=True)
     weights, expert_ids = weights[:, :num_experts_per_tok], expert_ids[:, :num_experts_per_tok].int()
     if norm_topk_prob:
@@ -79,26 +86,41 @@ def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor
 class Router(nn.Module):
     """Scores the experts for each token. All ranks hold all of it, and route alike: their tokens have equal bits."""
 
+    bias: nn.Parameter | None
+
     def __init__(self, hidden_size: int, moe: MoEConfig) -> None:
         super().__init__()
         self.num_experts_per_tok = moe.num_experts_per_tok
         self.norm_topk_prob = moe.norm_topk_prob
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size), requires_grad=False)
+        self.register_parameter("bias", None)
 
     def forward(self, hidden: Tensor, row_mask: Tensor | None) -> Routing:
-        return Routing(*route(self._terms(hidden), self.num_experts_per_tok, self.norm_topk_prob, row_mask))
+        return Routing(*route(self.terms(hidden), self.num_experts_per_tok, self.norm_topk_prob, row_mask, self.bias))
 
-    def _terms(self, hidden: Tensor) -> Tensor:
+    def terms(self, hidden: Tensor) -> Tensor:
         """Return the logits as terms to be added up, (num_terms, num_tokens, num_experts).
 
         So few columns are too few tiles to fill a GPU, so a small step is computed by split-K.
         """
-        is_small = hidden.is_cuda and len(hidden) <= MAX_SPLIT_K_TOKENS
-        if not is_small or hidden.dtype == torch.float32 or hidden.shape[1] % (8 * NUM_SPLITS) != 0:
-            return F.linear(hidden, self.weight).unsqueeze(0)
-        hidden = hidden.unflatten(1, (NUM_SPLITS, -1)).transpose(0, 1)
-        weight = self.weight.unflatten(1, (NUM_SPLITS, -1)).permute(1, 2, 0)
+        num_splits = self._num_splits(hidden)
+        if num_splits == 1:
+            return self.logits(hidden).unsqueeze(0)
+        hidden = hidden.unflatten(1, (num_splits, -1)).transpose(0, 1)
+        weight = self.weight.unflatten(1, (num_splits, -1)).permute(1, 2, 0)
         return torch.bmm(hidden, weight, out_dtype=torch.float32)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return all of them in one product, (num_tokens, num_experts)."""
+        return F.linear(hidden, self.weight)
+
+    def _num_splits(self, hidden: Tensor) -> int:
+        """Return how far to split K: each part is a multiple of 8 inputs, as the tensor cores read them."""
+        if not hidden.is_cuda or len(hidden) > MAX_SPLIT_K_TOKENS or hidden.dtype == torch.float32:
+            return 1
+        size = hidden.shape[1]
+        most = min(MAX_SPLITS, size // MIN_SPLIT_SIZE)
+        return next((count for count in range(most, 1, -1) if size % (8 * count) == 0), 1)
 
 
 class PackedExperts(nn.Module):
@@ -190,33 +212,6 @@ class Experts(nn.Module):
         return expert_mlp(wide_rows(hidden), *wide_weights, expert_ids, weights)
 
 
-class SharedExpert(nn.Module):
-    """An expert that computes all tokens, beside those that the router chooses."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, tp: TensorParallel) -> None:
-        super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, intermediate_size, bias=False, tp=tp)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=False, tp=tp)
-
-    def forward(self, hidden: Activations) -> Tensor:
-        """Return terms to be added up, (num_terms, num_tokens, hidden_size), of this rank."""
-        hidden = hidden if self.gate_up_proj.input_format is not None else wide_rows(hidden)
-        gated = silu_and_mul(self.gate_up_proj(hidden), self.down_proj.input_format)
-        return self.down_proj.quant_method.apply_split(self.down_proj, gated, None)
-
-
-class SharedExpertGate(nn.Module):
-    """Says how much of a token's shared expert counts."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(1, hidden_size), requires_grad=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(num_tokens, hidden_size) -> (num_tokens, 1)."""
-        return F.linear(hidden, self.weight).sigmoid()
-
-
 class SparseMoE(nn.Module):
     """The MLP of a layer with experts.
 
@@ -259,13 +254,16 @@ class SparseMoE(nn.Module):
         routing = self.gate(wide_rows(hidden), row_mask)
         if routed is not None:
             routed.append(routing.expert_ids)
-        terms = self.experts(hidden, routing)
+        terms, shared = self.experts(hidden, routing), None
         if self.shared_expert is not None:
             shared = self.shared_expert(hidden)
             if self.shared_expert_gate is not None:
-                shared = shared * self.shared_expert_gate(wide_rows(hidden))
+                shared = self.shared_expert_gate(shared, wide_rows(hidden))
+        if self.tp.size == 1:
+            return PartialSum(terms, other_terms=shared)
+        if shared is not None:
             terms = torch.cat((terms, shared.to(terms.dtype)))
         buffers = sum_buffers(self.tp, len(hidden))
-        if self.tp.size == 1 or buffers is not None:
+        if buffers is not None:
             return PartialSum(terms, buffers)
         return PartialSum(terms.sum(0, keepdim=True), tp=self.tp)

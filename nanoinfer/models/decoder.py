@@ -297,9 +297,7 @@ class DecoderLayer(nn.Module):
 
     def _scaled(self, hidden: PartialSum) -> PartialSum:
         """Return what is added to the residual stream."""
-        if self.residual_multiplier == 1:
-            return hidden
-        return replace(hidden, terms=hidden.terms * self.residual_multiplier)
+        return hidden if self.residual_multiplier == 1 else hidden.times(self.residual_multiplier)
 
 
 # Computes a layer: does what `DecoderLayer.forward` does, or the same in another way.

@@ -132,6 +132,7 @@ class Slice:
 
     def add(self, terms: PartialSum, sum_norm: RMSNorm | None) -> None:
         """Add the ranks' terms to the residual, by way of `sum_norm`; the next norm waits for them."""
+        assert terms.other_terms is None, "several ranks have one sum"
         [self._terms], self._sum_norm = terms.terms, sum_norm
         self._exchange.start_reduce_scatter(self._index, self._terms)
 

@@ -10,6 +10,8 @@ from nanoinfer.checkpoint.model_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.layernorm import add_rms_norm
 from nanoinfer.layers.moe import SparseMoE, expert_mlp, route
+from nanoinfer.layers.shared_expert import gated_sum
+from nanoinfer.layers.sigmoid_router import SigmoidRouter, route_by_sigmoid
 
 pytestmark = pytest.mark.gpu
 
@@ -78,13 +80,60 @@ def test_route_equals_its_twin(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_router_scores_small_steps_in_float32(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("hidden", "num_splits"), [(2048, 16), (2880, 15), (4096, 16), (104, 1)])
+def test_the_router_scores_small_steps_in_float32(hidden: int, num_splits: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    layer, x = build(QWEN3_30B, dtype), randn(5, QWEN3_30B.hidden, dtype=dtype)
-    terms = layer.gate._terms(x)
-    assert terms.shape[0] > 1
-    assert terms.dtype == torch.float32
-    torch.testing.assert_close(terms.sum(0), x.float() @ layer.gate.weight.float().t(), rtol=1e-4, atol=1e-4)
+    layer, x = build(Sizes(hidden, 64, 32, 4), dtype), randn(5, hidden, dtype=dtype)
+    terms = layer.gate.terms(x)
+    assert terms.shape == (num_splits, 5, 32)
+    expected = x.float() @ layer.gate.weight.float().t()
+    if num_splits > 1:
+        assert terms.dtype == torch.float32
+        torch.testing.assert_close(terms.sum(0), expected, rtol=1e-4, atol=1e-4)
+    else:
+        torch.testing.assert_close(terms[0].float(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("num_tokens", [1, 30, 300])  # 300: in one product
+def test_a_router_by_sigmoids_scores_all_steps_in_float32(num_tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    moe = MoEConfig(128, 8, 64, norm_topk_prob=True, has_experts=(True,), scaling_factor=2.5)
+    with CUDA:
+        router = SigmoidRouter(4096, moe).to(dtype)
+    router.e_score_correction_bias.data = randn(128)
+    router.weight.normal_(0.0, 4096**-0.5)
+    x, mask = randn(num_tokens, 4096, dtype=dtype), torch.rand(num_tokens, device=CUDA) < 0.9
+    logits = x.float() @ router.weight.float().t()
+    torch.testing.assert_close(router.terms(x).sum(0), logits, rtol=1e-4, atol=1e-4)
+    ids, weights = router(x, mask)
+    expected_ids, expected = route_by_sigmoid.__wrapped__(
+        logits[None], router.e_score_correction_bias, 8, True, 2.5, mask
+    )
+    is_equal = ids == expected_ids  # two that are almost alike may change places
+    assert is_equal.float().mean() > 0.99
+    torch.testing.assert_close(weights[is_equal], expected[is_equal], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40, 500])
+def test_a_bias_of_the_router_is_added_to_its_logits(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    terms, bias = randn(15, num_tokens, 32), randn(32, dtype=torch.bfloat16)
+    ids, weights = route(terms, 4, True, None, bias)
+    expected_ids, expected = route.__wrapped__(terms, 4, True, None, bias)
+    assert (ids != expected_ids).float().mean() < 0.001
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("num_terms", "num_tokens", "size"), [(1, 1, 2048), (4, 256, 2048), (2, 33, 2880)])
+def test_the_gated_sum_of_a_shared_expert_equals_its_twin(
+    num_terms: int, num_tokens: int, size: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    terms, hidden = randn(num_terms, num_tokens, size, dtype=dtype), randn(num_tokens, size, dtype=dtype)
+    gate = randn(1, size, dtype=dtype) / size**0.5
+    assert_close(gated_sum(terms, hidden, gate), gated_sum.__wrapped__(terms.float(), hidden.float(), gate.float()))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 16, 40, 128, 256, 600, 3000])

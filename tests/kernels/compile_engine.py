@@ -91,8 +91,9 @@ def pretend(capability: int) -> None:
     selection.select_backend = partial(select_backend, capability)
     methods.has_fp8_products = lambda _device: capability >= 89
     # What PyTorch has on GPUs only.
-    bmm = torch.bmm
+    bmm, mm = torch.bmm, torch.mm
     torch.bmm = lambda x, weight, out_dtype=None: bmm(x, weight).to(out_dtype or x.dtype)
+    torch.mm = lambda x, weight, out_dtype=None, **options: mm(x, weight, **options).to(out_dtype or x.dtype)
     torch._scaled_mm = lambda x, weight, *_, **__: x.new_zeros(len(x), weight.shape[1], dtype=torch.bfloat16)
 
 

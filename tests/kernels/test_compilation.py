@@ -70,6 +70,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 256,
         "full_attention_interval": 2,
     },
+    "Qwen3.5-MoE": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        **SIZES,
+        **EXPERTS,
+        "num_hidden_layers": 2,
+        "head_dim": 256,
+        "full_attention_interval": 2,
+        "shared_expert_intermediate_size": 512,
+    },
+    "GLM-4.5": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        **SIZES,
+        **EXPERTS,
+        "num_hidden_layers": 2,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
 }
 FP8 = {"quantization": "fp8"}
 slow = pytest.mark.slow
@@ -96,6 +114,9 @@ CASES = [
     pytest.param(90, "Cohere2", {}, id="Hopper, attention beside the MLP", marks=slow),
     pytest.param(90, "Qwen3-MoE", {"quantization": "int4"}, id="Hopper, experts in 4 bits", marks=slow),
     pytest.param(90, "gpt-oss", {}, id="Hopper, sinks, MXFP4", marks=slow),
+    pytest.param(90, "Qwen3.5-MoE", {}, id="Hopper, a shared expert with a gate", marks=slow),
+    pytest.param(90, "GLM-4.5", FP8, id="Hopper, experts scored by sigmoids, FP8", marks=slow),
+    pytest.param(86, "GLM-4.5", {}, id="Ampere, experts scored by sigmoids", marks=slow),
     pytest.param(86, "gpt-oss", {"kv_cache_dtype": "int8"}, id="Ampere, sinks, MXFP4, int8 cache", marks=slow),
 ]
 
@@ -112,16 +133,20 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     names = {kernel["kernel"] for kernel in kernels}
     assert {"_paged_prefill_kernel", "_paged_decode_kernel", "_norm_rope_store_kernel", "_best_group_kernel"} <= names
-    has_kernel = model not in ("Gemma 2", "Gemma 3", "Qwen3.5", "gpt-oss")  # which have heads of 256, or sinks
+    # The others have heads of 256, or sinks.
+    has_kernel = model in ("Qwen3", "Qwen3-MoE", "Cohere2", "GLM-4.5")
     serves_hopper = capability == 90 and has_kernel
     assert ("_hopper_prefill_kernel" in names) == serves_hopper
-    has_wide_experts = model == "Qwen3-MoE" and options.get("quantization") != "fp8"
+    has_wide_experts = model in ("Qwen3-MoE", "Qwen3.5-MoE", "GLM-4.5") and options.get("quantization") != "fp8"
     assert ("_hopper_experts_kernel" in names) == (capability == 90 and has_wide_experts)
     assert ("_few_rows_product_kernel" in names) == (capability == 90 and model == "Qwen3" and not options)
     assert ({"_convolve_kernel", "_prepare_chunks_kernel", "_pass_states_kernel", "_gated_norm_kernel"} <= names) == (
-        model == "Qwen3.5"
+        model in ("Qwen3.5", "Qwen3.5-MoE")
     )
     assert ("_cap_logits_kernel" in names) == (model == "Gemma 2")
+    has_experts = model in ("Qwen3-MoE", "Qwen3.5-MoE", "GLM-4.5", "gpt-oss")
+    assert ("_route_kernel" in names) == has_experts
+    assert ("_gated_sum_kernel" in names) == (model == "Qwen3.5-MoE")
     in_4_bits = options.get("quantization") == "int4"
     assert ("_hopper_int4_kernel" in names) == (in_4_bits and capability == 90)  # which serves all of these steps
     assert ({"_few_rows_product_int4_kernel", "_widen_kernel"} <= names) == (in_4_bits and capability != 90)

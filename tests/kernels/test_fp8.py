@@ -95,12 +95,14 @@ def test_rows_are_rounded_as_their_twin_does(name: str, size: int, dtype: torch.
 def test_a_norm_in_fp8_is_the_norm_rounded(name: str, size: int, num_splits: int, has_sum_weight: bool) -> None:
     x, residual = randn(num_splits, 5, size), randn(5, size, seed=1)
     weight, sum_weight = randn(size, seed=2), randn(size, seed=3) if has_sum_weight else None
+    others = randn(2, 5, size, seed=4) if num_splits == 3 else None
     residual[3, 7] = NAN
-    out, total = rms_norm.add_rms_norm_to_fp8(x, residual, weight, 1e-6, sum_weight, FORMATS[name])
-    wide, expected_total = rms_norm.add_rms_norm(x, residual, weight, 1e-6, sum_weight)
+    arguments = x, residual, weight, 1e-6, sum_weight
+    out, total = rms_norm.add_rms_norm_to_fp8(*arguments, FORMATS[name], others)
+    wide, expected_total = rms_norm.add_rms_norm(*arguments, others)
     torch.testing.assert_close(total, expected_total, rtol=0, atol=0, equal_nan=True)
     assert_equal_rows(out, fp8.quantize_rows(wide, FORMATS[name]))
-    twin, _ = layernorm.add_rms_norm_to_fp8(x, residual, weight, 1e-6, sum_weight, FORMATS[name])
+    twin, _ = layernorm.add_rms_norm_to_fp8(*arguments, FORMATS[name], others)
     torch.testing.assert_close(dequantize_rows(out), dequantize_rows(twin), rtol=0.13, atol=1e-2, equal_nan=True)
 
 

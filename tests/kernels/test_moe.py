@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers import moe
+from nanoinfer.layers import moe, shared_expert, sigmoid_router
 
 triton = pytest.importorskip("triton")
 
 from nanoinfer.kernels import moe_experts as expert_kernels  # noqa: E402
 from nanoinfer.kernels import moe_routing as routing_kernels  # noqa: E402
+from nanoinfer.kernels import shared_expert_gate as gate_kernels  # noqa: E402
 from nanoinfer.kernels.moe_routing import max_tiles, plan_tiles  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
 
@@ -27,7 +28,15 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize(("twin", "kernels"), [(moe.route, routing_kernels), (moe.expert_mlp, expert_kernels)])
+@pytest.mark.parametrize(
+    ("twin", "kernels"),
+    [
+        (moe.route, routing_kernels),
+        (moe.expert_mlp, expert_kernels),
+        (sigmoid_router.route_by_sigmoid, routing_kernels),
+        (shared_expert.gated_sum, gate_kernels),
+    ],
+)
 def test_on_cuda_the_layer_runs_the_kernel_of_its_name_with_its_parameters(
     twin: Callable[..., object], kernels: ModuleType
 ) -> None:
@@ -36,12 +45,14 @@ def test_on_cuda_the_layer_runs_the_kernel_of_its_name_with_its_parameters(
     assert inspect.signature(kernel) == inspect.signature(twin)
 
 
-# --- route ---
+# --- route, route_by_sigmoid ---
 
 
-def assert_equal_routing(logits: Tensor, num_choices: int, norm: bool, mask: Tensor | None = None) -> None:
-    ids, weights = routing_kernels.route(logits[None], num_choices, norm, mask)
-    expected_ids, expected = moe.route(logits[None], num_choices, norm, mask)
+def assert_equal_routing(
+    logits: Tensor, num_choices: int, norm: bool, mask: Tensor | None = None, bias: Tensor | None = None
+) -> None:
+    ids, weights = routing_kernels.route(logits[None], num_choices, norm, mask, bias)
+    expected_ids, expected = moe.route(logits[None], num_choices, norm, mask, bias)
     assert ids.dtype == torch.int32
     assert torch.equal(ids, expected_ids)
     assert weights.dtype == torch.float32
@@ -57,6 +68,24 @@ def test_route_equals_its_twin(num_experts: int, num_choices: int, norm: bool) -
     assert_equal_routing(logits, num_choices, norm)
     assert_equal_routing(logits.half(), num_choices, norm, torch.tensor([True, False, True, True, True, False]))
     assert_equal_routing(torch.cat([logits, logits], dim=1)[:, :num_experts], num_choices, norm)
+    assert_equal_routing(logits, num_choices, norm, bias=randn(num_experts, seed=1))
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of NumPy, in the interpreter
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+@pytest.mark.parametrize(
+    ("num_experts", "num_choices", "norm"),
+    [(8, 2, True), (128, 8, True), (60, 4, False), (5, 1, False), (1, 1, True), (6, 6, True)],
+)
+def test_route_by_sigmoid_equals_its_twin(num_experts: int, num_choices: int, norm: bool, scale: float) -> None:
+    terms, bias = 2 * randn(3, 7, num_experts), randn(num_experts, seed=1)
+    terms[:, 1], terms[0, 2, 0], terms[:, 3] = -90, NAN, -60  # scores of 0, one that is none, and all alike
+    for mask in (None, torch.arange(7) != 4):
+        arguments = terms, bias, num_choices, norm, scale, mask
+        ids, weights = routing_kernels.route_by_sigmoid(*arguments)
+        expected_ids, expected = sigmoid_router.route_by_sigmoid(*arguments)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 def test_route_adds_up_the_terms_of_the_logits() -> None:
@@ -232,3 +261,18 @@ def test_few_tiles_are_cut_into_more_columns() -> None:
     """The interpreter stands for a GPU of eight multiprocessors."""
     few, many = (expert_kernels.choose_tiling(16, num_tiles, 128, torch.float16, CPU) for num_tiles in (2, 8))
     assert (few.columns, many.columns) == (32, 64)
+
+
+# --- gated_sum ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("num_terms", "size"), [(1, 64), (4, 200), (2, 1025)])
+def test_the_gated_sum_of_a_shared_expert_equals_its_twin(num_terms: int, size: int, dtype: torch.dtype) -> None:
+    terms, hidden = randn(num_terms, 5, size, dtype=dtype), randn(5, size + 8, seed=1, dtype=dtype)[:, :size]
+    gate = randn(1, size, seed=2, dtype=dtype) / size**0.5
+    out = gate_kernels.gated_sum(terms, hidden, gate)
+    expected = shared_expert.gated_sum(terms, hidden, gate)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, expected, rtol=1e-5 if dtype == torch.float32 else 1e-3, atol=1e-5)
+    assert gate_kernels.gated_sum(terms[:, :0], hidden[:0], gate).shape == (1, 0, size)

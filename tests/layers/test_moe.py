@@ -4,6 +4,7 @@ Its kernels: tests/kernels/test_moe.py.
 """
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from nanoinfer.checkpoint.model_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
 from nanoinfer.layers import moe
+from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.moe import Routing, SparseMoE, expert_mlp, route
 
 HIDDEN, INNER, EXPERTS, CHOICES = 32, 24, 10, 4
@@ -158,6 +160,46 @@ def test_experts_without_tokens_are_not_read() -> None:
     expected = expert_mlp(x, gate_up, down, *routing)
     gate_up[[0, 2]] = down[[0, 2]] = NAN
     assert torch.equal(expert_mlp(x, gate_up, down, *routing), expected)
+
+
+# --- a shared expert ---
+
+
+def with_shared_expert(tp: TensorParallel, weights: dict[str, Tensor], is_gated: bool) -> SparseMoE:
+    """The layer with a shared expert, which has the weights of the first of the others."""
+    config = MoEConfig(EXPERTS, CHOICES, INNER, True, has_experts=(True,), shared_size=INNER)
+    layer = SparseMoE(HIDDEN, config, tp, is_shared_gated=is_gated)
+    layer.gate.weight.copy_(weights["gate"])
+    for module in (layer.experts.gate_up_proj, layer.experts.down_proj):
+        for shard in module.shards:
+            module.weight_loader(module.weight, weights[shard], shard)
+    assert layer.shared_expert is not None
+    gate_up, down = layer.shared_expert.gate_up_proj, layer.shared_expert.down_proj
+    for part in ("gate", "up"):
+        gate_up.weight_loader(gate_up.weight, weights[f"0.{part}"], part)
+    down.weight_loader(down.weight, weights["0.down"])
+    if layer.shared_expert_gate is not None:
+        layer.shared_expert_gate.weight.copy_(weights["gate"][:1])
+    return layer
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_a_shared_expert_adds_terms_of_its_own_times_its_gate(is_gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weights = randn(5, HIDDEN, seed=3), checkpoint()
+    chosen, close = plain(x, weights, CHOICES, True), partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    gated = torch.nn.functional.silu(x @ weights["0.gate"].t()) * (x @ weights["0.up"].t())
+    shared = gated @ weights["0.down"].t() * (torch.sigmoid(x @ weights["gate"][:1].t()) if is_gated else 1.0)
+    out = with_shared_expert(WHOLE, weights, is_gated)(x)
+    assert out.other_terms is not None
+    close(out.terms.sum(0), chosen)
+    close(out.other_terms.sum(0), shared)
+    norm, residual = RMSNorm(HIDDEN, 1e-5), randn(5, HIDDEN, seed=4)
+    norm.weight.fill_(1)
+    close(norm(out, residual)[1], chosen + shared + residual)
+    close(norm(out.times(2.0), residual)[1], 2 * (chosen + shared) + residual)
+    monkeypatch.setattr(TensorParallel, "all_reduce", lambda self, x: x)  # the test adds them up
+    parts = [with_shared_expert(tp, weights, is_gated)(x) for tp in RANKS]
+    close(parts[0].terms[0] + parts[1].terms[0], chosen + shared)
 
 
 # --- many tokens, several ranks, the checkpoint ---

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.checkpoint.model_config import MoEConfig
-from nanoinfer.layers.sigmoid_router import route_by_sigmoid
+from nanoinfer.layers.moe import Routing
+from nanoinfer.layers.sigmoid_router import SigmoidRouter
 
 LOGITS = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
 BIAS = torch.randn(12, generator=torch.Generator().manual_seed(1)) * 0.3
@@ -13,6 +14,14 @@ BIAS = torch.randn(12, generator=torch.Generator().manual_seed(1)) * 0.3
 
 def config(groups: int = 1, chosen: int = 1, norm: bool = False, scale: float = 1.0) -> MoEConfig:
     return MoEConfig(12, 3, 8, norm, (True,), None, groups, chosen, scale)
+
+
+def route(logits: Tensor, bias: Tensor, moe: MoEConfig, row_mask: Tensor | None = None) -> Routing:
+    """The routing of rows with these logits: the router's weight takes their inputs as they are."""
+    router = SigmoidRouter(12, moe)
+    router.weight.copy_(torch.eye(12))
+    router.e_score_correction_bias.copy_(bias)
+    return router(logits, row_mask)
 
 
 def plain(logits: Tensor, moe: MoEConfig) -> dict[int, float]:
@@ -30,7 +39,7 @@ def plain(logits: Tensor, moe: MoEConfig) -> dict[int, float]:
 
 @pytest.mark.parametrize("moe", [config(), config(norm=True, scale=2.5), config(4, 2), config(6, 2, norm=True)])
 def test_a_row_gets_the_experts_and_weights_of_the_rule(moe: MoEConfig) -> None:
-    routing = route_by_sigmoid(LOGITS, BIAS, moe)
+    routing = route(LOGITS, BIAS, moe)
     for row, (expert_ids, weights) in enumerate(zip(routing.expert_ids.tolist(), routing.weights, strict=True)):
         expected = plain(LOGITS[row], moe)
         assert expert_ids == [*expected]
@@ -40,15 +49,15 @@ def test_a_row_gets_the_experts_and_weights_of_the_rule(moe: MoEConfig) -> None:
 def test_the_bias_decides_who_is_chosen_and_not_how_much_it_counts() -> None:
     bias = torch.zeros(12)
     bias[[3, 7, 11]] = 10.0
-    routing = route_by_sigmoid(LOGITS, bias, config())
+    routing = route(LOGITS, bias, config())
     assert all({*ids} == {3, 7, 11} for ids in routing.expert_ids.tolist())
     assert torch.equal(routing.weights, LOGITS.sigmoid().gather(1, routing.expert_ids.long()))
 
 
 def test_rows_without_a_token_get_no_experts_and_nan_stays_in_its_row() -> None:
     logits = LOGITS.clone()
-    logits[1, 5] = torch.nan
-    routing = route_by_sigmoid(logits, BIAS, config(norm=True), torch.arange(40) != 2)
+    logits[1, 5] = torch.nan  # and so all of the row's
+    routing = route(logits, BIAS, config(norm=True), torch.arange(40) != 2)
     assert routing.expert_ids[2].tolist() == [12] * 3
     assert routing.weights[2].tolist() == [0.0] * 3
     assert routing.weights[1].isnan().any()

@@ -38,7 +38,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return sliced_prefill.sliced_prefill(decoder, step)
 
     def add(part: sliced_prefill.Slice, terms: PartialSum, sum_norm: RMSNorm | None) -> None:
-        add_one(part, PartialSum(terms.terms.sum(0, keepdim=True)), sum_norm)  # as experts of several ranks do
+        all_terms = terms.terms if terms.other_terms is None else torch.cat((terms.terms, terms.other_terms))
+        add_one(part, PartialSum(all_terms.sum(0, keepdim=True)), sum_norm)  # as experts of several ranks do
 
     add_one = sliced_prefill.Slice.add
     monkeypatch.setattr(sliced_prefill.Slice, "add", add)

@@ -1,0 +1,49 @@
+"""An expert that computes all tokens, beside those that a router chooses (Qwen3-Next, GLM-4.5)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer import kernels
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels.fp8_format import Activations
+from nanoinfer.layers.activation import silu_and_mul
+from nanoinfer.layers.linear import MergedColumnParallelLinear, RowParallelLinear, wide_rows
+
+
+@triton_on_cuda(lambda: kernels.shared_expert_gate.gated_sum)
+def gated_sum(terms: Tensor, hidden: Tensor, gate_weight: Tensor) -> Tensor:
+    """Return the sum of the terms times the sigmoid of each token's gate, computed in float32, (1, num_tokens, size).
+
+    terms: (num_terms, num_tokens, size). hidden: (num_tokens, size). gate_weight: (1, size).
+    """
+    gate = F.linear(hidden.float(), gate_weight.float()).sigmoid()
+    return (terms.sum(0, keepdim=True, dtype=torch.float32) * gate).to(hidden.dtype)
+
+
+class SharedExpert(nn.Module):
+    """Computes all tokens."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, intermediate_size, bias=False, tp=tp)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=False, tp=tp)
+
+    def forward(self, hidden: Activations) -> Tensor:
+        """Return terms to be added up, (num_terms, num_tokens, hidden_size), of this rank."""
+        hidden = hidden if self.gate_up_proj.input_format is not None else wide_rows(hidden)
+        gated = silu_and_mul(self.gate_up_proj(hidden), self.down_proj.input_format)
+        return self.down_proj.quant_method.apply_split(self.down_proj, gated, None)
+
+
+class SharedExpertGate(nn.Module):
+    """Says how much of a token's shared expert counts."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, hidden_size), requires_grad=False)
+
+    def forward(self, terms: Tensor, hidden: Tensor) -> Tensor:
+        """Return the expert's terms times the gates, (1, num_tokens, hidden_size). hidden: the expert's inputs."""
+        return gated_sum(terms, hidden, self.weight)
