@@ -44,6 +44,7 @@ def _rms_norm_kernel(
     x_row_stride,
     other_terms_stride,
     residual_row_stride,
+    out_row_stride,
     eps,
     num_splits: tl.constexpr,  # of split-K: partial sums of x to add up
     num_other_terms: tl.constexpr,
@@ -83,20 +84,21 @@ def _rms_norm_kernel(
         wide = tl.where(mask, wide - tl.sum(wide, axis=0) / size, 0.0)
     out = normalised(wide, weight, size, eps)
     if out_ptr is not None:
-        tl.store(out_ptr + row * size + column, out, mask=mask)
+        tl.store(out_ptr + row * out_row_stride + column, out, mask=mask)
     if values_ptr is not None:
         row_scales = scales_ptr + row * num_groups
         out = out.to(total.dtype).to(tl.float32)
         store_rounded(out, 0, size, values_ptr + row * size, row_scales, static_scale_ptr, GROUP, SIZE)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, centres: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, centres: bool = False, out: Tensor | None = None) -> Tensor:
     """Return x / rms(x) * weight over the last dimension, computed in float32, in the shape and dtype of x.
 
     x: (..., size), the last dimension contiguous. weight: (size,) in the dtype of x, or in float32. centres: whether
-    the mean of x is subtracted first.
+    the mean of x is subtracted first. out: where the norm is written, which may be x; of two dimensions, and so is x.
     """
-    out = x.new_empty(x.shape)
+    assert out is None or (out.dim() == x.dim() == 2 and out.stride(1) == 1), "rows are written, each contiguous"
+    out = x.new_empty(x.shape) if out is None else out
     _launch(x.reshape(1, -1, x.shape[-1]), None, weight, None, out, None, eps, centres=centres)
     return out
 
@@ -183,6 +185,7 @@ def _launch(
         x.stride(1),
         0 if other_terms is None else other_terms.stride(0),
         0 if residual is None else residual.stride(0),
+        out.stride(0) if out is not None and out.dim() == 2 else size,
         eps,
         num_splits=num_splits,
         num_other_terms=0 if other_terms is None else len(other_terms),

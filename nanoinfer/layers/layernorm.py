@@ -15,16 +15,18 @@ from nanoinfer.quantization.fp8 import quantize_rows
 
 
 @triton_on_cuda(lambda: kernels.rms_norm.rms_norm)
-def rms_norm(x: Tensor, weight: Tensor, eps: float, centres: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, centres: bool = False, out: Tensor | None = None) -> Tensor:
     """Return x / rms(x) * weight over the last dimension, computed in float32; shape and dtype of `x`.
 
     The quotient is rounded to the weight's dtype: that of `x`, or float32, which rounds only the product. centres:
-    whether the mean of x is subtracted first, as layer normalisation does.
+    whether the mean of x is subtracted first, as layer normalisation does. out: where the norm is written, which may
+    be `x`; of two dimensions, and so is `x`.
     """
     wide = x.float()
     wide = wide - wide.mean(dim=-1, keepdim=True) if centres else wide
     wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (wide.to(weight.dtype) * weight).to(x.dtype)
+    normed = (wide.to(weight.dtype) * weight).to(x.dtype)
+    return normed if out is None else out.copy_(normed)
 
 
 @triton_on_cuda(lambda: kernels.rms_norm.add_rms_norm)

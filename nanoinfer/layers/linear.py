@@ -172,9 +172,9 @@ class PartialSum:
     def plus(self, other: "PartialSum") -> "PartialSum":
         """Return the sum of both, which the ranks all-reduce once. Neither is to be all-reduced by a norm."""
         assert self.all_ranks is other.all_ranks is None, "a norm all-reduces one product alone"
-        assert self.other_terms is other.other_terms is None, "terms that lie elsewhere are a layer's of its own"
         if self.tp is None:
-            return replace(self, terms=torch.cat((self.terms, other.terms)))
+            others = [part for part in (self.other_terms, other.terms, other.other_terms) if part is not None]
+            return replace(self, other_terms=others[0] if len(others) == 1 else torch.cat(others))
         return replace(self, terms=self.terms + other.terms)
 
     def times(self, multiplier: float) -> "PartialSum":

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.fp8_format import RowFormat
-from nanoinfer.layers.layernorm import RMSNorm
+from nanoinfer.layers.layernorm import RMSNorm, rms_norm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.quantization.fp8 import quantize_rows
 
@@ -34,12 +34,15 @@ class WholeNorm(nn.Module):
         self.check_weight(param, full)
         param.copy_(self.split.shard(full, 0))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(num_tokens, this rank's size) -> the same, normalised."""
+    def normalise_(self, x: Tensor) -> None:
+        """Normalise the rows of (num_tokens, this rank's size) in place."""
+        if self.tp.size == 1:
+            rms_norm(x, self.weight, self.eps, out=x)
+            return
         wide = x.float()
         squares = self.tp.all_reduce(wide.square().sum(-1, keepdim=True)) / self.num_sharing
         wide = wide * torch.rsqrt(squares / self.full_size + self.eps)
-        return (self.weight * wide.to(x.dtype)).to(x.dtype)
+        x.copy_(self.weight * wide.to(x.dtype))
 
 
 class ResidualSum(RMSNorm):

@@ -157,7 +157,7 @@ class DecoderAttention(nn.Module):
     def attend(self, qkv: Tensor, step: ForwardStep) -> Tensor:
         """Return the heads' outputs, (num_tokens, o_proj's input size). qkv: what qkv_proj returns."""
         if self.query_scales is not None:
-            qkv[..., : self.heads_size] *= self.query_scales[step.positions].to(qkv.dtype)
+            qkv[..., : self.heads_size].mul_(self.query_scales[step.positions].to(qkv.dtype))
         if self.has_whole_norms:
             qkv, norm_weights = self._normed_wholly(qkv), None
         else:
@@ -169,8 +169,7 @@ class DecoderAttention(nn.Module):
     def _normed_wholly(self, qkv: Tensor) -> Tensor:
         qkv = qkv.sum(0) if qkv.dim() == 3 else qkv
         for norm, start in ((self.q_norm, 0), (self.k_norm, self.heads_size)):
-            part = qkv.narrow(1, start, len(norm.weight))
-            part.copy_(norm(part))
+            norm.normalise_(qkv.narrow(1, start, len(norm.weight)))
         return qkv
 
 

@@ -83,6 +83,9 @@ def test_rms_norm_equals_its_twin_on_the_cpu(size: int, num_rows: int, dtype: to
     unchanged = x.clone(), residual.clone()
     on_cpu = x.cpu(), residual.cpu()
     assert_nearly_equal(rms_norm(x, weight, 1e-6), rms_norm(on_cpu[0], weight.cpu(), 1e-6))
+    in_place = torch.cat([x, residual], dim=1)  # as the queries lie beside the keys
+    rms_norm(in_place[:, :size], weight, 1e-6, out=in_place[:, :size])
+    assert torch.equal(in_place, torch.cat([rms_norm(x, weight, 1e-6), residual], dim=1))
     out, total = add_rms_norm(x, residual, weight, 1e-6)
     expected, expected_total = add_rms_norm(*on_cpu, weight.cpu(), 1e-6)
     assert_nearly_equal(out, expected)

@@ -125,6 +125,11 @@ def test_rms_norm_of_rows_of_any_size_equals_its_twin(size: int, dtype: torch.dt
     x, residual, weight = (randn(3, size, seed=seed, dtype=dtype) for seed in range(3))
     unchanged = x.clone(), residual.clone()
     assert_nearly_equal(rms_norm_kernels.rms_norm(x, weight[0], 1e-5), layernorm.rms_norm(x, weight[0], 1e-5))
+    part, rows = (torch.cat([x, residual], dim=1) for _ in range(2))  # the rows of x in wider ones, in place
+    assert rms_norm_kernels.rms_norm(part[:, :size], weight[0], 1e-5, out=part[:, :size]).shape == x.shape
+    layernorm.rms_norm(rows[:, :size], weight[0], 1e-5, out=rows[:, :size])
+    assert_nearly_equal(part, rows)
+    assert torch.equal(part[:, size:], residual)
     out, total = rms_norm_kernels.add_rms_norm(x, residual, weight[0], 1e-5)
     expected, expected_total = layernorm.add_rms_norm(x, residual, weight[0], 1e-5)
     assert torch.equal(total, expected_total), "the sum is rounded before it is normalised"
