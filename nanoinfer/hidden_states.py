@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanoinfer.engine.prompt_states import PromptStates
+from nanoinfer.engine.extras.prompt_states import PromptStates
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import is_whole_number
 from nanoinfer.text.prompts import PreparedRequest

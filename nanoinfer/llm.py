@@ -1,18 +1,11 @@
 """The facade: prompts in, completions out."""
 
-# ruff: noqa: E402  this comes before the imports
-import os
-import sys
-import time
+from nanoinfer.before_torch import import_seconds  # before all others
 
-import_started = time.perf_counter()
-if "torch" not in sys.modules and {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}.isdisjoint(os.environ):
-    # PyTorch's CPU threads wait for each other hundreds of times a step, by spinning. Where other programs have the
-    # cores, one that spins keeps the one that it waits for from running. OpenMP reads this once, when it is loaded.
-    os.environ["GOMP_SPINCOUNT"] = "20000"  # turns until it sleeps instead; 300,000 if nobody says
-
+# isort: split
 import inspect
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -56,7 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanoinfer")
 
-import_seconds = {"imports": time.perf_counter() - import_started}  # the first engine logs it, and empties this
+import_seconds.end()
 
 
 class LLM:
@@ -97,9 +90,7 @@ class LLM:
         self._write_trace: Callable[[], object] = lambda: None
         if self.config.trace is not None:
             self._write_trace = loaded.start_trace(self.config.trace, repr(self))
-        imports = import_seconds.copy()
-        import_seconds.clear()
-        self._log_start(imports | loaded.seconds, started)
+        self._log_start(import_seconds.take() | loaded.seconds, started)
 
     def _log_start(self, parts: dict[str, float], started: float) -> None:
         """Log what was loaded, and how long each part of that took; the tokenizer's is what was left to wait for."""

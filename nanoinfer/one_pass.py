@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.prompt_states import PromptStates
+from nanoinfer.engine.extras.prompt_states import PromptStates
 from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import RequestError, check_names
 from nanoinfer.hidden_states import HiddenStates

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from nanoinfer.engine.prompt_logprobs import PromptLogprobs
+from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs
 from nanoinfer.errors import RequestError
 from nanoinfer.outputs import RequestOutput, Score
 from nanoinfer.sampling_params import SamplingParams

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.engine.batch import SECTION_DTYPES, Packet, PacketSections, assemble
+from nanoinfer.engine.extras.prompt_states import FoundVectors
 from nanoinfer.engine.interfaces import SILENT
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.prompt_states import FoundVectors
+from nanoinfer.engine.packet import SECTION_DTYPES, Packet, PacketSections, join_sections
 from nanoinfer.engine.request_queue import TURN_SECONDS
 from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.outputs import RequestMetrics
@@ -212,7 +212,7 @@ def pack_texts(requests: list[PreparedRequest], block_size: int) -> Packet:
             for row, (request, size) in enumerate(zip(requests, sizes.tolist(), strict=True))
         ],
     )
-    return assemble(sections, int(sizes.sum()), num_samples=0, num_blocks=len(new_blocks))
+    return join_sections(sections, int(sizes.sum()), num_samples=0, num_blocks=len(new_blocks))
 
 
 def _begin_alike(requests: Sequence[PreparedRequest]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.engine.shared_prefixes import PrefixGroup
+from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.metadata import (
     DecodeMetadata,

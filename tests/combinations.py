@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
-from nanoinfer.engine.hybrid_blocks import HybridBlockManager
+from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
 from nanoinfer.quantization import selection
 from nanoinfer.quantization.fp8 import dequantize_weight, fit_weight
 from nanoinfer.quantization.int4 import numbers as int4

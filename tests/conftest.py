@@ -23,7 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoinfer.executor import workers
+from nanoinfer.executor import processes
 from nanoinfer.runner import memory
 from tests.real.make_smollm2 import HOW_TO_INSTALL, missing_packages
 
@@ -130,7 +130,7 @@ def forked_workers() -> Iterator[None]:
     server.set_forkserver_preload(["nanoinfer.executor.parallel_runner", "nanoinfer.replicas.replica"])
     with pytest.MonkeyPatch.context() as patch:
         patched = SimpleNamespace(**{**vars(multiprocessing), "get_context": lambda _: server})
-        patch.setattr(workers, "multiprocessing", patched)
+        patch.setattr(processes, "multiprocessing", patched)
         yield
 
 

@@ -29,13 +29,14 @@ EVERYBODY = {
     "checkpoint",
 }
 STEP_DATA = {
-    "engine.batch",
+    "engine.packet",
     "engine.limits",
     "engine.row_options",
     "engine.token_masks",
-    "engine.prompt_states",
+    "engine.extras.prompt_states",
 }  # what engine and runner tell each other
 MAY_IMPORT: dict[str, set[str]] = {
+    "before_torch": set(),
     "errors": set(),
     "vllm_names": {"errors"},
     "config": {"errors", "vllm_names"},
@@ -62,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runner": EVERYBODY | STEP_DATA | {"pooling", "sampling", "models", "layers", "kernels", "distributed"},
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
-    "scoring": EVERYBODY | {"text", "engine.prompt_logprobs"},
+    "scoring": EVERYBODY | {"text", "engine.extras.prompt_logprobs"},
     "hidden_states": EVERYBODY | {"engine", "text"},
     "text_steps": EVERYBODY | {"engine", "text"},
     "one_pass": EVERYBODY | {"engine", "text", "progress", "hidden_states", "text_steps"},
@@ -72,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
     "llm": EVERYBODY
     | {"control.step_events", "engine", "text", "progress", "scoring", "engine_options", "aio", "loading", "replicas"}
-    | {"one_pass", "hidden_states"},
+    | {"before_torch", "one_pass", "hidden_states"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "engine", "text", "progress"},
     "bench": EVERYBODY
@@ -202,10 +203,10 @@ def test_nothing_imports_the_integrations() -> None:
     ("name", "source", "forbidden"),
     [
         ("errors", "import nanoinfer.config", ["config"]),
-        ("layers.linear", "from nanoinfer.engine.batch import pack", ["engine.batch.pack"]),
+        ("layers.linear", "from nanoinfer.engine.packet import pack", ["engine.packet.pack"]),
         ("layers.linear", "def f():\n    import nanoinfer.engine", ["engine"]),
         ("runner.memory", "from nanoinfer.engine import scheduler", ["engine.scheduler"]),
-        ("runner.memory", "from nanoinfer.engine.batch import pack", []),
+        ("runner.memory", "from nanoinfer.engine.packet import pack", []),
         ("checkpoint.loader", "from nanoinfer.errors_of_others import x", ["errors_of_others.x"]),
     ],
 )

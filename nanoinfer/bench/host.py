@@ -13,10 +13,11 @@ from nanoinfer import SamplingParams
 from nanoinfer.bench.workloads import Load, draw_workload
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.engine.batch import Packet, ScheduledBatch, pack, read_header
+from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.limits import RunnerLimits
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.packet import Packet, pack, read_header
 from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import xxhash
 
 from nanoinfer.engine.batch import NewBlock
-from nanoinfer.engine.block_hooks import BlockHooks
-from nanoinfer.engine.partial_hits import MIN_COPIED_TOKENS, BlockCopy, CacheEntry, PartialHit, PartialHits
+from nanoinfer.engine.blocks.block_hooks import BlockHooks
+from nanoinfer.engine.blocks.partial_hits import MIN_COPIED_TOKENS, BlockCopy, CacheEntry, PartialHit, PartialHits
 from nanoinfer.engine.sequence import Sequence
 
 ROOT_SERIAL = 0  # the parent of every first block

@@ -5,9 +5,10 @@ from collections import deque
 from typing import Any, Protocol
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.batch import Packet, ScheduledBatch
+from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.limits import RunnerLimits
+from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.reserved_ids import Action, ReservedIds
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import Constraint, TokenMasks

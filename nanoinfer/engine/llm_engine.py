@@ -1,7 +1,6 @@
 """The engine's loop: requests in, finished outputs out, one step at a time."""
 
 import logging
-import struct
 import time
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -10,22 +9,20 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import xxhash
-
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.batch import ScheduledBatch, pack
-from nanoinfer.engine.block_managers import make_block_manager
-from nanoinfer.engine.extras import Extras
+from nanoinfer.engine.batch import ScheduledBatch
+from nanoinfer.engine.blocks.selection import make_block_manager
+from nanoinfer.engine.extras.extras import Extras
 from nanoinfer.engine.interfaces import Constraints, Listener, Runner
 from nanoinfer.engine.interrupts import StepGuard
+from nanoinfer.engine.packet import pack
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.reserved_ids import Action, ReservedIds
 from nanoinfer.engine.scheduler import Scheduler
-from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.engine.sequence import Sequence, SequenceStatus, seed_of
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import EngineClosedError, EngineStateError
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, failed_chunks, refused
-from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer, completion_text
 
@@ -44,7 +41,7 @@ class LLMEngine:
     """Holds the requests and drives scheduler and runner. Most users want `LLM`, which wraps it.
 
     runner: runs the steps. tokenizer: makes text of tokens; None where the model has none. stop_token_ids: the model's
-    own, which end a completion. constraints: made the plans of requests that have one.
+    own, which end a completion. constraints: compiled the plans of those requests that have one.
     """
 
     def __init__(
@@ -116,7 +113,7 @@ class LLMEngine:
             return
         request = Request(request_id, prepared.prompt, [], inbox)
         for sample in range(params.n):
-            seed = self._seed(params, request_id, sample)
+            seed = seed_of(params, self.config.seed, request_id, sample)
             seq = Sequence(
                 self._num_sequences,
                 prepared.token_ids,
@@ -332,11 +329,6 @@ class LLMEngine:
             unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
             methods[action]({seq.seq_id for seq in unfinished})
             self._end([seq for seq in unfinished if seq.status is SequenceStatus.FINISHED])
-
-    def _seed(self, params: SamplingParams, request_id: int, sample: int) -> int:
-        """Return the seed of a sample's own random stream, so that equal prompts differ and batches do not matter."""
-        source = (params.seed,) if params.seed is not None else (self.config.seed, request_id)
-        return xxhash.xxh64_intdigest(struct.pack(f"<{len(source) + 1}q", *source, sample)) >> 1
 
     def _discard(self, *batches: ScheduledBatch) -> None:
         """Queue the sequences of all steps in flight, and of these batches, again."""

@@ -1,4 +1,4 @@
-"""Numbers of requests that a call has yet to queue: it prepares its prompts while steps compute the first of them."""
+"""Request ids: a call reserves them when it begins, and queues their requests as its prompts are prepared."""
 
 from collections.abc import Iterable
 from enum import Enum, auto

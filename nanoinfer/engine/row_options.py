@@ -22,8 +22,8 @@ class SamplingRecord(NamedTuple):
     num_prompt_tokens: int
     num_generated: int  # known tokens after the prompt: more than 0 when a sequence is computed again
     num_stop_ids: int  # their ids follow in the packet
-    num_biases: int  # these too
-    num_logprob_ids: int  # and these
+    num_biases: int  # the ids and biases follow too
+    num_logprob_ids: int  # the ids follow too
     prompt_logprobs_start: int  # the first prompt token whose log-probability is wanted; -1 for none
     logprobs: int = -1
     prompt_logprobs: int = -1

@@ -25,10 +25,10 @@ from itertools import chain
 
 from nanoinfer.engine.batch import NewBlock, PrefillChunk, ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.blocks.partial_hits import MAX_PASSED_OVER, MIN_AWAITED_IN_ALL, MIN_AWAITED_TOKENS, PassedOver
+from nanoinfer.engine.blocks.shared_prefixes import PrefixGrouper
 from nanoinfer.engine.interfaces import SILENT, Listener
-from nanoinfer.engine.partial_hits import MAX_PASSED_OVER, MIN_AWAITED_IN_ALL, MIN_AWAITED_TOKENS, PassedOver
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.shared_prefixes import PrefixGrouper
 from nanoinfer.engine.stopping import NO_TOKEN, Stopping
 
 # Under a long queue, rows are refilled in groups: one prefill step for each finished sequence would stall all others.

@@ -1,10 +1,13 @@
 """The tokens of one sample of a request, and how far the engine has come with them."""
 
+import struct
 from array import array
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
-from nanoinfer.engine.prompt_states import PromptStates
+import xxhash
+
+from nanoinfer.engine.extras.prompt_states import PromptStates
 from nanoinfer.engine.stopping import Stopping, StopTokens
 from nanoinfer.engine.token_masks import Constraint
 from nanoinfer.sampling_params import SamplingParams
@@ -83,3 +86,9 @@ class Sequence:
     @property
     def completion_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :].tolist()
+
+
+def seed_of(params: SamplingParams, engine_seed: int, request_id: int, sample: int) -> int:
+    """Return the seed of a sample's own random stream, so that equal prompts differ and batches do not matter."""
+    source = (params.seed,) if params.seed is not None else (engine_seed, request_id)
+    return xxhash.xxh64_intdigest(struct.pack(f"<{len(source) + 1}q", *source, sample)) >> 1

@@ -19,7 +19,7 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import computing, select_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel, connect
-from nanoinfer.engine.batch import Packet, read_header
+from nanoinfer.engine.packet import Packet, read_header
 from nanoinfer.errors import ConfigError, WorkerError
 from nanoinfer.runner.model_runner import ModelRunner, PendingStep
 

@@ -1,52 +1,44 @@
 """Runs the model on several GPUs by tensor parallelism: one process for each rank, behind the interface of one runner.
 
-Rank 0 is this process; the others are spawned (`workers.py`). Rank 0 sends each packet through a ring in shared memory
-(`shm_ring.py`), and all ranks run it, each on its shard of the weights and of the KV cache. A step that awaits masks is
-two messages: the packet, and what the workers must know of the masks (`messages.py`). All sample the same tokens,
-so the workers send nothing back.
+Rank 0 is this process; the others are spawned (`processes.py`), and do what `worker.py` says. Rank 0 sends each packet
+through a ring in shared memory (`shm_ring.py`), and all ranks run it, each on its shard of the weights and of the KV
+cache. A step that awaits masks is two messages: the packet, and what the workers must know of the masks
+(`messages.py`). All sample the same tokens, so the workers send nothing back.
 """
 
 import logging
 import os
-import socket
-import threading
 import time
 from collections.abc import Iterator, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import SLEEP_TAGS, EngineConfig
-from nanoinfer.device import becomes_idle, select_devices, select_dtype
-from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, TensorParallel, connect
-from nanoinfer.engine.batch import Packet, read_header
+from nanoinfer.device import becomes_idle, select_devices
+from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, TensorParallel
 from nanoinfer.engine.interrupts import postponed_interrupt
+from nanoinfer.engine.packet import Packet, read_header
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import WorkerError
 from nanoinfer.executor.messages import (
     AllRanksWeights,
     Command,
     barrier,
-    is_command,
     pack_command,
     pack_masks,
-    read_masks,
-    run_command,
 )
-from nanoinfer.executor.shm_ring import Ring, RingReader, RingWriter
-from nanoinfer.executor.workers import PASSED, Workers
-from nanoinfer.runner.memory import max_step_tokens
+from nanoinfer.executor.processes import Workers
+from nanoinfer.executor.shm_ring import Ring, RingWriter
+from nanoinfer.executor.worker import ABORT_SECONDS, abort, connect_ranks, run_worker
 from nanoinfer.runner.model_runner import ModelRunner, PendingStep, StepHandle
 
 logger = logging.getLogger("nanoinfer")
 
 POLL_SECONDS = 20e-6
 STEP_SECONDS = 300.0  # a step of GPUs that takes longer hangs; the first one of a process may compile kernels
-ABORT_SECONDS = 5.0  # how long a GPU may take to end its step, also after its communication was aborted
 
 
 class ParallelRunner:
@@ -74,11 +66,11 @@ class ParallelRunner:
         self._resources = ExitStack()  # what rank 0 frees, last to first
         try:
             self._workers.wait_for_stage(1)  # all have started
-            self._tp = _connect(0, config, model_config, devices, self._workers.folder)
+            self._tp = connect_ranks(0, config, model_config, devices, self._workers.folder)
             self._workers.on_failure = self._tp.abort
             self._resources.callback(self._tp.close)  # after the workers, which have rank 0's shared memory open
             self._resources.callback(self._workers.close)
-            self._resources.callback(_abort, self._tp, ABORT_SECONDS)  # after the runner, whose graphs communicate
+            self._resources.callback(abort, self._tp, ABORT_SECONDS)  # after the runner, whose graphs communicate
             self._runner = ModelRunner(replace(config, device=str(self._device)), model_config, folder, self._tp)
             self._resources.callback(self._runner.close)
             self._workers.wait_for_stage(2)  # all have loaded the model
@@ -184,7 +176,7 @@ class ParallelRunner:
         self.closed = True
         self._tp.join()
         if not becomes_idle(self._device, seconds):
-            _abort(self._tp, 0.0)
+            abort(self._tp, 0.0)
             if not becomes_idle(self._device, ABORT_SECONDS):
                 logger.warning("the step on %s did not end, and its memory is not freed", self._device)
                 self._resources.pop_all()
@@ -192,56 +184,3 @@ class ParallelRunner:
                 return False
         self._resources.close()
         return True
-
-
-def run_worker(
-    rank: int,
-    link: socket.socket,
-    shared_folder: Path,
-    ring: Ring,
-    config: EngineConfig,
-    model_config: ModelConfig,
-    folder: Path,
-    devices: list[torch.device],
-) -> None:
-    """Run in a worker: load this rank's shard of the model, and run packets until rank 0 sends no more."""
-    torch.set_num_threads(max(1, torch.get_num_threads() // len(devices)))
-    torch.zeros(1, device=devices[rank])  # a GPU that cannot be used raises here, before other ranks wait for this one
-    link.sendall(PASSED)
-    tp = _connect(rank, config, model_config, devices, shared_folder)
-    runner = ModelRunner(replace(config, device=str(devices[rank])), model_config, folder, tp)
-    link.sendall(PASSED)
-    reader = RingReader(ring, rank - 1, link)
-    with suppress(EOFError):  # rank 0 has closed the runner, or is gone
-        while True:
-            packet = reader.receive()
-            if is_command(packet):
-                run_command(packet, runner, reader)
-                continue
-            pending = runner.launch(packet)
-            runner.sample(pending, read_masks(reader.receive()) if read_header(packet).awaits_masks else None)
-    if becomes_idle(devices[rank], ABORT_SECONDS):
-        runner.close()
-        tp.abort()  # the memory that it shares is freed when this process ends
-
-
-def _connect(
-    rank: int, config: EngineConfig, model_config: ModelConfig, devices: list[torch.device], shared_folder: Path
-) -> TensorParallel:
-    """Connect to the other ranks through a folder that all of them know, and share GPU memory with them."""
-    tp = connect(rank, len(devices), devices[rank], shared_folder / "store")
-    dtype = select_dtype(config.dtype, model_config.dtype, devices[rank])
-    max_tokens = max_step_tokens(config, model_config, config.max_num_seqs)
-    return tp.with_shared_memory(config.max_num_seqs, max_tokens, model_config.hidden_size, dtype, devices)
-
-
-def _abort(tp: TensorParallel, seconds: float) -> None:
-    """Abort the communication between the ranks, and wait at most so many seconds until NCCL has done so.
-
-    NCCL waits for the CUDA graphs that communicate to be gone, which the traceback of an error may keep alive. So it is
-    called in a thread of its own.
-    """
-    thread = threading.Thread(target=tp.abort, name="nanoinfer abort", daemon=True)
-    with suppress(RuntimeError):  # some versions of Python start no thread while the interpreter exits
-        thread.start()
-        thread.join(seconds)

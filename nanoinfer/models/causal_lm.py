@@ -12,7 +12,8 @@ from nanoinfer.layers.embed_head import NoHead, ParallelLMHead
 from nanoinfer.layers.score_head import ScoreHead, score_head
 from nanoinfer.layers.soft_cap import cap_logits
 from nanoinfer.models import execution
-from nanoinfer.models.decoder import Decoder, DecoderSpec
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
 
 # How models for text and images call their text model, and we.

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from nanoinfer.layers.centred_norm import CentredNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
-from nanoinfer.models.decoder import DecoderSpec
+from nanoinfer.models.decoder_spec import DecoderSpec
 
 
 class Cohere2ForCausalLM(DecoderForCausalLM):

@@ -6,7 +6,7 @@ names are those of the checkpoint, except for the packed projections (see `packe
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
@@ -22,76 +22,15 @@ from nanoinfer.layers.attention.layer import Attention
 from nanoinfer.layers.attention.layer_groups import LayerGroups, LayerPlace
 from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.layers.attention.sinks import AttentionSinks
-from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
-from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.layers.query_scales import query_scales
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.layers.whole_norm import ResidualSum, WholeNorm
+from nanoinfer.models.decoder_spec import DecoderSpec, LayerTraits
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.linear_attention import DecoderLinearAttention
-from nanoinfer.quantization.linear_method import ProductKind
 from nanoinfer.quantization.selection import with_quantization
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderSpec:
-    """How an architecture differs from the common decoder.
-
-    qkv_bias: whether queries, keys and values have biases whatever config.json says. Its attention_bias adds them to
-    the output product too.
-    qk_norm: whether each head of the queries and keys is normalised before its rotation.
-    whole_qk_norm: whether all queries of a token are normalised together, and all keys.
-    norms_sums: whether what attention and MLP add to the residual stream is normalised before it is added.
-    norms_inputs: whether the inputs of attention and MLP are normalised.
-    is_parallel: whether attention and MLP have the same normalised inputs, and both are added to the residual stream at
-    once.
-    interleaves_rotary: whether RoPE turns neighbouring dimensions of a head together, in place of its halves.
-    o_bias: whether the output product of attention has a bias if config.json has attention_bias.
-    has_sinks: whether each query head has a sink, see `AttentionSpec`.
-    has_gates: whether attention's output is multiplied by the sigmoid of gates, which q_proj computes too.
-    interleaves_linear: whether checkpoints interleave the weights of linear attention by key heads.
-    norm, embedding, activation, experts: the classes of all norms and of the embedding, the function between the two
-    products of a dense MLP, and the class of an MLP of experts, called as `SparseMoE(hidden_size, moe, tp)`.
-    """
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    whole_qk_norm: bool = False
-    norms_sums: bool = False
-    norms_inputs: bool = True
-    is_parallel: bool = False
-    interleaves_rotary: bool = False
-    o_bias: bool = True
-    has_sinks: bool = False
-    has_gates: bool = False
-    interleaves_linear: bool = False
-    norm: type[RMSNorm] = RMSNorm
-    embedding: type[VocabParallelEmbedding] = VocabParallelEmbedding
-    activation: Callable[[Tensor, RowFormat | None], Activations] = silu_and_mul
-    experts: Callable[..., SparseMoE] = SparseMoE
-
-    @property
-    def adds_whole_sums(self) -> bool:
-        """Whether what attention and MLP add is all-reduced before the next norm, see `RowParallelLinear`."""
-        return self.is_parallel or not self.norms_inputs
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTraits:
-    """What a layer declares of itself, for `execution.py` to choose how steps go through it.
-
-    products: how it multiplies by its weights. is_common: whether it is a norm, attention, a norm and SwiGLU alone.
-    has_plain_attention: whether all between its two norms is a product, attention and a product, and nothing that is
-    added to the residual stream is multiplied: `prefill_graphs.py` and `sliced_prefill.py` compute just that.
-    returns_stream: whether it returns the residual stream before its MLP is added; else the sum.
-    """
-
-    products: frozenset[ProductKind]
-    is_common: bool
-    has_plain_attention: bool
-    returns_stream: bool = True
 
 
 class DecoderAttention(nn.Module):

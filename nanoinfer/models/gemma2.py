@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from nanoinfer.layers.activation import gelu_tanh_and_mul
 from nanoinfer.models.causal_lm import DecoderForCausalLM
-from nanoinfer.models.decoder import DecoderSpec
+from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.gemma3 import Gemma3Embedding, Gemma3Norm
 
 

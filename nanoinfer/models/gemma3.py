@@ -14,7 +14,7 @@ from nanoinfer.layers.activation import gelu_tanh_and_mul
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
-from nanoinfer.models.decoder import DecoderSpec
+from nanoinfer.models.decoder_spec import DecoderSpec
 
 
 class Gemma3Norm(RMSNorm):

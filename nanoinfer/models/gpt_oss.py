@@ -6,7 +6,7 @@ from typing import ClassVar
 from nanoinfer.layers.clamped_experts import BiasedRouter, ClampedExperts
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.models.causal_lm import DecoderForCausalLM
-from nanoinfer.models.decoder import DecoderSpec
+from nanoinfer.models.decoder_spec import DecoderSpec
 
 
 class GptOssForCausalLM(DecoderForCausalLM):

@@ -7,7 +7,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.layers.sigmoid_router import SigmoidRouter
 from nanoinfer.models.causal_lm import DecoderForCausalLM
-from nanoinfer.models.decoder import DecoderSpec
+from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.mixtral import MixtralForCausalLM
 
 

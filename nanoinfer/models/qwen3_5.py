@@ -6,7 +6,7 @@ The classes for text and images have the same text model. Their vision model is 
 from typing import ClassVar
 
 from nanoinfer.models.causal_lm import DecoderForCausalLM
-from nanoinfer.models.decoder import DecoderSpec
+from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.gemma3 import Gemma3Norm
 from nanoinfer.models.qwen3_next import LINEAR_FIELDS
 

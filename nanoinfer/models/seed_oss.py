@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from nanoinfer.models.causal_lm import DecoderForCausalLM
-from nanoinfer.models.decoder import DecoderSpec
+from nanoinfer.models.decoder_spec import DecoderSpec
 
 
 class SeedOssForCausalLM(DecoderForCausalLM):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.device import numbers_to_device
-from nanoinfer.engine.batch import Header, PacketSections
-from nanoinfer.engine.prompt_states import Found, FoundStates, FoundVectors, StatesRecord
+from nanoinfer.engine.extras.prompt_states import Found, FoundStates, FoundVectors, StatesRecord
+from nanoinfer.engine.packet import Header, PacketSections
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.forward_step import ForwardStep

@@ -17,8 +17,8 @@ from nanoinfer.control.run_trace import start_trace
 from nanoinfer.device import select_device
 from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import ConfigError, RequestError, WorkerError
+from nanoinfer.executor.processes import Workers
 from nanoinfer.executor.shm_ring import Ring
-from nanoinfer.executor.workers import Workers
 from nanoinfer.loading import FoundModel, Loaded
 from nanoinfer.replicas.control import ReplicaControl
 from nanoinfer.replicas.messages import Logged, Ready, Reply

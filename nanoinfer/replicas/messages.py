@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.engine.partial_hits import num_common
-from nanoinfer.engine.prompt_logprobs import PromptLogprobs
-from nanoinfer.engine.prompt_states import PromptStates
+from nanoinfer.engine.blocks.partial_hits import num_common
+from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs
+from nanoinfer.engine.extras.prompt_states import PromptStates
 from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.errors import RequestError
 from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs

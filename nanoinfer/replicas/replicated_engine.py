@@ -20,8 +20,8 @@ from nanoinfer.engine.interrupts import StepGuard, postponed_interrupt
 from nanoinfer.engine.request_queue import TURN_SECONDS
 from nanoinfer.engine.reserved_ids import Action, ReservedIds
 from nanoinfer.errors import EngineClosedError, EngineStateError, WorkerError
+from nanoinfer.executor.processes import EXIT_SECONDS, EXPLANATION_SECONDS, Failure, Workers
 from nanoinfer.executor.shm_ring import Ring
-from nanoinfer.executor.workers import EXIT_SECONDS, EXPLANATION_SECONDS, Failure, Workers
 from nanoinfer.outputs import CompletionOutput, EngineMetrics, RequestOutput, StreamChunk, failed_chunks, refused
 from nanoinfer.replicas.callbacks import ReplicaCallbacks
 from nanoinfer.replicas.dispatch import Dispatcher, QueuedRequest, expected_work

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.engine.prompt_states import PromptStates
+from nanoinfer.engine.extras.prompt_states import PromptStates
 from nanoinfer.outputs import RequestOutput
 
 # By layer, or None for what pooling made: the values of each part of the prompt, and their dtype.

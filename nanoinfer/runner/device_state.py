@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from nanoinfer.engine.batch import Header, PacketSections
+from nanoinfer.engine.packet import Header, PacketSections
 from nanoinfer.layers.attention.block_copies import copy_cached_tokens
 from nanoinfer.layers.attention.metadata import KVCache
 from nanoinfer.layers.routing_table import RoutingTable

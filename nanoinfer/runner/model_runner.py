@@ -20,8 +20,8 @@ from nanoinfer.checkpoint.weights import ModelWeights
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import computing, is_out_of_memory, record_event, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.batch import DecodeRow, Header, Packet, PacketSections, read_header, split
-from nanoinfer.engine.prompt_states import Found
+from nanoinfer.engine.extras.prompt_states import Found
+from nanoinfer.engine.packet import DecodeRecord, Header, Packet, PacketSections, read_header, split_packet
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.metadata import SharedPrefixes
@@ -94,7 +94,10 @@ class ModelRunner:
         """Start the forward pass of a step, up to its logits."""
         with computing(self.device, self._num_threads):
             header = read_header(packet)
-            on_host, on_device = split(packet, header), split(to_device(torch.from_numpy(packet), self.device), header)
+            on_host, on_device = (
+                split_packet(packet, header),
+                split_packet(to_device(torch.from_numpy(packet), self.device), header),
+            )
             self.device_state.enter(header, on_host, on_device)
             if header.counts.chunks:
                 return self._launch_prefill(header, on_host, on_device)
@@ -116,7 +119,7 @@ class ModelRunner:
 
     def _launch_decode(self, on_host: PacketSections, on_device: PacketSections) -> PendingStep:
         rows, num_shared_blocks, num_group_rows = on_device.decode_rows.unbind(1)
-        shares = on_host.decode_rows[:, DecodeRow._fields.index("num_shared_blocks")].any()
+        shares = on_host.decode_rows[:, DecodeRecord._fields.index("num_shared_blocks")].any()
         forward = self.device_state.decode_graphs.replay if self.device_state.decode_graphs else self.decode
         forward(rows, SharedPrefixes(num_shared_blocks, num_group_rows) if shares else None)
         return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=[], hidden_states=[])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer import kernels
-from nanoinfer.engine.batch import Header, PacketSections
+from nanoinfer.engine.packet import Header, PacketSections
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.layers.attention.metadata import (
     DecodeMetadata,

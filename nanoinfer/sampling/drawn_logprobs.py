@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.device import numbers_to_device
-from nanoinfer.engine.batch import PacketSections
+from nanoinfer.engine.packet import PacketSections
 from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.sampling.logprobs import LogprobsTensors, compute_logprobs
 

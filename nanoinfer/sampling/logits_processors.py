@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoinfer.device import numbers_to_device, to_device
-from nanoinfer.engine.batch import SECTION_DTYPES, PacketSections
+from nanoinfer.engine.packet import SECTION_DTYPES, PacketSections
 from nanoinfer.engine.row_options import SamplingRecord
 
 TORCH_DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.int64): torch.int64}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanoinfer.device import numbers_to_device, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.batch import SECTION_DTYPES, Header, PacketSections, read_sampling_records
+from nanoinfer.engine.packet import SECTION_DTYPES, Header, PacketSections, read_sampling_records
 from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.models.causal_lm import DecoderForCausalLM

@@ -6,7 +6,7 @@ import pytest
 import xxhash
 
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.partial_hits import BlockCopy, num_common
+from nanoinfer.engine.blocks.partial_hits import BlockCopy, num_common
 from nanoinfer.engine.sequence import Sequence
 from tests.engine.helpers import always_seven, make_sequence, prefill
 

@@ -8,10 +8,10 @@ import xxhash
 
 from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.hybrid_blocks import HybridBlockManager
+from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
+from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.windowed_blocks import WindowedBlockManager
 from tests.engine.helpers import (
     FakeDevice,
     always_seven,

@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
+from nanoinfer.engine.blocks.shared_prefixes import MIN_SAVED_TOKENS, PrefixGroup, PrefixGrouper
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.shared_prefixes import MIN_SAVED_TOKENS, PrefixGroup, PrefixGrouper
 from tests.engine.helpers import make_sequence
 
 BLOCK_SIZE = 4

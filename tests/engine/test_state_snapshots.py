@@ -10,8 +10,8 @@ import pytest
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
 from nanoinfer.engine.batch import ScheduledBatch
-from nanoinfer.engine.hybrid_blocks import HybridBlockManager
-from nanoinfer.engine.queued_prompts import QueuedPrompts
+from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
+from nanoinfer.engine.blocks.queued_prompts import QueuedPrompts
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.stopping import NO_TOKEN

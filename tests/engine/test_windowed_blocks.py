@@ -8,8 +8,8 @@ import pytest
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
 from nanoinfer.engine.scheduler import Scheduler
-from nanoinfer.engine.windowed_blocks import WindowedBlockManager
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.layer_groups import LayerGroups, LayerPlace
 from nanoinfer.models import REGISTRY

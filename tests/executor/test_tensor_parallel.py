@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from nanoinfer import LLM, ConfigError, EngineClosedError, SamplingParams, WorkerError, tiny_model_path
 from nanoinfer.device import select_devices
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel, connect
-from nanoinfer.executor import parallel_runner, workers
+from nanoinfer.executor import parallel_runner, processes
+from nanoinfer.executor.processes import PASSED, Workers
 from nanoinfer.executor.shm_ring import SLOT_SIZE
-from nanoinfer.executor.workers import PASSED, Workers
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models import execution
 from nanoinfer.runner import setup
@@ -452,7 +452,7 @@ def test_an_error_of_rank_0_in_the_middle_of_a_step_closes_the_engine(monkeypatc
     llm, _ = start()
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "launch", lambda *_: 1 / 0)
-        patch.setattr(workers, "EXPLANATION_SECONDS", 0.1)
+        patch.setattr(processes, "EXPLANATION_SECONDS", 0.1)
         with pytest.raises(ZeroDivisionError):
             generate(llm, [[1, 2, 3]])
     with pytest.raises(EngineClosedError, match="make a new LLM"):

@@ -13,9 +13,9 @@ import pytest
 from torch import Tensor
 
 from nanoinfer import LLM, EngineClosedError, SamplingParams
-from nanoinfer.engine.batch import Header, Packet
+from nanoinfer.engine.packet import Header, Packet
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
-from nanoinfer.executor import workers
+from nanoinfer.executor import processes
 from nanoinfer.executor.messages import pack_masks, read_masks
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.runner.model_runner import ModelRunner, PendingStep, StepHandle
@@ -217,7 +217,7 @@ def too_narrow(host_rows: list[int]) -> TokenMasks:
 def test_an_error_while_the_workers_wait_for_rules_or_masks_closes_the_engine(
     random_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, make_masks: MakeMasks, error: type[Exception]
 ) -> None:
-    monkeypatch.setattr(workers, "EXPLANATION_SECONDS", 0.1)
+    monkeypatch.setattr(processes, "EXPLANATION_SECONDS", 0.1)
     others = active_children()
     with LLM(random_checkpoint(), device="cpu", tensor_parallel_size=2) as llm:
         started = time.monotonic()

@@ -14,7 +14,7 @@ from torch import Tensor
 from nanoinfer.distributed import tensor_parallel
 from nanoinfer.distributed.cuda_ipc import SharedGpuMemory, copy
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.executor import parallel_runner
+from nanoinfer.executor import parallel_runner, worker
 from nanoinfer.kernels.barrier import barrier
 
 MAX_BYTES = 64 * 2**20  # of one rank, in one call
@@ -33,7 +33,7 @@ def let_ranks_share(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> dict[str
     if have_their_own(num_ranks):
         return {}
     monkeypatch.setattr(parallel_runner, "select_devices", lambda _requested, count: devices(count))
-    monkeypatch.setattr(parallel_runner, "connect", connect)
+    monkeypatch.setattr(worker, "connect", connect)
     monkeypatch.setattr(parallel_runner, "run_worker", run_worker)
     return {"gpu_memory_utilization": 0.8 * torch.cuda.device_count() / num_ranks}
 
@@ -47,12 +47,12 @@ def connect(rank: int, size: int, device: torch.device, store_file: Path) -> Ten
         return TensorParallel(rank, size, StandIn(on_host))
 
 
-_run_worker = parallel_runner.run_worker
+_run_worker = worker.run_worker
 
 
 def run_worker(*args: Any) -> None:
-    """Stand for `parallel_runner.run_worker` in a worker, which knows nothing of what the parent has patched."""
-    parallel_runner.connect = connect
+    """Stand for `worker.run_worker` in a worker, which knows nothing of what the parent has patched."""
+    worker.connect = connect
     _run_worker(*args)
 
 

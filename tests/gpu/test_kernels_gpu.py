@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.device import host_array
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.shared_prefixes import PrefixGroup
+from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
 from nanoinfer.engine.token_masks import RowMasks
 from nanoinfer.layers.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec

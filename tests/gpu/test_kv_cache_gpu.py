@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, ConfigError, SamplingParams, tiny_model_path
 from nanoinfer.device import import_error
-from nanoinfer.engine.shared_prefixes import PrefixGroup
+from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
 from nanoinfer.layers.attention.kv_rounding import round_vectors
 from nanoinfer.layers.attention.layer import norm_rope_store
 from nanoinfer.layers.attention.metadata import DecodeMetadata

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanoinfer.engine.shared_prefixes import PrefixGroup
+from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache
 from tests.attention_cases import (
     DECODE_CASES,

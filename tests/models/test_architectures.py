@@ -11,7 +11,7 @@ import transformers
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.engine.windowed_blocks import WindowedBlockManager
+from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
 from nanoinfer.errors import ModelError
 from nanoinfer.models import REGISTRY
 

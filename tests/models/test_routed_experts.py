@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from nanoinfer import LLM, ConfigError, RequestOutput, SamplingParams, WorkerError, tiny_model_path
-from nanoinfer.engine.windowed_blocks import WindowedBlockManager
+from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
 from nanoinfer.layers.routing_table import RoutingOnHost, RoutingTable
 from tests.control.test_weight_control import save_random
 from tests.sampling.test_sampling import prompts

@@ -11,7 +11,7 @@ import transformers
 
 from nanoinfer import LLM, RequestError, SamplingParams
 from nanoinfer import hidden_states as module
-from nanoinfer.engine.prompt_states import FoundStates
+from nanoinfer.engine.extras.prompt_states import FoundStates
 from nanoinfer.outputs import refused
 from nanoinfer.text.prompts import PreparedRequest
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts

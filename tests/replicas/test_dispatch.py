@@ -2,7 +2,7 @@
 
 from array import array
 
-from nanoinfer.engine.prompt_states import PromptStates
+from nanoinfer.engine.extras.prompt_states import PromptStates
 from nanoinfer.replicas.dispatch import FEW_TOKENS, PREFIX_TOKENS, Dispatcher, QueuedRequest, expected_work
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, PoolingParams, RequestError, SamplingParams, tiny_model_path
-from nanoinfer.engine.prompt_states import FoundStates, PromptStates
+from nanoinfer.engine.extras.prompt_states import FoundStates, PromptStates
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.outputs import refused
 from nanoinfer.pooling_outputs import PoolingRequestOutput

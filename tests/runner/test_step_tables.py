@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.batch import Header
+from nanoinfer.engine.packet import Header
 from nanoinfer.layers.attention.metadata import KVCache, SharedPrefixes
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler

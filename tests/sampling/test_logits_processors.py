@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanoinfer.engine.batch import SECTION_DTYPES, PacketSections
+from nanoinfer.engine.packet import SECTION_DTYPES, PacketSections
 from nanoinfer.engine.row_options import NEUTRAL, SamplingRecord
 from nanoinfer.sampling.gumbel_max import sample, sample_and_append
 from nanoinfer.sampling.logits_processors import LogitBias, penalise, row_processors

@@ -13,7 +13,8 @@ from torch._subclasses import FakeTensorMode
 
 from nanoinfer import SamplingParams
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.batch import ScheduledBatch, pack, read_header, split
+from nanoinfer.engine.batch import ScheduledBatch
+from nanoinfer.engine.packet import pack, read_header, split_packet
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.sampling.logprobs import PositionLogprobs
@@ -54,7 +55,7 @@ def make_sampler(*params: SamplingParams, device: torch.device = CPU, mode: str 
     token_ids[:-1, :2] = torch.tensor([1, 2])
     context_lens = torch.tensor([2] * len(params) + [0], dtype=torch.int32)
     sampler = Sampler(token_ids.to(device), context_lens.to(device), VOCAB_SIZE, TensorParallel(), mode)
-    sampler.admit(header, split(packet, header), split(torch.from_numpy(packet).to(device), header))
+    sampler.admit(header, split_packet(packet, header), split_packet(torch.from_numpy(packet).to(device), header))
     return sampler
 
 
@@ -250,7 +251,7 @@ def test_a_row_with_rules_alone_has_none_of_the_penalties_of_the_sequence_before
     newcomer.row = 0
     packet = pack(ScheduledBatch(admitted=[newcomer]))
     header = read_header(packet)
-    sampler.admit(header, split(packet, header), split(torch.from_numpy(packet), header))
+    sampler.admit(header, split_packet(packet, header), split_packet(torch.from_numpy(packet), header))
     masks = TokenMasks(token_sets=row_masks({0: range(VOCAB_SIZE)}))
     assert sampler.sample(logits, 0, torch.tensor([0, 1]), [0, 1], masks).token_ids.tolist() == [1, 50]
 

@@ -21,11 +21,11 @@ from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.layer import Attention
 from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.layers.embed_head import NoHead, VocabParallelEmbedding
-from nanoinfer.layers.layer_norm import ACTIVATIONS, LayerNorm, Table
 from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.layers.score_head import ScoreHead
-from nanoinfer.models.decoder import LayerTraits
+from nanoinfer.models.decoder_spec import LayerTraits
+from nanoinfer.models.encoders.layers import ACTIVATIONS, LayerNorm, Table
 from nanoinfer.models.forward_step import ForwardStep
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from nanoinfer.engine.queued_prompts import QueuedPrompts
+from nanoinfer.engine.blocks.queued_prompts import QueuedPrompts
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 
 MAX_COMPARED = 16  # snapshots that are looked at for one to give its place up

@@ -20,7 +20,7 @@ SCRIPT = """
 import os, sys, time
 from multiprocessing import active_children
 from nanoinfer import LLM, SamplingParams, tiny_model_path
-from nanoinfer.executor.workers import Workers
+from nanoinfer.executor.processes import Workers
 
 def sleep(rank, link, folder):
     link.sendall(b"+")
@@ -108,7 +108,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path, make: str, rest
 
 WORKERS_ALONE = """
 from contextlib import closing
-from nanoinfer.executor.workers import Workers
+from nanoinfer.executor.processes import Workers
 with closing(Workers(2, print, ())) as workers:
     workers.wait_for_stage(1)
 """

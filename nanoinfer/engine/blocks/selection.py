@@ -2,9 +2,9 @@
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.hybrid_blocks import HybridBlockManager
+from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
+from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
 from nanoinfer.engine.limits import RunnerLimits
-from nanoinfer.engine.windowed_blocks import WindowedBlockManager
 
 
 def make_block_manager(config: EngineConfig, limits: RunnerLimits) -> BlockManager:

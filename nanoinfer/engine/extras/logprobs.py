@@ -7,7 +7,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from nanoinfer.engine.batch import ScheduledBatch
-from nanoinfer.engine.prompt_logprobs import PromptLogprobs, add_position, token_logprobs
+from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs, add_position, token_logprobs
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
 from nanoinfer.text.prompts import PreparedRequest

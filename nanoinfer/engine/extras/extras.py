@@ -8,11 +8,11 @@ from typing import Any
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import ScheduledBatch
+from nanoinfer.engine.extras.logprobs import collect_logprobs, end_texts, want_prompt_logprobs
+from nanoinfer.engine.extras.prompt_states import collect_states, hand_over_states
+from nanoinfer.engine.extras.routed_experts import RoutedExperts
 from nanoinfer.engine.interfaces import Runner
-from nanoinfer.engine.logprobs import collect_logprobs, end_texts, want_prompt_logprobs
-from nanoinfer.engine.prompt_states import collect_states, hand_over_states
 from nanoinfer.engine.request import Completion, Request
-from nanoinfer.engine.routed_experts import RoutedExperts
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer

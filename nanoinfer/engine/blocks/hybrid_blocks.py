@@ -14,10 +14,10 @@ from typing import NamedTuple
 import xxhash
 
 from nanoinfer.engine.block_manager import ROOT_SERIAL, Block, BlockManager
-from nanoinfer.engine.partial_hits import BlockCopy, PartialHit
-from nanoinfer.engine.queued_prompts import QueuedPrompts
+from nanoinfer.engine.blocks.partial_hits import BlockCopy, PartialHit
+from nanoinfer.engine.blocks.queued_prompts import QueuedPrompts
+from nanoinfer.engine.blocks.state_snapshots import Snapshot, StateCopy, StateSnapshots
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.state_snapshots import Snapshot, StateCopy, StateSnapshots
 
 # A snapshot costs a copy of the states, and an end of a chunk: about as much as computing a few dozens of tokens.
 MIN_SPARED_TOKENS = 64

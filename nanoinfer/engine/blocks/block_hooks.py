@@ -4,8 +4,8 @@ The scheduler calls these hooks for every model, and they do nothing where all l
 """
 
 from nanoinfer.engine.batch import NewBlock
+from nanoinfer.engine.blocks.state_snapshots import StateCopy
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.state_snapshots import StateCopy
 
 
 class BlockHooks:

@@ -18,7 +18,7 @@ import xxhash
 
 from nanoinfer.engine.batch import NewBlock
 from nanoinfer.engine.block_manager import Block, BlockManager, last_serial
-from nanoinfer.engine.partial_hits import MIN_COPIED_TOKENS, BlockCopy, PartialHit
+from nanoinfer.engine.blocks.partial_hits import MIN_COPIED_TOKENS, BlockCopy, PartialHit
 from nanoinfer.engine.sequence import Sequence
 
 Column = tuple[int, ...]  # the blocks of a place in all tables but the first

@@ -3,21 +3,12 @@
 import numpy as np
 import pytest
 
-from nanoinfer.engine.batch import (
-    NewBlock,
-    PacketSections,
-    PrefillChunk,
-    PrefixGroup,
-    ScheduledBatch,
-    pack,
-    read_header,
-    read_sampling_records,
-    split,
-)
-from nanoinfer.engine.partial_hits import BlockCopy
+from nanoinfer.engine.batch import NewBlock, PrefillChunk, PrefixGroup, ScheduledBatch
+from nanoinfer.engine.blocks.partial_hits import BlockCopy
+from nanoinfer.engine.blocks.state_snapshots import StateCopy
+from nanoinfer.engine.packet import PacketSections, pack, read_header, read_sampling_records, split_packet
 from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.state_snapshots import StateCopy
 from nanoinfer.engine.stopping import Stopping
 from nanoinfer.sampling_params import SamplingParams
 from tests.engine.helpers import make_sequence
@@ -71,7 +62,7 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
 
 def test_a_packet_is_read_back_as_it_was_written() -> None:
     packet = pack(prefill_and_decode())
-    sections = split(packet, read_header(packet))
+    sections = split_packet(packet, read_header(packet))
     assert sections.row_records[:, :2].tolist() == [[2, 3], [5, 6]]
     assert sections.known_tokens[:, 0].tolist() == [10, 11, 12, 20, 21, 22, 23, 24, 25]
     assert sections.new_blocks.tolist() == [[2, 0, 40], [2, 1, 41], [5, 0, 42], [7, 3, 43]]
@@ -84,7 +75,7 @@ def test_a_packet_is_read_back_as_it_was_written() -> None:
 
 def test_sections_are_views_of_the_packet() -> None:
     packet = pack(prefill_and_decode())
-    sections = [section for section in split(packet, read_header(packet)) if section.size]
+    sections = [section for section in split_packet(packet, read_header(packet)) if section.size]
     assert len(sections) == 8
     assert all(np.shares_memory(section, packet) for section in sections)
 
@@ -95,7 +86,7 @@ def test_the_bits_of_temperature_and_seed_and_generated_tokens_travel(temperatur
     seq = sequence_in_row(3, [10, 11], temperature, seed)
     seq.token_ids.extend((12, 13))  # as after a preemption
     packet = pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 4, samples=True)]))
-    sections = split(packet, read_header(packet))
+    sections = split_packet(packet, read_header(packet))
     row, num_tokens, bits, seed_low, seed_high = sections.row_records[0]
     assert (row, num_tokens) == (3, 4)
     assert sections.known_tokens[:, 0].tolist() == [10, 11, 12, 13]
@@ -118,7 +109,7 @@ def test_only_a_row_that_asks_for_more_has_a_sampling_record() -> None:
     asking.token_ids.append(12)
     chunks = [PrefillChunk(seq, 0, len(seq.token_ids), samples=True) for seq in (plain, asking)]
     packet = pack(ScheduledBatch(admitted=[plain, asking], prefill=chunks))
-    sections = split(packet, read_header(packet))
+    sections = split_packet(packet, read_header(packet))
     assert read_sampling_records(sections.sampling_records) == [
         SamplingRecord(
             row=3,
@@ -151,7 +142,7 @@ def test_a_row_that_asks_for_nothing_more_has_no_sampling_record(options: dict) 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
     assert packet.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 4, 0, 0, 1, 0, 0]
-    sections = split(packet, read_header(packet))
+    sections = split_packet(packet, read_header(packet))
     rows = PacketSections._fields.index("decode_rows")
     assert [section.shape for section in sections] == [(2, 3) if i == rows else (0, 1) for i in range(len(sections))]
 
@@ -159,7 +150,9 @@ def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
 def test_a_step_that_awaits_masks_says_so_and_is_otherwise_the_same() -> None:
     plain, awaiting = (pack(prefill_and_decode(), awaits) for awaits in (False, True))
     assert [read_header(packet).awaits_masks for packet in (plain, awaiting)] == [0, 1]
-    for one, two in zip(split(plain, read_header(plain)), split(awaiting, read_header(awaiting)), strict=True):
+    for one, two in zip(
+        split_packet(plain, read_header(plain)), split_packet(awaiting, read_header(awaiting)), strict=True
+    ):
         assert np.array_equal(one, two)
 
 
@@ -167,7 +160,7 @@ def test_a_prefix_group_tells_its_rows_how_many_blocks_they_share_and_the_first_
     decode = [sequence_in_row(row, [1]) for row in (4, 1, 6, 0, 3, 2)]
     groups = [PrefixGroup(first_row=0, num_rows=3, num_blocks=5), PrefixGroup(first_row=3, num_rows=2, num_blocks=1)]
     packet = pack(ScheduledBatch(decode=decode, prefix_groups=groups))
-    sections = split(packet, read_header(packet))
+    sections = split_packet(packet, read_header(packet))
     assert sections.decode_rows.tolist() == [[4, 5, 3], [1, 5, 0], [6, 5, 0], [0, 1, 2], [3, 1, 0], [2, 0, 0]]
 
 
@@ -183,6 +176,6 @@ def test_a_batch_that_cannot_be_is_noticed() -> None:
 def test_a_packet_cut_short_is_noticed() -> None:
     packet = pack(prefill_and_decode())
     with pytest.raises((AssertionError, ValueError)):
-        split(packet[:-1], read_header(packet))
+        split_packet(packet[:-1], read_header(packet))
     with pytest.raises(AssertionError, match="a packet of 71 numbers has sections of 70"):
-        split(np.append(packet, np.int32(0)), read_header(packet))
+        split_packet(np.append(packet, np.int32(0)), read_header(packet))

@@ -1,0 +1,193 @@
+"""The packet that tells the device of a step, in one copy, and other processes in one write: a flat int32 array.
+
+The device remembers what it was told. A running sequence owns one row of the tables in `runner/step_tables.py`, and a
+packet carries only what is new: rows given to sequences that were admitted, blocks that were allocated, the prompt
+chunks to compute, the rows to decode.
+
+Records of several fields are declared as NamedTuples. `record_dtype` makes a NumPy structured dtype of one, which
+names the columns: on the host by viewing the packet, on the device by the byte offsets of the fields.
+"""
+
+from collections.abc import Sequence as AbstractSequence
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.engine.batch import NewBlock, ScheduledBatch
+from nanoinfer.engine.blocks.partial_hits import BlockCopy
+from nanoinfer.engine.blocks.state_snapshots import StateCopy
+from nanoinfer.engine.extras.prompt_states import StatesRecord
+from nanoinfer.engine.row_options import (
+    SamplingRecord,
+    TokenBias,
+    biases_of,
+    logprob_ids_of,
+    sampling_record,
+    stop_ids_of,
+)
+from nanoinfer.engine.sequence import Sequence
+
+Packet = NDArray[np.int32]
+
+
+class RowRecord(NamedTuple):
+    """What every admitted sequence tells the device about its row."""
+
+    row: int
+    num_tokens: int  # known tokens; their ids follow in the packet
+    temperature: float
+    seed: np.int64
+
+
+class ChunkRecord(NamedTuple):
+    """A prefill chunk as the packet carries it."""
+
+    row: int
+    start: int
+    length: int
+
+
+class DecodeRecord(NamedTuple):
+    """A row that computes one token, as the packet carries it."""
+
+    row: int
+    num_shared_blocks: int  # how many of its first blocks are read together with its prefix group; 0 outside of groups
+    num_group_rows: int  # rows of the prefix group that begins with this one; 0 where none begins
+
+
+class PacketSections(NamedTuple):
+    """What follows the header, with the type of the records of each section.
+
+    Holds a value for each section: its records, how many there are, or their dtype. Of a packet that was split, the
+    records are views (num_records, num_columns) int32, of an array or of a tensor on the device; (0, 1) if it has none.
+    """
+
+    row_records: Annotated[Any, RowRecord]
+    known_tokens: Annotated[Any, int]  # the ids of the admitted sequences, one sequence after another
+    new_blocks: Annotated[Any, NewBlock]
+    block_copies: Annotated[Any, BlockCopy]
+    kept_states: Annotated[Any, StateCopy]
+    restored_states: Annotated[Any, StateCopy]
+    chunks: Annotated[Any, ChunkRecord]  # the first num_prefill_samples of them sample a token
+    decode_rows: Annotated[Any, DecodeRecord]
+    sampling_records: Annotated[Any, SamplingRecord]
+    stop_ids: Annotated[Any, int]  # those of the sampling records, one record after another
+    biases: Annotated[Any, TokenBias]  # likewise
+    logprob_ids: Annotated[Any, int]  # likewise
+    states_records: Annotated[Any, StatesRecord]
+    wanted_layers: Annotated[Any, int]  # whose hidden states are wanted, one states record after another
+
+
+class Header(NamedTuple):
+    """The first numbers of a packet: what the host must know to launch."""
+
+    num_prefill_tokens: int
+    num_prefill_samples: int  # chunks that sample a token: the first ones
+    num_prefill_blocks: int  # different blocks of the chunks' sequences
+    awaits_masks: int  # 1 if the ranks must wait for token masks before they sample
+    counts: PacketSections  # how many records each section has
+
+
+FIRST_COUNT = len(Header._fields) - 1  # where the counts begin
+HEADER_SIZE = FIRST_COUNT + len(PacketSections._fields)
+
+
+def record_dtype(record: type) -> np.dtype[Any]:
+    """Return the dtype of a record, structured if it has fields: int is int32 and float float32, so all are columns."""
+    kinds = {int: np.int32, float: np.float32, np.int64: np.int64}
+    if record in kinds:
+        return np.dtype(kinds[record])
+    return np.dtype([(name, kinds[kind]) for name, kind in get_type_hints(record).items()])
+
+
+SECTION_DTYPES = PacketSections(
+    *(record_dtype(hint.__metadata__[0]) for hint in get_type_hints(PacketSections, include_extras=True).values())
+)
+NUM_COLUMNS = PacketSections(*(dtype.itemsize // 4 for dtype in SECTION_DTYPES))
+
+
+def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
+    """Write `batch` as a packet: the header and its sections."""
+    wanted = [(seq, seq.prompt_states) for seq in batch.admitted if seq.prompt_states is not None]
+    records = [(seq, record) for seq in batch.admitted if (record := sampling_record(seq)) is not None]
+    sections = PacketSections(
+        row_records=[_row_record(seq) for seq in batch.admitted],
+        known_tokens=_known_tokens(batch),
+        new_blocks=batch.new_blocks,
+        block_copies=batch.block_copies,
+        kept_states=batch.kept_states,
+        restored_states=batch.restored_states,
+        chunks=[ChunkRecord(_row(chunk.seq), chunk.start, chunk.length) for chunk in batch.prefill],
+        decode_rows=_decode_rows(batch),
+        sampling_records=[record for _, record in records],
+        stop_ids=[token_id for seq, _ in records for token_id in stop_ids_of(seq)],
+        biases=[bias for seq, _ in records for bias in biases_of(seq)],
+        logprob_ids=[token_id for seq, _ in records for token_id in logprob_ids_of(seq)],
+        states_records=[states.record(_row(seq), seq.num_prompt_tokens) for seq, states in wanted],
+        wanted_layers=[layer for _, states in wanted for layer in states.layers],
+    )
+    num_samples = sum(chunk.samples for chunk in batch.prefill)
+    assert all(chunk.samples for chunk in batch.prefill[:num_samples]), "the chunks that sample a token come first"
+    num_blocks = len(set().union(*(chunk.seq.block_table for chunk in batch.prefill)))
+    return join_sections(sections, batch.num_prefill_tokens, num_samples, num_blocks, awaits_masks)
+
+
+def join_sections(
+    sections: PacketSections, num_prefill_tokens: int, num_samples: int, num_blocks: int, awaits_masks: bool = False
+) -> Packet:
+    """Write the header of these sections, and the sections behind it. The numbers: see Header."""
+    counts = PacketSections(*map(len, sections))
+    header = Header(num_prefill_tokens, num_samples, num_blocks, int(awaits_masks), counts)
+    parts = [np.array(records, dtype) for records, dtype in zip(sections, SECTION_DTYPES, strict=True) if len(records)]
+    numbers = np.array([*header[:FIRST_COUNT], *counts], np.int32)
+    return np.concatenate([numbers, *(part.view(np.int32) for part in parts)])
+
+
+def read_header(packet: Packet) -> Header:
+    numbers = packet[:HEADER_SIZE].tolist()
+    return Header._make((*numbers[:FIRST_COUNT], PacketSections._make(numbers[FIRST_COUNT:])))
+
+
+def split_packet(packet: Any, header: Header) -> PacketSections:
+    """Cut a packet (an array, or a tensor on the device) into views of its sections.
+
+    Those without records are one and the same view: most are empty, and to make a view of a tensor takes time.
+    """
+    views, offset, empty = [], HEADER_SIZE, packet[:0].reshape(0, 1)
+    for num_records, num_columns in zip(header.counts, NUM_COLUMNS, strict=True):
+        end = offset + num_records * num_columns
+        views.append(packet[offset:end].reshape(num_records, num_columns) if num_records else empty)
+        offset = end
+    assert offset == len(packet), f"a packet of {len(packet)} numbers has sections of {offset}"
+    return PacketSections(*views)
+
+
+def read_sampling_records(section: NDArray[np.int32]) -> AbstractSequence[SamplingRecord]:
+    """Return the records of a host packet's section."""
+    records = np.ascontiguousarray(section).reshape(-1).view(SECTION_DTYPES.sampling_records)
+    return [SamplingRecord._make(record) for record in records.tolist()]
+
+
+def _row(seq: Sequence) -> int:
+    assert seq.row is not None, f"sequence {seq.seq_id} is in a step and has no row"
+    return seq.row
+
+
+def _decode_rows(batch: ScheduledBatch) -> NDArray[Any]:
+    """Return the DecodeRecords, column by column: every decode step has them, and tuples would take longer."""
+    records = np.zeros(len(batch.decode), SECTION_DTYPES.decode_rows)
+    records["row"] = [seq.row for seq in batch.decode]
+    for first_row, num_rows, num_blocks in batch.prefix_groups:
+        records["num_shared_blocks"][first_row : first_row + num_rows] = num_blocks
+        records["num_group_rows"][first_row] = num_rows
+    return records
+
+
+def _known_tokens(batch: ScheduledBatch) -> NDArray[np.int32]:
+    known = [np.frombuffer(seq.token_ids, np.int32) for seq in batch.admitted]
+    return np.concatenate(known) if known else np.zeros(0, np.int32)
+
+
+def _row_record(seq: Sequence) -> RowRecord:
+    return RowRecord(_row(seq), len(seq.token_ids), seq.sampling_params.temperature, np.int64(seq.seed))
