@@ -23,8 +23,8 @@ import torch
 from nanoinfer import LLM, ConfigError, EngineClosedError, ModelError, SamplingParams, WorkerError
 from nanoinfer.executor.processes import Workers
 from nanoinfer.replicas import loading, replicated_engine
-from tests.executor.test_tensor_parallel import is_running, private_folder, remains  # noqa: F401 (a fixture)
 from tests.executor.test_processes import start_script
+from tests.executor.test_tensor_parallel import is_running, private_folder, remains  # noqa: F401 (a fixture)
 from tests.pooling.test_decoders import assert_close
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see what is left of an engine")
