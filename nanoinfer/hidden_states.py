@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,16 @@ MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """What a call asks for. layers: as the user gave them, and counted from 0. only_last: of the last token alone."""
+    """What a call asks for. layers: as the user gave them, and counted from 0. only_last: of the last token alone.
+
+    errors: what the callback has raised, in the step of whichever call ran it; `checking` raises it in its own.
+    """
 
     layers: dict[int, int]
     only_last: bool
     callback: OnHiddenStates | None
     row_bytes: int  # of a token's states of one layer
+    errors: list[Exception] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -95,9 +99,22 @@ class HiddenStates:
 
     def _hand_over(self, index: int, layer: int, start: int, states: torch.Tensor) -> None:
         assert self.callback is not None
-        for given, counted in self.layers.items():
-            if counted == layer:
-                self.callback(index, given, start, states)
+        try:
+            for given, counted in self.layers.items():
+                if counted == layer and not self.errors:
+                    self.callback(index, given, start, states)
+        except Exception as error:
+            self.errors.append(error)
+
+    def checking(self, show: Callable[[int], object]) -> Callable[[int], None]:
+        """Return what the call is to do after each step: show how far it is, or raise what the callback has raised."""
+
+        def check(num_done: int) -> None:
+            if self.errors:
+                raise self.errors[0]
+            show(num_done)
+
+        return check
 
     def _with_states(self, to_output: Callable[..., Any], output: Any, states: PromptStates) -> Any:
         """Return the output of a request, with the states of each layer in one tensor, on the host."""

@@ -144,7 +144,8 @@ class LLM:
         embedding, the last is after the final norm, negative ones count from the end. They come as
         `output.hidden_states`, by layer; hidden_state_positions: of the whole "prompt", or of its "last" token.
         on_hidden_states: called with (index of the prompt, layer, first token, states) as each chunk is launched; the
-        states are on the device, to be used in the order of its current stream, and nothing is kept.
+        states are on the device, to be used in the order of its current stream, and nothing is kept. What it raises
+        ends the call.
         """
         check_on_finish(on_finish)
         prompts = as_list_of_prompts(prompts)
@@ -161,7 +162,7 @@ class LLM:
         if wanted is not None:
             wanted.add_to(requests := portions.take())
             portions = Portions.of(requests)
-        return self._complete(portions, use_tqdm, on_finish)
+        return self._complete(portions, use_tqdm, on_finish, wanted)
 
     @with_vllm_names
     @rare_collections()
@@ -277,7 +278,7 @@ class LLM:
         """
         wanted = self._wanted_states(hidden_states, hidden_state_positions, on_hidden_states)
         portions = self.one_pass.prepare_embeddings(prompts, pooling_params, prompt_name, tokenization_kwargs, wanted)
-        return self.one_pass.run(portions, use_tqdm, wants_states=wanted is not None)
+        return self.one_pass.run(portions, use_tqdm, wanted)
 
     @rare_collections()
     def classify(
@@ -472,10 +473,17 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _complete(self, portions: Portions, use_tqdm: bool, on_finish: OnFinish | None = None) -> list[RequestOutput]:
+    def _complete(
+        self,
+        portions: Portions,
+        use_tqdm: bool,
+        on_finish: OnFinish | None = None,
+        wanted: HiddenStates | None = None,
+    ) -> list[RequestOutput]:
         """Run the requests of a call to their end."""
         with Progress(self.get_metrics, portions.num_requests, use_tqdm) as progress:
-            return RequestOutputs(self.queue.complete(portions, progress.show, on_finish))
+            show = progress.show if wanted is None else wanted.checking(progress.show)
+            return RequestOutputs(self.queue.complete(portions, show, on_finish))
 
     def _stream(self, requests: list[PreparedRequest]) -> Iterator[StreamChunk]:
         """Run these requests and yield their chunks; those that are left early are aborted by a later step."""

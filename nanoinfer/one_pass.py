@@ -224,18 +224,16 @@ class OnePass:
                 ids[index], second_texts[index] = token_ids, second_text
         return ids, second_texts
 
-    def run(self, portions: Portions, use_tqdm: bool, wants_states: bool = False) -> list[PoolingRequestOutput]:
-        """Run requests to their end; outputs come in the order of the prompts.
-
-        wants_states: whether hidden states are wanted, too.
-        """
-        steps = None if self._text_steps is None or wants_states else self._text_steps
+    def run(self, portions: Portions, use_tqdm: bool, wanted: HiddenStates | None = None) -> list[PoolingRequestOutput]:
+        """Run requests to their end; outputs come in the order of the prompts. wanted: hidden states, too."""
+        steps = self._text_steps if wanted is None else None
         outputs: list[Any]
         with Progress(self._queue.get_metrics, portions.num_requests, use_tqdm, generates=False) as progress:
             if steps is not None and steps.serves(portions.first):
                 outputs = steps.complete(portions, self._output_of_text, progress.show)
             else:
-                outputs = self._queue.complete(portions, progress.show)
+                show = progress.show if wanted is None else wanted.checking(progress.show)
+                outputs = self._queue.complete(portions, show)
         by_index = dict(zip(portions.order, outputs, strict=True))
         return [by_index[index] for index in range(len(outputs))]
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -29,6 +30,7 @@ from nanoinfer import (
     tiny_model_path,
 )
 from nanoinfer.engine import request
+from nanoinfer.engine.interrupts import postponed_interrupt
 
 Checkpoint = Callable[..., Path]
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -244,6 +246,51 @@ def test_another_thread_never_finds_the_engine_finished_before_the_last_output_i
     llm.add_request([1, 2, 3], SHORT)
     assert len(finish(llm)) == 1
     assert set(found) == {False}
+
+
+def test_ctrl_c_while_a_thread_takes_its_turn_leaves_the_turn_to_others(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted:
+        """The queue's lock, at whose end of `acquire` Ctrl-C comes: it is held, and no `try` has begun."""
+
+        def acquire(self, timeout: float) -> bool:
+            is_held = lock.acquire(timeout=timeout)
+            signal.raise_signal(signal.SIGINT)
+            return is_held
+
+        def release(self) -> None:
+            lock.release()
+
+    lock = llm.queue.lock
+    llm.add_request([1, 2, 3], SHORT)
+    monkeypatch.setattr(llm.queue, "lock", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        llm.queue.step()
+    monkeypatch.setattr(llm.queue, "lock", lock)
+    others: list[bool] = []
+    thread = threading.Thread(target=lambda: others.append(lock.acquire(timeout=10) and lock.release() is None))
+    thread.start()
+    thread.join(20)
+    assert others == [True]
+    assert len(finish(llm)) == 1
+
+
+def test_a_postponed_ctrl_c_keeps_no_frame_and_so_no_view_of_an_array_that_is_to_grow() -> None:
+    tokens = array("i", [1, 2])
+
+    def look() -> int:
+        view = memoryview(tokens)
+        signal.raise_signal(signal.SIGINT)
+        return len(view)
+
+    def look_and_append() -> None:
+        with postponed_interrupt():
+            tokens.append(look())
+
+    with pytest.raises(KeyboardInterrupt):
+        look_and_append()
+    assert tokens.tolist() == [1, 2, 2]
 
 
 def test_a_construction_that_fails_leaves_no_weights_no_open_file_and_no_process(

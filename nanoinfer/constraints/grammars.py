@@ -205,23 +205,24 @@ class GrammarCache:
         A bar shows what is compiled if that takes half a second. Raises RequestError for the first that is wrong.
         """
         library = self.library
-        with self._lock:
-            missing = [params for params in wanted if params not in self._grammars]
-            self._grammars.update((params, Future()) for params in missing)
-            futures = {params: self._grammars[params] for params in wanted}
-            for params in wanted:
-                self._grammars.move_to_end(params)
-            while len(self._grammars) > MAX_CACHED:
-                self._grammars.popitem(last=False)
+        missing: dict[StructuredOutputsParams, Future[Grammar]] = {}
         try:
+            with self._lock:
+                missing |= {params: Future() for params in wanted if params not in self._grammars}
+                self._grammars.update(missing)
+                futures = {params: self._grammars[params] for params in wanted}
+                for params in wanted:
+                    self._grammars.move_to_end(params)
+                while len(self._grammars) > MAX_CACHED:
+                    self._grammars.popitem(last=False)
             with progress_bar("Compiling grammars", "grammar", len(missing), use_tqdm, delay=0.5) as bar:
-                for params, grammar in zip(missing, _map_in_threads(library.compile, missing), strict=True):
-                    futures[params].set_result(grammar)
+                for future, grammar in zip(missing.values(), _map_in_threads(library.compile, [*missing]), strict=True):
+                    future.set_result(grammar)
                     bar.update()
         finally:
             with self._lock:
-                for params in missing:
-                    if futures[params].cancel() and self._grammars.get(params) is futures[params]:
+                for params, future in missing.items():
+                    if future.cancel() and self._grammars.get(params) is future:
                         del self._grammars[params]  # it was not compiled
         try:
             grammars = {params: future.result() for params, future in futures.items()}

@@ -39,7 +39,8 @@ class _PostponingHandler:
         self._handle = handle
 
     def __call__(self, *args: Any) -> None:
-        self.caught.append(args)
+        signum, _frame = args
+        self.caught.append((signum, None))  # the frame would keep its locals, such as views of arrays that are to grow
         if len(self.caught) > 1:
             self._handle(*args)
 

@@ -216,12 +216,12 @@ class RequestQueue:
     def step(self) -> None:
         """Run one step, or let another thread run its own. What finishes is in the inboxes then."""
         self._wait_while_all_are_paused()
-        if self.lock.acquire(timeout=TURN_SECONDS):
-            try:
-                with postponed_interrupt():
+        with postponed_interrupt():  # also of the lock, which has to be released
+            if self.lock.acquire(timeout=TURN_SECONDS):
+                try:
                     self._engine.step()
-            finally:
-                self.lock.release()
+                finally:
+                    self.lock.release()
 
     def collect(self, inbox: Inbox) -> list[RequestOutput]:
         """Take the outputs out of an inbox that is to have others."""

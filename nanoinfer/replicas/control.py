@@ -87,9 +87,9 @@ class ReplicaControl:
                         raise WorkerError(
                             f"some replicas have the new {pair[0]!r} and some have not ({reason}); {CLOSED}"
                         )
+                    is_taken = not errors  # within the scope, at whose end Ctrl-C may be raised
                 if errors:
                     raise errors[0]  # of all, which have ended their update
-                is_taken = True
                 num_copied += 1
         except ModelError as error:
             if not is_taken:

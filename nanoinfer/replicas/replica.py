@@ -150,7 +150,7 @@ class Replica:
         engine = self._engine
         while self._serve(wait=engine.is_finished() or engine.num_only_paused() > 0):
             if not engine.is_finished():
-                engine.step()
+                engine.step(launch=engine.runner.unready is None)  # one that sleeps still ends what is aborted
             self._report()
 
     def _read(self) -> None:
@@ -273,7 +273,7 @@ class Replica:
 
     def _new_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._answer(lambda: None)  # nothing stands in the way
-        while (message := self._received.get()) is not None and message.name == "weight":
+        while isinstance(message := self._received.get(), Call) and message.name == "weight":
             name, dtype, shape = message.arguments
             values = torch.empty(shape, dtype=dtype)
             flat = values.view(-1).view(torch.uint8)

@@ -158,11 +158,18 @@ class Tokenizer:
         return by_transformers(texts)
 
     def _encode_fast(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        # An earlier call, or the tokenizer's file, may have set these.
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._backend.encode_special_tokens = getattr(self.hf, "split_special_tokens", False)
-        return [one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+        while True:
+            backend = self._backend
+            # An earlier call, or the tokenizer's file, may have set these.
+            backend.no_truncation()
+            backend.no_padding()
+            backend.encode_special_tokens = getattr(self.hf, "split_special_tokens", False)
+            found = backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            was_changed = backend.truncation is not None or backend.padding is not None
+            if not was_changed and not any(one.overflowing for one in found):
+                return [one.ids for one in found]
+            # So did a thread of the user's just now, by a call of its own. From now on the texts have a copy.
+            self._backend = type(backend).from_str(backend.to_str())
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Decode a whole completion as `detokenizer` does bit by bit. Raises RequestError where that fails."""

@@ -3,6 +3,7 @@
 import re
 import sys
 import time
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -494,3 +495,20 @@ def test_users_functions_get_the_tokens_so_far_and_cannot_change_them(constraint
     token_ids.clear()
     constraint.append(8)
     assert constraints.masks([constraint]).functions[0][1] == [7, 8]
+
+
+def test_ctrl_c_while_a_grammar_is_noted_leaves_it_to_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    constraints = new_constraints()
+    constraints.compile([of(choice=["x"])])
+    cache = constraints._grammars
+
+    class Interrupted(OrderedDict[Any, Any]):
+        def move_to_end(self, key: Any, last: bool = True) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache, "_grammars", Interrupted(cache._grammars))
+    with pytest.raises(KeyboardInterrupt):
+        constraints.compile([of(choice=["a", "b"])])
+    monkeypatch.setattr(Interrupted, "move_to_end", OrderedDict.move_to_end)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(constraints.compile, [of(choice=["a", "b"])]).result(timeout=30)

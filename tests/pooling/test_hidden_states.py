@@ -113,6 +113,30 @@ def test_a_function_gets_the_states_of_each_chunk_and_nothing_is_kept(checkpoint
             assert_close(torch.cat([states for _, states in taken[index, layer]]), theirs[layer])
 
 
+@pytest.mark.parametrize("method", ["generate", "embed"])
+def test_what_a_function_raises_ends_its_own_call_whoever_runs_the_step(
+    checkpoint: Checkpoint, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(*_: Any) -> None:
+        raise ValueError("no more room")
+
+    with LLM(checkpoint("Qwen3ForCausalLM", 0), **CHUNKED) as llm:
+        steps: list[int] = []
+        inbox_id = llm.add_request(PROMPTS[1], GREEDY)
+        queue_step = llm.queue.step
+        monkeypatch.setattr(llm.queue, "step", lambda: (queue_step(), steps.append(0)))
+        options = {"hidden_states": [-1], "on_hidden_states": take, "use_tqdm": False}
+        with pytest.raises(ValueError, match="no more room"):
+            getattr(llm, method)(PROMPTS[0], **options)
+        assert steps, "the step itself goes on"
+        outputs = llm.step()
+        while not outputs:
+            outputs = llm.step()
+        assert [output.request_id for output in outputs] == [inbox_id]
+        assert llm.is_finished()
+        assert llm.get_metrics().num_used_blocks == 0
+
+
 def test_layers_may_be_numpys_integers(checkpoint: Checkpoint) -> None:
     with LLM(checkpoint("Qwen3ForCausalLM", 0), **SMALL) as llm:
         [output] = llm.embed(PROMPTS[:1], use_tqdm=False, hidden_states=[*np.arange(2)])  # type: ignore[list-item]

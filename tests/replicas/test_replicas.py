@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import fields
@@ -359,6 +360,38 @@ def test_a_tensor_larger_than_the_ring_is_read_while_it_is_written(two: LLM) -> 
     large = torch.zeros(5 * 2**20)  # 20 MiB
     with pytest.raises(ModelError, match=r"model.norm.weight.*has shape \(5242880,\)"):
         two.update_weights(iter([("model.norm.weight", large)]))
+
+
+@pytest.mark.parametrize("then", ["generate", "sleep"])
+def test_ctrl_c_while_a_tensor_is_sent_ends_the_update_of_all_replicas(
+    two: LLM, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    weights = load_file(tiny_model_path() / "model.safetensors")
+    send = two._control._send
+
+    def interrupted(*arguments: Any) -> list[Exception]:
+        errors = send(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return errors
+
+    monkeypatch.setattr(two._control, "_send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        two.update_weights(iter(weights.items()))
+    if then == "sleep":
+        two.sleep()
+        with pytest.raises(EngineStateError, match="sleeps"):
+            two.generate("1", use_tqdm=False)
+        two.wake_up()
+    assert two.generate("1+1=?", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0].text
+
+
+def test_a_stream_that_is_begun_before_the_replicas_sleep_ends_and_they_wake_up(two: LLM) -> None:
+    chunks = two.stream("1", SamplingParams(max_tokens=4))  # checked, and queued when the first chunk is asked for
+    two.sleep()
+    with pytest.raises(EngineStateError, match="sleeps"):
+        next(chunks)
+    two.wake_up()
+    assert two.generate("1+1=?", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0].text
 
 
 def test_sleeping_replicas_refuse_requests_until_they_wake_up(two: LLM) -> None:

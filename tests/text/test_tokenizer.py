@@ -56,6 +56,31 @@ def test_text_that_a_template_has_written_gets_no_special_tokens(tokenizer: Toke
     assert tokenizer.encode(["<s>one two", "one"], add_special_tokens=False) == [[BOS, 4, 5], [4]]
 
 
+def test_a_users_thread_that_truncates_its_own_texts_cuts_none_of_ours(tokenizer: Tokenizer) -> None:
+    class Interfering:
+        """The tokenizer's part in Rust. Whenever ours has set it up, another thread calls the tokenizer."""
+
+        def __init__(self, backend: Any) -> None:
+            self.backend = backend
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "encode_batch_fast":
+                tokenizer.hf("one two three one two", truncation=True, max_length=2)
+            return getattr(self.backend, name)
+
+        @classmethod
+        def from_str(cls, text: str) -> Any:
+            return WordTokenizer.from_str(text)
+
+    texts = ["one two three", "two"]
+    assert tokenizer.encode(texts) == [[BOS, 4, 5, 6], [BOS, 5]]
+    shared = tokenizer._backend
+    tokenizer._backend = Interfering(shared)
+    assert tokenizer.encode(texts) == [[BOS, 4, 5, 6], [BOS, 5]]
+    assert tokenizer.hf("one two three", truncation=True, max_length=2)["input_ids"] == [BOS, 4]
+    assert shared.truncation is not None, "ours left it as the user's call had set it"
+
+
 def test_decoding_leaves_special_tokens_out(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([BOS, 4, 3, 6, EOS]) == "one three"
     assert tokenizer.decode([]) == ""
