@@ -34,6 +34,7 @@ from nanoinfer.text.prompts import (
     Prompts,
     as_list_of_prompts,
     find_bad_texts,
+    one_of_kind_for_each,
 )
 from nanoinfer.text.refusals import Errors
 from nanoinfer.text_steps import PooledText, TextSteps
@@ -120,7 +121,7 @@ class OnePass:
         if self._config.is_classifier:
             raise RequestError(f"embed needs an embedding model, and {self._model} is a classifier; use classify")
         given = as_list_of_prompts(prompts)
-        all_params = _one_for_each(params, len(given))
+        all_params = one_of_kind_for_each(params, len(given), PoolingParams, "pooling_params")
         for size in {one.dimensions for one in all_params}:
             self._check_dimensions(size)
         before = self._text_before(prompt_name)
@@ -151,7 +152,7 @@ class OnePass:
         if rewards and len(self._config.labels) != 1:
             raise RequestError(f"reward needs a head of one value, and this one has {len(self._config.labels)} classes")
         given, pairs = split_pairs(prompts)
-        all_params = _one_for_each(params, len(given))
+        all_params = one_of_kind_for_each(params, len(given), PoolingParams, "pooling_params")
         if any(one.dimensions is not None for one in all_params):
             raise RequestError(f"dimensions is about embeddings, and {call} returns none; leave it out")
         make = self._reward if rewards else self._classes
@@ -353,13 +354,3 @@ def _is_pair(item: Any) -> bool:
     if isinstance(item, Mapping):
         return item.keys() == {"text", "text_pair"} and all(isinstance(text, str) for text in item.values())
     return isinstance(item, tuple) and len(item) == 2 and all(isinstance(text, str) for text in item)
-
-
-def _one_for_each(params: PoolingArguments, count: int) -> list[PoolingParams]:
-    if params is None or isinstance(params, PoolingParams):
-        return [params or PoolingParams()] * count
-    if not isinstance(params, (list, tuple)) or not all(isinstance(item, PoolingParams) for item in params):
-        raise RequestError(f"pooling_params={params!r}; give a PoolingParams for all prompts, or a list of them")
-    if len(params) != count:
-        raise RequestError(f"{len(params)} pooling_params for {count} prompts; give one for all, or one for each")
-    return list(params)

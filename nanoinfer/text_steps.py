@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.engine.extras.prompt_states import FoundVectors
-from nanoinfer.engine.interfaces import SILENT
+from nanoinfer.engine.interfaces import SILENT, SampledStep
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import SECTION_DTYPES, Packet, PacketSections, join_sections
@@ -29,7 +29,7 @@ from nanoinfer.text.prompts import PreparedRequest
 
 NO_RECORDS = PacketSections(*([()] * len(PacketSections._fields)))
 MAX_IN_FLIGHT = 2  # steps: the device computes one while the host prepares the next
-MIN_SHARED_TOKENS = 32  # that texts begin with, so that the prefix cache spares more than the scheduler costs
+MIN_SHARED_TOKENS = 32  # that texts begin with, so that the prefix cache saves more than the scheduler costs
 
 
 class PooledText(NamedTuple):
@@ -42,10 +42,10 @@ class PooledText(NamedTuple):
 
 
 class TextStep(NamedTuple):
-    """A step in flight. handle: the runner's. started: perf_counter."""
+    """A step in flight. started: perf_counter."""
 
     requests: list[PreparedRequest]
-    handle: Any
+    handle: SampledStep
     num_tokens: int
     started: float
 

@@ -226,7 +226,7 @@ def _make_hits_likely(llm: LLM) -> None:
     scheduler = llm.engine.scheduler
     scheduler.min_awaited_tokens = scheduler.min_awaited_in_all = 1
     if isinstance(scheduler.block_manager, HybridBlockManager):
-        scheduler.block_manager.min_spared_tokens = scheduler.block_manager.min_kept_tokens = 1
+        scheduler.block_manager.min_saved_tokens = scheduler.block_manager.min_kept_tokens = 1
 
 
 def _context_lengths(combination: Combination) -> AbstractContextManager[object]:

@@ -151,9 +151,8 @@ class BlockManager(BlockHooks):
 
     def grow(self, seq: Sequence) -> list[NewBlock]:
         """Give a decoding sequence the block of its next token."""
-        assert seq.row is not None, f"sequence {seq.seq_id} is running and has no row"
         column = len(seq.block_table)
-        return [NewBlock(seq.row, column, self.append_block(seq))]
+        return [NewBlock(seq.held_row, column, self.append_block(seq))]
 
     def cache_blocks(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Make entries for the full blocks among the first `num_computed_tokens` of `seq`.

@@ -44,6 +44,26 @@ class Constraints(Protocol):
         """Return which tokens a step may draw. constraints: of each token that it draws, or None."""
 
 
+class SampledStep(Protocol):
+    """A step that a runner has sampled: what it has found beside the tokens. All but `errors` is the runner's own."""
+
+    @property
+    def errors(self) -> abc.Mapping[int, str]:
+        """Why a user's function failed, by the index of the token that there is none of."""
+
+    @property
+    def logprobs(self) -> abc.Sequence[Any]:
+        """Log-probabilities of sampled tokens."""
+
+    @property
+    def prompt_logprobs(self) -> abc.Sequence[Any]:
+        """Log-probabilities of prompts' tokens."""
+
+    @property
+    def hidden_states(self) -> abc.Sequence[Any]:
+        """Hidden states, and what was pooled of them."""
+
+
 class Runner(Protocol):
     """Runs steps, on one device or on several: a ModelRunner, a ParallelRunner, or a fake one in tests."""
 
@@ -65,7 +85,7 @@ class Runner(Protocol):
     def launch(self, packet: Packet) -> Any:
         """Start the forward pass of a step, up to its logits."""
 
-    def sample(self, pending: Any, masks: TokenMasks | None = None) -> Any:
+    def sample(self, pending: Any, masks: TokenMasks | None = None) -> SampledStep:
         """Draw the tokens of the step that was just launched, as the masks that it awaits allow."""
 
     def wait(self, handle: Any) -> list[int]:

@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.blocks.selection import make_block_manager
 from nanoinfer.engine.extras.extras import Extras
-from nanoinfer.engine.interfaces import Constraints, Listener, Runner
+from nanoinfer.engine.interfaces import Constraints, Listener, Runner, SampledStep
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.packet import pack
 from nanoinfer.engine.request import Completion, Request
@@ -33,7 +33,7 @@ class Step(NamedTuple):
     """A step in flight: what was scheduled, where its tokens will be, and when it was launched (perf_counter)."""
 
     batch: ScheduledBatch
-    handle: Any  # the runner's
+    handle: SampledStep
     started: float
 
 

@@ -118,13 +118,13 @@ def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
         block_copies=batch.block_copies,
         kept_states=batch.kept_states,
         restored_states=batch.restored_states,
-        chunks=[ChunkRecord(_row(chunk.seq), chunk.start, chunk.length) for chunk in batch.prefill],
+        chunks=[ChunkRecord(chunk.seq.held_row, chunk.start, chunk.length) for chunk in batch.prefill],
         decode_rows=_decode_rows(batch),
         sampling_records=[record for _, record in records],
         stop_ids=[token_id for seq, _ in records for token_id in stop_ids_of(seq)],
         biases=[bias for seq, _ in records for bias in biases_of(seq)],
         logprob_ids=[token_id for seq, _ in records for token_id in logprob_ids_of(seq)],
-        states_records=[states.record(_row(seq), seq.num_prompt_tokens) for seq, states in wanted],
+        states_records=[states.record(seq.held_row, seq.num_prompt_tokens) for seq, states in wanted],
         wanted_layers=[layer for _, states in wanted for layer in states.layers],
     )
     num_samples = sum(chunk.samples for chunk in batch.prefill)
@@ -169,11 +169,6 @@ def read_sampling_records(section: NDArray[np.int32]) -> AbstractSequence[Sampli
     return [SamplingRecord._make(record) for record in records.tolist()]
 
 
-def _row(seq: Sequence) -> int:
-    assert seq.row is not None, f"sequence {seq.seq_id} is in a step and has no row"
-    return seq.row
-
-
 def _decode_rows(batch: ScheduledBatch) -> NDArray[Any]:
     """Return the DecodeRecords, column by column: every decode step has them, and tuples would take longer."""
     records = np.zeros(len(batch.decode), SECTION_DTYPES.decode_rows)
@@ -190,4 +185,4 @@ def _known_tokens(batch: ScheduledBatch) -> NDArray[np.int32]:
 
 
 def _row_record(seq: Sequence) -> RowRecord:
-    return RowRecord(_row(seq), len(seq.token_ids), seq.sampling_params.temperature, np.int64(seq.seed))
+    return RowRecord(seq.held_row, len(seq.token_ids), seq.sampling_params.temperature, np.int64(seq.seed))

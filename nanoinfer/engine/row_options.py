@@ -93,9 +93,8 @@ def sampling_record(seq: Sequence) -> SamplingRecord | None:
     asked, params = asked_options(seq.sampling_params), seq.sampling_params
     if not asked and not params.logit_bias and seq.prompt_logprobs_start is None:
         return None
-    assert seq.row is not None, f"sequence {seq.seq_id} is in a step and has no row"
     return SamplingRecord(
-        row=seq.row,
+        row=seq.held_row,
         num_prompt_tokens=seq.num_prompt_tokens,
         num_generated=len(seq.token_ids) - seq.num_prompt_tokens,
         num_stop_ids=len(stop_ids_of(seq)),

@@ -5,7 +5,7 @@ Prefill goes first, so that the decode batch is as full as it can be. A sequence
 
     WAITING --admit: a row, blocks for all its tokens--> RUNNING --stop token, or length--> FINISHED
        ^                                                   |
-       '------preempt: blocks are short, last in rank first'
+       '------preempt: blocks are short, last in the queue's order first'
 
     WAITING or RUNNING --pause--> PAUSED --resume--> RUNNING if it still holds its row and blocks, else WAITING
 
@@ -81,7 +81,7 @@ class Scheduler:
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
         self._ending: list[Sequence] = []  # their last step is scheduled: `schedule` may give their rows on
         self._awaits_prefix = False  # whether the last admission passed prompts over, which are next
-        self._blocked: tuple[int, int] | None = None  # (seq_id, num_frees) of a queue head that did not fit
+        self._blocked_head: tuple[int, int] | None = None  # (seq_id, num_frees) of a queue head that did not fit
 
     @property
     def num_waiting(self) -> int:
@@ -95,7 +95,7 @@ class Scheduler:
         """Queue a sequence, by its priority and arrival."""
         params, pools = seq.sampling_params, seq.prompt_states is not None and seq.prompt_states.pools
         seq.stopping = Stopping.of(params, seq.num_prompt_tokens, self.stop_token_ids, self.max_model_len, pools)
-        heapq.heappush(self._waiting, (seq.rank, seq))
+        heapq.heappush(self._waiting, (seq.queue_key, seq))
         self.block_manager.enqueue(seq)
 
     def schedule(self, in_flight: bool = False) -> ScheduledBatch:
@@ -196,7 +196,7 @@ class Scheduler:
             self.paused.append(seq)
             if seq not in already_paused:
                 self.listener.paused(seq)
-        self._blocked = None  # a prompt that did not fit may fit now
+        self._blocked_head = None  # a prompt that did not fit may fit now
 
     def resume(self, seq_ids: set[int]) -> None:
         """Let paused sequences go on: at once where they hold a row and blocks, and from the queue where they do not.
@@ -227,8 +227,8 @@ class Scheduler:
         return taken
 
     def reclaim(self) -> bool:
-        """Take row and blocks from the last in rank of the paused sequences; return False where none has any."""
-        last = max((seq for seq in self.paused if seq.row is not None), key=lambda seq: seq.rank, default=None)
+        """Take row and blocks from the paused sequence that is last in the queue's order; False where none has any."""
+        last = max((seq for seq in self.paused if seq.row is not None), key=lambda seq: seq.queue_key, default=None)
         if last is None:
             return False
         self.num_preemptions += 1
@@ -255,7 +255,7 @@ class Scheduler:
             return batch
         passed_over = PassedOver(MAX_PASSED_OVER)
         budget = self._admit(batch, budget, passed_over)
-        if budget > 0 and 0 < passed_over.num_spared < self.min_awaited_in_all:
+        if budget > 0 and 0 < passed_over.num_saved < self.min_awaited_in_all:
             self._admit(batch, budget, PassedOver(max_prompts=0))
         batch.prefill.sort(key=lambda chunk: not chunk.samples)
         return batch
@@ -280,7 +280,7 @@ class Scheduler:
             seq = self._waiting[0][1]
             if self.whole_prompts and seq.num_tokens > budget:
                 break
-            if self.running and self._blocked == (seq.seq_id, manager.num_frees):
+            if self.running and self._blocked_head == (seq.seq_id, manager.num_frees):
                 break
             cached_block_ids = manager.find_cached_prefix(seq)
             num_later = manager.num_found_later(seq, cached_block_ids)
@@ -291,14 +291,14 @@ class Scheduler:
                     num_blocks = manager.num_blocks_to_allocate(seq, cached_block_ids)
                     growth += num_blocks * manager.block_size + self._growth(seq)
                     continue
-                if passed_over.num_spared >= budget:
-                    break  # waiting spares more than the step has room for, so no more of them are looked up
+                if passed_over.num_saved >= budget:
+                    break  # waiting saves more than the step has room for, so no more of them are looked up
             growth += self._growth(seq)
             if not self._try_admit(batch, seq, cached_block_ids, growth):
                 break
             budget -= self._add_chunk(batch, seq, budget)
         for seq in passed_over.seqs:
-            heapq.heappush(self._waiting, (seq.rank, seq))
+            heapq.heappush(self._waiting, (seq.queue_key, seq))
         self._awaits_prefix = bool(passed_over.seqs)
         return budget
 
@@ -331,7 +331,7 @@ class Scheduler:
 
     def _preempt(self, seqs: list[Sequence]) -> Sequence:
         """Send the last in rank of these back to the queue, and return it."""
-        last = max(seqs, key=lambda seq: seq.rank)
+        last = max(seqs, key=lambda seq: seq.queue_key)
         self.num_preemptions += 1
         self._send_back(last)
         self.listener.preempted(last)
@@ -354,7 +354,7 @@ class Scheduler:
         reserve = -(-growth // manager.block_size) if self.running else 0
         while manager.num_blocks_to_allocate(seq, cached_block_ids) + reserve > manager.num_free_blocks:
             if not self.reclaim():
-                self._blocked = (seq.seq_id, manager.num_frees)
+                self._blocked_head = (seq.seq_id, manager.num_frees)
                 return False
         heapq.heappop(self._waiting)
         manager.dequeue(seq)
@@ -376,7 +376,7 @@ class Scheduler:
         ends = start + length == seq.num_tokens
         samples = ends and not seq.stopping.ends_with_prompt
         batch.prefill.append(PrefillChunk(seq, start, length, samples))
-        batch.new_blocks += self.block_manager.enter_chunk(seq, start + length)
+        batch.new_blocks += self.block_manager.take_chunk_blocks(seq, start + length)
         seq.num_computed_tokens += length
         # At once, so that an equal prompt admitted later in this very step shares the blocks.
         self.block_manager.cache_blocks(seq, seq.num_computed_tokens)
@@ -404,7 +404,7 @@ class Scheduler:
         manager = self.block_manager
         ending = [seq for seq in self._ending if seq.row is not None and seq.num_tokens == seq.stopping.max_num_tokens]
         takes_rows = False
-        if ending and self._waiting and not manager.reads_rows:
+        if ending and self._waiting and not manager.keeps_rows:
             # With fewer free blocks than these hold, only some could be replaced. Those of a common prefix count once.
             tables, num_free = [seq.block_table for seq in ending], manager.num_free_blocks
             takes_rows = sum(map(len, tables)) <= num_free or len(set().union(*tables)) <= num_free

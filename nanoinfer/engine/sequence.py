@@ -61,9 +61,15 @@ class Sequence:
         self.token_ids = array("i", self.prompt_token_ids if packed_ids is None else packed_ids)
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def queue_key(self) -> tuple[int, int]:
         """Its place among all sequences: lower runs first."""
         return -self.priority, self.seq_id
+
+    @property
+    def held_row(self) -> int:
+        """Its row, while it holds one."""
+        assert self.row is not None, f"sequence {self.seq_id} has no row"
+        return self.row
 
     @property
     def num_prompt_tokens(self) -> int:

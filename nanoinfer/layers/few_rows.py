@@ -21,7 +21,7 @@ MAX_FEW_WIDE_ROWS = 2  # of more than WIDE values: with more rows, multiplying t
 WIDE = 2048
 
 
-def has_few_rows(num_rows: int, embeddings: Tensor) -> bool:
+def few_rows_kernels_serve(num_rows: int, embeddings: Tensor) -> bool:
     """Return whether a step of so many rows of these embeddings may run them: from Hopper on, in bfloat16.
 
     embeddings: (vocab_size, hidden_size). In float16 a row times the norm's weight may overflow, as it is not divided

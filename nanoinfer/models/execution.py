@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoinfer.device import computing
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
-from nanoinfer.layers.few_rows import has_few_rows
+from nanoinfer.layers.few_rows import few_rows_kernels_serve
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import Decoder, DecoderLayer
 from nanoinfer.models.few_rows import few_rows_layer, few_rows_products
@@ -29,24 +29,24 @@ def forward(decoder: Decoder, step: ForwardStep) -> Tensor:
     num_tokens = len(step.token_ids)
     if step.attention.is_prefill and step.routed is None and suits_slices(decoder, num_tokens):
         return sliced_prefill(decoder, step)
-    if _suits_few_rows(decoder, num_tokens):
+    if _step_has_few_rows(decoder, num_tokens):
         return decoder(step, _few_rows_where_possible)
     return decoder(step)
 
 
-def _suits_few_rows(decoder: Decoder, num_rows: int) -> bool:
-    return decoder.tp.size == 1 and has_few_rows(num_rows, decoder.embed_tokens.weight)
+def _step_has_few_rows(decoder: Decoder, num_rows: int) -> bool:
+    return decoder.tp.size == 1 and few_rows_kernels_serve(num_rows, decoder.embed_tokens.weight)
 
 
 def _few_rows_where_possible(
     layer: DecoderLayer, hidden: PartialSum | None, residual: Tensor, step: ForwardStep
 ) -> tuple[PartialSum | None, Tensor]:
-    if hidden is None and _has_few_rows_way(layer):
+    if hidden is None and _layer_serves_few_rows(layer):
         return None, few_rows_layer(layer, residual, step)
     return layer(hidden, residual, step)
 
 
-def _has_few_rows_way(layer: DecoderLayer) -> bool:
+def _layer_serves_few_rows(layer: DecoderLayer) -> bool:
     return layer.traits.is_common and layer.traits.products == {ProductKind.PLAIN}
 
 
@@ -56,11 +56,11 @@ def compiling_few_rows(decoder: Decoder, sizes: list[int]) -> Iterator[None]:
 
     sizes: how many rows the steps have. Triton compiles outside Python's lock for the most part.
     """
-    layer, device = next(filter(_has_few_rows_way, decoder.layers), None), decoder.embed_tokens.weight.device
+    layer, device = next(filter(_layer_serves_few_rows, decoder.layers), None), decoder.embed_tokens.weight.device
     products = [
         product
         for num_rows in sizes
-        if layer is not None and _suits_few_rows(decoder, num_rows)
+        if layer is not None and _step_has_few_rows(decoder, num_rows)
         for product in few_rows_products(layer, num_rows)
     ]
 

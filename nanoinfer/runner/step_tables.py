@@ -99,8 +99,16 @@ class StepTables:
         )
         # The chunks that sample a token are the first ones.
         last_tokens = cu_query_lens[1 : header.num_prefill_samples + 1].long() - 1
-        token_ids, states = self.token_ids[token_rows, positions], self.states
-        return ForwardStep(token_ids, positions, self.kv_cache, attention, last_tokens, states, chunks[:, 0], windowed)
+        return ForwardStep(
+            token_ids=self.token_ids[token_rows, positions],
+            positions=positions,
+            kv_cache=self.kv_cache,
+            attention=attention,
+            outputs=last_tokens,
+            states=self.states,
+            rows=chunks[:, 0],
+            windowed_attention=windowed,
+        )
 
     def decode_step(self, rows: Tensor, shared_prefixes: SharedPrefixes | None = None) -> ForwardStep:
         """Return the step that computes the newest token of each row.
@@ -112,9 +120,14 @@ class StepTables:
         )
         attention = replace(attention, shared_prefixes=shared_prefixes)
         of_windowed = tuple(metadata for _, _, metadata in windowed)
-        states = self.states
         return ForwardStep(
-            token_ids, positions, self.kv_cache, attention, states=states, rows=rows, windowed_attention=of_windowed
+            token_ids=token_ids,
+            positions=positions,
+            kv_cache=self.kv_cache,
+            attention=attention,
+            states=self.states,
+            rows=rows,
+            windowed_attention=of_windowed,
         )
 
     def _decode_metadata(self, rows: Tensor, block_tables: Tensor) -> tuple[Tensor, Tensor, DecodeMetadata]:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -30,6 +30,7 @@ GivenPrompt = Prompt | Mapping[str, Any] | Array | Series  # {"prompt": ...}, as
 # the type of ["text", [1, 2]] from one alone.
 Prompts = str | Mapping[str, Any] | Array | Series | Sequence[GivenPrompt | int]
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
+Options = TypeVar("Options")
 OnFinish = Callable[[RequestOutput], object]
 
 
@@ -376,15 +377,18 @@ def as_request_ids(request_ids: int | Collection[int]) -> list[int]:
 
 def one_for_each(params: Params, count: int) -> list[SamplingParams]:
     """Return sampling options for each of `count` prompts."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+    return one_of_kind_for_each(params, count, SamplingParams, "sampling_params")
+
+
+def one_of_kind_for_each(params: Any, count: int, kind: type[Options], name: str) -> list[Options]:
+    """Return options of a class for each of `count` prompts. name: the argument's, for errors."""
+    if params is None or isinstance(params, kind):
+        return [params or kind()] * count
     params = as_list(params)
-    if not isinstance(params, (list, tuple)) or not all(isinstance(item, SamplingParams) for item in params):
-        raise RequestError(
-            f"sampling_params={params!r}; give a SamplingParams for all prompts, or a list with one for each"
-        )
+    if not isinstance(params, (list, tuple)) or not all(isinstance(item, kind) for item in params):
+        raise RequestError(f"{name}={params!r}; give a {kind.__name__} for all prompts, or a list with one for each")
     if len(params) != count:
-        raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one for all, or one for each")
+        raise RequestError(f"{len(params)} {name} for {count} prompts; give one for all, or one for each")
     return list(params)
 
 

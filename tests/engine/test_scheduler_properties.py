@@ -61,7 +61,7 @@ class History:
                 max_num_seqs,
                 num_snapshots=random.choice([1, 2, 5, 20]),
                 hash_function=hash_function,
-                min_spared_tokens=random.choice([1, 1, 4]),
+                min_saved_tokens=random.choice([1, 1, 4]),
                 min_kept_tokens=random.choice([1, 1, 4, 100]),
             )
         else:

@@ -36,7 +36,7 @@ def hybrid_scheduler(
     """By default only where prompts part states are kept, however little that spares."""
     sizes = num_blocks, block_size, max_num_seqs, num_snapshots
     scheduler = Scheduler(
-        HybridBlockManager(*sizes, min_spared_tokens=1, min_kept_tokens=min_kept_tokens),
+        HybridBlockManager(*sizes, min_saved_tokens=1, min_kept_tokens=min_kept_tokens),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=num_blocks * block_size,
@@ -172,7 +172,7 @@ def test_nobody_waits_for_a_paused_sequence() -> None:
 
 def test_what_little_sharing_would_spare_is_computed_again() -> None:
     scheduler = hybrid_scheduler()
-    scheduler.block_manager.min_spared_tokens = 7  # type: ignore[attr-defined]
+    scheduler.block_manager.min_saved_tokens = 7  # type: ignore[attr-defined]
     add_prompts(scheduler, [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6])
     assert chunks(step(scheduler)) == [(0, 0, 4), (1, 0, 4), (2, 0, 4)], "2 x 3 tokens"
 
@@ -299,7 +299,7 @@ def test_prompts_that_begin_alike_get_the_tokens_that_they_get_without_caching(
         assert num_cached < num_plain / 2
 
 
-def test_cached_tokens_are_what_was_really_spared(checkpoint: Callable[..., Path]) -> None:
+def test_cached_tokens_are_what_was_really_saved(checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint("Qwen3_5ForCausalLM", 2)
     shared, *tails = draw_prompts(2, (50, 3, 4, 5, 6))
     prompts = [shared + tail for tail in tails]

@@ -57,6 +57,18 @@ def test_blocks_that_have_left_the_window_are_given_back_while_the_sequence_runs
     assert manager.num_used_blocks == 0
 
 
+@pytest.mark.parametrize("window", [1, 4, 9, 64])
+@pytest.mark.parametrize(("num_groups", "chunk"), [(1, 1), (2, 7), (5, 100)])
+def test_what_is_promised_at_load_is_what_admission_holds(window: int, num_groups: int, chunk: int) -> None:
+    """The length of the longest sequence is read from the groups of layers, and the manager has a rule of its own."""
+    for num_pages in (12, 40, 41, 150):
+        groups = LayerGroups(window, 1 + num_groups, 1, ())
+        longest = groups.max_tokens(num_pages, 4, chunk)
+        _, manager = windowed_scheduler(num_pages, window, num_groups, 4, chunk)
+        assert manager.holds(longest)
+        assert not manager.holds(longest + 1)
+
+
 def test_asking_what_a_chunk_takes_gives_nothing_back_and_leaving_the_window_does() -> None:
     scheduler, manager = windowed_scheduler(window=8)
     [seq] = add_prompts(scheduler, [1] * 21)

@@ -24,7 +24,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, lambda *args, **kwargs: names.append(name) or function(*args, **kwargs))
 
     note(few_rows, "few_rows_product")
-    monkeypatch.setattr(execution, "has_few_rows", lambda num_rows, _: 0 < num_rows <= layers.MAX_FEW_ROWS)
+    monkeypatch.setattr(execution, "few_rows_kernels_serve", lambda num_rows, _: 0 < num_rows <= layers.MAX_FEW_ROWS)
     return names
 
 
@@ -110,7 +110,7 @@ def test_a_kernel_that_does_not_compile_is_an_error(
 def test_a_cpu_has_no_such_path() -> None:
     assert layers.MAX_FEW_ROWS > 0
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert not layers.has_few_rows(1, torch.zeros(9, 8, dtype=dtype))
+        assert not layers.few_rows_kernels_serve(1, torch.zeros(9, 8, dtype=dtype))
 
 
 def test_wide_models_have_fewer_of_these_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_wide_models_have_fewer_of_these_rows(monkeypatch: pytest.MonkeyPatch) -
 
     def numbers_of_rows(hidden_size: int, dtype: torch.dtype = torch.bfloat16) -> list[int]:
         embeddings = torch.zeros(9, hidden_size, dtype=dtype)
-        return [rows for rows in range(9) if layers.has_few_rows(rows, embeddings)]
+        return [rows for rows in range(9) if layers.few_rows_kernels_serve(rows, embeddings)]
 
     assert numbers_of_rows(2048) == [1, 2, 3, 4]
     assert numbers_of_rows(4096) == [1, 2]

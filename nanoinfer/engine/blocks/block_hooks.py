@@ -21,7 +21,7 @@ class BlockHooks:
         return 0
 
     @property
-    def reads_rows(self) -> bool:
+    def keeps_rows(self) -> bool:
         """Whether `cache_end` keeps what the row of a sequence holds."""
         return False
 
@@ -43,10 +43,10 @@ class BlockHooks:
         """Take back the blocks that no token after the computed ones attends to."""
 
     def num_blocks_for_chunk(self, seq: Sequence, end: int) -> int:
-        """Return how many free blocks `enter_chunk` would take."""
+        """Return how many free blocks `take_chunk_blocks` would take."""
         return 0
 
-    def enter_chunk(self, seq: Sequence, end: int) -> list[NewBlock]:
+    def take_chunk_blocks(self, seq: Sequence, end: int) -> list[NewBlock]:
         """Prepare for a chunk that ends before token `end`; return what the device has to know beside `block_table`."""
         return []
 

@@ -20,7 +20,7 @@ from nanoinfer.engine.blocks.state_snapshots import Snapshot, StateCopy, StateSn
 from nanoinfer.engine.sequence import Sequence
 
 # A snapshot costs a copy of the states, and an end of a chunk: about as much as computing a few dozens of tokens.
-MIN_SPARED_TOKENS = 64
+MIN_SAVED_TOKENS = 64
 MIN_KEPT_TOKENS = 32
 
 
@@ -35,7 +35,7 @@ class HybridBlockManager(BlockManager):
     """Finds prefixes that end where a state is kept, and decides which states are kept.
 
     num_rows: states of running sequences; their places come before those of snapshots. num_snapshots: how many these
-    are. min_spared_tokens: a snapshot must spare the texts that wait for it so many tokens. min_kept_tokens: only texts
+    are. min_saved_tokens: a snapshot must save the texts that wait for it so many tokens. min_kept_tokens: only texts
     of so many tokens leave a state at their end. The rest is that of BlockManager.
     """
 
@@ -46,11 +46,11 @@ class HybridBlockManager(BlockManager):
         num_rows: int,
         num_snapshots: int,
         hash_function: Callable[[bytes], int] = xxhash.xxh64_intdigest,
-        min_spared_tokens: int = MIN_SPARED_TOKENS,
+        min_saved_tokens: int = MIN_SAVED_TOKENS,
         min_kept_tokens: int = MIN_KEPT_TOKENS,
     ) -> None:
         super().__init__(num_blocks, block_size, hash_function=hash_function, min_copied_tokens=1)
-        self.min_spared_tokens, self.min_kept_tokens = min_spared_tokens, min_kept_tokens
+        self.min_saved_tokens, self.min_kept_tokens = min_saved_tokens, min_kept_tokens
         self._queued = QueuedPrompts()
         self.snapshots = StateSnapshots(num_rows, num_snapshots, self._queued)
         self._plans: dict[Sequence, list[Snapshot]] = {}  # what running sequences are to leave, the next one first
@@ -61,7 +61,7 @@ class HybridBlockManager(BlockManager):
         return len(self.snapshots)
 
     @property
-    def reads_rows(self) -> bool:
+    def keeps_rows(self) -> bool:
         return True
 
     def start_step(self) -> None:
@@ -175,7 +175,7 @@ class HybridBlockManager(BlockManager):
         num_served = 0  # texts that will begin further on
         for (num_tokens, num_texts), before in pairwise([*partings, (start, 0)]):
             num_users = num_texts - num_served
-            if num_users * (num_tokens - before[0]) >= self.min_spared_tokens:
+            if num_users * (num_tokens - before[0]) >= self.min_saved_tokens:
                 num_served = num_texts
                 if snapshot := self.snapshots.plan_awaited(seq, num_tokens, num_users):
                     planned.append(snapshot)

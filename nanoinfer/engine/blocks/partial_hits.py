@@ -14,7 +14,7 @@ from nanoinfer.engine.sequence import Sequence
 
 MIN_COPIED_TOKENS = 8  # so prompts that have nothing but their first token in common copy nothing
 # A prompt waits for a step if it then finds so many more tokens in the cache. Where a step has room left, those that
-# wait must spare so many together: about what a step costs beyond its tokens.
+# wait must save so many together: about what a step costs beyond its tokens.
 MIN_AWAITED_TOKENS = 32
 MIN_AWAITED_IN_ALL = 1024
 MAX_PASSED_OVER = 256  # in a step, since each is looked up
@@ -108,15 +108,15 @@ class PassedOver:
     def __init__(self, max_prompts: int) -> None:
         self.max_prompts = max_prompts
         self.seqs: list[Sequence] = []
-        self.num_spared = 0  # tokens that the next step finds, of all of them together
+        self.num_saved = 0  # tokens that the next step finds, of all of them together
 
     @property
     def is_full(self) -> bool:
         return len(self.seqs) >= self.max_prompts
 
-    def add(self, seq: Sequence, num_spared: int) -> None:
+    def add(self, seq: Sequence, num_saved: int) -> None:
         self.seqs.append(seq)
-        self.num_spared += num_spared
+        self.num_saved += num_saved
 
 
 def _longest(siblings: Siblings | None, tokens: bytes, above: int = 0) -> tuple[CacheEntry | None, int]:

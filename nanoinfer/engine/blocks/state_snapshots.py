@@ -85,8 +85,7 @@ class StateSnapshots:
         """Return what the step begins with: copies to snapshots, and then those from snapshots to rows."""
         restored = []
         for snapshot, seq in self._to_restore:
-            assert seq.row is not None, f"sequence {seq.seq_id} gets a state and has no row"
-            restored.append(StateCopy(snapshot.place, seq.row))
+            restored.append(StateCopy(snapshot.place, seq.held_row))
         kept, self._to_keep, self._to_restore = self._to_keep, [], []
         return kept, restored
 
@@ -100,7 +99,7 @@ class StateSnapshots:
         return Snapshot(seq.token_ids[:num_tokens], self._free.pop(), seq)
 
     def plan_awaited(self, seq: Sequence, num_tokens: int, num_users: int) -> Snapshot | None:
-        """Do as `plan` for a snapshot that so many texts wait for, which makes room of those that spare less.
+        """Do as `plan` for a snapshot that so many texts wait for, which makes room of those that save less.
 
         None if another sequence computes it, too.
         """
@@ -182,13 +181,13 @@ class StateSnapshots:
                 del self._awaited[length]
 
     def _make_room(self, worth: int) -> bool:
-        """Drop the snapshot that spares the least, the least recently used among equals; False if all spare more."""
+        """Drop the snapshot that saves the least, the least recently used among equals; False if all save more."""
         least: Snapshot | None = None
         for snapshot in islice(self._kept, MAX_COMPARED):
-            spares = self._queued.num_beginning_with(snapshot.text) * len(snapshot.text)
-            if spares < worth:
-                least, worth = snapshot, spares
-            if spares == 0:
+            saves = self._queued.num_beginning_with(snapshot.text) * len(snapshot.text)
+            if saves < worth:
+                least, worth = snapshot, saves
+            if saves == 0:
                 break
         if least is None:
             return False

@@ -116,12 +116,12 @@ class WindowedBlockManager(BlockManager):
     def num_blocks_for_chunk(self, seq: Sequence, end: int) -> int:
         return max(0, self._num_blocks_for(end) - self._tables[seq].end) * self.num_windowed_groups
 
-    def enter_chunk(self, seq: Sequence, end: int) -> list[NewBlock]:
+    def take_chunk_blocks(self, seq: Sequence, end: int) -> list[NewBlock]:
         tables = self._tables[seq]
         self.leave_window(seq)
         while tables.end < self._num_blocks_for(end):
             self._append_column(tables)
-        return self._news(seq, tables)
+        return self._new_entries(seq, tables)
 
     def needs_block(self, seq: Sequence) -> bool:
         return seq.num_computed_tokens >= self._tables[seq].end * self.block_size
@@ -132,7 +132,7 @@ class WindowedBlockManager(BlockManager):
 
     def grow(self, seq: Sequence) -> list[NewBlock]:
         new_blocks = super().grow(seq) if super().needs_block(seq) else []
-        return new_blocks + self.enter_chunk(seq, seq.num_computed_tokens + 1)
+        return new_blocks + self.take_chunk_blocks(seq, seq.num_computed_tokens + 1)
 
     def num_growing_tables(self, seq: Sequence) -> int:
         return 1 if seq.num_tokens > self.window else 1 + self.num_windowed_groups
@@ -180,15 +180,13 @@ class WindowedBlockManager(BlockManager):
         tables.columns.append(column)
         return column
 
-    def _news(self, seq: Sequence, tables: WindowTables) -> list[NewBlock]:
+    def _new_entries(self, seq: Sequence, tables: WindowTables) -> list[NewBlock]:
         """Return what the device does not know yet of the tables."""
-        assert seq.row is not None, f"sequence {seq.seq_id} gets blocks and has no row"
         left = range(tables.num_cleared, tables.first)
         new = range(max(tables.num_told, tables.first), tables.end)
         tables.num_cleared, tables.num_told = tables.first, tables.end
-        rows = range(
-            seq.row + self._num_rows, seq.row + self._num_rows * (self.num_windowed_groups + 1), self._num_rows
-        )
+        row, distance = seq.held_row, self._num_rows
+        rows = range(row + distance, row + distance * (self.num_windowed_groups + 1), distance)
         return [
             *(NewBlock(row, place, NOBODY) for place in left for row in rows),
             *(

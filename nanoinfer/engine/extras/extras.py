@@ -4,14 +4,13 @@ The loop calls these methods in the order in which they stand; the file of each 
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.extras.logprobs import collect_logprobs, end_texts, want_prompt_logprobs
 from nanoinfer.engine.extras.prompt_states import collect_states, hand_over_states
 from nanoinfer.engine.extras.routed_experts import RoutedExperts
-from nanoinfer.engine.interfaces import Runner
+from nanoinfer.engine.interfaces import Runner, SampledStep
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.text.prompts import PreparedRequest
@@ -32,13 +31,13 @@ class Extras:
         want_prompt_logprobs(request, prepared, self._tokenizer)
         request.prompt_states = request.completions[0].seq.prompt_states = prepared.prompt_states
 
-    def launched(self, batch: ScheduledBatch, handle: Any) -> None:
-        """Hand over what a step brings on the device. handle: the runner's."""
+    def launched(self, batch: ScheduledBatch, handle: SampledStep) -> None:
+        """Hand over what a step brings on the device."""
         if handle.hidden_states:
             hand_over_states(batch.prefill, handle.hidden_states)
 
     def collected(
-        self, requests: Mapping[int, Request], batch: ScheduledBatch, handle: Any, wanted: list[bool]
+        self, requests: Mapping[int, Request], batch: ScheduledBatch, handle: SampledStep, wanted: list[bool]
     ) -> None:
         """Keep what a step has brought. wanted: for each of its tokens, whether its sequence was still running."""
         collect_logprobs(requests, batch, handle, wanted)

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs, add_position, token_logprobs
+from nanoinfer.engine.interfaces import SampledStep
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
 from nanoinfer.text.prompts import PreparedRequest
@@ -25,10 +26,12 @@ def want_prompt_logprobs(request: Request, prepared: PreparedRequest, tokenizer:
             request.completions[0].seq.prompt_logprobs_start = prepared.prompt_logprobs_start
 
 
-def collect_logprobs(requests: Mapping[int, Request], batch: ScheduledBatch, handle: Any, wanted: list[bool]) -> None:
+def collect_logprobs(
+    requests: Mapping[int, Request], batch: ScheduledBatch, handle: SampledStep, wanted: list[bool]
+) -> None:
     """Keep the log-probabilities of the tokens that a step has yielded, and of the prompts' tokens in it.
 
-    handle: the runner's. wanted: for each of the step's tokens, whether its sequence was still running.
+    wanted: for each of the step's tokens, whether its sequence was still running.
     """
     sampled, prefill = batch.sampled, batch.prefill
     for of_samples in handle.logprobs:
