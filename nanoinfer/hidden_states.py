@@ -26,7 +26,7 @@ MEMINFO = Path("/proc/meminfo")
 class HiddenStates:
     """What a call asks for. layers: as the user gave them, and counted from 0. only_last: of the last token alone.
 
-    errors: what the callback has raised, in the step of whichever call ran it; `checking` raises it in its own.
+    errors: what the callback has raised, in the step of whichever call ran it; `raise_errors` raises it in its own.
     """
 
     layers: dict[int, int]
@@ -110,11 +110,14 @@ class HiddenStates:
         """Return what the call is to do after each step: show how far it is, or raise what the callback has raised."""
 
         def check(num_done: int) -> None:
-            if self.errors:
-                raise self.errors[0]
+            self.raise_errors()
             show(num_done)
 
         return check
+
+    def raise_errors(self) -> None:
+        if self.errors:
+            raise self.errors[0]
 
     def _with_states(self, to_output: Callable[..., Any], output: Any, states: PromptStates) -> Any:
         """Return the output of a request, with the states of each layer in one tensor, on the host."""

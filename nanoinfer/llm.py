@@ -483,7 +483,10 @@ class LLM:
         """Run the requests of a call to their end."""
         with Progress(self.get_metrics, portions.num_requests, use_tqdm) as progress:
             show = progress.show if wanted is None else wanted.checking(progress.show)
-            return RequestOutputs(self.queue.complete(portions, show, on_finish))
+            outputs = self.queue.complete(portions, show, on_finish)
+        if wanted is not None:
+            wanted.raise_errors()  # of the last step, which another call may have run
+        return RequestOutputs(outputs)
 
     def _stream(self, requests: list[PreparedRequest]) -> Iterator[StreamChunk]:
         """Run these requests and yield their chunks; those that are left early are aborted by a later step."""

@@ -235,6 +235,8 @@ class OnePass:
             else:
                 show = progress.show if wanted is None else wanted.checking(progress.show)
                 outputs = self._queue.complete(portions, show)
+        if wanted is not None:
+            wanted.raise_errors()  # of the last step, which another call may have run
         by_index = dict(zip(portions.order, outputs, strict=True))
         return [by_index[index] for index in range(len(outputs))]
 

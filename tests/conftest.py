@@ -43,11 +43,11 @@ if NUM_GPUS == 0:
 LONG_FILES = (
     "test_architectures.py",
     "test_compilation.py",
-    "test_constrained.py",
+    "test_requests.py",
     "test_cli.py",
     "test_attention_kernels.py",
     "test_tensor_parallel.py",
-    "test_constrained_answers.py",
+    "test_answers.py",
     "test_weight_control.py",
     "test_import_rules.py",
     "test_typing.py",

@@ -5,7 +5,7 @@ Prefill goes first, so that the decode batch is as full as it can be. A sequence
 
     WAITING --admit: a row, blocks for all its tokens--> RUNNING --stop token, or length--> FINISHED
        ^                                                   |
-       '------preempt: blocks are short, last in the queue's order first'
+       '------preempt: blocks are short; last in line first'
 
     WAITING or RUNNING --pause--> PAUSED --resume--> RUNNING if it still holds its row and blocks, else WAITING
 
@@ -303,7 +303,7 @@ class Scheduler:
         return budget
 
     def _schedule_decode(self, in_flight: bool) -> ScheduledBatch:
-        """Schedule one token for each running sequence; the lowest in rank are preempted while blocks are short."""
+        """Schedule one token for each running sequence; while blocks are short, the last in order are preempted."""
         # One whose last token is in flight has nothing more to run.
         decode = [seq for seq in self.running if seq.num_tokens < seq.stopping.max_num_tokens]
         needy = [seq for seq in decode if self.block_manager.needs_block(seq)]
@@ -330,7 +330,7 @@ class Scheduler:
         return self.block_manager.num_blocks_to_grow(needy) > self.block_manager.num_free_blocks
 
     def _preempt(self, seqs: list[Sequence]) -> Sequence:
-        """Send the last in rank of these back to the queue, and return it."""
+        """Send that of these which is last in the queue's order back to it, and return it."""
         last = max(seqs, key=lambda seq: seq.queue_key)
         self.num_preemptions += 1
         self._send_back(last)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from nanoinfer.engine.reserved_ids import Action
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, WorkerError
 from nanoinfer.executor.shm_ring import Ring, RingReader
 from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import FoundModel, Loaded, load_engine
@@ -280,3 +280,8 @@ class Replica:
             flat.copy_(torch.from_numpy(self._weights.receive().view(np.uint8))[: len(flat)])
             yield name, values
             self._answer(lambda: None)
+        if not isinstance(
+            message, Call
+        ):  # the end of the pipe, or an error of what reads it: `_serve` ends the replica
+            self._received.put(message)
+            raise WorkerError("the update of weights was cut short")

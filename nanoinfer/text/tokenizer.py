@@ -163,10 +163,11 @@ class Tokenizer:
             # An earlier call, or the tokenizer's file, may have set these.
             backend.no_truncation()
             backend.no_padding()
-            backend.encode_special_tokens = getattr(self.hf, "split_special_tokens", False)
+            splits = backend.encode_special_tokens = getattr(self.hf, "split_special_tokens", False)
             found = backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-            was_changed = backend.truncation is not None or backend.padding is not None
-            if not was_changed and not any(one.overflowing for one in found):
+            settings = backend.truncation, backend.padding, backend.encode_special_tokens
+            is_padded = len({*map(len, found)}) == 1 and any(0 in one.attention_mask for one in found)
+            if settings == (None, None, splits) and not is_padded and not any(one.overflowing for one in found):
                 return [one.ids for one in found]
             # So did a thread of the user's just now, by a call of its own. From now on the texts have a copy.
             self._backend = type(backend).from_str(backend.to_str())

@@ -190,13 +190,13 @@ def test_equal_prompts_share_blocks_within_their_first_step() -> None:
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 4)
 
 
-@pytest.mark.parametrize(("spared_in_all", "waits"), [(40, True), (41, False)])
+@pytest.mark.parametrize(("saved_in_all", "waits"), [(40, True), (41, False)])
 def test_prompts_that_share_a_prefix_within_a_block_wait_for_the_one_that_computes_it(
-    spared_in_all: int, waits: bool
+    saved_in_all: int, waits: bool
 ) -> None:
     """Where the step has room left, only if those that wait spare enough together: here 20 tokens each."""
     scheduler = make_scheduler(num_blocks=20, block_size=32, max_num_batched_tokens=200)
-    scheduler.min_awaited_tokens, scheduler.min_awaited_in_all = 20, spared_in_all
+    scheduler.min_awaited_tokens, scheduler.min_awaited_in_all = 20, saved_in_all
     shared = [7] * 20
     add_prompts(scheduler, [*shared, 1], [*shared, 2, 2], [5] * 30, [*shared, 3, 3, 3])
     first = scheduler.schedule()
@@ -215,15 +215,15 @@ def test_prompts_that_share_a_prefix_within_a_block_wait_for_the_one_that_comput
 
 
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 2}, {"num_blocks": 3}])
-@pytest.mark.parametrize("spared_in_all", [20, 1000])
+@pytest.mark.parametrize("saved_in_all", [20, 1000])
 def test_a_prompt_that_waits_for_a_prefix_loses_neither_row_nor_blocks(
-    limits: dict[str, int], spared_in_all: int
+    limits: dict[str, int], saved_in_all: int
 ) -> None:
     scheduler = make_scheduler(**{"num_blocks": 20, "block_size": 32, "max_num_batched_tokens": 200} | limits)
-    scheduler.reserved_tokens, scheduler.min_awaited_tokens, scheduler.min_awaited_in_all = 0, 20, spared_in_all
+    scheduler.reserved_tokens, scheduler.min_awaited_tokens, scheduler.min_awaited_in_all = 0, 20, saved_in_all
     add_prompts(scheduler, [7] * 20 + [1], [7] * 20 + [2], [5] * 60)
     admitted = [ids(step(scheduler, 9).admitted) for _ in range(2)]
-    assert admitted == ([[0], [1]] if spared_in_all == 20 else [[0, 1], []])
+    assert admitted == ([[0], [1]] if saved_in_all == 20 else [[0, 1], []])
 
 
 def test_a_prompt_waits_for_a_prefix_one_step_and_not_until_many_rows_are_free() -> None:

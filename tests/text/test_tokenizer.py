@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,29 +57,44 @@ def test_text_that_a_template_has_written_gets_no_special_tokens(tokenizer: Toke
     assert tokenizer.encode(["<s>one two", "one"], add_special_tokens=False) == [[BOS, 4, 5], [4]]
 
 
-def test_a_users_thread_that_truncates_its_own_texts_cuts_none_of_ours(tokenizer: Tokenizer) -> None:
-    class Interfering:
-        """The tokenizer's part in Rust. Whenever ours has set it up, another thread calls the tokenizer."""
+# What a call of transformers' sets, and what the call after it may undo.
+INTERFERENCES: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+    "truncated": (lambda backend: backend.enable_truncation(2), lambda _: None),
+    "padded, for a moment": (lambda backend: backend.enable_padding(length=9), lambda backend: backend.no_padding()),
+    "special tokens split": (lambda backend: setattr(backend, "encode_special_tokens", True), lambda _: None),
+}
 
-        def __init__(self, backend: Any) -> None:
-            self.backend = backend
+
+@pytest.mark.parametrize(("interfere", "undo"), INTERFERENCES.values(), ids=INTERFERENCES)
+def test_calls_of_the_same_tokenizer_by_a_users_thread_change_none_of_our_texts(
+    tokenizer: Tokenizer, interfere: Callable[[Any], object], undo: Callable[[Any], object]
+) -> None:
+    class Interfering:
+        """The tokenizer's part in Rust. Whenever ours has set it up, another thread's call of it begins."""
 
         def __getattr__(self, name: str) -> Any:
-            if name == "encode_batch_fast":
-                tokenizer.hf("one two three one two", truncation=True, max_length=2)
-            return getattr(self.backend, name)
+            return getattr(shared, name)
+
+        def __setattr__(self, name: str, value: object) -> None:
+            setattr(shared, name, value)
+
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            interfere(shared)
+            found = shared.encode_batch_fast(texts, **options)
+            undo(shared)
+            return found
 
         @classmethod
         def from_str(cls, text: str) -> Any:
             return WordTokenizer.from_str(text)
 
-    texts = ["one two three", "two"]
-    assert tokenizer.encode(texts) == [[BOS, 4, 5, 6], [BOS, 5]]
+    texts, expected = ["one two three <end>", "two"], [[BOS, 4, 5, 6, 3], [BOS, 5]]
+    assert tokenizer.encode(texts) == expected
     shared = tokenizer._backend
-    tokenizer._backend = Interfering(shared)
-    assert tokenizer.encode(texts) == [[BOS, 4, 5, 6], [BOS, 5]]
-    assert tokenizer.hf("one two three", truncation=True, max_length=2)["input_ids"] == [BOS, 4]
-    assert shared.truncation is not None, "ours left it as the user's call had set it"
+    tokenizer._backend = Interfering()
+    assert tokenizer.encode(texts) == expected
+    interfere(shared)
+    assert tokenizer.encode(texts) == expected, "it is not shared any more"
 
 
 def test_decoding_leaves_special_tokens_out(tokenizer: Tokenizer) -> None:

@@ -36,6 +36,7 @@ def encoder_config(config: ModelConfig) -> EncoderConfig:
 
 def whole(sum_of_ranks: PartialSum) -> Tensor:
     """Return the output of a row-parallel product, (num_tokens, hidden_size), added up on every rank."""
+    assert sum_of_ranks.other_terms is None, "an encoder has no experts"
     terms = sum_of_ranks.all_reduced()
     return terms[0] if len(terms) == 1 else terms.sum(0)
 
