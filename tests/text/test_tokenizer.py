@@ -88,7 +88,7 @@ def test_calls_of_the_same_tokenizer_by_a_users_thread_change_none_of_our_texts(
         def from_str(cls, text: str) -> Any:
             return WordTokenizer.from_str(text)
 
-    texts, expected = ["one two three <end>", "two"], [[BOS, 4, 5, 6, 3], [BOS, 5]]
+    texts, expected = ["one two three<end>", "two"], [[BOS, 4, 5, 6, 3], [BOS, 5]]
     assert tokenizer.encode(texts) == expected
     shared = tokenizer._backend
     tokenizer._backend = Interfering()
