@@ -14,6 +14,7 @@ import torch
 from nanoinfer.engine.extras.prompt_states import PromptStates
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import is_whole_number
+from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 
 # Is called with the index of the prompt, the layer, the place of the first token, and the states on the device.
@@ -70,8 +71,12 @@ class HiddenStates:
             )
         return cls({int(layer): int(layer) % count for layer in layers}, positions == "last", callback, row_bytes)
 
-    def add_to(self, requests: Sequence[PreparedRequest]) -> None:
-        """Have requests ask for it, beside what they ask for. Raises RequestError where memory cannot hold it all."""
+    def add_to(self, portions: Portions) -> Portions:
+        """Have all requests of a call ask for it, beside what they ask for, and return them at once.
+
+        Raises RequestError where memory cannot hold it all.
+        """
+        requests = portions.take()
         lens = [len(request.token_ids) for request in requests if request.error is None]
         num_bytes = self.row_bytes * len(self.layers) * (len(lens) if self.only_last else sum(lens))
         free = free_host_bytes()
@@ -84,6 +89,7 @@ class HiddenStates:
         for index, request in enumerate(requests):
             if request.error is None:
                 self._add(request, index)
+        return Portions.of(requests)
 
     def _add(self, request: PreparedRequest, index: int) -> None:
         start = len(request.token_ids) - 1 if self.only_last else 0

@@ -160,8 +160,7 @@ class LLM:
             at_once=wanted is not None or on_finish is not None,
         )
         if wanted is not None:
-            wanted.add_to(requests := portions.take())
-            portions = Portions.of(requests)
+            portions = wanted.add_to(portions)
         return self._complete(portions, use_tqdm, on_finish, wanted)
 
     @with_vllm_names

@@ -130,8 +130,7 @@ class OnePass:
         at_once |= wanted is not None
         portions = self._portions(given, all_params, self._embedding, tokenization_kwargs, {}, at_once)
         if wanted is not None:
-            wanted.add_to(requests := portions.take())
-            portions = Portions.of(requests)
+            portions = wanted.add_to(portions)
         return portions
 
     def prepare_classes(

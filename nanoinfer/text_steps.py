@@ -175,10 +175,7 @@ class TextSteps:
         engine = self._engine
         with self._lock, postponed_interrupt(), engine.guard:
             engine.check_open().wait(step.handle)
-            now = time.perf_counter()
-            # Steps overlap: each counts from its launch, or from the end of the one before it.
-            engine.stats.count_step(True, step.num_tokens, 0, now - max(step.started, engine.last_collected))
-            engine.last_collected = now
+            engine.count_step(step.started, time.perf_counter(), True, step.num_tokens, 0)
         values: list[Any] = [None] * len(step.requests)
         for found in step.handle.hidden_states:
             if isinstance(found, FoundVectors):

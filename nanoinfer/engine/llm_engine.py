@@ -73,7 +73,7 @@ class LLMEngine:
         self.stats = EngineMetrics()
         self._in_flight: deque[Step] = deque()  # sampled and not collected, the oldest first
         self._finished: deque[Sequence] = deque()  # what their users get is still to be made
-        self.last_collected = 0.0  # perf_counter
+        self._last_collected = 0.0  # perf_counter
         self.guard = StepGuard()  # entered for each step
         self._num_sequences = 0
         self.reserved_ids = ReservedIds()
@@ -273,16 +273,18 @@ class LLMEngine:
         wanted = [seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled]
         self._end(self.scheduler.update(step.batch, token_ids))
         self.extras.collected(self._requests, step.batch, step.handle, wanted)
-        self._count(step, sum(wanted), now)
+        self.count_step(step.started, now, bool(step.batch.prefill), step.batch.num_prefill_tokens, sum(wanted))
         self.listener.collected(step.batch, now)
         if self._watched:
             self._watch(step.batch, now)
 
-    def _count(self, step: Step, num_tokens: int, now: float) -> None:
-        # Steps overlap: each counts from its launch, or from the end of the one before it.
-        seconds = now - max(step.started, self.last_collected)
-        self.stats.count_step(bool(step.batch.prefill), step.batch.num_prefill_tokens, num_tokens, seconds)
-        self.last_collected = now
+    def count_step(
+        self, started: float, now: float, is_prefill: bool, num_prefill_tokens: int, num_tokens: int
+    ) -> None:
+        """Count a step that was launched and collected at these times (perf_counter)."""
+        seconds = now - max(started, self._last_collected)  # steps overlap, and the one before this may end later
+        self.stats.count_step(is_prefill, num_prefill_tokens, num_tokens, seconds)
+        self._last_collected = now
 
     def _end(self, finished: list[Sequence]) -> None:
         """Keep what is needed of sequences that have just finished, until their outputs are made."""

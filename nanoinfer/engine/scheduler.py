@@ -108,10 +108,9 @@ class Scheduler:
         self.block_manager.start_step()
         if self._ending:
             self._release_ending()
-        batch = self._schedule_prefill(in_flight)
-        if batch is None:
-            return ScheduledBatch()
-        batch = batch or self._schedule_decode(in_flight)
+        batch, has_to_wait = self._schedule_prefill(in_flight)
+        if not (batch or has_to_wait):
+            batch = self._schedule_decode(in_flight)
         if batch:
             batch.kept_states, batch.restored_states = self.block_manager.take_state_copies()
         return batch
@@ -235,10 +234,10 @@ class Scheduler:
         self._release(last, SequenceStatus.PAUSED)
         return True
 
-    def _schedule_prefill(self, in_flight: bool) -> ScheduledBatch | None:
+    def _schedule_prefill(self, in_flight: bool) -> tuple[ScheduledBatch, bool]:
         """Schedule chunks of prompts begun earlier, then of new ones, until the step's token budget is used.
 
-        None if the first of them has no room until the step in flight is collected.
+        Returns also whether a chunk has no room until the step in flight is collected.
         """
         batch = ScheduledBatch()
         budget = self.max_num_batched_tokens
@@ -248,17 +247,17 @@ class Scheduler:
                 continue  # it is in the state of a decoding sequence; only hidden states have to come from prefill
             if num_left > 0 and budget > 0 and seq.row is not None:
                 if not self._make_room(seq, budget, may_preempt=not (batch or in_flight)):
-                    return batch or None
+                    return batch, True
                 if seq.row is not None:
                     budget -= self._add_chunk(batch, seq, budget)
         if not (batch.prefill or self._worth_admitting()):
-            return batch
+            return batch, False
         passed_over = PassedOver(MAX_PASSED_OVER)
         budget = self._admit(batch, budget, passed_over)
         if budget > 0 and 0 < passed_over.num_saved < self.min_awaited_in_all:
             self._admit(batch, budget, PassedOver(max_prompts=0))
         batch.prefill.sort(key=lambda chunk: not chunk.samples)
-        return batch
+        return batch, False
 
     def _make_room(self, seq: Sequence, budget: int, may_preempt: bool) -> bool:
         """Free blocks for the next chunk of a sequence, which may itself be preempted; False if it has to wait."""

@@ -13,6 +13,7 @@ from nanoinfer import LLM, RequestError, SamplingParams
 from nanoinfer import hidden_states as module
 from nanoinfer.engine.extras.prompt_states import FoundStates
 from nanoinfer.outputs import refused
+from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts
 from tests.pooling.test_decoders import CHUNKED, SMALL, assert_close, write_modules
@@ -148,7 +149,7 @@ def test_states_are_held_once_when_their_output_is_made() -> None:
     request = PreparedRequest(prompt=None, token_ids=[1, 2], sampling_params=GREEDY)
     wanted = module.HiddenStates.of([0], "prompt", None, num_layers=2, row_bytes=8, num_replicas=1)
     assert wanted is not None
-    wanted.add_to([request])
+    wanted.add_to(Portions.of([request]))
     states = request.prompt_states
     for start in (0, 1):
         states.add(FoundStates(0, 0, start, torch.full((1, 4), float(start))))
