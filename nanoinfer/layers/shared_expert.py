@@ -23,7 +23,7 @@ def gated_sum(terms: Tensor, hidden: Tensor, gate_weight: Tensor) -> Tensor:
 
 
 class SharedExpert(nn.Module):
-    """Computes all tokens."""
+    """A SwiGLU MLP whose output is left in terms, for the next norm to add up with those of the chosen experts."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, tp: TensorParallel) -> None:
         super().__init__()

@@ -11,8 +11,9 @@ from nanoinfer.engine.sequence import Sequence
 class BlockHooks:
     """The hooks as `BlockManager` has them.
 
-    `hybrid_blocks.py` overrides the first ones, to keep recurrent states and find them again. `windowed_blocks.py`
-    overrides those from `leave_window` on: its sequences take blocks and give them back while they run.
+    `hybrid_blocks.py` overrides those before `leave_window`, to keep recurrent states and find them again, and
+    `windowed_blocks.py` those from there on: its sequences take blocks and give them back while they run. Both also
+    override methods of `BlockManager` itself, private ones included, that find, hold and forget cached blocks.
     """
 
     @property
