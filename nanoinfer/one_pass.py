@@ -5,10 +5,10 @@ all requests, or of whole texts.
 """
 
 import logging
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -50,10 +50,13 @@ MIN_NORM = 1e-12  # a vector of zeros stays one
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """Makes what the user gets of a text: `PromptStates.to_output`."""
+    """Makes what the user gets of a text: `PromptStates.to_output`.
+
+    make: makes it of several texts at once, of what pooling made of each; that is the first dimension.
+    """
 
     one_pass: "OnePass"
-    make: Callable[[Values, PoolingParams], Any]
+    make: Callable[[Values, PoolingParams], list[Any]]
     params: PoolingParams
 
     def __call__(self, output: RequestOutput, states: PromptStates) -> PoolingRequestOutput:
@@ -128,7 +131,7 @@ class OnePass:
         if before:
             given = [before + prompt if isinstance(prompt, str) else prompt for prompt in given]
         at_once |= wanted is not None
-        portions = self._portions(given, all_params, self._embedding, tokenization_kwargs, {}, at_once)
+        portions = self._portions(given, all_params, self._embeddings, tokenization_kwargs, {}, at_once)
         if wanted is not None:
             portions = wanted.add_to(portions)
         return portions
@@ -154,7 +157,7 @@ class OnePass:
         all_params = one_of_kind_for_each(params, len(given), PoolingParams, "pooling_params")
         if any(one.dimensions is not None for one in all_params):
             raise RequestError(f"dimensions is about embeddings, and {call} returns none; leave it out")
-        make = self._reward if rewards else self._classes
+        make = self._rewards if rewards else self._classes
         return self._portions(given, all_params, make, tokenization_kwargs, pairs, at_once)
 
     def _portions(
@@ -170,6 +173,7 @@ class OnePass:
         self._queue.check_open()
         options = check_names("tokenization_kwargs", tokenization_kwargs or {}, TOKENIZATION_OPTIONS, {})
         max_tokens = self._prompts.most_tokens(options.get("truncate_prompt_tokens"))
+        to_outputs: dict[int, PooledOutput] = {}  # texts with the same parameters share one
 
         def prepare(indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
             given = {index: prompts[index] for index in indices}
@@ -178,8 +182,8 @@ class OnePass:
             requests = []
             for index, token_ids in encoded.items():
                 first = max(len(token_ids) - 1, 0) if self._config.method == "last" else 0
-                to_output = PooledOutput(self, make, all_params[index])
-                text = given[index]
+                params, text = all_params[index], given[index]
+                to_output = to_outputs.setdefault(id(params), PooledOutput(self, make, params))
                 requests.append(
                     PreparedRequest(
                         prompt=text if isinstance(text, str) else None,
@@ -230,7 +234,7 @@ class OnePass:
         outputs: list[Any]
         with Progress(self._queue.get_metrics, portions.num_requests, use_tqdm, generates=False) as progress:
             if steps is not None and steps.serves(portions.first):
-                outputs = steps.complete(portions, self._output_of_text, progress.show)
+                outputs = steps.complete(portions, self.outputs_of_texts, progress.show)
             else:
                 show = progress.show if wanted is None else wanted.checking(progress.show)
                 outputs = self._queue.complete(portions, show)
@@ -273,49 +277,63 @@ class OnePass:
             parts = [self._no_values]
         values = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if is_whole:
-            self._check_finite(output.request_id, values)
+            self._check_finite({output.request_id: values})
         return PoolingRequestOutput(
             output.request_id,
             output.prompt,
             output.prompt_token_ids,
             output.num_cached_tokens,
-            self._made(how, values),
+            self._made(how, [values])[0],
             output.metrics,
         )
 
-    def _output_of_text(self, text: PooledText) -> PoolingRequestOutput:
-        request, request_id, values, metrics = text
-        if values is None:
-            values = self._no_values
-        else:
-            self._check_finite(request_id, values)
-        made = self._made(request.prompt_states.to_output, values)
-        return PoolingRequestOutput(request_id, request.prompt, request.token_ids, 0, made, metrics)
+    def outputs_of_texts(self, texts: Sequence[PooledText]) -> list[PoolingRequestOutput]:
+        """Make the outputs of texts of one step, those of neighbours with the same parameters at once."""
+        outputs = []
+        for how, group in groupby(texts, key=lambda text: text.request.prompt_states.to_output):
+            members = list(group)
+            computed = {text.request_id: text.values for text in members if text.values is not None}
+            self._check_finite(computed)
+            made = self._made(how, [computed.get(text.request_id, self._no_values) for text in members])
+            outputs += [
+                PoolingRequestOutput(text.request_id, text.request.prompt, text.request.token_ids, 0, one, text.metrics)
+                for text, one in zip(members, made, strict=True)
+            ]
+        return outputs
 
     @property
     def _no_values(self) -> Values:
         return np.full((1, self._size), np.nan, np.float32)
 
-    def _made(self, how: "PooledOutput", values: Values) -> Any:
-        return how.make(values if self._config.method == "all" else values[0], how.params)
+    def _made(self, how: "PooledOutput", values: Sequence[Values]) -> list[Any]:
+        """Make what is in the outputs of texts. values: of each, (1, size); or of its tokens, (num_tokens, size)."""
+        if self._config.method == "all":
+            return [how.make(one[np.newaxis], how.params)[0] for one in values]
+        return how.make(np.concatenate(values), how.params)
 
-    def _check_finite(self, request_id: int, values: Values) -> None:
-        if not math.isfinite(np.vdot(values, values)) and not np.isfinite(values).all():  # the square may be too large
-            logger.warning("request %d: the model's values are NaN or infinite", request_id)
+    def _check_finite(self, values_of: Mapping[int, Values]) -> None:
+        """values_of: by the requests' ids."""
+        if not values_of or np.isfinite(np.concatenate(list(values_of.values()))).all():
+            return
+        for request_id, values in values_of.items():
+            if not np.isfinite(values).all():
+                logger.warning("request %d: the model's values are NaN or infinite", request_id)
 
-    def _embedding(self, vector: Values, params: PoolingParams) -> EmbeddingOutput:
-        vector = vector[: params.dimensions]
+    def _embeddings(self, vectors: Values, params: PoolingParams) -> list[EmbeddingOutput]:
+        vectors = vectors[..., : params.dimensions]
         normalizes = self._config.activation == "normalize" if params.use_activation is None else params.use_activation
-        norm = max(math.sqrt(vector.dot(vector)), MIN_NORM) if normalizes else 1.0
-        return EmbeddingOutput(np.divide(vector, norm, dtype=np.float32))
+        if normalizes:
+            norms = np.sqrt(np.einsum("...i,...i", vectors, vectors))
+            vectors = vectors / np.maximum(norms, MIN_NORM)[..., np.newaxis]
+        return [EmbeddingOutput(vector.copy()) for vector in vectors]  # which keeps none of the others
 
-    def _classes(self, logits: Values, params: PoolingParams) -> ClassificationOutput:
+    def _classes(self, logits: Values, params: PoolingParams) -> list[ClassificationOutput]:
         activation = "identity" if params.use_activation is False else self._config.activation
-        return ClassificationOutput(activate(logits, activation), self._config.labels)
+        return [ClassificationOutput(probs.copy(), self._config.labels) for probs in activate(logits, activation)]
 
-    def _reward(self, logits: Values, params: PoolingParams) -> RewardOutput:
-        values = activate(logits, self._config.activation if params.use_activation else "identity")[..., 0]
-        return RewardOutput(float(values) if values.ndim == 0 else values)
+    def _rewards(self, logits: Values, params: PoolingParams) -> list[RewardOutput]:
+        scores = activate(logits, self._config.activation if params.use_activation else "identity")[..., 0]
+        return [RewardOutput(float(score) if score.ndim == 0 else score.copy()) for score in scores]
 
 
 def activate(logits: Values, activation: str) -> Values:
@@ -325,7 +343,7 @@ def activate(logits: Values, activation: str) -> Values:
         return np.asarray(powers / powers.sum(-1, keepdims=True), np.float32)
     if activation == "sigmoid":
         return np.asarray(0.5 * (1 + np.tanh(0.5 * logits)), np.float32)  # which never overflows
-    return logits.copy()  # the memory that it came in is the runner's
+    return logits
 
 
 def split_pairs(prompts: Any) -> tuple[list[Prompt], dict[int, str]]:

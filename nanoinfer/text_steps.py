@@ -74,11 +74,11 @@ class TextSteps:
         )
 
     def complete(
-        self, portions: Portions, make: Callable[[PooledText], Any], show: Callable[[int], object]
+        self, portions: Portions, make: Callable[[list[PooledText]], list[Any]], show: Callable[[int], object]
     ) -> list[Any]:
         """Compute all texts of a call, and return the outputs in the order in which the texts come.
 
-        make: makes the output of a text. show: is told how many are done, after each step.
+        make: makes the outputs of a step's texts. show: is told how many are done, after each step.
         """
         reserved, ids = self._engine.reserved_ids, range(0)
         done: list[Any] = []
@@ -96,11 +96,15 @@ class TextSteps:
                     elif in_flight:
                         step = in_flight.popleft()
                         metrics = RequestMetrics(queue_time=step.started - arrived)
-                        for request, values in zip(step.requests, self._collect(step), strict=True):
-                            request_id = ids[len(done)]
-                            is_aborted = Action.ABORT in reserved.queue(request_id)
-                            text = PooledText(request, request_id, None if is_aborted else values, metrics)
-                            done.append(make(text))
+                        values, own_ids = self._collect(step), ids[len(done) : len(done) + len(step.requests)]
+                        done += make(
+                            [
+                                PooledText(
+                                    request, own_id, None if Action.ABORT in reserved.queue(own_id) else one, metrics
+                                )
+                                for request, own_id, one in zip(step.requests, own_ids, values, strict=True)
+                            ]
+                        )
                         show(len(done))
                     elif waiting:
                         done.append(self._in_chunks(waiting.popleft(), ids[len(done)]))
@@ -179,9 +183,8 @@ class TextSteps:
         values: list[Any] = [None] * len(step.requests)
         for found in step.handle.hidden_states:
             if isinstance(found, FoundVectors):
-                vectors = found.values.numpy()
-                for place, chunk in enumerate(found.chunks):
-                    values[chunk] = vectors[place : place + 1]
+                for chunk, vector in zip(found.chunks, found.values.numpy()[:, np.newaxis], strict=True):
+                    values[chunk] = vector
             else:  # of each token
                 values[found.chunk] = found.values.numpy()
         return values
