@@ -342,7 +342,7 @@ def activate(logits: Values, activation: str) -> Values:
         powers = np.exp(logits - logits.max(-1, keepdims=True))
         return np.asarray(powers / powers.sum(-1, keepdims=True), np.float32)
     if activation == "sigmoid":
-        return np.asarray(0.5 * (1 + np.tanh(0.5 * logits)), np.float32)  # which never overflows
+        return np.asarray(np.exp(-np.logaddexp(0, -logits)), np.float32)  # exact for small ones, too
     return logits
 
 

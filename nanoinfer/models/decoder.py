@@ -215,6 +215,11 @@ class DecoderLayer(nn.Module):
         normed, residual = self.input_layernorm(hidden, residual, self.mixer.input_format)
         return self.after_mixer(self.mixer(normed, step), residual, step.row_mask, step.routed)
 
+    def before_attention(self, hidden: PartialSum | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `qkv_proj` does, and the residual stream. hidden, residual: see `forward`."""
+        normed, residual = self.input_layernorm(hidden, residual, self.self_attn.input_format)
+        return self.self_attn.qkv_proj(normed), residual
+
     def after_mixer(
         self, hidden: PartialSum, residual: Tensor, row_mask: Tensor | None = None, routed: list[Tensor] | None = None
     ) -> tuple[PartialSum, Tensor]:
@@ -280,13 +285,19 @@ class Decoder(nn.Module):
 
     def forward(self, step: ForwardStep, run_layer: RunLayer = DecoderLayer.__call__) -> Tensor:
         """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
-        residual = self.embed_tokens(step.token_ids)  # (num_tokens, hidden_size)
-        if self.embedding_multiplier != 1:
-            residual = residual * self.embedding_multiplier
-        hidden: PartialSum | None = None
+        hidden, residual = None, self.embed(step)
         if self.has_experts:
             step = step.with_row_mask()
         for layer in self.layers:
             hidden, residual = run_layer(layer, hidden, residual, step)
+        return self.finish(hidden, residual)
+
+    def embed(self, step: ForwardStep) -> Tensor:
+        """Return what the first layer reads, (num_tokens, hidden_size)."""
+        embeddings = self.embed_tokens(step.token_ids)
+        return embeddings if self.embedding_multiplier == 1 else embeddings * self.embedding_multiplier
+
+    def finish(self, hidden: PartialSum | None, residual: Tensor) -> Tensor:
+        """Return the model's hidden states. hidden, residual: what the last layer returns."""
         normed, _ = self.norm(hidden, residual)
         return normed

@@ -87,7 +87,7 @@ def suits_slices(decoder: Decoder, num_tokens: int) -> bool:
         return False
     if tp.symmetric_memory is not None and tp.symmetric_memory.max_tokens >= SLICE_TOKENS // 2:
         return False  # a slice might be so small that the kernel of its norm does the all-reduce
-    return _has_pieces(decoder)
+    return _has_pieces(decoder) and all(layer.traits.returns_stream for layer in decoder.layers)
 
 
 def _has_pieces(decoder: Decoder) -> bool:
@@ -118,28 +118,29 @@ class PrefillGraphs:
     largest: SlicedPrefillGraphs | None = None
 
     @classmethod
-    def of(cls, decoder: Decoder, max_step_tokens: int, captures_largest: bool) -> "PrefillGraphs":
-        """Return those that pay. captures_largest: whether to capture the largest step now, if it has slices.
+    def of(cls, decoder: Decoder, max_step_tokens: int, only_pools: bool, captures_largest: bool) -> "PrefillGraphs":
+        """Return those that pay. Small ones are captured as they come.
 
-        Small ones are captured as they come.
+        only_pools: whether the model generates nothing. captures_largest: whether to capture the largest step now, if
+        it has slices.
         """
         has_slices = captures_largest and suits_slices(decoder, max_step_tokens)
         largest = SlicedPrefillGraphs(decoder, max_step_tokens) if has_slices else None
-        return cls(small_prefills(decoder, max_step_tokens), largest)
+        return cls(small_prefills(decoder, max_step_tokens, only_pools), largest)
 
-    def choose(self, num_tokens: int) -> Callable[[ForwardStep], Tensor] | None:
+    def choose(self, num_tokens: int, num_chunks: int) -> Callable[[ForwardStep], Tensor] | None:
         """Return what computes a step of so many tokens by graphs; None if the model is to compute it."""
-        if self.small is not None and num_tokens <= self.small.sizes[-1]:
+        if self.small is not None and self.small.serves(num_tokens, num_chunks):
             return self.small
         return self.largest if self.largest is not None and num_tokens == self.largest.num_tokens else None
 
 
-def small_prefills(decoder: Decoder, max_step_tokens: int) -> SmallPrefills | None:
+def small_prefills(decoder: Decoder, max_step_tokens: int, only_pools: bool) -> SmallPrefills | None:
     """Return what computes small prefill steps, where CUDA graphs pay for them: on one GPU, without experts.
 
     A few tokens go to nearly all experts, and reading these takes longer than launching the step.
     """
     if decoder.tp.size > 1 or decoder.has_experts or not _has_pieces(decoder):
         return None
-    sizes = [size for size in padded_sizes(decoder) if size <= max_step_tokens]
+    sizes = [size for size in padded_sizes(decoder, only_pools) if size <= max_step_tokens]
     return SmallPrefills(decoder, sizes) if sizes else None

@@ -26,6 +26,10 @@ logger = logging.getLogger("nanoinfer")
 PADDING_BY_SIZE = {256: 64, 1024: 128, 2048: 256}
 # An H200 computes this in half of the time in which the host launches a layer, 0.4 ms.
 MAX_FLOPS_PER_LAYER = 1.2e11
+# Texts to pool take the host as long again: to tokenize them, and to make their outputs.
+PADDING_BY_SIZE_OF_TEXTS = PADDING_BY_SIZE | {4096: 512, 32768: 1024}
+MAX_FLOPS_PER_LAYER_OF_TEXTS = 6e11
+MAX_MEAN_TEXT = 128  # tokens; longer texts keep a GPU busy for longer than the host needs for them
 # How many steps of a size run without graphs: to capture one takes as long as it saves in so many. A job of large steps
 # has a last one that is small, whose size may never come again.
 STEPS_BEFORE_CAPTURE = 3
@@ -62,7 +66,7 @@ def run_pieces(pieces: Iterator[None], buffers: Buffers, decoder: Decoder, step:
 
     buffers: of the step's own tokens; those of the pieces may go on with padding. The next step overwrites the result.
     """
-    buffers.rows.copy_(decoder.embed_tokens(step.token_ids))
+    buffers.rows.copy_(decoder.embed(step))
     for layer in decoder.layers:
         next(pieces)
         heads = layer.self_attn.attend(buffers.qkv, step)
@@ -94,24 +98,27 @@ class PieceGraphs:
 
 
 def plain_pieces(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
-    """Compute what comes before each attention, and then what comes after the last, as `Decoder.forward` does."""
-    hidden, residual = None, buffers.rows
+    """Compute what comes before each attention, and then what comes after the last, as the model's `forward` does."""
+    hidden: Any = None
+    residual = buffers.rows
     for layer in decoder.layers:
-        attention = layer.self_attn
-        normed, residual = layer.input_layernorm(hidden, residual, attention.input_format)
-        qkv = attention.qkv_proj(normed)
+        qkv, residual = layer.before_attention(hidden, residual)
         buffers.qkv.copy_(qkv if qkv.dim() == 2 else qkv.sum(0, dtype=torch.float32))
         yield
-        hidden, residual = layer.after_mixer(attention.o_proj(buffers.heads), residual)
-    buffers.rows.copy_(decoder.norm(hidden, residual)[0])
+        hidden, residual = layer.after_mixer(layer.self_attn.o_proj(buffers.heads), residual)
+    buffers.rows.copy_(decoder.finish(hidden, residual))
     yield
 
 
-def padded_sizes(decoder: Decoder) -> list[int]:
-    """Return how many tokens small steps are padded to: those that a GPU computes before the host has launched them."""
+def padded_sizes(decoder: Decoder, only_pools: bool) -> list[int]:
+    """Return how many tokens small steps are padded to: those that a GPU computes before the host has launched them.
+
+    only_pools: whether the model generates nothing, so that the host has more to do for each text.
+    """
     num_weights = max(sum(weight.numel() for weight in layer.parameters()) for layer in decoder.layers)
-    most, sizes, last = MAX_FLOPS_PER_LAYER / (2 * num_weights), list[int](), 0
-    for end, distance in PADDING_BY_SIZE.items():
+    max_flops = MAX_FLOPS_PER_LAYER_OF_TEXTS if only_pools else MAX_FLOPS_PER_LAYER
+    most, sizes, last = max_flops / (2 * num_weights), list[int](), 0
+    for end, distance in (PADDING_BY_SIZE_OF_TEXTS if only_pools else PADDING_BY_SIZE).items():
         sizes += range(last + distance, end + 1, distance)
         last = end
     return [size for size in sizes if size <= most]
@@ -132,8 +139,13 @@ class SmallPrefills:
         self._graphs: dict[int, PieceGraphs] = {}
         self._has_failed = False
 
+    def serves(self, num_tokens: int, num_chunks: int) -> bool:
+        """Return whether graphs pay for such a step: it has few tokens, or many short texts."""
+        is_small = num_tokens <= max(PADDING_BY_SIZE) or num_tokens <= MAX_MEAN_TEXT * num_chunks
+        return is_small and num_tokens <= self.sizes[-1]
+
     def __call__(self, step: ForwardStep) -> Tensor:
-        """Do what the decoder's `forward` does. The next call overwrites the result."""
+        """Do what the model's `forward` does. The next call overwrites the result."""
         num_tokens = len(step.token_ids)
         size = min(size for size in self.sizes if size >= num_tokens)
         self._num_steps[size] += 1

@@ -107,7 +107,7 @@ class ModelRunner:
         assert not header.counts.decode_rows, "both prefill and decode would write the first logits"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
         step = self._planned(self.device_state.tables.prefill_step(header, on_device.chunks, chunks))
-        forward = self.device_state.buffers.prefill_graphs.choose(len(step.token_ids)) or self.model
+        forward = self.device_state.buffers.prefill_graphs.choose(len(step.token_ids), len(chunks)) or self.model
         hidden, hidden_states = self.device_state.pooler.run(forward, step, chunks)
         self._write_logits(step, hidden)
         return PendingStep(
@@ -272,7 +272,7 @@ class ModelRunner:
         self._device_state = self.setup.allocate_state(buffers, self.model, self._dense, self.limits)
 
     def _capture_graphs(self, is_warm: bool = False) -> None:
-        if self.setup.uses_graphs(self.model):
+        if self.setup.uses_graphs and self.model.generates:
             max_num_seqs = self.limits.max_num_seqs
             sizes, sharing_sizes = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
             self.device_state.decode_graphs = DecodeGraphs(self.decode, sizes, sharing_sizes, self.device, is_warm)

@@ -89,9 +89,9 @@ class Setup:
         assert self.model_config.pooling is not None, "the folder was read, and with it how the model pools"
         return self.model_config.pooling
 
-    def uses_graphs(self, model: DecoderForCausalLM) -> bool:
-        has_decode = model.generates and not self.backends.needs_host
-        return self.device.type == "cuda" and not self.config.enforce_eager and has_decode
+    @property
+    def uses_graphs(self) -> bool:
+        return self.device.type == "cuda" and not self.config.enforce_eager and not self.backends.needs_host
 
     def load_model(self, folder: Path) -> DecoderForCausalLM:
         """Return the model with its weights, or random ones, on the device."""
@@ -188,10 +188,10 @@ class Setup:
         Runs such steps, and captures some graphs of `decode` and of small prefill steps; kernels are compiled on the
         way.
         """
-        uses_graphs = self.uses_graphs(model)
-        with compiling_few_rows(model.model, graph_sizes(limits.max_num_seqs) if uses_graphs else []):
+        has_decode_graphs = self.uses_graphs and model.generates
+        with compiling_few_rows(model.model, graph_sizes(limits.max_num_seqs) if has_decode_graphs else []):
             step_bytes = memory.measure_peak_bytes(run_largest_prefills, self.device)
-        graph_bytes = self._measure_decode_graphs(limits, decode) if uses_graphs else 0
+        graph_bytes = self._measure_decode_graphs(limits, decode) if has_decode_graphs else 0
         if small_prefills is not None:
             capture, sizes = small_prefills.graphs_of, small_prefills.sizes
             graph_bytes += measure_graph_bytes(capture, sizes, len(sizes), self.device)
@@ -209,8 +209,8 @@ class Setup:
         graphs, max_tokens = PrefillGraphs(), self.max_step_tokens(limits)
         # Where rows or lengths limit a step, and not its budget, hardly any has just so many tokens.
         captures_largest = max_tokens == self.config.max_num_batched_tokens
-        if self.uses_graphs(model) and not self.config.enable_return_routed_experts:
-            graphs = PrefillGraphs.of(model.model, max_tokens, captures_largest)
+        if self.uses_graphs and not self.config.enable_return_routed_experts:
+            graphs = PrefillGraphs.of(model.model, max_tokens, not model.generates, captures_largest)
         return StepBuffers(model.lm_head.weight.new_empty(limits.max_num_seqs, model.lm_head.vocab.size), graphs)
 
     def allocate_state(

@@ -47,7 +47,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
     def small_steps(decoder: Decoder, step: ForwardStep) -> Tensor:
         if id(decoder) not in of_decoders:
-            of_decoders[id(decoder)] = execution.small_prefills(decoder, 24)
+            of_decoders[id(decoder)] = execution.small_prefills(decoder, 24, only_pools=False)
         small, num_tokens = of_decoders[id(decoder)], len(step.token_ids)
         if small is None or not step.attention.is_prefill or num_tokens > 24:
             return forward(decoder, step)
@@ -57,7 +57,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
         return small(step)
 
     monkeypatch.setattr(SmallPrefills, "graphs_of", graphs_of)
-    monkeypatch.setattr(execution, "padded_sizes", lambda _decoder: [8, 16, 24, 32])
+    monkeypatch.setattr(execution, "padded_sizes", lambda _decoder, _only_pools: [8, 16, 24, 32])
     monkeypatch.setattr(execution, "forward", small_steps)
     return found
 
@@ -91,7 +91,9 @@ def decoder_of(weights_of_a_layer: int) -> Any:
 
 
 def test_sizes_end_where_a_gpu_computes_for_longer_than_the_host_launches() -> None:
-    of_0_6b, of_8b, of_32b = (padded_sizes(decoder_of(number)) for number in (15_700_000, 193_000_000, 485_000_000))
+    of_0_6b, of_8b, of_32b = (
+        padded_sizes(decoder_of(number), only_pools=False) for number in (15_700_000, 193_000_000, 485_000_000)
+    )
     assert of_0_6b == [
         *(64, 128, 192, 256),
         *(384, 512, 640, 768, 896, 1024),
@@ -99,7 +101,22 @@ def test_sizes_end_where_a_gpu_computes_for_longer_than_the_host_launches() -> N
     ]
     assert of_8b == [64, 128, 192, 256]
     assert of_32b == [64]
-    assert padded_sizes(decoder_of(2_000_000_000)) == []
+    assert padded_sizes(decoder_of(2_000_000_000), only_pools=False) == []
+
+
+def test_models_that_only_pool_have_larger_sizes() -> None:
+    of_0_6b, of_8b = (padded_sizes(decoder_of(number), only_pools=True) for number in (15_700_000, 193_000_000))
+    assert of_0_6b[:4] == [64, 128, 192, 256]
+    assert [size for size in of_0_6b if size > 1792] == [2048, 2560, 3072, 3584, 4096, *range(5120, 19000, 1024)]
+    assert of_8b[-2:] == [1280, 1536]
+
+
+def test_graphs_of_large_sizes_are_for_short_texts() -> None:
+    small = SmallPrefills.__new__(SmallPrefills)
+    small.sizes = [1024, 2048, 4096, 16384]
+    served = [(2048, 1), (2049, 17), (12800, 100), (16384, 128)]
+    others = [(2049, 16), (12801, 100), (16384, 127), (16385, 512)]
+    assert [small.serves(*step) for step in served + others] == [True] * 4 + [False] * 4
 
 
 @pytest.mark.parametrize(
@@ -121,18 +138,18 @@ def test_one_gpu_has_graphs_of_small_steps_of_plain_layers(
     found = {"max_step_tokens": 150, "size": 1, "has_experts": False, "has_plain_attention": True}
     given = SimpleNamespace(**{**found, "products": {ProductKind.PLAIN}, **changes})
     decoder: Any = SimpleNamespace(tp=given, has_experts=given.has_experts, layers=[SimpleNamespace(traits=given)])
-    monkeypatch.setattr(execution, "padded_sizes", lambda _decoder: [64, 128, 192])
+    monkeypatch.setattr(execution, "padded_sizes", lambda _decoder, _only_pools: [64, 128, 192])
     monkeypatch.setattr(execution, "SmallPrefills", lambda _decoder, sizes: SimpleNamespace(sizes=sizes))
-    small: Any = execution.small_prefills(decoder, given.max_step_tokens)
+    small: Any = execution.small_prefills(decoder, given.max_step_tokens, only_pools=False)
     assert (small and small.sizes) == sizes
 
 
 def test_a_step_is_found_its_graphs_by_its_tokens() -> None:
-    small: Any = SimpleNamespace(sizes=[64, 128])
+    small: Any = SimpleNamespace(serves=lambda num_tokens, num_chunks: num_tokens <= 128 * num_chunks)
     largest: Any = SimpleNamespace(num_tokens=16384)
     graphs = execution.PrefillGraphs(small, largest)
-    assert [graphs.choose(number) for number in (1, 128, 129, 16383, 16384)] == [small, small, None, None, largest]
-    assert execution.PrefillGraphs().choose(1) is None
+    assert [graphs.choose(number, 1) for number in (1, 128, 129, 16383, 16384)] == [small, small, None, None, largest]
+    assert execution.PrefillGraphs().choose(1, 1) is None
 
 
 def test_where_a_capture_fails_steps_go_on_without(
@@ -142,13 +159,11 @@ def test_where_a_capture_fails_steps_go_on_without(
     attention = SimpleNamespace(
         qkv_proj=SimpleNamespace(local_sizes={"q": 4, "k": 4, "v": 4}), attend=lambda qkv, _step: qkv[:, :4]
     )
-
-    class ADecoder(SimpleNamespace):
-        def embed_tokens(self, token_ids: Tensor) -> Tensor:
-            return weight[token_ids]
-
-    ADecoder.embed_tokens.weight = weight  # type: ignore[attr-defined]
-    decoder: Any = ADecoder(layers=[SimpleNamespace(self_attn=attention)])
+    decoder: Any = SimpleNamespace(
+        embed_tokens=SimpleNamespace(weight=weight),
+        embed=lambda step: weight[step.token_ids],
+        layers=[SimpleNamespace(self_attn=attention)],
+    )
     captured = []
 
     def fail(*_: object) -> None:

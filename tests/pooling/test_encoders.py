@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, ConfigError, ModelError, PoolingParams, RequestError
 from nanoinfer.checkpoint.weights import ModelWeights
+from nanoinfer.models.execution import PrefillGraphs, small_prefills
 from tests.models.test_architectures import save_random_model
 from tests.pooling.test_decoders import SMALL, assert_close, embeddings, normalized, write_modules
 
@@ -78,6 +79,23 @@ def test_the_mean_is_that_of_transformers(encoder: Callable[[str], Path], family
                 assert_close(one, theirs)
         metrics = llm.get_metrics()
         assert (metrics.num_used_blocks, metrics.cached_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_pieces_give_the_embeddings_of_whole_steps(encoder: Callable[[str], Path], family: str) -> None:
+    """Without the graphs of the pieces, which a CPU has none of; what is padding is NaN, and reaches no token."""
+    with LLM(encoder(family), **ENCODERS) as llm:
+        expected = embeddings(llm, PROMPTS)
+        runner: Any = llm.engine.runner
+        small = small_prefills(runner.model.model, 96, only_pools=True)
+        assert small is not None
+        small._has_failed = True
+        runner.device_state.buffers.prefill_graphs = PrefillGraphs(small)
+        for buffer in small._buffers:
+            buffer.fill_(torch.nan)
+        for ours, theirs in zip(embeddings(llm, PROMPTS), expected, strict=True):
+            assert_close(ours, torch.from_numpy(theirs))
+        assert small._num_steps[64] >= 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -167,6 +185,9 @@ PAIRS = [("what is the sky", "the sky is blue"), ("what is red", "green"), ("red
 @torch.inference_mode()
 def test_cross_encoders_take_pairs_whose_texts_they_tell_apart(tmp_path: Path) -> None:
     save_encoder(tmp_path, "BertForSequenceClassification", num_labels=1)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["classifier.weight"] *= 100  # else scores are near 0, where rounding is a large part of them
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     write_tokenizer(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     model = transformers.BertForSequenceClassification.from_pretrained(tmp_path, attn_implementation="eager").eval()

@@ -60,11 +60,12 @@ class EncoderAttention(nn.Module):
         spec = AttentionSpec(heads, heads, head_dim, config.attention_scale, window, causal=False)
         self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(spec))
 
-    def forward(self, hidden: Tensor, step: ForwardStep) -> Tensor:
-        cache = step.kv_cache.layer(0)
-        return whole(
-            self.o_proj(self.attn(self.qkv_proj(hidden), None, step.positions, cache, step.attention).flatten(1))
-        )
+    def forward(self, hidden: Tensor, step: ForwardStep) -> PartialSum:
+        return self.o_proj(self.attend(self.qkv_proj(hidden), step))
+
+    def attend(self, qkv: Tensor, step: ForwardStep) -> Tensor:
+        """Return the heads' outputs, (num_tokens, o_proj's input size). qkv: what qkv_proj returns."""
+        return self.attn(qkv, None, step.positions, step.kv_cache.layer(0), step.attention).flatten(1)
 
 
 class EncoderMLP(nn.Module):
@@ -93,9 +94,8 @@ class EncoderMLP(nn.Module):
 class EncoderLayer(nn.Module):
     """A layer; ModernBERT's first one has no norm before its attention, since the embedding has one."""
 
-    # Steps go through it in one way alone.
     traits: ClassVar[LayerTraits] = LayerTraits(
-        frozenset(), is_common=False, has_plain_attention=False, returns_stream=False
+        frozenset(), is_common=False, has_plain_attention=True, returns_stream=False
     )
 
     def __init__(
@@ -110,7 +110,7 @@ class EncoderLayer(nn.Module):
         encoder = encoder_config(config)
         self.is_pre_norm = encoder.first_position is None
         is_local = bool(encoder.local_layers) and encoder.local_layers[index]
-        self.attn = EncoderAttention(config, encoder.window if is_local else None, rotary_emb, backends, tp)
+        self.self_attn = EncoderAttention(config, encoder.window if is_local else None, rotary_emb, backends, tp)
         self.mlp = EncoderMLP(config, self.is_pre_norm, tp)
         options = config.hidden_size, config.rms_norm_eps, encoder.norm_bias
         self.attn_norm = nn.Identity() if self.is_pre_norm and index == 0 else LayerNorm(*options)
@@ -118,10 +118,24 @@ class EncoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor, step: ForwardStep) -> Tensor:
         """(num_tokens, hidden_size) -> the same."""
+        return self._after_attention(self.self_attn(self._normed(hidden), step), hidden)
+
+    def before_attention(self, _: None, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries, keys and values, and the hidden states; see `DecoderLayer`."""
+        return self.self_attn.qkv_proj(self._normed(hidden)), hidden
+
+    def after_mixer(self, attended: PartialSum, hidden: Tensor) -> tuple[None, Tensor]:
+        """Return that nothing is to be added any more, and the hidden states; see `DecoderLayer`."""
+        return None, self._after_attention(attended, hidden)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return self.attn_norm(hidden) if self.is_pre_norm else hidden
+
+    def _after_attention(self, attended: PartialSum, hidden: Tensor) -> Tensor:
+        hidden = whole(attended) + hidden
         if self.is_pre_norm:
-            hidden = hidden + self.attn(self.attn_norm(hidden), step)
             return hidden + self.mlp(self.mlp_norm(hidden))
-        hidden = self.attn_norm(self.attn(hidden, step) + hidden)
+        hidden = self.attn_norm(hidden)
         return self.mlp_norm(self.mlp(hidden) + hidden)
 
 
@@ -129,6 +143,7 @@ class Encoder(nn.Module):
     """Embeddings, layers, and ModernBERT's last norm. It has what the runner asks of a decoder."""
 
     layers: Sequence[EncoderLayer]
+    has_experts = False
 
     def __init__(
         self, config: ModelConfig, max_positions: int, backends: AttentionBackends, tp: TensorParallel
@@ -163,15 +178,23 @@ class Encoder(nn.Module):
 
     def forward(self, step: ForwardStep) -> Tensor:
         """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
+        hidden = self.embed(step)
+        for layer in self.layers:
+            hidden = layer(hidden, step)
+        return self.finish(None, hidden)
+
+    def embed(self, step: ForwardStep) -> Tensor:
+        """Return what the first layer reads, (num_tokens, hidden_size)."""
         hidden = self.embed_tokens(step.token_ids)
         if self.token_type_embeddings is not None:
             types = torch.zeros_like(step.token_ids) if step.token_types is None else step.token_types
             hidden = hidden + self.token_type_embeddings(types)
         if self.position_embeddings is not None and self.first_position is not None:
             hidden = hidden + self.position_embeddings(step.positions + self.first_position)
-        hidden = self.embedding_norm(hidden)
-        for layer in self.layers:
-            hidden = layer(hidden, step)
+        return self.embedding_norm(hidden)
+
+    def finish(self, _: None, hidden: Tensor) -> Tensor:
+        """Return the model's hidden states, of those that the last layer returns."""
         return self.final_norm(hidden)
 
 

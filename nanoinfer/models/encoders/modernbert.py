@@ -8,8 +8,8 @@ class ModernBertModel(EncoderModel):
     renamed = (
         ("embeddings.tok_embeddings.", "embed_tokens."),
         ("embeddings.norm.", "embedding_norm."),
-        (".attn.Wqkv.", ".attn.qkv_proj."),
-        (".attn.Wo.", ".attn.o_proj."),
+        (".attn.Wqkv.", ".self_attn.qkv_proj."),
+        (".attn.Wo.", ".self_attn.o_proj."),
         (".mlp.Wi.", ".mlp.up_proj."),
         (".mlp.Wo.", ".mlp.down_proj."),
         ("head.dense.", "score.dense."),
