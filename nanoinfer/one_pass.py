@@ -37,7 +37,7 @@ from nanoinfer.text.prompts import (
     one_of_kind_for_each,
 )
 from nanoinfer.text.refusals import Errors
-from nanoinfer.text_steps import PooledText, TextSteps
+from nanoinfer.text_steps import PooledTexts, TextSteps
 
 logger = logging.getLogger("nanoinfer")
 
@@ -183,7 +183,9 @@ class OnePass:
             for index, token_ids in encoded.items():
                 first = max(len(token_ids) - 1, 0) if self._config.method == "last" else 0
                 params, text = all_params[index], given[index]
-                to_output = to_outputs.setdefault(id(params), PooledOutput(self, make, params))
+                if id(params) not in to_outputs:
+                    to_outputs[id(params)] = PooledOutput(self, make, params)
+                to_output = to_outputs[id(params)]
                 requests.append(
                     PreparedRequest(
                         prompt=text if isinstance(text, str) else None,
@@ -272,52 +274,40 @@ class OnePass:
     def output(self, how: "PooledOutput", output: RequestOutput, states: PromptStates) -> PoolingRequestOutput:
         """Make the output of a request that has ended."""
         parts = [part.numpy() for part in states.parts(None)]
-        is_whole = bool(parts) and output.finish_reason != "abort"
-        if not is_whole:
-            parts = [self._no_values]
-        values = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        if is_whole:
-            self._check_finite({output.request_id: values})
+        if parts and output.finish_reason != "abort":
+            values = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            check_finite([output.request_id], [values])
+        else:
+            values = np.full((1, self._size), np.nan, np.float32)
         return PoolingRequestOutput(
             output.request_id,
             output.prompt,
             output.prompt_token_ids,
             output.num_cached_tokens,
-            self._made(how, [values])[0],
+            self._made(how, [values] if self._config.method == "all" else values)[0],
             output.metrics,
         )
 
-    def outputs_of_texts(self, texts: Sequence[PooledText]) -> list[PoolingRequestOutput]:
+    def outputs_of_texts(self, texts: PooledTexts) -> list[PoolingRequestOutput]:
         """Make the outputs of texts of one step, those of neighbours with the same parameters at once."""
-        outputs = []
-        for how, group in groupby(texts, key=lambda text: text.request.prompt_states.to_output):
-            members = list(group)
-            computed = {text.request_id: text.values for text in members if text.values is not None}
-            self._check_finite(computed)
-            made = self._made(how, [computed.get(text.request_id, self._no_values) for text in members])
-            outputs += [
-                PoolingRequestOutput(text.request_id, text.request.prompt, text.request.token_ids, 0, one, text.metrics)
-                for text, one in zip(members, made, strict=True)
-            ]
-        return outputs
+        requests, request_ids, values, aborted, metrics = texts
+        check_finite(request_ids, values)
+        for place in aborted:
+            values[place] = np.full_like(values[place][:1], np.nan)
+        made: list[Any] = []
+        for how, group in groupby(request.prompt_states.to_output for request in requests):
+            start, size = len(made), len(list(group))
+            made += self._made(how, values[start : start + size])
+        return [
+            PoolingRequestOutput(request_id, request.prompt, request.token_ids, 0, one, metrics)
+            for request_id, request, one in zip(request_ids, requests, made, strict=True)
+        ]
 
-    @property
-    def _no_values(self) -> Values:
-        return np.full((1, self._size), np.nan, np.float32)
-
-    def _made(self, how: "PooledOutput", values: Sequence[Values]) -> list[Any]:
-        """Make what is in the outputs of texts. values: of each, (1, size); or of its tokens, (num_tokens, size)."""
+    def _made(self, how: "PooledOutput", values: Any) -> list[Any]:
+        """Make what is in the outputs of texts. values: as in PooledTexts."""
         if self._config.method == "all":
             return [how.make(one[np.newaxis], how.params)[0] for one in values]
-        return how.make(np.concatenate(values), how.params)
-
-    def _check_finite(self, values_of: Mapping[int, Values]) -> None:
-        """values_of: by the requests' ids."""
-        if not values_of or np.isfinite(np.concatenate(list(values_of.values()))).all():
-            return
-        for request_id, values in values_of.items():
-            if not np.isfinite(values).all():
-                logger.warning("request %d: the model's values are NaN or infinite", request_id)
+        return how.make(values, how.params)
 
     def _embeddings(self, vectors: Values, params: PoolingParams) -> list[EmbeddingOutput]:
         vectors = vectors[..., : params.dimensions]
@@ -334,6 +324,15 @@ class OnePass:
     def _rewards(self, logits: Values, params: PoolingParams) -> list[RewardOutput]:
         scores = activate(logits, self._config.activation if params.use_activation else "identity")[..., 0]
         return [RewardOutput(float(score) if score.ndim == 0 else score.copy()) for score in scores]
+
+
+def check_finite(request_ids: Sequence[int], values: Any) -> None:
+    """Log which texts have values that are no numbers. values: as in PooledTexts."""
+    if np.isfinite(values if isinstance(values, np.ndarray) else np.concatenate(values)).all():
+        return
+    for request_id, one in zip(request_ids, values, strict=True):
+        if not np.isfinite(one).all():
+            logger.warning("request %d: the model's values are NaN or infinite", request_id)
 
 
 def activate(logits: Values, activation: str) -> Values:

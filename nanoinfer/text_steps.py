@@ -32,12 +32,17 @@ MAX_IN_FLIGHT = 2  # steps: the device computes one while the host prepares the 
 MIN_SHARED_TOKENS = 32  # that texts begin with, so that the prefix cache saves more than the scheduler costs
 
 
-class PooledText(NamedTuple):
-    """A text that was computed. values: (1, size), or of each token (num_tokens, size); None if it was aborted."""
+class PooledTexts(NamedTuple):
+    """The texts of a step that was computed.
 
-    request: PreparedRequest
-    request_id: int
-    values: NDArray[np.float32] | None
+    values: (num_texts, size); or a list with an array (num_tokens, size) for each text. aborted: places of those that
+    are wanted no more.
+    """
+
+    requests: list[PreparedRequest]
+    request_ids: range
+    values: Any
+    aborted: list[int]
     metrics: RequestMetrics
 
 
@@ -74,7 +79,7 @@ class TextSteps:
         )
 
     def complete(
-        self, portions: Portions, make: Callable[[list[PooledText]], list[Any]], show: Callable[[int], object]
+        self, portions: Portions, make: Callable[[PooledTexts], list[Any]], show: Callable[[int], object]
     ) -> list[Any]:
         """Compute all texts of a call, and return the outputs in the order in which the texts come.
 
@@ -97,14 +102,9 @@ class TextSteps:
                         step = in_flight.popleft()
                         metrics = RequestMetrics(queue_time=step.started - arrived)
                         values, own_ids = self._collect(step), ids[len(done) : len(done) + len(step.requests)]
-                        done += make(
-                            [
-                                PooledText(
-                                    request, own_id, None if Action.ABORT in reserved.queue(own_id) else one, metrics
-                                )
-                                for request, own_id, one in zip(step.requests, own_ids, values, strict=True)
-                            ]
-                        )
+                        asked = map(reserved.queue, own_ids)
+                        aborted = [place for place, actions in enumerate(asked) if Action.ABORT in actions]
+                        done += make(PooledTexts(step.requests, own_ids, values, aborted, metrics))
                         show(len(done))
                     elif waiting:
                         done.append(self._in_chunks(waiting.popleft(), ids[len(done)]))
@@ -174,20 +174,16 @@ class TextSteps:
         engine.reset_prefix_cache()
         return True
 
-    def _collect(self, step: TextStep) -> Sequence[NDArray[np.float32]]:
-        """Wait for a step; return the values of each text."""
+    def _collect(self, step: TextStep) -> Any:
+        """Wait for a step; return the values of its texts, see PooledTexts."""
         engine = self._engine
         with self._lock, postponed_interrupt(), engine.guard:
             engine.check_open().wait(step.handle)
             engine.count_step(step.started, time.perf_counter(), True, step.num_tokens, 0)
-        values: list[Any] = [None] * len(step.requests)
-        for found in step.handle.hidden_states:
-            if isinstance(found, FoundVectors):
-                for chunk, vector in zip(found.chunks, found.values.numpy()[:, np.newaxis], strict=True):
-                    values[chunk] = vector
-            else:  # of each token
-                values[found.chunk] = found.values.numpy()
-        return values
+        first, *_ = found = step.handle.hidden_states
+        if isinstance(first, FoundVectors):
+            return first.values.numpy()
+        return [one.values.numpy() for one in found]
 
 
 def pack_texts(requests: list[PreparedRequest], block_size: int) -> Packet:

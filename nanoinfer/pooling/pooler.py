@@ -45,7 +45,7 @@ class Pooler:
         if header.counts.states_records:
             layers = on_host.wanted_layers[:, 0].tolist()
             for numbers in on_host.states_records.tolist():
-                record = StatesRecord(*numbers)
+                record = StatesRecord._make(numbers)
                 self._records[record.row] = record
                 self._layers[record.row], layers = layers[: record.num_layers], layers[record.num_layers :]
 
@@ -73,9 +73,10 @@ class Pooler:
 
     def _with_token_types(self, step: ForwardStep, chunks: Chunks) -> ForwardStep:
         """Return the step with the kinds of its segments, where an encoder has any and a prompt is a pair."""
+        if not self._has_token_types:
+            return step
         places = [self._records[row].second_text if row in self._records else 0 for row, _, _ in chunks]
-        ends = [start + length for _, start, length in chunks]
-        if not self._has_token_types or all(place >= end for place, end in zip(places, ends, strict=True)):
+        if all(place >= start + length for place, (_, start, length) in zip(places, chunks, strict=True)):
             return step
         numbers = numbers_to_device([places, [length for _, _, length in chunks]], step.positions.device)
         num_tokens = len(step.positions)

@@ -348,6 +348,8 @@ def as_list_of_prompts(prompts: Prompts) -> list[Prompt]:
 
 def as_prompt(prompt: GivenPrompt) -> Prompt:
     """Return the prompt in a mapping that holds nothing else; all other things as they are, to be checked later."""
+    if isinstance(prompt, str):
+        return prompt
     if isinstance(prompt, Mapping) and len(prompt) == 1:
         [(name, value)] = prompt.items()
         if name == "prompt" or (name == "prompt_token_ids" and not isinstance(value, str)):

@@ -70,8 +70,8 @@ class PromptStates:
 
     def record(self, row: int, num_prompt_tokens: int) -> StatesRecord:
         second_text = num_prompt_tokens if self.second_text is None else self.second_text
-        numbers = row, num_prompt_tokens, int(self.pools), self.layers_from, int(self.take is not None), second_text
-        return StatesRecord(*numbers, len(self.layers))
+        keeps, num_layers = int(self.take is not None), len(self.layers)
+        return StatesRecord(row, num_prompt_tokens, int(self.pools), self.layers_from, keeps, second_text, num_layers)
 
     def add(self, found: FoundStates) -> None:
         first = 0 if found.layer is None else self.layers_from
