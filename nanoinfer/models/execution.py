@@ -142,5 +142,5 @@ def small_prefills(decoder: Decoder, max_step_tokens: int, only_pools: bool) -> 
     """
     if decoder.tp.size > 1 or decoder.has_experts or not _has_pieces(decoder):
         return None
-    sizes = [size for size in padded_sizes(decoder, only_pools) if size <= max_step_tokens]
+    sizes = sorted({min(size, max_step_tokens) for size in padded_sizes(decoder, only_pools)})
     return SmallPrefills(decoder, sizes) if sizes else None

@@ -122,13 +122,13 @@ def test_graphs_of_large_sizes_are_for_short_texts() -> None:
 @pytest.mark.parametrize(
     ("changes", "sizes"),
     [
-        ({}, [64, 128]),
-        ({"max_step_tokens": 100}, [64]),
-        ({"max_step_tokens": 63}, None),
+        ({}, [64, 128, 150]),
+        ({"max_step_tokens": 100}, [64, 100]),
+        ({"max_step_tokens": 63}, [63]),
         ({"size": 2}, None),
         ({"has_experts": True}, None),
         ({"has_plain_attention": False}, None),
-        ({"products": {ProductKind.ROUNDED}}, [64, 128]),
+        ({"products": {ProductKind.ROUNDED}}, [64, 128, 150]),
         ({"products": {ProductKind.PLAIN, ProductKind.WIDENED}}, None),
     ],
 )
