@@ -22,6 +22,7 @@ from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, Shar
 from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.layers.soft_cap import cap_logits
+from nanoinfer.models.encoders.layers import add_layer_norm
 from nanoinfer.runner.step_tables import read_rows
 from nanoinfer.sampling.gumbel_max import best_candidates, sample, sample_and_append
 from nanoinfer.sampling.logprobs import logit_statistics
@@ -92,6 +93,21 @@ def test_rms_norm_equals_its_twin_on_the_cpu(size: int, num_rows: int, dtype: to
     assert torch.equal(total, expected_total.cuda())
     assert torch.equal(x, unchanged[0])
     assert torch.equal(residual, unchanged[1])
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("size", [96, 768, 1000, 4096])
+def test_add_layer_norm_equals_its_twin(size: int, num_rows: int, dtype: torch.dtype, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    x, residual = randn(num_rows, size, dtype=dtype), randn(num_rows, size, dtype=dtype)
+    weight, bias = randn(size, dtype=dtype), randn(size, dtype=dtype) if has_bias else None
+    expected_total = torch.empty_like(x)
+    expected = add_layer_norm.__wrapped__(x, residual, weight, bias, 1e-5, expected_total)
+    assert_nearly_equal(add_layer_norm(x, residual, weight, bias, 1e-5), expected)
+    assert_nearly_equal(add_layer_norm(x, residual, weight, bias, 1e-5, total=x), expected)
+    assert torch.equal(x, expected_total)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

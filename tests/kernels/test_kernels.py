@@ -21,6 +21,7 @@ from nanoinfer.layers import activation, layernorm, soft_cap
 from nanoinfer.layers.attention import block_copies, widened_blocks
 from nanoinfer.layers.attention import layer as attention_layer
 from nanoinfer.layers.linear_attention import delta_rule
+from nanoinfer.models.encoders import layers as encoder_layers
 from nanoinfer.runner import step_tables
 from nanoinfer.sampling import gumbel_max, logprobs, token_bitmask, top_k_top_p
 from nanoinfer.sampling.gumbel_max import sample
@@ -33,6 +34,7 @@ from nanoinfer.kernels import gated_activation as gated_kernels  # noqa: E402
 from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill_kernels  # noqa: E402
 from nanoinfer.kernels import gated_delta_step as gated_delta_step_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
+from nanoinfer.kernels import layer_norm as layer_norm_kernels  # noqa: E402
 from nanoinfer.kernels import logit_statistics as logit_statistics_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
 from nanoinfer.kernels import read_rows as read_rows_kernels  # noqa: E402
@@ -75,6 +77,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (layernorm.rms_norm, rms_norm_kernels),
         (layernorm.add_rms_norm, rms_norm_kernels),
         (layernorm.all_reduce_add_rms_norm, all_reduce_kernels),
+        (encoder_layers.add_layer_norm, layer_norm_kernels),
         (activation.silu_and_mul, gated_kernels),
         (activation.gelu_tanh_and_mul, gated_kernels),
         (activation.gelu_and_mul, gated_kernels),
@@ -118,6 +121,27 @@ def test_a_norm_that_subtracts_the_mean_equals_its_twin(size: int, dtype: torch.
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
     alone, twin = (norms.rms_norm(x[0], weight, 1e-5, centres=True) for norms in (rms_norm_kernels, layernorm))
     torch.testing.assert_close(alone, twin, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
+def test_add_layer_norm_equals_its_twin(size: int, dtype: torch.dtype, has_bias: bool) -> None:
+    x, residual, weight, bias = (1 + randn(4, size, seed=seed, dtype=dtype) for seed in range(4))
+    unchanged, arguments = x.clone(), (residual, weight[0], bias[0] if has_bias else None, 1e-5)
+    expected_total = torch.empty_like(x)
+    expected = encoder_layers.add_layer_norm(x, *arguments, total=expected_total)
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(layer_norm_kernels.add_layer_norm(x, *arguments), expected, rtol=0, atol=tolerance)
+    assert torch.equal(x, unchanged)
+    in_place = layer_norm_kernels.add_layer_norm(x, *arguments, total=x)
+    torch.testing.assert_close(in_place, expected, rtol=0, atol=tolerance)
+    assert torch.equal(x, expected_total)
+
+
+def test_add_layer_norm_takes_contiguous_rows_alone() -> None:
+    x, weight = randn(4, 8), randn(8)
+    with pytest.raises(AssertionError, match="residual must be contiguous"):
+        layer_norm_kernels.add_layer_norm(x, randn(8, 4).t(), weight, None, 1e-5)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [*SIZES_AND_DTYPES, (8192, torch.float16)])

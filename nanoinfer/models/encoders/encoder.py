@@ -113,7 +113,7 @@ class EncoderLayer(nn.Module):
         self.self_attn = EncoderAttention(config, encoder.window if is_local else None, rotary_emb, backends, tp)
         self.mlp = EncoderMLP(config, self.is_pre_norm, tp)
         options = config.hidden_size, config.rms_norm_eps, encoder.norm_bias
-        self.attn_norm = nn.Identity() if self.is_pre_norm and index == 0 else LayerNorm(*options)
+        self.attn_norm: Any = nn.Identity() if self.is_pre_norm and index == 0 else LayerNorm(*options)
         self.mlp_norm = LayerNorm(*options)
 
     def forward(self, hidden: Tensor, step: ForwardStep) -> Tensor:
@@ -132,11 +132,12 @@ class EncoderLayer(nn.Module):
         return self.attn_norm(hidden) if self.is_pre_norm else hidden
 
     def _after_attention(self, attended: PartialSum, hidden: Tensor) -> Tensor:
-        hidden = whole(attended) + hidden
+        total = whole(attended)
         if self.is_pre_norm:
-            return hidden + self.mlp(self.mlp_norm(hidden))
-        hidden = self.attn_norm(hidden)
-        return self.mlp_norm(self.mlp(hidden) + hidden)
+            normed = self.mlp_norm.of_sum(total, hidden, total)
+            return total + self.mlp(normed)
+        hidden = self.attn_norm.of_sum(total, hidden)
+        return self.mlp_norm.of_sum(self.mlp(hidden), hidden)
 
 
 class Encoder(nn.Module):
