@@ -26,11 +26,11 @@ from nanoinfer.errors import ConfigError
 from nanoinfer.executor.external_runner import ExternalRunner
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import SUPPORTED
+from nanoinfer.one_pass.text_steps import TextSteps
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.text.prompts import PromptProcessor
 from nanoinfer.text.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, read_stop_token_ids
-from nanoinfer.text_steps import TextSteps
 
 logger = logging.getLogger("nanoinfer")
 

@@ -64,16 +64,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"text", "engine.extras.prompt_logprobs"},
-    "hidden_states": EVERYBODY | {"engine", "text"},
-    "text_steps": EVERYBODY | {"engine", "text"},
-    "one_pass": EVERYBODY | {"engine", "text", "progress", "hidden_states", "text_steps"},
+    "one_pass": EVERYBODY | {"engine", "text", "progress"},
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress"},
-    "loading": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "models", "text", "text_steps"},
+    "loading": EVERYBODY
+    | {"constraints", "control", "engine", "executor", "runner", "models", "text", "one_pass.text_steps"},
     "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
     "llm": EVERYBODY
     | {"control.step_events", "engine", "text", "progress", "scoring", "engine_options", "aio", "loading", "replicas"}
-    | {"before_torch", "one_pass", "hidden_states"},
+    | {"before_torch", "one_pass"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "engine", "text", "progress"},
     "bench": EVERYBODY

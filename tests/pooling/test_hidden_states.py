@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from nanoinfer import LLM, RequestError, SamplingParams
-from nanoinfer import hidden_states as module
 from nanoinfer.engine.extras.prompt_states import FoundStates
+from nanoinfer.one_pass import hidden_states as module
 from nanoinfer.outputs import refused
 from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest

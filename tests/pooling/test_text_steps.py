@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanoinfer import LLM, text_steps
+from nanoinfer import LLM
 from nanoinfer.engine.request_queue import Inbox
+from nanoinfer.one_pass import text_steps
+from nanoinfer.one_pass.text_steps import TextSteps
 from nanoinfer.text.portions import Portions
-from nanoinfer.text_steps import TextSteps
 from tests.models.test_architectures import draw_options, save_random_model
 from tests.pooling.test_decoders import SMALL
 from tests.pooling.test_encoders import ENCODERS, FAMILIES, PROMPTS, encoder, save_encoder  # noqa: F401 (a fixture)

@@ -20,7 +20,8 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.extras.prompt_states import PromptStates
 from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import RequestError, check_names
-from nanoinfer.hidden_states import HiddenStates
+from nanoinfer.one_pass.hidden_states import HiddenStates
+from nanoinfer.one_pass.text_steps import PooledTexts, TextSteps
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, RewardOutput
 from nanoinfer.pooling_params import PoolingParams
@@ -37,7 +38,6 @@ from nanoinfer.text.prompts import (
     one_of_kind_for_each,
 )
 from nanoinfer.text.refusals import Errors
-from nanoinfer.text_steps import PooledTexts, TextSteps
 
 logger = logging.getLogger("nanoinfer")
 
