@@ -27,7 +27,7 @@ from nanoinfer.executor.external_runner import ExternalRunner
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import SUPPORTED
 from nanoinfer.one_pass.text_steps import TextSteps
-from nanoinfer.runner.model_runner import ModelRunner
+from nanoinfer.runner.device_runner import DeviceRunner
 from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.text.prompts import PromptProcessor
 from nanoinfer.text.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, read_stop_token_ids
@@ -121,11 +121,11 @@ def load_engine(found: FoundModel) -> Loaded:
         # What the tokenizer imports takes as long as loading the weights, so both happen at the same time.
         with ThreadPoolExecutor(1) as background:
             loading = background.submit(found.load_tokenizer)
-            runner_class: type[ModelRunner | ParallelRunner] = ParallelRunner
+            runner_class: type[DeviceRunner | ParallelRunner] = ParallelRunner
             if config.distributed_executor_backend == "external_launcher":
                 runner_class = ExternalRunner
             elif config.tensor_parallel_size == 1:
-                runner_class = ModelRunner
+                runner_class = DeviceRunner
             runner = runner_class(config, model_config, found.folder)
             on_failure.callback(runner.close)
             loaded = time.perf_counter()

@@ -54,7 +54,7 @@ def measure(cases: tuple[tuple[int, int], ...] = CASES, num_steps: int = NUM_STE
 
 
 class NoDevice:
-    """Stands in for a ModelRunner: a step takes no time, and every token is 0."""
+    """Stands in for a DeviceRunner: a step takes no time, and every token is 0."""
 
     closed, asleep, unready = False, frozenset[str](), None
 

@@ -65,7 +65,7 @@ class SampledStep(Protocol):
 
 
 class Runner(Protocol):
-    """Runs steps, on one device or on several: a ModelRunner, a ParallelRunner, or a fake one in tests."""
+    """Runs steps, on one device or on several: a DeviceRunner, a ParallelRunner, or a fake one in tests."""
 
     closed: bool
     limits: RunnerLimits

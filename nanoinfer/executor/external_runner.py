@@ -21,12 +21,13 @@ from nanoinfer.device import computing, select_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel, connect
 from nanoinfer.engine.packet import Packet, read_header
 from nanoinfer.errors import ConfigError, WorkerError
-from nanoinfer.runner.model_runner import ModelRunner, PendingStep
+from nanoinfer.runner.device_runner import DeviceRunner
+from nanoinfer.runner.model_runner import PendingStep
 
 STORE: Any = torch.distributed.distributed_c10d  # whose stores are hardly typed
 
 
-class ExternalRunner(ModelRunner):
+class ExternalRunner(DeviceRunner):
     """Runs every step on this rank.
 
     Raises ConfigError where there is no process group, or it cannot be cut into groups of tensor_parallel_size ranks,

@@ -24,7 +24,7 @@ from nanoinfer.device import computing
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.executor.shm_ring import RingReader, RingWriter
-from nanoinfer.runner.model_runner import ModelRunner
+from nanoinfer.runner.device_runner import DeviceRunner
 
 Message = NDArray[np.int32]
 # Tensors of these are sent as they are; others are converted to float32.
@@ -47,7 +47,7 @@ def is_command(message: Message) -> bool:
     return bool(message[0] < 0)
 
 
-def run_command(message: Message, runner: ModelRunner, reader: RingReader) -> None:
+def run_command(message: Message, runner: DeviceRunner, reader: RingReader) -> None:
     """Run a command, in a worker."""
     command, *numbers = message.tolist()
     if command == Command.UPDATE:
@@ -64,7 +64,7 @@ def run_command(message: Message, runner: ModelRunner, reader: RingReader) -> No
     barrier(runner)
 
 
-def barrier(runner: ModelRunner) -> None:
+def barrier(runner: DeviceRunner) -> None:
     """Wait for all ranks."""
     with computing(runner.device, None):
         runner.tp.minimum(0, runner.device)
@@ -98,7 +98,7 @@ class AllRanksWeights:
     """
 
     def __init__(
-        self, runner: ModelRunner, writer: RingWriter, all_ranks: Callable[[], AbstractContextManager[None]]
+        self, runner: DeviceRunner, writer: RingWriter, all_ranks: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self._runner, self._writer, self._all_ranks = runner, writer, all_ranks
 

@@ -33,7 +33,8 @@ from nanoinfer.executor.messages import (
 from nanoinfer.executor.processes import Workers
 from nanoinfer.executor.shm_ring import Ring, RingWriter
 from nanoinfer.executor.worker import ABORT_SECONDS, abort, connect_ranks, run_worker
-from nanoinfer.runner.model_runner import ModelRunner, PendingStep, StepHandle
+from nanoinfer.runner.device_runner import DeviceRunner
+from nanoinfer.runner.model_runner import PendingStep, StepHandle
 
 logger = logging.getLogger("nanoinfer")
 
@@ -71,7 +72,7 @@ class ParallelRunner:
             self._resources.callback(self._tp.close)  # after the workers, which have rank 0's shared memory open
             self._resources.callback(self._workers.close)
             self._resources.callback(abort, self._tp, ABORT_SECONDS)  # after the runner, whose graphs communicate
-            self._runner = ModelRunner(replace(config, device=str(self._device)), model_config, folder, self._tp)
+            self._runner = DeviceRunner(replace(config, device=str(self._device)), model_config, folder, self._tp)
             self._resources.callback(self._runner.close)
             self._workers.wait_for_stage(2)  # all have loaded the model
         except BaseException as error:

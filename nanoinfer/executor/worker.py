@@ -16,8 +16,8 @@ from nanoinfer.engine.packet import read_header
 from nanoinfer.executor.messages import is_command, read_masks, run_command
 from nanoinfer.executor.processes import PASSED
 from nanoinfer.executor.shm_ring import Ring, RingReader
+from nanoinfer.runner.device_runner import DeviceRunner
 from nanoinfer.runner.memory import max_step_tokens
-from nanoinfer.runner.model_runner import ModelRunner
 
 ABORT_SECONDS = 5.0  # how long a GPU may take to end its step, also after its communication was aborted
 
@@ -37,7 +37,7 @@ def run_worker(
     torch.zeros(1, device=devices[rank])  # a GPU that cannot be used raises here, before other ranks wait for this one
     link.sendall(PASSED)
     tp = connect_ranks(rank, config, model_config, devices, shared_folder)
-    runner = ModelRunner(replace(config, device=str(devices[rank])), model_config, folder, tp)
+    runner = DeviceRunner(replace(config, device=str(devices[rank])), model_config, folder, tp)
     link.sendall(PASSED)
     reader = RingReader(ring, rank - 1, link)
     with suppress(EOFError):  # rank 0 has closed the runner, or is gone

@@ -1,6 +1,5 @@
-"""Makes what steps run with: loads the model, measures what the largest ones take, sizes the cache, allocates it."""
+"""Makes what runs steps: loads the model, measures what the largest ones take, sizes the cache, allocates it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,14 +22,14 @@ from nanoinfer.layers.linear_attention.states import StateShape
 from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models import get_model_class
 from nanoinfer.models.causal_lm import DecoderForCausalLM
-from nanoinfer.models.execution import PrefillGraphs, compiling_few_rows
+from nanoinfer.models.execution import PrefillGraphs, compiling_few_rows, sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.prefill_graphs import SmallPrefills
 from nanoinfer.pooling.dense import DenseLayer, load_dense
 from nanoinfer.pooling.pooler import Pooler
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, Forward, graph_sizes, measure_graph_bytes, num_graphs
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
+from nanoinfer.runner.model_runner import ModelRunner, PendingStep
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
 
@@ -174,29 +173,32 @@ class Setup:
     def max_step_tokens(self, limits: RunnerLimits) -> int:
         return memory.max_step_tokens(self.config, self.model_config, limits.max_num_seqs)
 
-    def measure_free_bytes(
-        self,
-        model: DecoderForCausalLM,
-        limits: RunnerLimits,
-        small_prefills: SmallPrefills | None,
-        run_largest_prefills: Callable[[], None],
-        decode: Forward,
-        free_at_start: int,
-    ) -> int:
+    def measure_free_bytes(self, runner: ModelRunner, limits: RunnerLimits, free_at_start: int) -> int:
         """Return what gpu_memory_utilization leaves for the cache beside weights, tables, the largest step and graphs.
 
-        Runs such steps, and captures some graphs of `decode` and of small prefill steps; kernels are compiled on the
-        way.
+        Runs such steps, and captures some graphs of decode and of small prefill steps; kernels are compiled on the way.
         """
-        has_decode_graphs = self.uses_graphs and model.generates
-        with compiling_few_rows(model.model, graph_sizes(limits.max_num_seqs) if has_decode_graphs else []):
-            step_bytes = memory.measure_peak_bytes(run_largest_prefills, self.device)
-        graph_bytes = self._measure_decode_graphs(limits, decode) if has_decode_graphs else 0
+        has_decode_graphs = self.uses_graphs and runner.model.generates
+        with compiling_few_rows(runner.model.model, graph_sizes(limits.max_num_seqs) if has_decode_graphs else []):
+            step_bytes = memory.measure_peak_bytes(lambda: self.run_largest_prefills(runner, limits), self.device)
+        graph_bytes = self._measure_decode_graphs(limits, runner.decode) if has_decode_graphs else 0
+        small_prefills = runner.state.buffers.prefill_graphs.small
         if small_prefills is not None:
             capture, sizes = small_prefills.graphs_of, small_prefills.sizes
             graph_bytes += measure_graph_bytes(capture, sizes, len(sizes), self.device)
         granted = memory.grantable_bytes(self.config.gpu_memory_utilization, free_at_start, self.device)
         return granted - step_bytes - graph_bytes
+
+    def run_largest_prefills(self, runner: ModelRunner, limits: RunnerLimits) -> None:
+        """Run prefill steps that need as much memory as any, in the longest sequences, and sample for all rows."""
+        rows = torch.arange(limits.max_num_seqs, device=self.device)
+        for num_tokens in sizes_to_measure(self.max_step_tokens(limits), self.tp):
+            hidden = runner.forward(largest_prefill(runner.state.tables, rows, num_tokens))
+            if runner.model.generates:
+                runner.sample(PendingStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), [], []))
+            # What needs it is not run, since its kernels would have to be compiled for users who never ask for it.
+            torch.empty(runner.state.sampler.scratch_bytes, dtype=torch.uint8, device=self.device)
+            del hidden
 
     def _measure_decode_graphs(self, limits: RunnerLimits, decode: Forward) -> int:
         shares_prefixes = limits.max_group_rows > 1 and self.config.enable_prefix_caching
@@ -213,10 +215,10 @@ class Setup:
             graphs = PrefillGraphs.of(model.model, max_tokens, not model.generates, captures_largest)
         return StepBuffers(model.lm_head.weight.new_empty(limits.max_num_seqs, model.lm_head.vocab.size), graphs)
 
-    def allocate_state(
+    def make_model_runner(
         self, buffers: StepBuffers, model: DecoderForCausalLM, dense: list[DenseLayer], limits: RunnerLimits
-    ) -> DeviceState:
-        """Return the cache, and what else a runner remembers on its device."""
+    ) -> ModelRunner:
+        """Allocate the cache, and what else steps need on the device; return what runs them."""
         config, model_config, block_size = self.config, self.model_config, self.config.kvcache_block_size
         shape = memory.cache_shape(model_config, self.groups.layers_per_page, limits.num_blocks, block_size, self.tp)
         kv_cache = memory.allocate_kv_cache(shape, self.kv_cache_dtype, self.device)
@@ -229,7 +231,8 @@ class Setup:
         routing_table = None
         if config.enable_return_routed_experts and model_config.moe is not None:
             routing_table = RoutingTable(model_config.moe, limits.num_blocks, block_size, self.device)
-        return DeviceState(buffers, kv_cache, tables, sampler, pooler, routing_table)
+        state = DeviceState(buffers, kv_cache, tables, sampler, pooler, routing_table)
+        return ModelRunner(model, state, self.backends, self.tp, self.device, self.num_threads(model))
 
     def describe(self, kv_cache: KVCache) -> str:
         """Say what was loaded, for the log."""

@@ -18,7 +18,7 @@ from nanoinfer.checkpoint.loader import iterate_weights
 from nanoinfer.checkpoint.weights import ModelWeights
 from nanoinfer.models import REGISTRY
 from nanoinfer.runner import memory
-from nanoinfer.runner.model_runner import ModelRunner
+from nanoinfer.runner.device_runner import DeviceRunner
 from tests.models.test_architectures import draw_options, draw_prompts
 from tests.quantization.test_checkpoints import FORMATS, plain_folder, write_pair  # noqa: F401 (a fixture)
 
@@ -332,15 +332,15 @@ def test_an_engine_that_slept_says_the_same(
 def test_sleep_frees_the_cache_and_level_2_the_weights(pair: tuple[Path, Path]) -> None:
     with LLM(pair[0], device="cpu") as llm:
         runner = llm.engine.runner
-        assert isinstance(runner, ModelRunner)
+        assert isinstance(runner, DeviceRunner)
         for level in (1, 2):
             llm.sleep(level)
-            assert not hasattr(runner, "kv_cache")
-            assert not hasattr(runner, "tables")
+            assert runner._model_runner is None
             sizes = [param.untyped_storage().nbytes() for param in runner.model.parameters()]
             assert any(sizes) == (level == 1), "on a CPU the weights are in host memory anyway"
             llm.wake_up()
-            assert runner.device_state.kv_cache.num_blocks == runner.limits.num_blocks == llm.get_metrics().num_blocks
+            num_blocks = runner.model_runner.state.kv_cache.num_blocks
+            assert num_blocks == runner.limits.num_blocks == llm.get_metrics().num_blocks
 
 
 def test_calls_to_an_engine_that_sleeps_say_so(llm: LLM) -> None:
@@ -386,7 +386,7 @@ def test_graphs_are_captured_once_whether_the_parts_wake_up_together_or_not(
 ) -> None:
     captures: list[bool] = []
     with LLM(pair[0], device="cpu") as llm:
-        monkeypatch.setattr(ModelRunner, "_capture_graphs", lambda _, is_warm: captures.append(is_warm))
+        monkeypatch.setattr(DeviceRunner, "_capture_graphs", lambda _, is_warm: captures.append(is_warm))
         for calls in ([None], [["weights"], ["kv_cache"]], [["kv_cache", "weights"]]):
             llm.sleep()
             captures.clear()

@@ -139,7 +139,7 @@ def test_memory_and_the_log_line_count_bytes_and_scales(
     for name in ("auto", kv_cache_dtype):
         with LLM(random_checkpoint(), device="cpu", kv_cache_dtype=name) as llm:
             blocks[name] = llm.get_metrics().num_blocks
-            cache = llm.engine.runner.device_state.kv_cache
+            cache = llm.engine.runner.model_runner.state.kv_cache
             assert cache.num_bytes <= 4 * 2**30 < cache.num_bytes * (1 + 1 / cache.num_blocks)
     assert blocks[kv_cache_dtype] == pytest.approx(blocks["auto"] * 256 / 68, rel=1e-3)
     name = {"int8": "int8", "fp8": "float8_e4m3fn"}[kv_cache_dtype]

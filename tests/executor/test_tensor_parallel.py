@@ -27,7 +27,8 @@ from nanoinfer.executor.shm_ring import SLOT_SIZE
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models import execution
 from nanoinfer.runner import setup
-from nanoinfer.runner.model_runner import ModelRunner, StepHandle
+from nanoinfer.runner.device_runner import DeviceRunner
+from nanoinfer.runner.model_runner import StepHandle
 from tests.conftest import forked_workers
 from tests.models.test_architectures import checkpoint  # noqa: F401 (a fixture)
 
@@ -241,7 +242,7 @@ def test_one_rank_needs_no_process_no_thread_and_no_process_group(random_checkpo
     before = active_children(), threading.active_count()
     with LLM(random_checkpoint(), device="cpu", tensor_parallel_size=1) as llm:
         generate(llm, [[1, 2, 3]])
-        assert isinstance(llm.engine.runner, ModelRunner)
+        assert isinstance(llm.engine.runner, DeviceRunner)
         assert (active_children(), threading.active_count()) == before
         assert not torch.distributed.is_initialized()
 
@@ -362,16 +363,16 @@ def test_a_worker_that_ends_while_it_starts_is_an_error_of_llm_that_says_why(
 
 
 def fails_in_the_fifth_step(rank: int, link: Any, folder: Path, work: Callable[..., None], *args: Any) -> None:
-    launch, count = ModelRunner.launch, 0
+    launch, count = DeviceRunner.launch, 0
 
-    def fail(self: ModelRunner, packet: Any) -> Any:
+    def fail(self: DeviceRunner, packet: Any) -> Any:
         nonlocal count
         count += 1
         if count == 5 and rank == 1:
             raise ArithmeticError("one too many")
         return launch(self, packet)
 
-    ModelRunner.launch = fail  # type: ignore[method-assign]
+    DeviceRunner.launch = fail  # type: ignore[method-assign]
     work(rank, link, folder, *args)
 
 
@@ -451,7 +452,7 @@ def test_an_error_between_launch_and_sample_is_an_error_of_the_next_step_and_no_
 def test_an_error_of_rank_0_in_the_middle_of_a_step_closes_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = start()
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "launch", lambda *_: 1 / 0)
+        patch.setattr(DeviceRunner, "launch", lambda *_: 1 / 0)
         patch.setattr(processes, "EXPLANATION_SECONDS", 0.1)
         with pytest.raises(ZeroDivisionError):
             generate(llm, [[1, 2, 3]])

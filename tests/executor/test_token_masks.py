@@ -18,7 +18,8 @@ from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.executor import processes
 from nanoinfer.executor.messages import pack_masks, read_masks
 from nanoinfer.executor.parallel_runner import ParallelRunner
-from nanoinfer.runner.model_runner import ModelRunner, PendingStep, StepHandle
+from nanoinfer.runner.device_runner import DeviceRunner
+from nanoinfer.runner.model_runner import PendingStep, StepHandle
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="several ranks need Linux")
 
@@ -68,7 +69,7 @@ def every_kind(host_rows: list[int]) -> TokenMasks:
 class UnderMasks:
     """Gives each step of a runner masks that depend on its rows."""
 
-    runner: ModelRunner | ParallelRunner
+    runner: DeviceRunner | ParallelRunner
     make_masks: MakeMasks
     handles: list[StepHandle] = field(default_factory=list)
 
@@ -96,7 +97,7 @@ class Said(NamedTuple):
 
 
 def generate(llm: LLM, make_masks: MakeMasks) -> Said:
-    assert isinstance(llm.engine.runner, (ModelRunner, ParallelRunner))
+    assert isinstance(llm.engine.runner, (DeviceRunner, ParallelRunner))
     under_masks = UnderMasks(llm.engine.runner, make_masks)
     llm.reset_prefix_cache()
     with pytest.MonkeyPatch.context() as patch:

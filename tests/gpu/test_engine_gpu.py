@@ -163,7 +163,7 @@ def test_the_engine_runs_without_flash_attn_where_it_is_installed(monkeypatch: p
     monkeypatch.setattr(selection, "import_error", hide_flash_attn)
     with LLM(tiny_model_path()) as llm:
         assert llm.engine.runner is not None
-        assert llm.engine.runner.backends.name == "triton"
+        assert llm.engine.runner.setup.backends.name == "triton"
         assert_answers_right(llm)
 
 
@@ -355,7 +355,7 @@ def answers_of_families(
         if max_group_rows is not None:
             arranger.max_group_rows = max_group_rows
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        graphs = llm.engine.runner.device_state.decode_graphs
+        graphs = llm.engine.runner.model_runner.state.decode_graphs
         num_graphs = sum(shares for _, shares in graphs._graphs) if graphs else 0
     completions = [completion for output in outputs for completion in output.outputs]
     return Answers([completion.token_ids for completion in completions], num_passes, num_graphs)
@@ -408,7 +408,7 @@ def run_all_small_prefills(llm: LLM) -> list[list[RequestOutput]]:
     Each size is captured in the second run.
     """
     assert llm.engine.runner is not None
-    small = llm.engine.runner.device_state.buffers.prefill_graphs.small
+    small = llm.engine.runner.model_runner.state.buffers.prefill_graphs.small
     assert small is not None
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=0)
     runs: list[list[RequestOutput]] = []
@@ -470,7 +470,7 @@ def test_a_new_thread_captures_graphs_whose_kernels_others_have_run(random_check
         outputs = [llm.generate(prompts, params, use_tqdm=False)[0] for _ in range(STEPS_BEFORE_CAPTURE)]
         outputs += thread.submit(llm.generate, prompts, params, use_tqdm=False).result()
         assert llm.engine.runner is not None
-        assert 64 in llm.engine.runner.device_state.buffers.prefill_graphs.small._graphs
+        assert 64 in llm.engine.runner.model_runner.state.buffers.prefill_graphs.small._graphs
         llm.sleep()
         with ThreadPoolExecutor(1) as another:
             another.submit(llm.wake_up).result()
@@ -508,7 +508,7 @@ def test_the_cache_takes_what_the_user_grants(random_checkpoint: Callable[..., P
         assert llm.engine.runner is not None
         used = total - torch.cuda.mem_get_info()[0]
         assert 0.45 * total < used < 0.51 * total
-        assert llm.engine.runner.device_state.kv_cache.num_bytes > 0.4 * total
+        assert llm.engine.runner.model_runner.state.kv_cache.num_bytes > 0.4 * total
         run_all_small_prefills(llm)
         assert total - torch.cuda.mem_get_info()[0] < 0.51 * total
     assert torch.cuda.mem_get_info()[0] > free - 2**30  # close gives it back
@@ -529,7 +529,7 @@ def test_recurrent_states_as_large_as_the_cache_find_room(tmp_path: Path) -> Non
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with LLM(tmp_path, load_format="dummy", dtype="bfloat16", max_num_seqs=2048) as llm:
-        states = llm.engine.runner.device_state.tables.states
+        states = llm.engine.runner.model_runner.state.tables.states
         assert states.num_bytes > 0.4 * torch.cuda.mem_get_info()[1] * 0.9
         assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids
 
@@ -537,7 +537,7 @@ def test_recurrent_states_as_large_as_the_cache_find_room(tmp_path: Path) -> Non
 def test_a_construction_that_fails_gives_the_gpus_memory_back(
     random_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nanoinfer.runner import model_runner
+    from nanoinfer.runner import device_runner
 
     def fail(*_: object) -> None:
         raise RuntimeError("the test says so")
@@ -547,7 +547,7 @@ def test_a_construction_that_fails_gives_the_gpus_memory_back(
     gc.collect()
     before = torch.cuda.memory_allocated()
     with monkeypatch.context() as patch:
-        patch.setattr(model_runner, "DecodeGraphs", fail)  # the last thing made: the cache is there by then
+        patch.setattr(device_runner, "DecodeGraphs", fail)  # the last thing made: the cache is there by then
         for _ in range(3):
             with pytest.raises(RuntimeError, match="the test says so"):
                 LLM(random_checkpoint(), dtype="bfloat16", gpu_memory_utilization=0.5)

@@ -50,7 +50,7 @@ def test_steps_of_short_texts_are_the_same_in_graphs_and_without(tmp_path: Path,
         runs = [np.stack(embeddings(llm, texts)) for _ in range(STEPS_BEFORE_CAPTURE + 2)]
         runner = llm.engine.runner
         assert runner is not None
-        small = runner.device_state.buffers.prefill_graphs.small
+        small = runner.model_runner.state.buffers.prefill_graphs.small
         assert small is not None
         assert max(small._graphs) == 3000
     with LLM(tmp_path, enforce_eager=True, **options) as llm:

@@ -24,7 +24,7 @@ from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, SLICE_TOKENS
 from nanoinfer.layers.layernorm import add_rms_norm, all_reduce_add_rms_norm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import DecoderMLP
-from nanoinfer.runner import model_runner
+from nanoinfer.runner import device_runner
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from tests.gpu import ranks_share_gpus
 from tests.gpu.test_engine_gpu import assert_part_at_near_ties, chat_prompts
@@ -379,7 +379,7 @@ def test_a_capture_that_fails_on_one_rank_is_an_error_and_a_new_engine_works(mon
     expected = answers(2)
     started = time.monotonic()
     with monkeypatch.context() as patch:
-        patch.setattr(model_runner, "DecodeGraphs", GraphsThatFail)
+        patch.setattr(device_runner, "DecodeGraphs", GraphsThatFail)
         with pytest.raises(ZeroDivisionError):
             LLM(tiny_model_path(), tensor_parallel_size=2)
     assert time.monotonic() - started < 60

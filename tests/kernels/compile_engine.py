@@ -116,21 +116,22 @@ def run_steps(runner: Any, max_num_seqs: int) -> None:
     from nanoinfer.runner.cuda_graphs import graph_sizes
     from nanoinfer.sampling.logprobs import MAX_SCANNED, compute_logprobs
 
+    steps = runner.model_runner
     torch.Tensor.is_cuda = True  # type: ignore[assignment, misc]  # for what asks a tensor
     try:
         with computing(runner.device, None):
             with compiling_few_rows(runner.model.model, graph_sizes(max_num_seqs)):
-                runner.run_largest_prefills()
+                runner.setup.run_largest_prefills(steps, runner.limits)
             triton.LONG_CONTEXT = 0
-            runner.run_largest_prefills()
+            runner.setup.run_largest_prefills(steps, runner.limits)
             for size in reversed(graph_sizes(max_num_seqs)):
                 rows = torch.full((size,), -1, dtype=torch.int32)
-                runner.decode(rows, None)
-            copy_cached_tokens(runner.device_state.kv_cache, torch.zeros(1, 3, dtype=torch.int32))
+                steps.decode(rows, None)
+            copy_cached_tokens(steps.state.kv_cache, torch.zeros(1, 3, dtype=torch.int32))
             for num_best in (0, 1, MAX_SCANNED):
-                compute_logprobs(runner.device_state.buffers.logits[:1], torch.zeros(1, dtype=torch.int32), num_best)
+                compute_logprobs(steps.state.buffers.logits[:1], torch.zeros(1, dtype=torch.int32), num_best)
             if runner.limits.max_group_rows > 1:
-                runner.decode(rows, SharedPrefixes(torch.zeros_like(rows), torch.zeros_like(rows)))
+                steps.decode(rows, SharedPrefixes(torch.zeros_like(rows), torch.zeros_like(rows)))
     finally:
         del torch.Tensor.is_cuda
 

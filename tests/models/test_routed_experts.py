@@ -161,7 +161,7 @@ def test_nothing_is_returned_unless_it_is_asked_for(folder: Path) -> None:
     with LLM(folder, device="cpu", num_kvcache_blocks=4, max_model_len=128) as llm:
         [output] = llm.generate([1, 2], FREE, use_tqdm=False)
         assert output.outputs[0].routed_experts is None
-        assert llm.engine.runner.device_state.routing_table is None  # type: ignore[union-attr]
+        assert llm.engine.runner.model_runner.state.routing_table is None  # type: ignore[union-attr]
 
 
 def test_a_model_without_experts_is_refused() -> None:

@@ -90,7 +90,7 @@ def test_padded_pieces_give_the_embeddings_of_whole_steps(encoder: Callable[[str
         small = small_prefills(runner.model.model, 96, only_pools=True)
         assert small is not None
         small._has_failed = True
-        runner.device_state.buffers.prefill_graphs = PrefillGraphs(small)
+        runner.model_runner.state.buffers.prefill_graphs = PrefillGraphs(small)
         for buffer in small._buffers:
             buffer.fill_(torch.nan)
         for ours, theirs in zip(embeddings(llm, PROMPTS), expected, strict=True):

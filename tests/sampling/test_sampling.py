@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanoinfer import LLM, Logprob, RequestError, RequestOutput, SamplingParams, Score, tiny_model_path
-from nanoinfer.runner.model_runner import ModelRunner
+from nanoinfer.runner.device_runner import DeviceRunner
 from nanoinfer.sampling import sampler
 
 Checkpoint = Callable[..., Path]
@@ -479,7 +479,7 @@ def test_what_could_not_be_scored_is_not_a_number_and_not_greedy(
             patch.setattr(llm.engine, "step", abort_first)
             aborted, scored = llm.score(*pairs, use_tqdm=False)
         assert scored == wanted[1], "the other one"
-        assert isinstance(llm.engine.runner, ModelRunner)
+        assert isinstance(llm.engine.runner, DeviceRunner)
         with torch.inference_mode():
             llm.engine.runner.model.model.norm.weight.fill_(math.nan)
         llm.reset_prefix_cache()

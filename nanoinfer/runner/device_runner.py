@@ -1,0 +1,167 @@
+"""A runner from its first to its last moment: it loads the model, sizes the cache, sleeps, wakes up and closes.
+
+While it is awake it holds a `ModelRunner`, which runs the steps. Sleeping lets go of that one with all that it has on
+the device but the weights, and waking up makes another.
+"""
+
+import gc
+import time
+from collections.abc import Set
+from pathlib import Path
+
+import torch
+
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.weights import ModelWeights
+from nanoinfer.config import EngineConfig
+from nanoinfer.device import computing, is_out_of_memory
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.engine.packet import Packet
+from nanoinfer.engine.token_masks import TokenMasks
+from nanoinfer.errors import ConfigError
+from nanoinfer.layers.routing_table import RoutingOnHost
+from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_graph_sizes
+from nanoinfer.runner.device_state import StepBuffers
+from nanoinfer.runner.memory import CPU_CACHE_BYTES
+from nanoinfer.runner.model_runner import ModelRunner, PendingStep, StepHandle
+from nanoinfer.runner.setup import RunnerInfo, Setup
+
+
+class DeviceRunner:
+    """Holds the model on one device, and has a ModelRunner run its steps there.
+
+    config: the user's options. model_config: the model's sizes. folder: the model's files.
+    Raises ConfigError for an option that does not fit the device or the model, ModelError for the checkpoint.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TensorParallel | None = None
+    ) -> None:
+        self.tp = tp or TensorParallel()
+        self.setup = Setup.of(config, model_config, self.tp)
+        self.device = self.setup.device
+        self._model_runner: ModelRunner | None = None  # None while the cache sleeps
+        self.closed = False
+        self.asleep: frozenset[str] = frozenset()  # "weights" and "kv_cache", or one of them
+        self._sleep_level = 1  # of the last sleep
+        try:
+            with computing(self.device, num_threads=None):
+                self._set_up(folder)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"{self.device} has too little memory for the model of {folder / 'config.json'} and the largest step "
+                f"({error}); lower max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs="
+                f"{config.max_num_seqs}, free the memory that other programs hold, or use a smaller model"
+            ) from error
+
+    @property
+    def model_runner(self) -> ModelRunner:
+        assert self._model_runner is not None, "a runner that sleeps, or is closed, has nothing on its device"
+        return self._model_runner
+
+    def launch(self, packet: Packet) -> PendingStep:
+        """Start the forward pass of a step, up to its logits."""
+        return self.model_runner.launch(packet)
+
+    def sample(self, pending: PendingStep, masks: TokenMasks | None = None) -> StepHandle:
+        """Draw the tokens of a launched step, as the masks allow."""
+        return self.model_runner.sample(pending, masks)
+
+    def wait(self, handle: StepHandle) -> list[int]:
+        """Return the token ids of a sampled step, once they are there."""
+        return self.model_runner.wait(handle)
+
+    def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> RoutingOnHost:
+        """Start to copy those of positions [start, end) of a sequence with these blocks to the host."""
+        return self.model_runner.read_routed_experts(block_ids, start, end)
+
+    def sleep(self, level: int) -> None:
+        """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
+        with computing(self.device, num_threads=None):
+            if "weights" not in self.asleep:
+                self.weights.leave_device(keep=level == 1)
+                self._sleep_level = level
+        self.asleep = frozenset(("weights", "kv_cache"))
+        self._free_all_but_weights()
+
+    def wake_up(self, tags: Set[str]) -> None:
+        """Take the memory of "weights", then of the "kv_cache", and capture the graphs again, as `tags` say.
+
+        If memory is short, both sleep on where the weights were to wake up, else the cache, and this raises.
+        """
+        slept = self.asleep
+        try:
+            with computing(self.device, num_threads=None):
+                if "weights" in slept & tags:
+                    self.weights.return_to_device()
+                    self.asleep -= {"weights"}
+                if "kv_cache" in slept & tags:
+                    self._allocate(self.setup.allocate_buffers(self.model, self.limits))
+                    self._capture_graphs(is_warm=True)
+                    self.asleep -= {"kv_cache"}
+        except BaseException:
+            if "weights" in slept:
+                self.asleep -= {"weights"}  # some of them may be awake
+                self.sleep(self._sleep_level)
+            self._free_all_but_weights()
+            raise
+
+    @property
+    def unready(self) -> str | None:
+        """Why no step can run now, and what to do; None if one can."""
+        if self.asleep == {"kv_cache"}:
+            return "the KV cache of this engine sleeps; call wake_up(tags=['kv_cache']) first"
+        return "this engine sleeps; call wake_up first" if self.asleep else self.weights.explain_missing()
+
+    def close(self) -> None:
+        """Give the device's memory back. The runner cannot be used any more; closing twice is fine."""
+        if not self.closed:
+            self.closed = True
+            del self.model, self.weights
+            self._free_all_but_weights()
+
+    def _set_up(self, folder: Path) -> None:
+        """Load the model, size and allocate what steps need beside it, capture the graphs."""
+        setup, started = self.setup, time.perf_counter()
+        free_at_start = setup.free_at_start()
+        self.model = setup.load_model(folder)
+        self.weights, self._dense = ModelWeights(self.model), setup.load_dense()
+        self.limits = setup.limits_without_cache(free_at_start)
+        loaded = time.perf_counter()
+        buffers, free_bytes = setup.allocate_buffers(self.model, self.limits), CPU_CACHE_BYTES
+        if self.device.type == "cuda":
+            self._allocate(buffers)
+            free_bytes = setup.measure_free_bytes(self.model_runner, self.limits, free_at_start)
+        self.limits = setup.limits_with_cache(self.limits, free_bytes)
+        self._allocate(buffers)
+        sized = time.perf_counter()
+        self._capture_graphs()
+        seconds = {"weights": loaded - started, "warm-up": sized - loaded, "graphs": time.perf_counter() - sized}
+        description = setup.describe(self.model_runner.state.kv_cache)
+        self.info = RunnerInfo(self.device, setup.dtype, description, seconds)
+
+    def _allocate(self, buffers: StepBuffers) -> None:
+        """Take the memory of cache and tables, and make what runs steps with it."""
+        self._drop_model_runner()  # makes room, if there is one
+        if self.device.type == "cuda":  # or a small tensor may take part of that room, and a large one finds none
+            torch.cuda.empty_cache()
+        self._model_runner = self.setup.make_model_runner(buffers, self.model, self._dense, self.limits)
+
+    def _capture_graphs(self, is_warm: bool = False) -> None:
+        if self.setup.uses_graphs and self.model.generates:
+            runner, max_num_seqs = self.model_runner, self.limits.max_num_seqs
+            sizes, sharing_sizes = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
+            runner.state.decode_graphs = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, is_warm)
+
+    def _drop_model_runner(self) -> None:
+        if self._model_runner is not None:
+            self._model_runner.close()
+            self._model_runner = None
+
+    def _free_all_but_weights(self) -> None:
+        self._drop_model_runner()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
