@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.outputs import RequestOutput, RequestOutputs, StreamChunk
 from nanoinfer.progress import Progress
@@ -57,8 +58,8 @@ class Call:
 class AsyncCalls:
     """Serves the calls of tasks, and runs steps of a queue in a thread of its own while there are any."""
 
-    def __init__(self, queue: RequestQueue) -> None:
-        self._queue = queue
+    def __init__(self, queue: RequestQueue, preparer: Preparer) -> None:
+        self._queue, self._preparer = queue, preparer
         self._lock = threading.Lock()  # guards the two below
         self._new: list[Call] = []
         self._is_running = False
@@ -80,7 +81,7 @@ class AsyncCalls:
 
         def prepare() -> list[PreparedRequest]:
             options = {"tokenization_kwargs": tokenization_kwargs, "on_error": on_error}
-            return self._queue.prepare(prompts, sampling_params, priority, **options)
+            return self._preparer.prepare(prompts, sampling_params, priority, **options)
 
         call = Call(await _with_grammars(prepare, sampling_params, len(prompts)))
         outputs = call.inbox.outputs
@@ -113,7 +114,7 @@ class AsyncCalls:
         prompts = as_list_of_prompts(prompts)
 
         def prepare() -> list[PreparedRequest]:
-            requests = self._queue.prepare(prompts, sampling_params)
+            requests = self._preparer.prepare(prompts, sampling_params)
             check_streamable([request.sampling_params for request in requests])
             return requests
 

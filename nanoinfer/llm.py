@@ -74,10 +74,12 @@ class LLM:
         self._generation_config = read_json(found.folder / "generation_config.json")
         loaded = load_engine(found) if self.config.data_parallel_size == 1 else load_replicas(found)
         self.engine: Any = loaded.engine  # an LLMEngine, or ReplicatedEngine
-        self.queue = loaded.queue
+        self.queue, self.preparer = loaded.queue, loaded.preparer
         self.max_model_len = loaded.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = loaded.info
-        self.one_pass = OnePass.of(self.queue, found.model_config, self.config, self.max_model_len, loaded.text_steps)
+        self.one_pass = OnePass.of(
+            self.queue, self.preparer, found.model_config, self.config, self.max_model_len, loaded.text_steps
+        )
         self._wanted_states = partial(
             HiddenStates.of,
             num_layers=found.model_config.num_hidden_layers,
@@ -86,7 +88,7 @@ class LLM:
         )
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._control, self._step_callbacks = loaded.control, loaded.callbacks
-        self._async_calls = AsyncCalls(self.queue)
+        self._async_calls = AsyncCalls(self.queue, self.preparer)
         self._write_trace: Callable[[], object] = lambda: None
         if self.config.trace is not None:
             self._write_trace = loaded.start_trace(self.config.trace, repr(self))
@@ -150,7 +152,7 @@ class LLM:
         check_on_finish(on_finish)
         prompts = as_list_of_prompts(prompts)
         wanted = self._wanted_states(hidden_states, hidden_state_positions, on_hidden_states)
-        portions = self.queue.prepare_portions(
+        portions = self.preparer.prepare_portions(
             prompts,
             sampling_params,
             priority,
@@ -198,7 +200,7 @@ class LLM:
             "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        portions = self.queue.prepare_chats(
+        portions = self.preparer.prepare_chats(
             messages,
             sampling_params,
             template_options,
@@ -219,7 +221,7 @@ class LLM:
         side, and `sample` says which one a chunk belongs to. Raises RequestError for prompt_logprobs too: chunks have
         no place for them.
         """
-        requests = self.queue.prepare(as_list_of_prompts(prompts), sampling_params)
+        requests = self.preparer.prepare(as_list_of_prompts(prompts), sampling_params)
         check_streamable([request.sampling_params for request in requests])
         return self._stream(requests)
 
@@ -249,8 +251,8 @@ class LLM:
         """
         self.queue.check_open()
         check_scores(self.config.logprobs_mode)
-        pairs = Pairs(self.queue.prompts, as_list_of_prompts(prompts), as_list_of_prompts(completions))
-        return pairs.scores(self._complete(pairs.prepare_portions(self.queue.portion_size), use_tqdm))
+        pairs = Pairs(self.preparer.prompts, as_list_of_prompts(prompts), as_list_of_prompts(completions))
+        return pairs.scores(self._complete(pairs.prepare_portions(self.preparer.portion_size), use_tqdm))
 
     @rare_collections()
     def embed(
@@ -338,7 +340,7 @@ class LLM:
         self, prompt: GivenPrompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> int:
         """Queue a request for `step` to run and return its id. Raises RequestError for one that cannot be served."""
-        requests = self.queue.prepare([as_prompt(prompt)], sampling_params, [priority])
+        requests = self.preparer.prepare([as_prompt(prompt)], sampling_params, [priority])
         return self.queue.add_requests(requests, self._inbox)[0]
 
     def add_chat_request(
@@ -352,7 +354,7 @@ class LLM:
     ) -> int:
         """Queue a conversation, as `chat` reads it, for `step` to answer, and return its id."""
         template_options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-        requests = self.queue.prepare_chat(messages, sampling_params, template_options, priority=[priority])
+        requests = self.preparer.prepare_chat(messages, sampling_params, template_options, priority=[priority])
         return self.queue.add_requests(requests, self._inbox)[0]
 
     def step(self) -> list[RequestOutput]:
@@ -431,7 +433,7 @@ class LLM:
     @property
     def tokenizer(self) -> Any:
         """The tokenizer, from transformers; None where the model's folder has none."""
-        tokenizer = self.queue.prompts.tokenizer
+        tokenizer = self.preparer.prompts.tokenizer
         return tokenizer.hf if tokenizer else None
 
     @property
@@ -448,11 +450,11 @@ class LLM:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, as `generate` makes them. Raises RequestError where there is no tokenizer."""
-        return self.queue.prompts.encode_text(text)
+        return self.preparer.prompts.encode_text(text)
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of one token id or several. Raises RequestError for a wrong id, or without a tokenizer."""
-        return self.queue.prompts.decode(token_ids, skip_special_tokens)
+        return self.preparer.prompts.decode(token_ids, skip_special_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""

@@ -21,6 +21,7 @@ from nanoinfer.control.weight_control import WeightControl
 from nanoinfer.device import host_array
 from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import ConfigError
 from nanoinfer.executor.external_runner import ExternalRunner
@@ -89,6 +90,7 @@ class Loaded(NamedTuple):
 
     engine: Engine
     queue: RequestQueue
+    preparer: Preparer
     constraints: Constraints
     control: Control
     callbacks: Callbacks
@@ -137,13 +139,14 @@ def load_engine(found: FoundModel) -> Loaded:
         if isinstance(runner, ParallelRunner):
             weakref.finalize(engine, runner.close)  # when the engine is forgotten, and when the script ends
         on_failure.pop_all()
-    queue = RequestQueue(engine, prompts, constraints)
+    queue = RequestQueue(engine)
     callbacks = StepCallbacks(engine, runner.info.device)
     has_blocks_alone = model_config.linear_attention is None and not runner.limits.num_windowed_groups
     only_pools = model_config.head is not None and has_blocks_alone
     return Loaded(
         engine,
         queue,
+        Preparer(engine, prompts, constraints),
         constraints,
         WeightControl(engine, queue.lock),
         callbacks,

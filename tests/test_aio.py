@@ -261,7 +261,7 @@ def test_a_call_that_is_cancelled_while_it_is_queued_keeps_no_trainer_waiting(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     is_there, may_go_on = threading.Event(), threading.Event()
-    owner, name = (llm.queue, "prepare") if place == "prepare" else (llm.engine, "add_request")
+    owner, name = (llm.preparer, "prepare") if place == "prepare" else (llm.engine, "add_request")
     original = getattr(owner, name)
 
     def slowly(*args: Any, **options: Any) -> Any:

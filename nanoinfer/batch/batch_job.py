@@ -169,7 +169,7 @@ class Job:
     ) -> None:
         self._llm, self._output, self._base, self._max_errors = llm, output, base, max_errors
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self._queue, self._inbox = llm.queue, Inbox()
+        self._queue, self._preparer, self._inbox = llm.queue, llm.preparer, Inbox()
         self.asked: dict[int, Asked] = {}  # by request id
         self._window = self._queue.capacity
         self._ahead: list[Question] = []
@@ -227,7 +227,7 @@ class Job:
                 raise RequestError(f"{what} make more than {MAX_CHOICES} choices; give fewer in a line")
             compiling = self._compiled
             if params.structured_outputs is not None:
-                compiling = self._background.submit(self._queue.compile_grammars, [params])
+                compiling = self._background.submit(self._preparer.compile_grammars, [params])
             return Question(line, custom_id, body, params, compiling)
         except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
             self._fail(line, custom_id, "invalid_request", str(error))
@@ -252,10 +252,10 @@ class Job:
             return self._llm.one_pass.prepare_embeddings(body["input"], params, at_once=True).take()
         if "messages" in body:
             options = {name: body[name] for name in CHAT_OPTIONS if name in body}
-            return self._queue.prepare_chat(self._with_system(body["messages"]), self._params(question), options)
-        self._queue.prompts.check_params(question.params)  # what is wrong with them is said once, not for each prompt
+            return self._preparer.prepare_chat(self._with_system(body["messages"]), self._params(question), options)
+        self._preparer.prompts.check_params(question.params)  # what is wrong is said once, not for each prompt
         all_params = [self._params(question, index) for index in range(len(body["prompt"]))]
-        return self._queue.prepare(body["prompt"], all_params)
+        return self._preparer.prepare(body["prompt"], all_params)
 
     def _params(self, question: Question, index: int = 0) -> SamplingParams:
         """Return the sampling parameters of one prompt of a line."""

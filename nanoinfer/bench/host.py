@@ -18,6 +18,7 @@ from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.limits import RunnerLimits
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import Packet, pack, read_header
+from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
@@ -96,10 +97,11 @@ def measure_call(load: Load) -> dict[str, float]:
     )
     engine = LLMEngine(config, cast("Any", runner), None, frozenset())
     constraints = Constraints(None, VOCAB_SIZE, frozenset())
-    queue = RequestQueue(engine, PromptProcessor(None, "none", VOCAB_SIZE, longest), constraints)
+    preparer = Preparer(engine, PromptProcessor(None, "none", VOCAB_SIZE, longest), constraints)
+    queue = RequestQueue(engine)
     params = [SamplingParams(max_tokens=count, ignore_eos=True, detokenize=False) for count in workload.max_tokens]
     started, cpu_started = perf_counter(), process_time()
-    queue.complete(queue.prepare_portions(workload.prompts, params), show=lambda num_finished: None)
+    queue.complete(preparer.prepare_portions(workload.prompts, params), show=lambda num_finished: None)
     seconds = {"all": process_time() - cpu_started, "first_step": (runner.first_step or started) - started}
     print(
         f"a call of {load.num_seqs:,} prompts of {workload.num_input_tokens:,} tokens, {engine.stats.prefill_tokens:,} "

@@ -1,11 +1,11 @@
 """The way to the engine: `LLM`, asyncio and batch jobs add requests, run steps and collect outputs.
 
-outputs = queue.complete(queue.prepare_portions(["Hello"]), show=print)
+outputs = queue.complete(preparer.prepare_portions(["Hello"]), show=print)
 
 or, as a thread of its own might:
 
 inbox = Inbox()
-queue.add_requests(queue.prepare(["Hello"]), inbox)
+queue.add_requests(preparer.prepare(["Hello"]), inbox)
 while not inbox.is_complete:
     queue.step()
 outputs = queue.collect(inbox)
@@ -15,29 +15,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
-from typing import Any
 
-from nanoinfer.engine.interfaces import Constraints, Engine
+from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
-from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.chat import Conversation, as_conversations, render_chats
-from nanoinfer.text.portions import PORTION_SIZE, Portions
-from nanoinfer.text.prompts import (
-    OnFinish,
-    Params,
-    PreparedRequest,
-    Prompt,
-    PromptProcessor,
-    as_priorities,
-    as_request_ids,
-    one_for_each,
-)
-from nanoinfer.text.refusals import Errors, OnError, check_on_error
+from nanoinfer.text.portions import Portions
+from nanoinfer.text.prompts import OnFinish, PreparedRequest, as_request_ids
 
 logger = logging.getLogger("nanoinfer")
 
@@ -70,96 +56,17 @@ class Inbox:
 class RequestQueue:
     """Takes requests and runs them in steps. A step serves the requests of all callers, whichever thread runs it.
 
-    Any thread may call any method. prompts: checks and tokenizes prompts. constraints: plans what limits their tokens.
-    lock: held for each step, and while requests are added or dropped; whoever holds it keeps steps waiting.
+    Any thread may call any method. lock: held for each step, and while requests are added or dropped; whoever holds it
+    keeps steps waiting.
     """
 
-    def __init__(self, engine: Engine, prompts: PromptProcessor, constraints: Constraints) -> None:
-        self._engine, self._constraints = engine, constraints
-        self.prompts = prompts
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self.lock = threading.RLock()
         # A full running set, and as many that wait: rows are refilled from them in one step.
         num_rows = engine.config.data_parallel_size * engine.config.max_num_seqs
         self.capacity = 2 * num_rows  # requests that are worth having here at a time
-        self.portion_size: int | None = PORTION_SIZE * engine.config.data_parallel_size  # of Portions
-        if engine.config.distributed_executor_backend == "external_launcher":
-            self.portion_size = None  # or ranks would schedule different steps, as their threads get on
         self._idle_since: float | None = None  # perf_counter; 0.0 once the log says so
-
-    def prepare(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: Params = None,
-        priority: Sequence[int] | None = None,
-        **options: Any,
-    ) -> list[PreparedRequest]:
-        """Check everything that a user can get wrong, before anything is queued. options: of `prepare_portions`."""
-        return self.prepare_portions(prompts, sampling_params, priority, at_once=True, **options).take()
-
-    def prepare_chat(
-        self,
-        messages: Conversation,
-        sampling_params: SamplingParams | None,
-        template_options: Mapping[str, Any],
-        **options: Any,
-    ) -> list[PreparedRequest]:
-        """Do as `prepare` with one conversation. template_options: of `render_chats`."""
-        return self.prepare_chats([messages], sampling_params, template_options, at_once=True, **options).take()
-
-    def prepare_chats(
-        self,
-        messages: Conversation | Sequence[Conversation],
-        sampling_params: Params,
-        template_options: Mapping[str, Any],
-        **options: Any,
-    ) -> Portions:
-        """Do as `prepare_portions` with conversations. template_options: of `render_chats`. options: the others."""
-        render = partial(render_chats, self.prompts.require_tokenizer(), **template_options)
-        # The template writes the special tokens.
-        options |= {"add_special_tokens": False, "render": render}
-        return self.prepare_portions(as_conversations(messages), sampling_params, **options)
-
-    def prepare_portions(
-        self,
-        prompts: Sequence[Any],
-        sampling_params: Params = None,
-        priority: Sequence[int] | None = None,
-        *,
-        add_special_tokens: bool = True,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        use_tqdm: bool = False,
-        on_error: OnError = "raise",
-        render: Callable[[Mapping[int, Any], Errors], dict[int, Prompt]] | None = None,
-        at_once: bool = False,
-    ) -> Portions:
-        """Check what a user can get wrong, and prepare the requests of a call: the first portion, or all at once.
-
-        render: makes prompts of what was given. at_once: whether all are checked before any is queued; so are those
-        with priorities, and with grammars and the like, which are compiled side by side. The other arguments are those
-        of `LLM.generate`, and so are the errors.
-        """
-        check_on_error(on_error)
-        self._engine.check_open()
-        all_params = one_for_each(sampling_params, len(prompts))
-        are_shared = len({*map(id, all_params)}) == 1
-        priorities = as_priorities(priority, len(prompts))
-
-        def prepare(indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
-            given = {index: prompts[index] for index in indices}
-            given = given if render is None else render(given, errors)
-            requests = self.prompts.prepare(
-                given, all_params, priorities, errors, add_special_tokens, tokenization_kwargs, are_shared
-            )
-            if not errors or on_error == "return":
-                self._constraints.add_plans(requests, errors, use_tqdm)
-            return [*requests.values()]
-
-        at_once |= priority is not None or self._constraints.is_asked(all_params)
-        return Portions(prepare, range(len(prompts)), None if at_once else self.portion_size, on_error)
-
-    def compile_grammars(self, params: Sequence[SamplingParams]) -> None:
-        """Compile what these ask for, so that `prepare` finds it. Raises RequestError where that cannot be done."""
-        self._constraints.compile(params)
 
     def complete(
         self, portions: Portions, show: Callable[[int], object], on_finish: OnFinish | None = None

@@ -18,6 +18,7 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.extras.prompt_states import PromptStates
+from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import RequestError, check_names
 from nanoinfer.one_pass.hidden_states import HiddenStates
@@ -66,13 +67,15 @@ class PooledOutput:
 class OnePass:
     """Prepares requests that are pooled, and runs them.
 
-    config: how the model pools. size: values of a vector, or logits. prompts: checks texts, which leave no room for a
-    completion. model: its name, for messages. text_steps: what runs whole texts, if something does.
+    preparer: of requests that generate: portions are as large here. config: how the model pools. size: values of a
+    vector, or logits. prompts: checks texts, which leave no room for a completion. model: its name, for messages.
+    text_steps: what runs whole texts, if something does.
     """
 
     def __init__(
         self,
         queue: RequestQueue,
+        preparer: Preparer,
         config: PoolingConfig,
         size: int,
         prompts: PromptProcessor,
@@ -80,12 +83,13 @@ class OnePass:
         text_steps: TextSteps | None,
     ) -> None:
         self._queue, self._config, self._size, self._prompts = queue, config, size, prompts
-        self._model, self._text_steps = model, text_steps
+        self._preparer, self._model, self._text_steps = preparer, model, text_steps
 
     @classmethod
     def of(
         cls,
         queue: RequestQueue,
+        preparer: Preparer,
         model_config: ModelConfig,
         options: EngineConfig,
         max_model_len: int,
@@ -95,7 +99,7 @@ class OnePass:
 
         An encoder's have to fit into one step, too.
         """
-        tokenizer, model, vocab_size = queue.prompts.tokenizer, options.model, model_config.vocab_size
+        tokenizer, model, vocab_size = preparer.prompts.tokenizer, options.model, model_config.vocab_size
         config = model_config.pooling
         assert config is not None, "the folder was read, and with it how the model pools"
         limits = {"max_model_len": max_model_len}
@@ -106,7 +110,7 @@ class OnePass:
         limit = min(limits, key=lambda name: limits[name])
         prompts = PromptProcessor(tokenizer, model, vocab_size, limits[limit], min_new_tokens=0, limit=limit)
         sizes = [model_config.hidden_size, *(layer.out_features for layer in config.dense)]
-        return cls(queue, config, len(config.labels) or sizes[-1], prompts, model, text_steps)
+        return cls(queue, preparer, config, len(config.labels) or sizes[-1], prompts, model, text_steps)
 
     def prepare_embeddings(
         self,
@@ -200,7 +204,7 @@ class OnePass:
         if at_once:
             return Portions(prepare, range(len(prompts)), None, on_error=None)
         order = sorted(range(len(prompts)), key=lambda index: -_length(prompts[index]))
-        return Portions(prepare, order, self._queue.portion_size, on_error=None)
+        return Portions(prepare, order, self._preparer.portion_size, on_error=None)
 
     def _tokenize(
         self, prompts: Mapping[int, Prompt], pairs: Mapping[int, str], max_tokens: int | None, errors: Errors

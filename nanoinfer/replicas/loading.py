@@ -15,6 +15,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.control.run_trace import start_trace
 from nanoinfer.device import select_device
+from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import ConfigError, RequestError, WorkerError
 from nanoinfer.executor.processes import Workers
@@ -105,7 +106,7 @@ def load_replicas(found: FoundModel) -> Loaded:
     engine.call("limit", max_model_len)
     prompts = found.make_prompts(tokenizer, max_model_len)
     constraints = CheckedConstraints(tokenizer, model_config.vocab_size, prompts.stop_token_ids)
-    queue = RequestQueue(engine, prompts, constraints)
+    queue = RequestQueue(engine)
     info = RunnerInfo(
         torch.device(ready[0].device),
         getattr(torch, ready[0].dtype),
@@ -115,6 +116,7 @@ def load_replicas(found: FoundModel) -> Loaded:
     return Loaded(
         engine,
         queue,
+        Preparer(engine, prompts, constraints),
         constraints,
         ReplicaControl(engine, queue.lock),
         engine.callbacks,

@@ -96,22 +96,3 @@ class DecodeGraphs:
 def _next_sizes(sizes: list[int]) -> list[int]:
     """Return the smallest size that holds a batch, for each number of rows from 0 on."""
     return [min(size for size in sizes if size >= count) for count in range(max(sizes, default=-1) + 1)]
-
-
-def measure_graph_bytes(
-    capture: Callable[[list[int]], object], sizes: list[int], num_graphs: int, device: torch.device
-) -> int:
-    """Return the memory that so many graphs will take, if the largest and the smallest have these sizes.
-
-    capture: returns what holds the graphs of some sizes. It is called for the largest, whose memory the others share,
-    and then for the largest and the smallest: what that takes more, each further graph takes.
-    """
-    used = []
-    for trial in (sizes[-1:], [*sizes[-1:], *sizes[:1]]):
-        torch.cuda.empty_cache()
-        free_before, _ = torch.cuda.mem_get_info(device)
-        graphs = capture(trial)
-        torch.cuda.empty_cache()
-        used.append(free_before - torch.cuda.mem_get_info(device)[0])
-        del graphs
-    return used[0] + max(0, used[1] - used[0]) * (num_graphs - 1)

@@ -1,4 +1,4 @@
-"""The KV cache's size and memory, and the longest sequence that it can hold."""
+"""What steps and CUDA graphs take of a GPU's memory, the KV cache's size in what is left, and its longest sequence."""
 
 import warnings
 from collections.abc import Callable
@@ -41,6 +41,25 @@ def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     before = torch.cuda.memory_allocated(device)
     run()
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def measure_graph_bytes(
+    capture: Callable[[list[int]], object], sizes: list[int], num_graphs: int, device: torch.device
+) -> int:
+    """Return the memory that so many graphs will take, if the largest and the smallest have these sizes.
+
+    capture: returns what holds the graphs of some sizes. It is called for the largest, whose memory the others share,
+    and then for the largest and the smallest: what that takes more, each further graph takes.
+    """
+    used = []
+    for trial in (sizes[-1:], [*sizes[-1:], *sizes[:1]]):
+        torch.cuda.empty_cache()
+        free_before, _ = torch.cuda.mem_get_info(device)
+        graphs = capture(trial)
+        torch.cuda.empty_cache()
+        used.append(free_before - torch.cuda.mem_get_info(device)[0])
+        del graphs
+    return used[0] + max(0, used[1] - used[0]) * (num_graphs - 1)
 
 
 def grantable_bytes(share: float, free_at_start: int, device: torch.device) -> int:

@@ -27,7 +27,7 @@ from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.pooling.dense import DenseLayer, load_dense
 from nanoinfer.pooling.pooler import Pooler
 from nanoinfer.runner import memory
-from nanoinfer.runner.cuda_graphs import DecodeGraphs, Forward, graph_sizes, measure_graph_bytes, num_graphs
+from nanoinfer.runner.cuda_graphs import DecodeGraphs, Forward, graph_sizes, num_graphs
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
 from nanoinfer.runner.model_runner import ModelRunner, PendingStep
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
@@ -185,7 +185,7 @@ class Setup:
         small_prefills = runner.state.buffers.prefill_graphs.small
         if small_prefills is not None:
             capture, sizes = small_prefills.graphs_of, small_prefills.sizes
-            graph_bytes += measure_graph_bytes(capture, sizes, len(sizes), self.device)
+            graph_bytes += memory.measure_graph_bytes(capture, sizes, len(sizes), self.device)
         granted = memory.grantable_bytes(self.config.gpu_memory_utilization, free_at_start, self.device)
         return granted - step_bytes - graph_bytes
 
@@ -204,7 +204,7 @@ class Setup:
         shares_prefixes = limits.max_group_rows > 1 and self.config.enable_prefix_caching
         capture = partial(DecodeGraphs, decode, sharing_sizes=[], device=self.device)
         sizes, count = graph_sizes(limits.max_num_seqs), num_graphs(limits.max_num_seqs, shares_prefixes)
-        return measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
+        return memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
 
     def allocate_buffers(self, model: DecoderForCausalLM, limits: RunnerLimits) -> StepBuffers:
         """Return what steps need whatever the size of the cache."""

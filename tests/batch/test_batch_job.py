@@ -125,8 +125,10 @@ def test_what_a_line_leaves_out_is_as_the_job_says_and_else_as_the_model_recomme
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[SamplingParams] = []
-    original = llm.queue.prepare
-    monkeypatch.setattr(llm.queue, "prepare", lambda prompts, params: asked.extend(params) or original(prompts, params))
+    original = llm.preparer.prepare
+    monkeypatch.setattr(
+        llm.preparer, "prepare", lambda prompts, params: asked.extend(params) or original(prompts, params)
+    )
     path = write(tmp_path / "in.jsonl", {"prompt": [1]}, {"prompt": [1], "temperature": 0.5, "stop": "x"})
     job(llm, path, overrides={"max_tokens": 2})
     assert [(params.temperature, params.max_tokens, params.stop) for params in asked] == [
@@ -223,8 +225,8 @@ def test_a_system_message_is_for_chats_that_have_none(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[dict[str, str]]] = []
-    original = llm.queue.prepare_chat
-    monkeypatch.setattr(llm.queue, "prepare_chat", lambda said, *args: asked.append(said) or original(said, *args))
+    original = llm.preparer.prepare_chat
+    monkeypatch.setattr(llm.preparer, "prepare_chat", lambda said, *args: asked.append(said) or original(said, *args))
     own = [QUESTION[0], {"role": "system", "content": "mine"}]
     lines = [{"messages": messages, **GREEDY} for messages in (QUESTION, own, [], ["x"])]
     path = write(tmp_path / "in.jsonl", *lines, {"prompt": "a", **GREEDY})

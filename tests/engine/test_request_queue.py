@@ -28,9 +28,9 @@ def queue(llm: LLM) -> Iterator[RequestQueue]:
     assert llm.get_metrics().num_used_blocks == 0
 
 
-def add(queue: RequestQueue, *prompts: str, params: SamplingParams = SHORT, is_stream: bool = False) -> Inbox:
+def add(llm: LLM, *prompts: str, params: SamplingParams = SHORT, is_stream: bool = False) -> Inbox:
     inbox = Inbox(is_stream)
-    queue.add_requests(queue.prepare([*prompts], params), inbox)
+    llm.queue.add_requests(llm.preparer.prepare([*prompts], params), inbox)
     return inbox
 
 
@@ -40,24 +40,24 @@ def run(queue: RequestQueue, inbox: Inbox) -> None:
 
 
 def test_what_is_added_is_in_its_own_inbox_whoever_runs_the_steps(llm: LLM, queue: RequestQueue) -> None:
-    first, second = add(queue, "1", "2"), add(queue, "3")
+    first, second = add(llm, "1", "2"), add(llm, "3")
     run(queue, first)
     assert second.is_complete
     expected = llm.generate(["1", "2", "3"], SHORT, use_tqdm=False)
     assert [output.text for output in first.outputs + second.outputs] == [output.text for output in expected]
 
 
-def test_an_inbox_may_be_collected_from_and_added_to_again_and_again(queue: RequestQueue) -> None:
+def test_an_inbox_may_be_collected_from_and_added_to_again_and_again(llm: LLM, queue: RequestQueue) -> None:
     inbox = Inbox()
     for _ in range(3):
-        [request_id] = queue.add_requests(queue.prepare(["1"], SHORT), inbox)
+        [request_id] = queue.add_requests(llm.preparer.prepare(["1"], SHORT), inbox)
         run(queue, inbox)
         assert [output.request_id for output in queue.collect(inbox)] == [request_id]
         assert (inbox.outputs, inbox.request_ids) == ([], set())
 
 
-def test_chunks_come_to_the_inbox_of_a_stream_alone(queue: RequestQueue) -> None:
-    plain, stream = add(queue, "1"), add(queue, "1", is_stream=True)
+def test_chunks_come_to_the_inbox_of_a_stream_alone(llm: LLM, queue: RequestQueue) -> None:
+    plain, stream = add(llm, "1"), add(llm, "1", is_stream=True)
     run(queue, stream)
     run(queue, plain)
     assert "".join(chunk.text for chunk in stream.chunks) == plain.outputs[0].text
@@ -65,7 +65,7 @@ def test_chunks_come_to_the_inbox_of_a_stream_alone(queue: RequestQueue) -> None
 
 
 def test_what_is_dropped_is_freed_at_once_and_the_others_go_on(llm: LLM, queue: RequestQueue) -> None:
-    kept, left = add(queue, "1"), add(queue, "2", "3", params=LONG)
+    kept, left = add(llm, "1"), add(llm, "2", "3", params=LONG)
     queue.step()
     num_used = llm.get_metrics().num_used_blocks
     queue.drop(left)
@@ -74,11 +74,13 @@ def test_what_is_dropped_is_freed_at_once_and_the_others_go_on(llm: LLM, queue: 
     assert left.outputs == []
 
 
-def test_what_is_abandoned_ends_with_the_next_step_and_so_does_what_is_added_then(queue: RequestQueue) -> None:
-    inbox = add(queue, "1", params=LONG)
+def test_what_is_abandoned_ends_with_the_next_step_and_so_does_what_is_added_then(
+    llm: LLM, queue: RequestQueue
+) -> None:
+    inbox = add(llm, "1", params=LONG)
     queue.step()
     queue.abandon(inbox)
-    queue.add_requests(queue.prepare(["2"], LONG), inbox)
+    queue.add_requests(llm.preparer.prepare(["2"], LONG), inbox)
     queue.step()
     assert [output.finish_reason for output in inbox.outputs] == ["abort", "abort"]
 
@@ -86,7 +88,7 @@ def test_what_is_abandoned_ends_with_the_next_step_and_so_does_what_is_added_the
 def test_threads_that_run_steps_at_the_same_time_serve_each_other(llm: LLM, queue: RequestQueue) -> None:
     prompts = [f"{number}+1=" for number in range(6)]
     expected = [output.text for output in llm.generate(prompts, SHORT, use_tqdm=False)]
-    inboxes = [add(queue, prompt) for prompt in prompts]
+    inboxes = [add(llm, prompt) for prompt in prompts]
     threads = [threading.Thread(target=run, args=(queue, inbox)) for inbox in inboxes]
     for thread in threads:
         thread.start()
@@ -99,15 +101,15 @@ def test_it_is_worth_adding_twice_as_many_requests_as_run_at_a_time(queue: Reque
     assert queue.capacity == 6
 
 
-def test_a_closed_queue_prepares_nothing() -> None:
+def test_nothing_is_prepared_for_a_closed_engine() -> None:
     with LLM(tiny_model_path(), device="cpu") as llm:
-        queue = llm.queue
+        preparer = llm.preparer
     with pytest.raises(EngineClosedError, match="this engine was closed; make a new LLM"):
-        queue.prepare(["1"])
+        preparer.prepare(["1"])
 
 
 def test_the_text_of_a_completion_is_begun_with_its_first_step(
-    queue: RequestQueue, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, queue: RequestQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = []
 
@@ -116,7 +118,7 @@ def test_the_text_of_a_completion_is_begun_with_its_first_step(
         return completion_text(tokenizer, params, prompt)
 
     monkeypatch.setattr("nanoinfer.engine.llm_engine.completion_text", begin)
-    inbox = add(queue, "1", "2", "3", "4")
+    inbox = add(llm, "1", "2", "3", "4")
     assert begun == []
     queue.step()
     assert len(begun) == 3, "there are three rows"

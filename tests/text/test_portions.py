@@ -26,7 +26,7 @@ def loaded() -> Iterator[LLM]:
 @pytest.fixture
 def llm(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """One whose portions have three requests."""
-    monkeypatch.setattr(loaded.queue, "portion_size", 3)
+    monkeypatch.setattr(loaded.preparer, "portion_size", 3)
     return loaded
 
 
@@ -96,7 +96,7 @@ def test_portions_give_the_tokens_and_the_order_of_prompts_that_are_prepared_at_
     expected, found = [], []
     for size in (256, 3):
         with LLM(tiny_model_path(), device="cpu", max_model_len=256, max_num_seqs=4) as llm:
-            llm.queue.portion_size = size
+            llm.preparer.portion_size = size
             (found if size == 3 else expected).extend(llm.generate(PROMPTS, DRAWN, use_tqdm=False))
     assert [output.prompt for output in found] == PROMPTS
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
@@ -104,14 +104,14 @@ def test_portions_give_the_tokens_and_the_order_of_prompts_that_are_prepared_at_
 
 
 def test_steps_run_before_the_last_prompts_are_tokenized(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_finished, original = threading.Event(), llm.queue.prompts.prepare
+    has_finished, original = threading.Event(), llm.preparer.prompts.prepare
 
     def wait_for_a_step(prompts: dict[int, Any], *arguments: Any) -> Any:
         assert 9 not in prompts or has_finished.wait(20), "no step has run before the last portion is prepared"
         return original(prompts, *arguments)
 
     callback = llm.on_step(lambda event: has_finished.set())
-    monkeypatch.setattr(llm.queue.prompts, "prepare", wait_for_a_step)
+    monkeypatch.setattr(llm.preparer.prompts, "prepare", wait_for_a_step)
     assert len(llm.generate(PROMPTS, DRAWN, use_tqdm=False)) == 11
     callback()
 
@@ -169,14 +169,14 @@ def test_ids_of_a_call_follow_each_other_while_another_thread_queues_its_own(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others: list[int] = []
-    original = llm.queue.prompts.prepare
+    original = llm.preparer.prompts.prepare
 
     def add_between(prompts: dict[int, Any], *arguments: Any) -> Any:
         if 3 in prompts and threading.current_thread() is not threading.main_thread():
             others.append(llm.add_request("1 + 1 =", SamplingParams(max_tokens=1)))
         return original(prompts, *arguments)
 
-    monkeypatch.setattr(llm.queue.prompts, "prepare", add_between)
+    monkeypatch.setattr(llm.preparer.prompts, "prepare", add_between)
     ids = [output.request_id for output in llm.generate(PROMPTS, DRAWN, use_tqdm=False)]
     assert ids == [*range(ids[0], ids[0] + 11)]
     while not llm.is_finished():
@@ -188,7 +188,7 @@ def test_ids_of_a_call_follow_each_other_while_another_thread_queues_its_own(
 @pytest.fixture
 def paused_portions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Events: that the second portion is about to be prepared, and that it may be."""
-    is_there, may_go_on, original = threading.Event(), threading.Event(), llm.queue.prompts.prepare
+    is_there, may_go_on, original = threading.Event(), threading.Event(), llm.preparer.prompts.prepare
 
     def wait(prompts: dict[int, Any], *arguments: Any) -> Any:
         if 3 in prompts:
@@ -196,7 +196,7 @@ def paused_portions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
             assert may_go_on.wait(20)
         return original(prompts, *arguments)
 
-    monkeypatch.setattr(llm.queue.prompts, "prepare", wait)
+    monkeypatch.setattr(llm.preparer.prompts, "prepare", wait)
     yield is_there, may_go_on
     may_go_on.set()
 
@@ -261,7 +261,7 @@ def test_a_call_that_ends_early_waits_for_no_more_than_the_portion_that_is_being
 def test_options_that_cannot_be_served_are_said_once_or_with_their_prompts(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(llm.queue, "portion_size", size)
+    monkeypatch.setattr(llm.preparer, "portion_size", size)
     wrong = SamplingParams(max_tokens=2, logit_bias={10**6: 1.0})
     with pytest.raises(RequestError, match=r"^logit_bias") as raised:
         llm.generate(PROMPTS, wrong, use_tqdm=False)
