@@ -16,6 +16,7 @@ from nanoinfer.checkpoint.hub import read_json
 from nanoinfer.config import EngineConfig, describe_options
 from nanoinfer.control.step_events import StepCallback
 from nanoinfer.engine.request_queue import Inbox
+from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.garbage import rare_collections
@@ -372,7 +373,7 @@ class LLM:
 
         Ids that are not known, or finished, are passed over. Raises RequestError for what is no id.
         """
-        self.queue.abort_requests(request_ids)
+        self.queue.act_later(Action.ABORT, request_ids)
 
     def pause(self, request_ids: int | Collection[int]) -> None:
         """Have these requests compute nothing from the next step on, until they are resumed. Ids as in `abort`.
@@ -381,14 +382,14 @@ class LLM:
         does; then they are computed again. Its tokens are those that it would have got. A token that is being computed
         still comes. While all that is left is paused, `generate` and its like wait, and `step` waits 10 ms at most.
         """
-        self.queue.pause_requests(request_ids)
+        self.queue.act_later(Action.PAUSE, request_ids)
 
     def resume(self, request_ids: int | Collection[int]) -> None:
         """Have paused requests go on with the next step. Ids as in `abort`; those that are not paused stay as they are.
 
         One that has given its blocks up waits for its turn, which is that of its priority and arrival.
         """
-        self.queue.resume_requests(request_ids)
+        self.queue.act_later(Action.RESUME, request_ids)
 
     def get_metrics(self) -> EngineMetrics:
         """Return the work done since this LLM was made, and what it holds now."""

@@ -154,15 +154,9 @@ class RequestQueue:
         inbox.is_abandoned = True  # first: `add_requests` looks at it after it has queued
         self._engine.act_later(Action.ABORT, inbox.unfinished_ids())
 
-    def abort_requests(self, request_ids: int | Collection[int]) -> None:
-        """Have the next step finish these requests as they are; see `LLM.abort`, and for the next two its like."""
-        self._engine.act_later(Action.ABORT, as_request_ids(request_ids))
-
-    def pause_requests(self, request_ids: int | Collection[int]) -> None:
-        self._engine.act_later(Action.PAUSE, as_request_ids(request_ids))
-
-    def resume_requests(self, request_ids: int | Collection[int]) -> None:
-        self._engine.act_later(Action.RESUME, as_request_ids(request_ids))
+    def act_later(self, action: Action, request_ids: int | Collection[int]) -> None:
+        """Have the next step begin with this action on these requests; see `LLM.abort`, `pause` and `resume`."""
+        self._engine.act_later(action, as_request_ids(request_ids))
 
     def has_unfinished_requests(self) -> bool:
         """Return whether any caller has some."""
