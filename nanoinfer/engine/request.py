@@ -90,8 +90,8 @@ class Completion:
             total = sum(logprobs_of_tokens(logprobs, token_ids))
         error = None
         if reason == "error":
-            limits = seq.constraint.error if seq.constraint else None
-            error = seq.error or limits or f"the logits are NaN or infinite after {len(token_ids)} tokens"
+            why_no_token = seq.constraint.error if seq.constraint else None
+            error = seq.error or why_no_token or f"the logits are NaN or infinite after {len(token_ids)} tokens"
         routed = None if self.routed_experts is None else self.routed_experts.to_array()
         ends = reason, stop_reason, logprobs, total, error
         self.output = CompletionOutput(seq.sample, str(text), token_ids, *ends, routed_experts=routed)

@@ -1,7 +1,7 @@
 """Root-mean-square normalisation (Zhang and Sennrich 2019), alone or after the residual stream's addition."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,12 @@ def add_rms_norm_to_fp8(
 
 
 class RMSNorm(nn.Module):
-    """Adds to the residual stream and normalises it."""
+    """Adds to the residual stream and normalises it.
+
+    only_scales: whether that is x / rms(x) * weight, which other kernels may compute by `weight` and `eps`.
+    """
+
+    only_scales: ClassVar[bool] = True
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

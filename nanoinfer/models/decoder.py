@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
-from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.layer import Attention
 from nanoinfer.layers.attention.layer_groups import LayerGroups, LayerPlace
@@ -27,7 +26,7 @@ from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVP
 from nanoinfer.layers.query_scales import query_scales
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.layers.whole_norm import ResidualSum, WholeNorm
-from nanoinfer.models.decoder_spec import DecoderSpec, LayerTraits
+from nanoinfer.models.decoder_spec import OUTSIDE_OF_FAST_WAYS, DecoderSpec, LayerTraits
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.linear_attention import DecoderLinearAttention
 from nanoinfer.quantization.selection import with_quantization
@@ -163,13 +162,13 @@ class DecoderLayer(nn.Module):
         self.has_multipliers = config.has_multipliers
         moe = config.moe if config.moe is not None and config.moe.has_experts[index] else None
         self.has_experts = moe is not None
-        place = sum(config.is_linear(other) == config.is_linear(index) for other in range(index))  # among its kind
+        index_of_kind = sum(config.is_linear(other) == config.is_linear(index) for other in range(index))
         self.is_linear = config.is_linear(index)
         if self.is_linear:
-            self.linear_attn = DecoderLinearAttention(config, place, spec.interleaves_linear, tp)
+            self.linear_attn = DecoderLinearAttention(config, index_of_kind, spec.interleaves_linear, tp)
         else:
-            in_memory = LayerGroups.of(config, max_positions).places[place]
-            self.self_attn = DecoderAttention(config, spec, in_memory, window, max_positions, rotary_emb, backends, tp)
+            place = LayerGroups.of(config, max_positions).places[index_of_kind]
+            self.self_attn = DecoderAttention(config, spec, place, window, max_positions, rotary_emb, backends, tp)
         of_mlp = replace(tp, share_multiple=config.mlp_multiple)
         self.mlp = DecoderMLP(config, spec, of_mlp) if moe is None else spec.experts(config.hidden_size, moe, of_mlp)
         norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)
@@ -193,14 +192,11 @@ class DecoderLayer(nn.Module):
     def traits(self) -> LayerTraits:
         methods = (getattr(part, "quant_method", None) for part in self.modules())
         products = frozenset(method.kind for method in methods if method is not None)
-        is_plain = (
-            self.spec.norms_inputs
-            and not self.spec.is_parallel
-            and not self.spec.has_gates
-            and not self.has_multipliers
-        )
+        # A new field of the spec keeps an architecture off the fast ways until they are said to serve it.
+        served = OUTSIDE_OF_FAST_WAYS | {"norms_sums", "norm", "activation"}
+        is_plain = self.spec.is_common_but_for(served) and self.spec.norm.only_scales and not self.has_multipliers
         has_plain_attention = is_plain and not self.is_linear
-        is_common = self.spec.activation is silu_and_mul and not self.spec.norms_sums and not self.has_experts
+        is_common = self.spec.is_common_but_for(OUTSIDE_OF_FAST_WAYS) and not self.has_experts
         return LayerTraits(products, is_common and has_plain_attention, has_plain_attention)
 
     def forward(

@@ -1,7 +1,7 @@
 """How an architecture differs from the common decoder, and what a layer declares of itself."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Set
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -11,6 +11,12 @@ from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.quantization.linear_method import ProductKind
+
+# What differs within attention, or outside of the layers: the fast ways of a layer serve it without knowing.
+OUTSIDE_OF_FAST_WAYS = frozenset(
+    {"qkv_bias", "qk_norm", "whole_qk_norm", "interleaves_rotary", "o_bias", "has_sinks"}
+    | {"interleaves_linear", "embedding", "experts"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,10 @@ class DecoderSpec:
     embedding: type[VocabParallelEmbedding] = VocabParallelEmbedding
     activation: Callable[[Tensor, RowFormat | None], Activations] = silu_and_mul
     experts: Callable[..., SparseMoE] = SparseMoE
+
+    def is_common_but_for(self, names: Set[str]) -> bool:
+        """Return whether an architecture is the common decoder in all fields but these."""
+        return all(getattr(self, field.name) == field.default for field in fields(self) if field.name not in names)
 
     @property
     def adds_whole_sums(self) -> bool:

@@ -14,7 +14,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.device import default_dtype, select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.limits import RunnerLimits
-from nanoinfer.layers.attention.kv_rounding import select_kv_cache_dtype
+from nanoinfer.layers.attention.kv_rounding import is_rounded, select_kv_cache_dtype
 from nanoinfer.layers.attention.layer_groups import LayerGroups
 from nanoinfer.layers.attention.metadata import KVCache, PrefillMetadata
 from nanoinfer.layers.attention.selection import AttentionBackends
@@ -66,7 +66,7 @@ class Setup:
         device = select_device(config.device)
         dtype = select_dtype(config.dtype, model_config.dtype, device)
         kv_cache_dtype = select_kv_cache_dtype(config.kv_cache_dtype, dtype, device)
-        block_size, in_8_bits = config.kvcache_block_size, kv_cache_dtype != dtype
+        block_size, in_8_bits = config.kvcache_block_size, is_rounded(kv_cache_dtype)
         backends = AttentionBackends(config.attention_backend, device, dtype, block_size, in_8_bits)
         return cls(config, model_config, tp, device, dtype, kv_cache_dtype, backends)
 

@@ -10,8 +10,15 @@ import torch
 
 from nanoinfer import LLM
 from nanoinfer.layers import few_rows as layers
+from nanoinfer.layers.activation import gelu_tanh_and_mul
+from nanoinfer.layers.centred_norm import CentredNorm
 from nanoinfer.models import execution, few_rows
-from tests.models.test_architectures import checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
+from nanoinfer.models.decoder import DecoderLayer
+from nanoinfer.models.decoder_spec import DecoderSpec
+from nanoinfer.models.gemma3 import Gemma3Norm
+from tests.models.test_architectures import ARCHITECTURES, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
+
+COMMON = ("Llama", "Ministral3", "Mistral", "Phi3", "Qwen2", "Qwen3", "SeedOss", "SmolLM3")
 
 
 @pytest.fixture
@@ -57,6 +64,47 @@ def test_few_rows_give_the_tokens_of_the_common_path(
     monkeypatch.setattr(layers, "MAX_FEW_ROWS", max_few_rows)
     assert generate(folder, prompts, **options) == expected
     assert "few_rows_product" in calls
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_gives_the_same_tokens_with_few_rows(
+    calls: list[str],
+    checkpoint: Callable[..., Path],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+) -> None:
+    """By the fast way where its layers are as that computes them, else by the common one."""
+    folder, prompts = checkpoint(architecture, 1), draw_prompts(0, (29, 1))
+    options = {"max_num_seqs": 2, "kvcache_block_size": 16, "max_model_len": 112}
+    monkeypatch.setattr(layers, "MAX_FEW_ROWS", 0)
+    expected = generate(folder, prompts, **options)
+    monkeypatch.setattr(layers, "MAX_FEW_ROWS", 2)
+    assert generate(folder, prompts, **options) == expected
+    if architecture not in ("GraniteForCausalLM", "Qwen3MoeForCausalLM"):  # which may be drawn as common ones
+        assert bool(calls) == (architecture.removesuffix("ForCausalLM") in COMMON)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_common", "has_plain_attention"),
+    [
+        ({}, True, True),
+        ({"qk_norm": True, "has_sinks": True, "interleaves_rotary": True}, True, True),
+        ({"norms_sums": True}, False, True),
+        ({"norm": Gemma3Norm}, False, True),
+        ({"activation": gelu_tanh_and_mul}, False, True),
+        ({"norm": CentredNorm}, False, False),
+        ({"norms_inputs": False, "norms_sums": True}, False, False),
+        ({"is_parallel": True}, False, False),
+        ({"has_gates": True}, False, False),
+    ],
+)
+def test_layers_that_the_fast_ways_do_not_know_stay_off_them(
+    changes: dict[str, Any], is_common: bool, has_plain_attention: bool
+) -> None:
+    layer: Any = DecoderLayer.__new__(DecoderLayer)
+    torch.nn.Module.__init__(layer)
+    layer.spec, layer.has_multipliers, layer.is_linear, layer.has_experts = DecoderSpec(**changes), False, False, False
+    assert (layer.traits.is_common, layer.traits.has_plain_attention) == (is_common, has_plain_attention)
 
 
 def test_experts_gelu_parallel_layers_and_weights_in_8_bits_take_the_common_path(
