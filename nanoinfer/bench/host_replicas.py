@@ -18,7 +18,7 @@ from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.executor.shm_ring import Ring
 from nanoinfer.outputs import EngineMetrics
 from nanoinfer.replicas.messages import Metrics, Outputs, Requests
-from nanoinfer.replicas.replicated_engine import Replica, ReplicatedEngine
+from nanoinfer.replicas.replicated_engine import ReplicaHandle, ReplicatedEngine
 from nanoinfer.text.prompts import PreparedRequest, pack_ids
 
 VOCAB_SIZE = 150_000
@@ -51,7 +51,7 @@ def measure(load: Load, num_replicas: int = 8) -> dict[str, float]:
     theirs = [pipe[1] for pipe in pipes]
     stubs = multiprocessing.get_context("spawn").Process(target=answer_all, args=(theirs,), daemon=True)
     stubs.start()
-    replicas = [Replica(index, NoWorkers(), ours) for index, (ours, _) in enumerate(pipes)]  # type: ignore[arg-type]
+    replicas = [ReplicaHandle(index, NoWorkers(), ours) for index, (ours, _) in enumerate(pipes)]  # type: ignore[arg-type]
     config = EngineConfig("stub", data_parallel_size=num_replicas, max_num_seqs=load.max_num_seqs)
     engine = ReplicatedEngine(config, replicas, Ring(num_replicas, 1, 1), load.longest)
     for connection, _ in pipes:

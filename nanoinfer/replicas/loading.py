@@ -24,7 +24,7 @@ from nanoinfer.loading import FoundModel, Loaded
 from nanoinfer.replicas.control import ReplicaControl
 from nanoinfer.replicas.messages import Logged, Ready, Reply
 from nanoinfer.replicas.replica import run_replica
-from nanoinfer.replicas.replicated_engine import Replica, ReplicatedEngine, end_replicas, explain_end
+from nanoinfer.replicas.replicated_engine import ReplicaHandle, ReplicatedEngine, end_replicas, explain_end
 from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
@@ -85,7 +85,7 @@ def load_replicas(found: FoundModel) -> Loaded:
     devices = choose_devices(config)
     ring = Ring(size, RING_SLOTS, RING_SLOT_SIZE)
     num_threads = max(1, torch.get_num_threads() // (size * config.tensor_parallel_size))
-    replicas: list[Replica] = []
+    replicas: list[ReplicaHandle] = []
     try:
         for index, device in enumerate(devices):
             own = replace(found, config=replace(config, device=device, data_parallel_size=1, trace=None))
@@ -93,7 +93,7 @@ def load_replicas(found: FoundModel) -> Loaded:
             args = theirs, ring, index, own, num_threads, logger.getEffectiveLevel()
             with theirs:
                 workers = Workers(2, run_replica, args, f"data_parallel_size={size}", f"replica {index}")
-            replicas.append(Replica(index, workers, ours))
+            replicas.append(ReplicaHandle(index, workers, ours))
         tokenizer = found.load_tokenizer()
         ready = wait_until_ready(replicas)
         for text in ready[0].warnings:
@@ -127,7 +127,7 @@ def load_replicas(found: FoundModel) -> Loaded:
     )
 
 
-def wait_until_ready(replicas: list[Replica]) -> list[Ready]:
+def wait_until_ready(replicas: list[ReplicaHandle]) -> list[Ready]:
     """Wait until all have loaded the model. Raises what one of them raises, or WorkerError if one has ended."""
     connections = {replica.connection: replica for replica in replicas}
     ready: dict[int, Ready] = {}

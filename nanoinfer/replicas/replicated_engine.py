@@ -54,8 +54,8 @@ CHECK_SECONDS = 1.0  # how often that is looked at
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
-    """One replica, as the parent sees it."""
+class ReplicaHandle:
+    """One replica, as the parent sees it; see `Replica` in replica.py."""
 
     index: int
     workers: Workers
@@ -119,7 +119,12 @@ class ReplicatedEngine:
     """
 
     def __init__(
-        self, config: EngineConfig, replicas: list[Replica], ring: Ring, max_model_len: int, device_type: str = "cpu"
+        self,
+        config: EngineConfig,
+        replicas: list[ReplicaHandle],
+        ring: Ring,
+        max_model_len: int,
+        device_type: str = "cpu",
     ) -> None:
         self.config = config
         self.guard = StepGuard()
@@ -224,7 +229,7 @@ class ReplicatedEngine:
 
     # -------- What the rest of this folder asks for -------------------------------------------------------------------
 
-    def alive(self) -> list[Replica]:
+    def alive(self) -> list[ReplicaHandle]:
         return [replica for replica in self.replicas if replica.is_alive]
 
     def call(self, name: str, *arguments: Any) -> list[Exception]:
@@ -269,7 +274,7 @@ class ReplicatedEngine:
             self._act_on_marked()  # of a replica that has ended
         return len(self._requests) + len(self.reserved_ids)
 
-    def receive(self, seconds: float, replicas: list[Replica] | None = None) -> None:
+    def receive(self, seconds: float, replicas: list[ReplicaHandle] | None = None) -> None:
         """Take in what replicas have sent, and wait at most so long if there is nothing."""
         connections = {replica.connection: replica for replica in replicas or self.alive()}
         for connection in wait([*connections], seconds if replicas or self._requests else 0.0):
@@ -301,7 +306,7 @@ class ReplicatedEngine:
         for index, requests in taken.items():
             self._send_requests(self.replicas[index], requests)
 
-    def _send_requests(self, replica: Replica, requests: list[Unfinished], are_aborted: bool = False) -> None:
+    def _send_requests(self, replica: ReplicaHandle, requests: list[Unfinished], are_aborted: bool = False) -> None:
         now = time.perf_counter()
         for request in requests:
             request.sent = now
@@ -338,7 +343,7 @@ class ReplicatedEngine:
             if queued.replica is not None:
                 self.replicas[queued.replica].send(Act(action, [request_id]))
 
-    def _take_in(self, replica: Replica, message: Any) -> None:
+    def _take_in(self, replica: ReplicaHandle, message: Any) -> None:
         match message:
             case Outputs():
                 found = [self._requests.get(request_id) for request_id in message.requests[:, 0].tolist()]
@@ -396,7 +401,7 @@ class ReplicatedEngine:
                 name = f"replica {replica.index} of data_parallel_size={count}"
                 self._lose(replica, Failure(f"{name} hangs: it has not ended a step for {seconds}, and was killed"))
 
-    def _lose(self, replica: Replica, end: Failure) -> None:
+    def _lose(self, replica: ReplicaHandle, end: Failure) -> None:
         """Go on without a replica that has ended: others compute its requests again. Raises WorkerError without others.
 
         A stream that has tokens of it ends with an error, so that nothing comes twice.
@@ -440,7 +445,7 @@ class ReplicatedEngine:
         self._forget(request)
 
 
-def explain_end(replica: Replica) -> Failure:
+def explain_end(replica: ReplicaHandle) -> Failure:
     """Say why a replica has ended; its socket may show that a moment after its pipe."""
     deadline = time.monotonic() + EXPLANATION_SECONDS
     while replica.workers.failure is None and time.monotonic() < deadline:
@@ -449,7 +454,7 @@ def explain_end(replica: Replica) -> Failure:
     return failure or Failure(f"replica {replica.index} has ended")
 
 
-def end_replicas(replicas: list[Replica], patience: float = EXIT_SECONDS) -> None:
+def end_replicas(replicas: list[ReplicaHandle], patience: float = EXIT_SECONDS) -> None:
     """End these processes, and wait until they have."""
     for replica in replicas:
         replica.hang_up()
