@@ -172,14 +172,7 @@ class ModelConfig:
         cls, raw: Mapping[str, Any], supported: Mapping[str, Architecture], quantization: str | None = None
     ) -> "ModelConfig":
         """Read the fields of a config.json; what the engine would have to ignore is refused."""
-        architectures = raw.get("architectures") or ["(none)"]
-        if not isinstance(architectures, list):
-            raise ModelError(f"config.json has architectures={architectures!r}; it must be a list of names")
-        architecture, kind = split_architecture(raw, str(architectures[0]), supported.keys())
-        head = read_head(raw, kind)
-        if architecture not in supported:
-            raise ModelError(explain_architecture(raw, architecture, supported))
-        architecture = text_architecture(raw, architecture)
+        architecture, head = _identify(raw, supported)
         encoder, raw = read_encoder(text_part(raw), architecture)
         if encoder is not None and (quantization is not None or raw.get("quantization_config") is not None):
             raise ModelError(
@@ -187,30 +180,14 @@ class ModelConfig:
             )
         defaults = {**DEFAULTS, **supported[architecture].config_defaults}
         special = {name: defaults.get(name) for name in supported[architecture].special_fields}
-        for name, without in {**UNSUPPORTED_UNLESS, **supported[architecture].unsupported_unless}.items():
-            value = None if name in special else raw.get(name, without)
-            if value not in (without, None):
-                raise ModelError(f"config.json has {name}={value!r}, which is not supported; use a model without it")
+        _refuse_unsupported(raw, special, {**UNSUPPORTED_UNLESS, **supported[architecture].unsupported_unless})
         if raw.get("rope_scaling"):
             defaults.pop("rope_parameters", None)
         raw = {**defaults, **raw}
         raw_of_windows = None
         if "rope_local_base_freq" in special:
             raw, raw_of_windows = _by_type_of_layer(raw)
-        num_heads = _number(raw, "num_attention_heads", int)
-        absent = {"num_key_value_heads": num_heads, "head_dim": _number(raw, "hidden_size", int) // num_heads}
-        values: dict[str, Any] = {}
-        for item in fields(cls):
-            if item.name in MULTIPLIERS and item.name not in special:
-                continue
-            if item.type in (int, float) and item.name not in ("rotary_dim", "attention_scale"):
-                name = "layer_norm_eps" if item.name == "rms_norm_eps" and "layer_norm_eps" in special else item.name
-                default = absent.get(name, defaults.get(name))
-                values[item.name] = _number(raw, name, item.type, default)
-            elif item.type is bool:
-                values[item.name] = _flag(raw, item.name, defaults.get(item.name, False))
-        if "logit_scale" in special:
-            values["logits_scaling"] = 1 / _number(raw, "logit_scale", float, special["logit_scale"])
+        values = _read_plain_fields(raw, special, defaults)
         config = cls(
             architecture=architecture,
             dtype=_read_dtype(raw),
@@ -236,23 +213,26 @@ class ModelConfig:
             head=head,
             **values,
         )
-        num_kv_heads = config.num_key_value_heads
+        config._check(quantization)
+        return config
+
+    def _check(self, quantization: str | None) -> None:
+        """Raise ModelError for sizes that do not fit each other. quantization: how the user wants weights rounded."""
+        num_heads, num_kv_heads = self.num_attention_heads, self.num_key_value_heads
         if num_heads % num_kv_heads != 0:
             raise ModelError(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}")
         for name in ("head_dim", "rotary_dim"):
-            if getattr(config, name) % 2 != 0:
-                raise ModelError(f"{name}={getattr(config, name)} is odd; rotary embedding turns pairs of dimensions")
-        length = config.max_model_len
-        if not 0 < length <= MAX_SIZE:
-            raise ModelError(f"config.json stretches the context to {length} tokens; check its RoPE factor")
-        if quantization is not None and config.moe is not None and config.moe.swiglu_limit is not None:
+            if getattr(self, name) % 2 != 0:
+                raise ModelError(f"{name}={getattr(self, name)} is odd; rotary embedding turns pairs of dimensions")
+        if not 0 < self.max_model_len <= MAX_SIZE:
+            raise ModelError(f"config.json stretches the context to {self.max_model_len} tokens; check its RoPE factor")
+        if quantization is not None and self.moe is not None and self.moe.swiglu_limit is not None:
             raise ModelError(
-                f"quantization={quantization!r} rounds experts without biases, and {architecture} has biases; leave "
-                "quantization out, or use a checkpoint in MXFP4"
+                f"quantization={quantization!r} rounds experts without biases, and {self.architecture} has biases; "
+                "leave quantization out, or use a checkpoint in MXFP4"
             )
-        if cut := config._cut_blocks(1):
+        if cut := self._cut_blocks(1):
             raise ModelError(f"{cut}, and weights of different scales are packed in one; use the checkpoint in 16 bits")
-        return config
 
     @property
     def max_model_len(self) -> int:
@@ -374,6 +354,47 @@ class ModelConfig:
             if share % multiple:
                 return f"a rank's share of {name}, {share} values, is no multiple of the {multiple} that share a scale"
         return None
+
+
+def _identify(raw: Mapping[str, Any], supported: Mapping[str, Architecture]) -> tuple[str, HeadConfig | None]:
+    """Return the architecture that reads a config.json, and the head in place of one of language models."""
+    architectures = raw.get("architectures") or ["(none)"]
+    if not isinstance(architectures, list):
+        raise ModelError(f"config.json has architectures={architectures!r}; it must be a list of names")
+    architecture, kind = split_architecture(raw, str(architectures[0]), supported.keys())
+    head = read_head(raw, kind)
+    if architecture not in supported:
+        raise ModelError(explain_architecture(raw, architecture, supported))
+    return text_architecture(raw, architecture), head
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], special: Mapping[str, Any], unless: Mapping[str, Any]) -> None:
+    """Raise ModelError for a field of `unless` with another value than that, which the engine would have to ignore."""
+    for name, without in unless.items():
+        value = None if name in special else raw.get(name, without)
+        if value not in (without, None):
+            raise ModelError(f"config.json has {name}={value!r}, which is not supported; use a model without it")
+
+
+def _read_plain_fields(
+    raw: Mapping[str, Any], special: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Read what is a number or a flag in config.json and in ModelConfig, by name."""
+    num_heads = _number(raw, "num_attention_heads", int)
+    absent = {"num_key_value_heads": num_heads, "head_dim": _number(raw, "hidden_size", int) // num_heads}
+    values: dict[str, Any] = {}
+    for item in fields(ModelConfig):
+        if item.name in MULTIPLIERS and item.name not in special:
+            continue
+        if item.type in (int, float) and item.name not in ("rotary_dim", "attention_scale"):
+            name = "layer_norm_eps" if item.name == "rms_norm_eps" and "layer_norm_eps" in special else item.name
+            default = absent.get(name, defaults.get(name))
+            values[item.name] = _number(raw, name, item.type, default)
+        elif item.type is bool:
+            values[item.name] = _flag(raw, item.name, defaults.get(item.name, False))
+    if "logit_scale" in special:
+        values["logits_scaling"] = 1 / _number(raw, "logit_scale", float, special["logit_scale"])
+    return values
 
 
 def _number(raw: Mapping[str, Any], name: str, kind: Any, default: Any = None) -> Any:
