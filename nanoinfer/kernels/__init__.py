@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nanoinfer.kernels import all_reduce_rms_norm as all_reduce_rms_norm
     from nanoinfer.kernels import copy_tokens as copy_tokens
     from nanoinfer.kernels import few_rows_product as few_rows_product
+    from nanoinfer.kernels import filter_threshold as filter_threshold
     from nanoinfer.kernels import fp8_experts as fp8_experts
     from nanoinfer.kernels import fp8_product as fp8_product
     from nanoinfer.kernels import fp8_rows as fp8_rows
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from nanoinfer.kernels import shared_expert_gate as shared_expert_gate
     from nanoinfer.kernels import soft_cap as soft_cap
     from nanoinfer.kernels import token_bitmask as token_bitmask
-    from nanoinfer.kernels import top_k_top_p as top_k_top_p
     from nanoinfer.kernels import widened_blocks as widened_blocks
 else:
 

@@ -22,11 +22,11 @@ from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.sampling.drawn_logprobs import DrawnLogprobs, SampleLogprobs
+from nanoinfer.sampling.filter_threshold import FILTERS, thresholds
 from nanoinfer.sampling.gumbel_max import sample_and_append, sample_and_append_across_ranks
 from nanoinfer.sampling.logits_processors import LogitsProcessor, read_field, read_options, row_processors
 from nanoinfer.sampling.logprobs import MAX_SCANNED, LogprobsTensors, compute_logprobs
 from nanoinfer.sampling.token_masks import Grammars, MaskSender, TokenSets, UserFunctions
-from nanoinfer.sampling.top_k_top_p import FILTERS, thresholds
 
 ROWS_AT_ONCE = 64  # rows whose logits are copied at the same time
 NUM_COPIES = 12  # float32 copies of these logits that exist at the same time: penalties alone make eight

@@ -24,11 +24,11 @@ from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.layers.soft_cap import cap_logits
 from nanoinfer.models.encoders.layers import add_layer_norm
 from nanoinfer.runner.step_tables import read_rows
+from nanoinfer.sampling.filter_threshold import thresholds
 from nanoinfer.sampling.gumbel_max import best_candidates, sample, sample_and_append
 from nanoinfer.sampling.logprobs import logit_statistics
 from nanoinfer.sampling.token_bitmask import forbid_tokens
 from nanoinfer.sampling.token_masks import MaskSender
-from nanoinfer.sampling.top_k_top_p import thresholds
 from tests.attention_cases import (
     DECODE_CASES,
     PREFILL_CASES,

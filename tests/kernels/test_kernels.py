@@ -23,13 +23,14 @@ from nanoinfer.layers.attention import layer as attention_layer
 from nanoinfer.layers.linear_attention import delta_rule
 from nanoinfer.models.encoders import layers as encoder_layers
 from nanoinfer.runner import step_tables
-from nanoinfer.sampling import gumbel_max, logprobs, token_bitmask, top_k_top_p
+from nanoinfer.sampling import filter_threshold, gumbel_max, logprobs, token_bitmask
 from nanoinfer.sampling.gumbel_max import sample
 
 triton = pytest.importorskip("triton")
 
 from nanoinfer.kernels import all_reduce_rms_norm as all_reduce_kernels  # noqa: E402
 from nanoinfer.kernels import copy_tokens as copy_tokens_kernels  # noqa: E402
+from nanoinfer.kernels import filter_threshold as threshold_kernels  # noqa: E402
 from nanoinfer.kernels import gated_activation as gated_kernels  # noqa: E402
 from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill_kernels  # noqa: E402
 from nanoinfer.kernels import gated_delta_step as gated_delta_step_kernels  # noqa: E402
@@ -41,7 +42,6 @@ from nanoinfer.kernels import read_rows as read_rows_kernels  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
 from nanoinfer.kernels import soft_cap as soft_cap_kernels  # noqa: E402
 from nanoinfer.kernels import token_bitmask as bitmask_kernels  # noqa: E402
-from nanoinfer.kernels import top_k_top_p as threshold_kernels  # noqa: E402
 from nanoinfer.kernels import widened_blocks as widened_blocks_kernels  # noqa: E402
 from nanoinfer.kernels.barrier import barrier  # noqa: E402
 from nanoinfer.kernels.gumbel_max import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
@@ -83,7 +83,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (activation.gelu_and_mul, gated_kernels),
         (attention_layer.norm_rope_store, norm_rope_store_kernels),
         (gumbel_max.sample_and_append, sample_kernels),
-        (top_k_top_p.thresholds, threshold_kernels),
+        (filter_threshold.thresholds, threshold_kernels),
         (token_bitmask.forbid_tokens, bitmask_kernels),
         (step_tables.read_rows, read_rows_kernels),
         (block_copies.copy_tokens, copy_tokens_kernels),
@@ -773,7 +773,7 @@ LIMITS = torch.tensor(
 def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float, dtype: torch.dtype) -> None:
     scores = (spread * randn(len(LIMITS), vocab_size)).to(dtype)
     actual = threshold_kernels.thresholds(scores, LIMITS)
-    expected = top_k_top_p.thresholds.__wrapped__(scores, LIMITS)
+    expected = filter_threshold.thresholds.__wrapped__(scores, LIMITS)
     allowed = scores.float() >= actual.unsqueeze(1)
     same = allowed == (scores.float() >= expected.unsqueeze(1))
     # Sums are taken in another order: the token at the cut-off, and its equals, may be in or out.
@@ -801,7 +801,7 @@ def test_top_p_is_a_share_of_what_min_p_has_left(dtype: torch.dtype, shift: floa
     scores[:, [3, 70, 71, 2000, 2999]] = shift + torch.tensor([1.0, 0.5, 0.25, 0.0, -0.25])
     limits = torch.tensor([[1, 0, 0.9, 0.2], [1, 0, 0.7, 0.2], [1, 3, 0.75, 0.2], [2, 0, 0.999, 0.5]])
     found = threshold_kernels.thresholds(scores.to(dtype), limits)
-    expected = top_k_top_p.thresholds.__wrapped__(scores.to(dtype), limits)
+    expected = filter_threshold.thresholds.__wrapped__(scores.to(dtype), limits)
     for bounds in (found, expected):
         assert (scores.to(dtype).float() >= bounds.unsqueeze(1)).sum(dim=1).tolist() == [5, 3, 2, 5]
 
@@ -823,7 +823,8 @@ def test_thresholds_leave_out_logits_of_minus_infinity() -> None:
     limits = LIMITS[[0, 1, 3, 4, 9, 11]]
     scores = torch.full((6, 1000), -math.inf)
     scores[:, [100, 700]] = torch.tensor([0.0, -0.1])
-    found, expected = threshold_kernels.thresholds(scores, limits), top_k_top_p.thresholds.__wrapped__(scores, limits)
+    found = threshold_kernels.thresholds(scores, limits)
+    expected = filter_threshold.thresholds.__wrapped__(scores, limits)
     allowed, wanted = (scores.isfinite() & (scores >= bounds.unsqueeze(1)) for bounds in (found, expected))
     assert torch.equal(allowed, wanted)
 

@@ -21,10 +21,10 @@ from transformers import (
 
 from nanoinfer.engine.packet import SECTION_DTYPES, PacketSections
 from nanoinfer.engine.row_options import NEUTRAL, SamplingRecord
+from nanoinfer.sampling.filter_threshold import FILTERS, thresholds
 from nanoinfer.sampling.gumbel_max import sample, sample_and_append
 from nanoinfer.sampling.logits_processors import LogitBias, penalise, row_processors
 from nanoinfer.sampling.logprobs import compute_logprobs
-from nanoinfer.sampling.top_k_top_p import FILTERS, thresholds
 from nanoinfer.sampling_params import SamplingParams
 
 NEAR = 1e-6  # of probability: at the cut-off, rounding decides

@@ -1,8 +1,8 @@
 """Min-p, top-k and top-p filtering without a sort: finds the lowest logit that each row may still sample.
 
-The PyTorch twin is `thresholds` in `sampling/top_k_top_p.py`. Each filter keeps the tokens from some logit up, so all
-three together are one threshold. It is found by bisection over the bits of the logits as integers (see `_keys`), which
-takes 16 steps for a 16-bit logit. The work is split over three kernels, so that a step need not read all logits:
+The PyTorch twin is `thresholds` in `sampling/filter_threshold.py`. Each filter keeps the tokens from some logit up, so
+all three together are one threshold. It is found by bisection over the bits of the logits as integers (see `_keys`),
+which takes 16 steps for a 16-bit logit. The work is split over three kernels, so that a step need not read all logits:
 
 1. `_group_kernel` takes the maximum of each group of 64 neighbouring logits.
 2. `_candidates_kernel` bisects over these maxima, which gives a lower bound of the threshold: at least k groups have a
@@ -213,7 +213,7 @@ def _threshold_kernel(
 
 
 def thresholds(logits: Tensor, limits: Tensor) -> Tensor:
-    """Do what the twin in `sampling/top_k_top_p.py` does; the logits of a row must be contiguous."""
+    """Do what the twin in `sampling/filter_threshold.py` does; the logits of a row must be contiguous."""
     (num_rows, vocab_size), device = logits.shape, logits.device
     assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
     assert limits.stride() == (4, 1), f"limits are (num_rows, 4) and contiguous, strides {limits.stride()}"

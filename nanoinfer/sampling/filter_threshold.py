@@ -10,7 +10,7 @@ SORTED_ROWS = 32  # at once
 FILTERS = ("top_k", "top_p", "min_p")  # the options of a row, in the order of the limits
 
 
-@triton_on_cuda(lambda: kernels.top_k_top_p.thresholds)
+@triton_on_cuda(lambda: kernels.filter_threshold.thresholds)
 def thresholds(logits: Tensor, limits: Tensor) -> Tensor:
     """Return the lowest logit that each row may draw, (num_rows,) float32; -inf where all are allowed.
 
