@@ -22,6 +22,15 @@ from nanoinfer.kernels.device_properties import next_power_of_2
 GROUP_SIZE = tl.constexpr(64)  # ids
 LOWEST_KEY = tl.constexpr(-(2**31))
 INF = tl.constexpr(float("inf"))
+# A row's limits, in the order of the twin.
+TEMPERATURE, TOP_K, TOP_P, MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+NUM_LIMITS = tl.constexpr(4)
+# What `_candidates_kernel` finds for a row, as int32.
+NUM_CANDIDATES = tl.constexpr(0)  # groups that may hold a logit at or above the threshold
+LOWER_BOUND = tl.constexpr(1)  # of the threshold's key
+PEAK = tl.constexpr(2)  # the bits of the largest logit
+TOTAL = tl.constexpr(3)  # for top-p alone, the bits of the weight of all logits
+NUM_FOUND = tl.constexpr(4)
 GROUPS_AT_ONCE = 64
 # The low bits of a float32 that are zero if it was a logit of this dtype: bisection need not look at them.
 UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
@@ -37,9 +46,16 @@ def _keys(x):
 @triton.jit
 def _limits(limits_ptr, line):
     """Return whether a row is filtered at all, and its temperature, top_k, top_p and min_p."""
-    temperature, top_k = tl.load(limits_ptr + line * 4), tl.load(limits_ptr + line * 4 + 1)
-    top_p, min_p = tl.load(limits_ptr + line * 4 + 2), tl.load(limits_ptr + line * 4 + 3)
+    limits_ptr += line * NUM_LIMITS
+    temperature, top_k = tl.load(limits_ptr + TEMPERATURE), tl.load(limits_ptr + TOP_K)
+    top_p, min_p = tl.load(limits_ptr + TOP_P), tl.load(limits_ptr + MIN_P)
     return (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)), temperature, top_k, top_p, min_p
+
+
+@triton.jit
+def _is_top_p_alone(top_k, top_p, min_p):
+    """Return whether top-p is the only filter: its share is one of all logits then."""
+    return (top_k == 0) & (top_p < 1) & (min_p == 0)
 
 
 @triton.jit
@@ -67,7 +83,7 @@ def _group_kernel(
         x = tl.load(logits_ptr + line * logits_stride + ids, mask=ids < vocab_size, other=-INF).to(tl.float32)
         maxima = tl.max(x, axis=1)
         tl.store(maxima_ptr + line * num_groups + group, maxima, mask=group < num_groups)
-        if (top_k == 0) & (top_p < 1) & (min_p == 0):
+        if _is_top_p_alone(top_k, top_p, min_p):
             reference = tl.where(tl.abs(maxima) < INF, maxima, 0.0)
             weights = tl.sum(tl.exp2((x - reference[:, None]) * _exp2_scale(temperature)), axis=1)
             tl.store(group_weights_ptr + line * num_groups + group, weights, mask=group < num_groups)
@@ -86,13 +102,12 @@ def _candidates_kernel(
 ):
     """List the groups of a row that may hold a logit at or above its threshold.
 
-    found_ptr: (num_rows, 4) int32: how many groups these are, a lower bound of the threshold's key, the bits of the
-    row's largest logit, and the bits of the weight of all its logits.
+    found_ptr: (num_rows, NUM_FOUND) int32.
     """
     line = tl.program_id(0).to(tl.int64)
     is_filtered, temperature, top_k, top_p, min_p = _limits(limits_ptr, line)
     if is_filtered:
-        by_total = (top_k == 0) & (top_p < 1) & (min_p == 0)  # top-p's share is one of all logits
+        by_total = _is_top_p_alone(top_k, top_p, min_p)
         group = tl.arange(0, GROUPS)
         exists = group < num_groups
         maxima = tl.load(maxima_ptr + line * num_groups + group, mask=exists, other=-INF)
@@ -117,10 +132,11 @@ def _candidates_kernel(
         chosen = exists & (maxima > -INF) & (keys >= key) & (maxima >= _min_p_bound(peak, temperature, min_p))
         place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
         tl.store(candidates_ptr + line * num_groups + place, group, mask=chosen)
-        tl.store(found_ptr + line * 4, tl.sum(chosen.to(tl.int32), axis=0))
-        tl.store(found_ptr + line * 4 + 1, key)
-        tl.store(found_ptr + line * 4 + 2, peak.to(tl.int32, bitcast=True))
-        tl.store(found_ptr + line * 4 + 3, total.to(tl.int32, bitcast=True))
+        found_ptr += line * NUM_FOUND
+        tl.store(found_ptr + NUM_CANDIDATES, tl.sum(chosen.to(tl.int32), axis=0))
+        tl.store(found_ptr + LOWER_BOUND, key)
+        tl.store(found_ptr + PEAK, peak.to(tl.int32, bitcast=True))
+        tl.store(found_ptr + TOTAL, total.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -184,13 +200,14 @@ def _threshold_kernel(
     line = tl.program_id(0).to(tl.int64)
     is_filtered, temperature, top_k, top_p, min_p = _limits(limits_ptr, line)
     threshold = -INF
-    peak = tl.load(found_ptr + line * 4 + 2, mask=is_filtered, other=0x7F800000)  # the bits of infinity
+    found_ptr += line * NUM_FOUND
+    peak = tl.load(found_ptr + PEAK, mask=is_filtered, other=0x7F800000)  # the bits of infinity
     peak = peak.to(tl.float32, bitcast=True)
     if tl.abs(peak) < INF:
         scale = _exp2_scale(temperature)
         logits_ptr += line * logits_stride
         candidates_ptr += line * num_groups
-        count, key = tl.load(found_ptr + line * 4), tl.load(found_ptr + line * 4 + 1)
+        count, key = tl.load(found_ptr + NUM_CANDIDATES), tl.load(found_ptr + LOWER_BOUND)
         if top_k > 0:
             key = _bisect(logits_ptr, candidates_ptr, count, vocab_size, key, peak, 0.0, top_k, UNUSED, GROUPS)
         bound = _min_p_bound(peak, temperature, min_p)
@@ -199,9 +216,9 @@ def _threshold_kernel(
                 key = tl.maximum(key, _keys(bound))
             weight = _weight_from(logits_ptr, candidates_ptr, count, vocab_size, key, peak, scale, GROUPS)
             target = top_p * weight
-            if (top_k == 0) & (min_p == 0):
+            if _is_top_p_alone(top_k, top_p, min_p):
                 # The total was summed in another order. Its rounding must not ask for more than the candidates have.
-                total = tl.load(found_ptr + line * 4 + 3).to(tl.float32, bitcast=True)
+                total = tl.load(found_ptr + TOTAL).to(tl.float32, bitcast=True)
                 target = tl.minimum(top_p * total, weight)
             key = _bisect(logits_ptr, candidates_ptr, count, vocab_size, key, peak, scale, target, UNUSED, GROUPS)
         if key > LOWEST_KEY:
@@ -216,12 +233,14 @@ def thresholds(logits: Tensor, limits: Tensor) -> Tensor:
     """Do what the twin in `sampling/filter_threshold.py` does; the logits of a row must be contiguous."""
     (num_rows, vocab_size), device = logits.shape, logits.device
     assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
-    assert limits.stride() == (4, 1), f"limits are (num_rows, 4) and contiguous, strides {limits.stride()}"
+    assert limits.stride() == (NUM_LIMITS.value, 1), (
+        f"limits are (num_rows, {NUM_LIMITS.value}) and contiguous, strides {limits.stride()}"
+    )
     num_groups, unused = -(-vocab_size // GROUP_SIZE.value), UNUSED_BITS[logits.dtype]
     out = torch.empty(num_rows, dtype=torch.float32, device=device)
     maxima, group_weights = torch.empty(2, num_rows, num_groups, dtype=torch.float32, device=device)
     candidates = torch.empty(num_rows, num_groups, dtype=torch.int32, device=device)
-    found = torch.empty(num_rows, 4, dtype=torch.int32, device=device)
+    found = torch.empty(num_rows, NUM_FOUND.value, dtype=torch.int32, device=device)
     if num_rows == 0:
         return out
     sizes = vocab_size, logits.stride(0), num_groups

@@ -765,6 +765,11 @@ LIMITS = torch.tensor(
 )
 
 
+def test_the_kernels_of_thresholds_read_the_temperature_and_then_each_filter() -> None:
+    names = ["TEMPERATURE", *map(str.upper, filter_threshold.FILTERS), "NUM_LIMITS"]
+    assert [getattr(threshold_kernels, name).value for name in names] == [*range(len(names))]
+
+
 @loops_are_interpreted
 @pytest.mark.parametrize(
     ("vocab_size", "spread", "dtype"),
