@@ -20,7 +20,7 @@ from nanoinfer.engine.extras.prompt_states import PromptStates
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
-from nanoinfer.text.detokenizer import CompletionText
+from nanoinfer.text.completion_text import CompletionText
 
 
 @dataclass(slots=True, eq=False)

@@ -13,11 +13,10 @@ from nanoinfer.checkpoint.hub import LFS_REMEDY, is_lfs_pointer, read_json, reso
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.completion_text import CompletionText, TokenTexts
 from nanoinfer.text.detokenizer import (
     ByteDetokenizer,
-    CompletionText,
     Detokenizer,
-    TokenTexts,
     WindowDetokenizer,
     find_byte_format,
     look_up_bytes,

@@ -7,7 +7,7 @@ import pytest
 
 from nanoinfer import LLM, EngineClosedError, SamplingParams, tiny_model_path
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
-from nanoinfer.text.detokenizer import CompletionText
+from nanoinfer.text.completion_text import CompletionText
 from nanoinfer.text.tokenizer import Tokenizer, completion_text
 
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

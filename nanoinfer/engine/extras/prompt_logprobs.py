@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
 from nanoinfer.outputs import Logprob, TokenLogprobs
-from nanoinfer.text.detokenizer import TokenTexts
+from nanoinfer.text.completion_text import TokenTexts
 
 
 class PromptLogprobs(Sequence[TokenLogprobs | None]):
