@@ -1,6 +1,7 @@
 """Calls whose prompts are prepared a portion at a time: they begin early, and give what they gave at once."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -215,8 +216,9 @@ def test_a_call_is_unfinished_while_its_next_portion_is_prepared(
     first = llm.get_metrics().num_generated_tokens
     thread, results = in_a_thread(lambda: llm.generate(PROMPTS[:6], DRAWN, use_tqdm=False))
     assert is_there.wait(20)
-    while llm.engine.scheduler.running or llm.get_metrics().num_generated_tokens == first:
-        pass  # until the first portion is done
+    scheduler = llm.engine.scheduler
+    while scheduler.running or scheduler.num_waiting or llm.get_metrics().num_generated_tokens == first:
+        time.sleep(0.001)  # until the first portion is done
     assert not llm.is_finished()
     with pytest.raises(EngineStateError, match="update_weights while 3 requests are unfinished"):
         llm.update_weights({})
