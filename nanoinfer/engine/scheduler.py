@@ -254,6 +254,7 @@ class Scheduler:
             return batch, False
         passed_over = PassedOver(MAX_PASSED_OVER)
         budget = self._admit(batch, budget, passed_over)
+        # The step has room left, and waiting would save too little to leave it empty: none is passed over now.
         if budget > 0 and 0 < passed_over.num_saved < self.min_awaited_in_all:
             self._admit(batch, budget, PassedOver(max_prompts=0))
         batch.prefill.sort(key=lambda chunk: not chunk.samples)
@@ -278,15 +279,16 @@ class Scheduler:
         while budget > 0 and self._waiting and (len(self._free_rows) > len(passed_over.seqs) or self.reclaim()):
             seq = self._waiting[0][1]
             if self.whole_prompts and seq.num_tokens > budget:
-                break
+                break  # it is the first of the next step; a shorter one behind it may not overtake
             if self.running and self._blocked_head == (seq.seq_id, manager.num_frees):
-                break
+                break  # no blocks came back since it did not fit, so looking it up again would find the same
             cached_block_ids = manager.find_cached_prefix(seq)
             num_later = manager.num_found_later(seq, cached_block_ids)
             if num_later >= self.min_awaited_tokens:
                 if not passed_over.is_full:
                     heapq.heappop(self._waiting)
                     passed_over.add(seq, num_later)
+                    # Those that overtake it leave the blocks that the next step has to give it.
                     num_blocks = manager.num_blocks_to_allocate(seq, cached_block_ids)
                     growth += num_blocks * manager.block_size + self._growth(seq)
                     continue
@@ -294,7 +296,7 @@ class Scheduler:
                     break  # waiting saves more than the step has room for, so no more of them are looked up
             growth += self._growth(seq)
             if not self._try_admit(batch, seq, cached_block_ids, growth):
-                break
+                break  # those behind it may be smaller, but would keep it waiting
             budget -= self._add_chunk(batch, seq, budget)
         for seq in passed_over.seqs:
             heapq.heappush(self._waiting, (seq.queue_key, seq))
@@ -398,9 +400,10 @@ class Scheduler:
         """Take the rows of sequences whose last step is in flight, if others wait for them and there are blocks.
 
         Their own blocks stay, for what is cached of them when that step is collected, unless they end with their
-        prompts. So do rows that hold some of that.
+        prompts. A hybrid's rows stay too: they hold states that are cached then.
         """
         manager = self.block_manager
+        # Some may have finished or been sent back since.
         ending = [seq for seq in self._ending if seq.row is not None and seq.num_tokens == seq.stopping.max_num_tokens]
         takes_rows = False
         if ending and self._waiting and not manager.keeps_rows:
