@@ -257,8 +257,9 @@ class ModelConfig:
     @property
     def finds_prefixes(self) -> bool:
         """Return whether requests can use what was computed before: an encoder's cannot, nor what pools all tokens."""
-        pools_last = self.head is None or (self.pooling is not None and self.pooling.method == "last")
-        return self.encoder is None and pools_last
+        if self.encoder is not None:
+            return False
+        return self.head is None or (self.pooling is not None and self.pooling.finds_prefixes)
 
     @property
     def has_multipliers(self) -> bool:

@@ -89,6 +89,25 @@ class PoolingConfig:
     def is_classifier(self) -> bool:
         return bool(self.labels)
 
+    @property
+    def is_of_each_token(self) -> bool:
+        """Return whether a text gets a vector for each of its tokens, instead of one."""
+        return self.method == "all"
+
+    @property
+    def finds_prefixes(self) -> bool:
+        """Return whether the first tokens may come from the prefix cache, which has no hidden states of them."""
+        return self.method == "last"
+
+    @property
+    def leaves_out_prompts(self) -> bool:
+        """Return whether the mean is of the text alone, without what `prompts` puts before it."""
+        return self.method == "mean" and not self.includes_prompt
+
+    def first_wanted(self, num_tokens: int) -> int:
+        """Return the first token of a text whose hidden state is needed."""
+        return max(num_tokens - 1, 0) if self.method == "last" else 0
+
 
 def split_architecture(raw: Mapping[str, Any], architecture: str, supported: Collection[str]) -> tuple[str, str | None]:
     """Return the architecture that is run, and what its head computes; None for a language-model head.

@@ -185,7 +185,7 @@ class OnePass:
             encoded, packed = self._prompts.encode(ids, errors, add_special_tokens=False)
             requests = []
             for index, token_ids in encoded.items():
-                first = max(len(token_ids) - 1, 0) if self._config.method == "last" else 0
+                first = self._config.first_wanted(len(token_ids))
                 params, text = all_params[index], given[index]
                 if id(params) not in to_outputs:
                     to_outputs[id(params)] = PooledOutput(self, make, params)
@@ -266,7 +266,7 @@ class OnePass:
             names = ", ".join(map(repr, self._config.prompts)) or "none"
             raise RequestError(f"prompt_name={name!r} is not one of the prompts of {self._model}, which has {names}")
         text = self._config.prompts[name]
-        if text and not self._config.includes_prompt and self._config.method == "mean":
+        if text and self._config.leaves_out_prompts:
             raise RequestError(
                 f"prompt_name={name!r}: {self._model} leaves prompts out of its means (include_prompt), which is not "
                 "supported; use sentence-transformers"
@@ -288,7 +288,7 @@ class OnePass:
             output.prompt,
             output.prompt_token_ids,
             output.num_cached_tokens,
-            self._made(how, [values] if self._config.method == "all" else values)[0],
+            self._made(how, [values] if self._config.is_of_each_token else values)[0],
             output.metrics,
         )
 
@@ -309,7 +309,7 @@ class OnePass:
 
     def _made(self, how: "PooledOutput", values: Any) -> list[Any]:
         """Make what is in the outputs of texts. values: as in PooledTexts."""
-        if self._config.method == "all":
+        if self._config.is_of_each_token:
             return [how.make(one[np.newaxis], how.params)[0] for one in values]
         return how.make(values, how.params)
 

@@ -21,6 +21,9 @@ from nanoinfer.pooling.captured_layers import captured_layers
 from nanoinfer.pooling.dense import DenseLayer
 
 Chunks = list[list[int]]  # (row, start, length) of each chunk of a step
+# (index, offset, start, length, ends) of each chunk that is pooled: its place in the list, that of its first token in
+# the step and in its prompt, its number of tokens, and whether its prompt ends with it. Hundreds are made in each step.
+PooledChunks = list[tuple[int, int, int, int, bool]]
 
 
 class Pooler:
@@ -58,7 +61,6 @@ class Pooler:
         """
         if not self._records:
             return forward(step), []
-        records = [self._records.get(row) for row, _, _ in chunks]
         step = self._with_token_types(step, chunks)
         found: list[Found] = []
         layers = {layer for row, _, _ in chunks if row in self._records for layer in self._layers[row]}
@@ -67,9 +69,7 @@ class Pooler:
             found += self._states(states, chunks)
         else:
             hidden = forward(step)
-        if any(record is not None and record.pools for record in records):
-            found += self._pool(hidden, chunks)
-        return hidden, found
+        return hidden, [*found, *self._pool(hidden, chunks)]
 
     def _with_token_types(self, step: ForwardStep, chunks: Chunks) -> ForwardStep:
         """Return the step with the kinds of its segments, where an encoder has any and a prompt is a pair."""
@@ -98,60 +98,66 @@ class Pooler:
             offset += length
         return found
 
+    # -------- Pooling: a method for each value of PoolingConfig.method ------------------------------------------------
+
     def _pool(self, hidden: Tensor, chunks: Chunks) -> Sequence[Found]:
-        if self._config.method == "all":
-            return self._of_each_token(hidden, chunks)
-        by_mean = self._config.method == "mean"
-        indices, places, offset = [], [], 0  # of chunks, of hidden states
-        for index, (row, start, length) in enumerate(chunks):
-            record = self._records.get(row)
-            if record is not None and record.pools:
-                ends = start + length == record.num_prompt_tokens
-                if self._config.method == "cls" and start == 0:
-                    indices.append(index)
-                    places.append(offset)
-                elif self._config.method == "last" and ends:
-                    indices.append(index)
-                    places.append(offset + length - 1)
-                elif by_mean:
-                    indices.append(index)
-            offset += length
-        if not indices:
+        by_method = {"last": self._last_tokens, "cls": self._first_tokens, "mean": self._means, "all": self._each_token}
+        return by_method[self._config.method](hidden, chunks)
+
+    def _last_tokens(self, hidden: Tensor, chunks: Chunks) -> Sequence[Found]:
+        pooled = self._pooled(chunks)
+        places = [offset + length - 1 for _, offset, _, length, ends in pooled if ends]
+        return self._vectors_at(places, hidden, [index for index, _, _, _, ends in pooled if ends])
+
+    def _first_tokens(self, hidden: Tensor, chunks: Chunks) -> Sequence[Found]:
+        pooled = self._pooled(chunks)
+        places = [offset for _, offset, start, _, _ in pooled if start == 0]
+        return self._vectors_at(places, hidden, [index for index, _, start, _, _ in pooled if start == 0])
+
+    def _means(self, hidden: Tensor, chunks: Chunks) -> Sequence[Found]:
+        pooled = self._pooled(chunks)
+        if not pooled:
             return []
-        vectors = self._means(hidden, chunks, indices) if by_mean else hidden[numbers_to_device(places, hidden.device)]
-        values = self._after_pooling(vectors).to("cpu", non_blocking=True)
-        ended = [index for index in indices if not by_mean or self._ends(chunks[index])]
-        return [FoundVectors(ended, values)] if ended else []
-
-    def _ends(self, chunk: list[int]) -> bool:
-        row, start, length = chunk
-        return start + length == self._records[row].num_prompt_tokens
-
-    def _means(self, hidden: Tensor, chunks: Chunks, indices: list[int]) -> Tensor:
-        """Return the means of the prompts that end in the chunks of `indices`, (num_prompts, hidden_size) float32."""
         lens = numbers_to_device([length for _, _, length in chunks], hidden.device)
         sums = torch.segment_reduce(hidden.float(), "sum", lengths=lens, axis=0, unsafe=True)
-        if len(indices) == len(chunks) and all(chunk[1] == 0 and self._ends(chunk) for chunk in chunks):
-            return sums / lens.unsqueeze(1)
-        means = []
-        for index in indices:
-            row, start, length = chunks[index]
+        if len(pooled) == len(chunks) and all(start == 0 and ends for _, _, start, _, ends in pooled):
+            return self._vectors(sums / lens.unsqueeze(1), [*range(len(chunks))])
+        ended, means = [], []
+        for index, _, start, length, ends in pooled:
+            row = chunks[index][0]
             total = sums[index] if start == 0 else sums[index] + self._sums[row]
-            if self._ends(chunks[index]):
+            if ends:
+                ended.append(index)
                 means.append(total / (start + length))
             else:
                 self._sums[row] = total
-        return torch.stack(means) if means else sums[:0]
+        return self._vectors(torch.stack(means), ended) if ended else []
 
-    def _of_each_token(self, hidden: Tensor, chunks: Chunks) -> list[FoundStates]:
-        found, offset = [], 0
+    def _each_token(self, hidden: Tensor, chunks: Chunks) -> Sequence[Found]:
+        return [
+            FoundStates(index, None, start, self._to_host(hidden[offset : offset + length]))
+            for index, offset, start, length, _ in self._pooled(chunks)
+        ]
+
+    def _pooled(self, chunks: Chunks) -> PooledChunks:
+        pooled, offset = [], 0
         for index, (row, start, length) in enumerate(chunks):
             record = self._records.get(row)
             if record is not None and record.pools:
-                values = self._after_pooling(hidden[offset : offset + length]).to("cpu", non_blocking=True)
-                found.append(FoundStates(index, None, start, values))
+                pooled.append((index, offset, start, length, start + length == record.num_prompt_tokens))
             offset += length
-        return found
+        return pooled
+
+    def _vectors_at(self, places: list[int], hidden: Tensor, indices: list[int]) -> Sequence[Found]:
+        """Return what is made of the hidden states at these places, one for each of the chunks at `indices`."""
+        return self._vectors(hidden[numbers_to_device(places, hidden.device)], indices) if places else []
+
+    def _vectors(self, vectors: Tensor, indices: list[int]) -> Sequence[Found]:
+        return [FoundVectors(indices, self._to_host(vectors))]
+
+    def _to_host(self, vectors: Tensor) -> Tensor:
+        """Return what is made of pooled vectors (num_vectors, hidden_size), on its way to the host."""
+        return self._after_pooling(vectors).to("cpu", non_blocking=True)
 
     def _after_pooling(self, vectors: Tensor) -> Tensor:
         """(num_vectors, hidden_size) -> embeddings or logits (num_vectors, size) float32."""
