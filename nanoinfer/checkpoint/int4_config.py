@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from nanoinfer.checkpoint.quantization_fields import (
     QuantizationConfig,
+    drop_kv_scales,
     module_names,
     only,
     refuse_the_rest,
@@ -61,12 +62,17 @@ class Mxfp4Config(QuantizationConfig):
         return ".experts." in module
 
     @property
+    def covers_attention(self) -> bool:
+        return False
+
+    @property
     def shard_multiple(self) -> int:
         return MXFP4_GROUP
 
 
-def read_awq(raw: dict[str, Any]) -> dict[str, Any]:
-    """Read the quantization_config of AutoAWQ."""
+def read_awq(raw: dict[str, Any], **common: Any) -> Int4Config:
+    """Read the quantization_config of AutoAWQ. common: fields that all configs have."""
+    drop_kv_scales(raw)
     only("bits", raw.pop("bits", raw.pop("w_bit", None)), (4,))
     group_size = raw.pop("group_size", raw.pop("q_group_size", None))
     only("group_size", group_size, GROUP_SIZES)
@@ -76,15 +82,16 @@ def read_awq(raw: dict[str, Any]) -> dict[str, Any]:
         only(name, raw.pop(name, None), (None, "gemm"))
     ignored = module_names("modules_to_not_convert", raw.pop("modules_to_not_convert", None) or [])
     refuse_the_rest(raw, {"quant_method", *WITHOUT_EFFECT})
-    return {"checkpoint_format": "awq", "group_size": group_size, "has_zeros": True, "ignored": ignored}
+    return Int4Config(checkpoint_format="awq", group_size=group_size, has_zeros=True, ignored=ignored, **common)
 
 
-def read_gptq(raw: dict[str, Any]) -> dict[str, Any]:
+def read_gptq(raw: dict[str, Any], **common: Any) -> Int4Config:
     """Read the quantization_config of AutoGPTQ and GPTQModel."""
+    drop_kv_scales(raw)
     only("bits", raw.pop("bits", None), (4,))
     group_size = raw.pop("group_size", 128)
     only("group_size", group_size, (*GROUP_SIZES, -1))
-    version = raw.pop("checkpoint_format", "gptq") or "gptq"
+    version: Any = raw.pop("checkpoint_format", "gptq") or "gptq"
     only("checkpoint_format", version, ("gptq", "gptq_v2"))
     # GPTQModel writes these twice.
     only("format", raw.pop("format", None), (None, version))
@@ -96,15 +103,22 @@ def read_gptq(raw: dict[str, Any]) -> dict[str, Any]:
     if (dynamic := raw.pop("dynamic", None)) not in (None, {}):
         raise unsupported("dynamic", dynamic, (None,))
     refuse_the_rest(raw, {"quant_method", *WITHOUT_EFFECT})
-    return {
-        "checkpoint_format": version,
-        "group_size": None if group_size == -1 else group_size,
-        "has_zeros": not sym,
-        "orders_inputs": desc_act and group_size != -1,  # with one group there is nothing to order
-    }
+    return Int4Config(
+        checkpoint_format=version,
+        group_size=None if group_size == -1 else group_size,
+        has_zeros=not sym,
+        orders_inputs=desc_act and group_size != -1,  # with one group there is nothing to order
+        **common,
+    )
 
 
-def read_pack_quantized(weights: Mapping[str, Any], ignored: tuple[str, ...]) -> dict[str, Any]:
+def read_mxfp4(raw: dict[str, Any], **common: Any) -> Mxfp4Config:
+    """Read the quantization_config of gpt-oss."""
+    refuse_the_rest(raw, {"quant_method", "modules_to_not_convert"})
+    return Mxfp4Config(**common)
+
+
+def read_pack_quantized(weights: Mapping[str, Any], **common: Any) -> Int4Config:
     """Read the weights of a scheme of llm-compressor with packed integers."""
     only("weights.num_bits", weights.get("num_bits"), (4,))
     only("weights.type", weights.get("type"), ("int",))
@@ -116,10 +130,10 @@ def read_pack_quantized(weights: Mapping[str, Any], ignored: tuple[str, ...]) ->
     only("weights.symmetric", weights.get("symmetric", True), (True, False))
     # "static" and "weight" are two names of one order, which leaves the groups alone; so are "dynamic" and "group".
     only("weights.actorder", weights.get("actorder"), (None, False, "group", "weight", "static", "dynamic"))
-    return {
-        "checkpoint_format": "compressed-tensors",
-        "group_size": weights["group_size"] if is_grouped else None,
-        "has_zeros": not weights.get("symmetric", True),
-        "orders_inputs": is_grouped and weights.get("actorder") in ("group", "dynamic"),
-        "ignored": ignored,
-    }
+    return Int4Config(
+        checkpoint_format="compressed-tensors",
+        group_size=weights["group_size"] if is_grouped else None,
+        has_zeros=not weights.get("symmetric", True),
+        orders_inputs=is_grouped and weights.get("actorder") in ("group", "dynamic"),
+        **common,
+    )

@@ -13,7 +13,6 @@ from nanoinfer.checkpoint.hybrid_config import (
     text_architecture,
     text_part,
 )
-from nanoinfer.checkpoint.int4_config import Mxfp4Config
 from nanoinfer.checkpoint.other_models import explain_architecture, explain_folder
 from nanoinfer.checkpoint.overrides import read_overridden
 from nanoinfer.checkpoint.pooling_config import (
@@ -24,7 +23,7 @@ from nanoinfer.checkpoint.pooling_config import (
     read_pooling,
     split_architecture,
 )
-from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, Fp8Config, read_quantization
+from nanoinfer.checkpoint.quantization_config import read_quantization
 from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
 from nanoinfer.config import DTYPES
 from nanoinfer.errors import ConfigError, ModelError
@@ -333,24 +332,24 @@ class ModelConfig:
 
     def _cut_blocks(self, size: int) -> str | None:
         """Return which share of one of `size` ranks ends inside a group of values that have one scale, if any."""
-        if self.quantization is None:
+        quantization = self.quantization
+        if quantization is None:
             return None
-        if size > 1 and self.quantization.uncut is not None:
-            return self.quantization.uncut
-        kv_heads = max(1, self.num_key_value_heads // size)
-        shares = {"the query heads": self.num_attention_heads // size * self.head_dim}
-        if self.linear_attention is not None:
+        if size > 1 and quantization.uncut is not None:
+            return quantization.uncut
+        shares = {}
+        if quantization.covers_attention:
+            shares["the query heads"] = self.num_attention_heads // size * self.head_dim
+        if quantization.covers_attention and self.linear_attention is not None:
             shares["the linear key heads"] = self.linear_attention.key_size // size
             shares["the linear value heads"] = self.linear_attention.value_size // size
-        if isinstance(self.quantization, Mxfp4Config):  # of experts alone
-            shares = {}
-        multiple = self.quantization.shard_multiple if size > 1 else 1  # a whole row may end in a smaller group
-        if isinstance(self.quantization, Fp8Config) and self.quantization.weights == "block":
-            multiple = BLOCK_SIZE
-            shares["the KV heads"] = kv_heads * self.head_dim
+        multiple = quantization.shard_multiple if size > 1 else 1  # a whole row may end in a smaller group
+        if quantization.block_size is not None:
+            multiple = quantization.block_size
+            shares["the KV heads"] = max(1, self.num_key_value_heads // size) * self.head_dim
             for name, mlp in self._mlps.items():  # of which ranks have whole blocks
-                if mlp % BLOCK_SIZE:
-                    return f"{name}={mlp} is no multiple of the {BLOCK_SIZE} that share a scale"
+                if mlp % multiple:
+                    return f"{name}={mlp} is no multiple of the {multiple} that share a scale"
         for name, share in shares.items():
             if share % multiple:
                 return f"a rank's share of {name}, {share} values, is no multiple of the {multiple} that share a scale"

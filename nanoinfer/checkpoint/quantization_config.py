@@ -5,23 +5,21 @@ in 4 bits the latter, AWQ and GPTQ (`int4_config.py`). What would change the ans
 field and value.
 """
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nanoinfer.checkpoint.int4_config import Int4Config, Mxfp4Config, read_awq, read_gptq, read_pack_quantized
+from nanoinfer.checkpoint.int4_config import Int4Config, read_awq, read_gptq, read_mxfp4, read_pack_quantized
 from nanoinfer.checkpoint.quantization_fields import (
     REMEDY,
     QuantizationConfig,
+    drop_kv_scales,
     module_names,
     only,
     refuse_the_rest,
     unsupported,
 )
 from nanoinfer.errors import ModelError
-
-logger = logging.getLogger("nanoinfer")
 
 BLOCK_SIZE = 128  # rows and columns of a weight, and inputs of a token, that share a scale
 
@@ -38,6 +36,10 @@ class Fp8Config(QuantizationConfig):
     weights: Literal["channel", "block", "tensor"] = "channel"
     static_inputs: bool = False
     scale_name: str = "weight_scale"
+
+    @property
+    def block_size(self) -> int | None:
+        return BLOCK_SIZE if self.weights == "block" else None
 
     @property
     def shard_multiple(self) -> int:
@@ -63,29 +65,18 @@ def read_quantization(
         return Int4Config(**names) if requested == "int4" else Fp8Config(**names)
     if not isinstance(raw, Mapping):
         raise ModelError(f"config.json has quantization_config={raw!r:.99}; it must be a JSON object")
-    method = raw.get("quant_method")
-    readers = {"fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors, "awq": read_awq, "gptq": read_gptq}
-    if method == "mxfp4":
-        refuse_the_rest(raw, {"quant_method", "modules_to_not_convert"})
-        return Mxfp4Config(in_checkpoint=True, **names)
-    if method not in readers:
+    method: Any = raw.get("quant_method")
+    if method not in READERS:
         raise ModelError(
             f"config.json has quantization_config with quant_method={method!r}, which is not supported; supported are "
-            f"{', '.join(readers)}, mxfp4; {REMEDY}"
+            f"{', '.join(READERS)}; {REMEDY}"
         )
-    fields = dict(raw)
-    if fields.pop("kv_cache_scheme", None):
-        logger.info(
-            "the checkpoint has scales for a KV cache in 8 bits, and none are needed: kv_cache_dtype='int8' or 'fp8' "
-            "finds one for each key and value; without it the cache has 16 bits"
-        )
-    found = readers[method](fields)
-    kind = Int4Config if "checkpoint_format" in found else Fp8Config
-    return kind(in_checkpoint=True, **found, **names)
+    return READERS[method](dict(raw), in_checkpoint=True, **names)
 
 
-def _read_fp8(raw: dict[str, Any]) -> dict[str, Any]:
+def _read_fp8(raw: dict[str, Any], **common: Any) -> Fp8Config:
     """Read the dialect of Qwen3-FP8, DeepSeek and of per-tensor checkpoints."""
+    drop_kv_scales(raw)
     block = raw.pop("weight_block_size", None)
     scheme = raw.pop("activation_scheme", "dynamic")
     ignored = [*(raw.pop("modules_to_not_convert", None) or ()), *(raw.pop("ignored_layers", None) or ())]
@@ -95,16 +86,18 @@ def _read_fp8(raw: dict[str, Any]) -> dict[str, Any]:
     refuse_the_rest(raw, {"quant_method"})
     if block and scheme == "static":
         raise unsupported("activation_scheme", scheme, ("dynamic",), " with weight_block_size")
-    return {
-        "weights": "block" if block else "tensor",
-        "static_inputs": scheme == "static",
-        "scale_name": "weight_scale_inv" if block else "weight_scale",
-        "ignored": module_names("modules_to_not_convert", ignored),
-    }
+    return Fp8Config(
+        weights="block" if block else "tensor",
+        static_inputs=scheme == "static",
+        scale_name="weight_scale_inv" if block else "weight_scale",
+        ignored=module_names("modules_to_not_convert", ignored),
+        **common,
+    )
 
 
-def _read_compressed_tensors(raw: dict[str, Any]) -> dict[str, Any]:
+def _read_compressed_tensors(raw: dict[str, Any], **common: Any) -> QuantizationConfig:
     """Read the dialect of llm-compressor: one scheme for all linear layers, in FP8 or in packed integers of 4 bits."""
+    drop_kv_scales(raw)
     layout = raw.pop("format", None)
     only("format", layout, ("float-quantized", "pack-quantized"))
     groups, ignored = raw.pop("config_groups", None), raw.pop("ignore", None) or []
@@ -122,9 +115,10 @@ def _read_compressed_tensors(raw: dict[str, Any]) -> dict[str, Any]:
         only("input_activations", group.get("input_activations"), (None,))
         if not isinstance(packed := group.get("weights"), Mapping):
             raise unsupported("weights", packed, ("a scheme of 4 bits",))
-        return read_pack_quantized(packed, module_names("ignore", ignored))
+        return read_pack_quantized(packed, ignored=module_names("ignore", ignored), **common)
     weights, inputs = (_scheme(name, group.get(name)) for name in ("weights", "input_activations"))
-    strategy, static = weights.get("strategy"), not inputs.get("dynamic")
+    strategy: Any = weights.get("strategy")
+    static = not inputs.get("dynamic")
     only("weights.strategy", strategy, ("channel", "block", "tensor"))
     only("weights.dynamic", weights.get("dynamic", False), (False,))
     if strategy == "block":
@@ -135,7 +129,7 @@ def _read_compressed_tensors(raw: dict[str, Any]) -> dict[str, Any]:
         only("input_activations.group_size", inputs.get("group_size"), (None, BLOCK_SIZE))
     else:
         only("input_activations.strategy", inputs.get("strategy"), ("tensor",) if static else ("token",))
-    return {"weights": strategy, "static_inputs": static, "ignored": module_names("ignore", ignored)}
+    return Fp8Config(weights=strategy, static_inputs=static, ignored=module_names("ignore", ignored), **common)
 
 
 def _scheme(name: str, part: Any) -> Mapping[str, Any]:
@@ -147,3 +141,13 @@ def _scheme(name: str, part: Any) -> Mapping[str, Any]:
     only(f"{name}.symmetric", part.get("symmetric", True), (True,))
     only(f"{name}.actorder", part.get("actorder"), (None, False))
     return part
+
+
+# What reads a quantization_config, by its quant_method. It takes the fields that it knows out of them.
+READERS: Mapping[str, Callable[..., QuantizationConfig]] = {
+    "fp8": _read_fp8,
+    "compressed-tensors": _read_compressed_tensors,
+    "awq": read_awq,
+    "gptq": read_gptq,
+    "mxfp4": read_mxfp4,
+}

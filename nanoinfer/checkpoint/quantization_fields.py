@@ -1,11 +1,14 @@
 """What all kinds of quantized weights have in common: which modules they cover, and how fields are read and refused."""
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.errors import ModelError
+
+logger = logging.getLogger("nanoinfer")
 
 REMEDY = "use such a checkpoint, or the original one in 16 bits with quantization='fp8' or 'int4'"
 # Fields that say how a checkpoint was made, or what it is not; they change nothing here.
@@ -38,6 +41,16 @@ class QuantizationConfig:
     def mlp_multiple(self) -> int:
         """Return what a rank's share of an MLP's inner size is filled up to a multiple of."""
         return self.shard_multiple
+
+    @property
+    def block_size(self) -> int | None:
+        """How many rows, and as many columns, of a weight share a scale; None where each row has scales of its own."""
+        return None
+
+    @property
+    def covers_attention(self) -> bool:
+        """Whether attention has fewer bits, too, and not experts alone."""
+        return True
 
     @property
     def uncut(self) -> str | None:
@@ -85,6 +98,15 @@ def unsupported(name: str, value: Any, supported: tuple[Any, ...], where: str = 
         f"config.json has quantization_config with {name}={value!r:.200}{where}, which is not supported; supported: "
         f"{', '.join(map(repr, supported))}; {REMEDY}"
     )
+
+
+def drop_kv_scales(raw: dict[str, Any]) -> None:
+    """Drop the field that says how a checkpoint has scales for the KV cache, and tell that they are not needed."""
+    if raw.pop("kv_cache_scheme", None):
+        logger.info(
+            "the checkpoint has scales for a KV cache in 8 bits, and none are needed: kv_cache_dtype='int8' or 'fp8' "
+            "finds one for each key and value; without it the cache has 16 bits"
+        )
 
 
 def refuse_the_rest(raw: Mapping[str, Any], known: set[str]) -> None:

@@ -1,7 +1,8 @@
 """Which layers of a decoder have fewer bits, and how these multiply."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -12,8 +13,22 @@ from nanoinfer.quantization.fp8 import has_fp8_products
 from nanoinfer.quantization.fp8_linear import Fp8LinearMethod, Fp8WeightOnlyMethod
 from nanoinfer.quantization.int4.linear import Int4LinearMethod
 from nanoinfer.quantization.int4.mxfp4 import Mxfp4Method
+from nanoinfer.quantization.linear_method import LinearMethod
 
 logger = logging.getLogger("nanoinfer")
+
+
+def _fp8_method(config: Fp8Config, layer: Any) -> LinearMethod:
+    multiplies = has_fp8_products(layer.weight.device)
+    return Fp8LinearMethod(config, layer) if multiplies else Fp8WeightOnlyMethod(config, layer)
+
+
+# What makes the method of a layer, by the class of the config.
+METHODS: Mapping[type[QuantizationConfig], Callable[[Any, Any], LinearMethod]] = {
+    Fp8Config: _fp8_method,
+    Int4Config: Int4LinearMethod,
+    Mxfp4Config: lambda _, layer: Mxfp4Method(layer),
+}
 
 
 def with_quantization(layers: Iterable[nn.Module], config: QuantizationConfig | None) -> Iterator[nn.Module]:
@@ -29,18 +44,8 @@ def with_quantization(layers: Iterable[nn.Module], config: QuantizationConfig | 
             if not (config.in_checkpoint or module.rounds_at_load) or not config.covers(f"model.layers.{index}.{name}"):
                 continue
             device = module.weight.device
-            if isinstance(config, Mxfp4Config):
-                module.quant_method = Mxfp4Method(module)
-                continue
-            if isinstance(config, Int4Config):
-                module.quant_method = Int4LinearMethod(config, module)
-                continue
-            assert isinstance(config, Fp8Config), f"{type(config).__name__} has no method of its own"
-            if has_fp8_products(device):
-                module.quant_method = Fp8LinearMethod(config, module)
-                continue
-            module.quant_method = Fp8WeightOnlyMethod(config, module)
-            if not has_logged:
+            module.quant_method = METHODS[type(config)](config, module)
+            if type(module.quant_method) is Fp8WeightOnlyMethod and not has_logged:
                 logger.info("%s has no FP8 products: weights are held in FP8, and widened for each product", device)
                 has_logged = True
         yield layer
