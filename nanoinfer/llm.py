@@ -21,8 +21,8 @@ from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import find_model, load_engine
+from nanoinfer.one_pass.calls import OnePass, PoolingArguments
 from nanoinfer.one_pass.hidden_states import HiddenStates, OnHiddenStates
-from nanoinfer.one_pass.one_pass import OnePass, PoolingArguments
 from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
 from nanoinfer.pooling_outputs import PoolingRequestOutput
 from nanoinfer.progress import Progress

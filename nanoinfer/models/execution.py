@@ -87,6 +87,7 @@ def suits_slices(decoder: Decoder, num_tokens: int) -> bool:
         return False
     if tp.symmetric_memory is not None and tp.symmetric_memory.max_tokens >= SLICE_TOKENS // 2:
         return False  # a slice might be so small that the kernel of its norm does the all-reduce
+    # Slices know layers that return the residual stream; an encoder's return the sum.
     return _has_pieces(decoder) and all(layer.traits.returns_stream for layer in decoder.layers)
 
 
@@ -124,7 +125,7 @@ class PrefillGraphs:
         only_pools: whether the model generates nothing. captures_largest: whether to capture the largest step now, if
         it has slices.
         """
-        has_slices = captures_largest and suits_slices(decoder, max_step_tokens)
+        has_slices = captures_largest and not only_pools and suits_slices(decoder, max_step_tokens)
         largest = SlicedPrefillGraphs(decoder, max_step_tokens) if has_slices else None
         return cls(small_prefills(decoder, max_step_tokens, only_pools), largest)
 
@@ -143,4 +144,5 @@ def small_prefills(decoder: Decoder, max_step_tokens: int, only_pools: bool) -> 
     if decoder.tp.size > 1 or decoder.has_experts or not _has_pieces(decoder):
         return None
     sizes = sorted({min(size, max_step_tokens) for size in padded_sizes(decoder, only_pools)})
-    return SmallPrefills(decoder, sizes) if sizes else None
+    few_tokens = max(padded_sizes(decoder, only_pools=False), default=0)
+    return SmallPrefills(decoder, sizes, min(few_tokens, max_step_tokens)) if sizes else None

@@ -26,7 +26,8 @@ logger = logging.getLogger("nanoinfer")
 PADDING_BY_SIZE = {256: 64, 1024: 128, 2048: 256}
 # An H200 computes this in half of the time in which the host launches a layer, 0.4 ms.
 MAX_FLOPS_PER_LAYER = 1.2e11
-# Texts to pool take the host as long again: to tokenize them, and to make their outputs.
+# Short texts to pool cost the host more than launches do: to tokenize them, and to make their outputs. With those of
+# 40 tokens, a GPU that needs 1 ms a layer for a step of 16,384 still waits for the host.
 PADDING_BY_SIZE_OF_TEXTS = PADDING_BY_SIZE | {4096: 512, 32768: 1024}
 MAX_FLOPS_PER_LAYER_OF_TEXTS = 6e11
 MAX_MEAN_TEXT = 128  # tokens; longer texts keep a GPU busy for longer than the host needs for them
@@ -111,9 +112,9 @@ def plain_pieces(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
 
 
 def padded_sizes(decoder: Decoder, only_pools: bool) -> list[int]:
-    """Return how many tokens small steps are padded to: those that a GPU computes before the host has launched them.
+    """Return how many tokens steps are padded to: those that a GPU computes before the host has launched them.
 
-    only_pools: whether the model generates nothing, so that the host has more to do for each text.
+    only_pools: whether the model generates nothing. Then there are larger ones, too, for steps of many short texts.
     """
     num_weights = max(sum(weight.numel() for weight in layer.parameters()) for layer in decoder.layers)
     max_flops = MAX_FLOPS_PER_LAYER_OF_TEXTS if only_pools else MAX_FLOPS_PER_LAYER
@@ -128,11 +129,12 @@ class SmallPrefills:
     """Computes prefill steps of at most `sizes[-1]` tokens, each padded to one of `sizes`.
 
     The first steps of a size run without graphs, then it is captured, and before any other the largest. Both ways run
-    the same kernels on as many rows, so equal steps have equal results.
+    the same kernels on as many rows, so equal steps have equal results. few_tokens: steps of more have graphs only if
+    their texts are short.
     """
 
-    def __init__(self, decoder: Decoder, sizes: list[int]) -> None:
-        self.sizes = sizes
+    def __init__(self, decoder: Decoder, sizes: list[int], few_tokens: int) -> None:
+        self.sizes, self._few_tokens = sizes, few_tokens
         self._decoder, self._buffers = decoder, Buffers.of(decoder, sizes[-1])
         self._buffers.clear()
         self._num_steps = Counter[int]()  # by size
@@ -141,8 +143,9 @@ class SmallPrefills:
 
     def serves(self, num_tokens: int, num_chunks: int) -> bool:
         """Return whether graphs pay for such a step: it has few tokens, or many short texts."""
-        is_small = num_tokens <= max(PADDING_BY_SIZE) or num_tokens <= MAX_MEAN_TEXT * num_chunks
-        return is_small and num_tokens <= self.sizes[-1]
+        if num_tokens <= self._few_tokens:
+            return True
+        return not self._has_failed and num_tokens <= min(self.sizes[-1], MAX_MEAN_TEXT * num_chunks)
 
     def __call__(self, step: ForwardStep) -> Tensor:
         """Do what the model's `forward` does. The next call overwrites the result."""
@@ -172,7 +175,7 @@ class SmallPrefills:
             self._graphs |= self.graphs_of(sizes, pool)
         except RuntimeError as error:
             self._has_failed = True
-            logger.warning("prefill steps of few tokens go on without CUDA graphs: that of %d failed: %s", size, error)
+            logger.warning("prefill steps go on without CUDA graphs: that of %d tokens failed: %s", size, error)
 
     def _pieces(self, size: int) -> Iterator[None]:
         return plain_pieces(self._decoder, self._buffers.first(size))

@@ -57,7 +57,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
         return small(step)
 
     monkeypatch.setattr(SmallPrefills, "graphs_of", graphs_of)
-    monkeypatch.setattr(execution, "padded_sizes", lambda _decoder, _only_pools: [8, 16, 24, 32])
+    monkeypatch.setattr(execution, "padded_sizes", lambda _decoder, only_pools: [8, 16, 24, 32])
     monkeypatch.setattr(execution, "forward", small_steps)
     return found
 
@@ -113,10 +113,23 @@ def test_models_that_only_pool_have_larger_sizes() -> None:
 
 def test_graphs_of_large_sizes_are_for_short_texts() -> None:
     small = SmallPrefills.__new__(SmallPrefills)
-    small.sizes = [1024, 2048, 4096, 16384]
-    served = [(2048, 1), (2049, 17), (12800, 100), (16384, 128)]
-    others = [(2049, 16), (12801, 100), (16384, 127), (16385, 512)]
-    assert [small.serves(*step) for step in served + others] == [True] * 4 + [False] * 4
+    small.sizes, small._few_tokens, small._has_failed = [256, 1024, 2048, 4096, 16384], 256, False
+    served = [(256, 1), (257, 3), (2048, 16), (12800, 100), (16384, 128)]
+    others = [(257, 2), (2048, 15), (12801, 100), (16384, 127), (16385, 512)]
+    assert [small.serves(*step) for step in served + others] == [True] * 5 + [False] * 5
+    small._has_failed = True
+    assert [small.serves(*step) for step in served] == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize(("only_pools", "largest"), [(False, "in slices"), (True, None)])
+def test_models_that_only_pool_have_no_graphs_of_slices(
+    monkeypatch: pytest.MonkeyPatch, only_pools: bool, largest: str | None
+) -> None:
+    monkeypatch.setattr(execution, "suits_slices", lambda *_: True)
+    monkeypatch.setattr(execution, "SlicedPrefillGraphs", lambda *_: "in slices")
+    monkeypatch.setattr(execution, "small_prefills", lambda *_: None)
+    decoder: Any = None
+    assert execution.PrefillGraphs.of(decoder, 16384, only_pools, captures_largest=True).largest == largest
 
 
 @pytest.mark.parametrize(
@@ -138,8 +151,8 @@ def test_one_gpu_has_graphs_of_small_steps_of_plain_layers(
     found = {"max_step_tokens": 150, "size": 1, "has_experts": False, "has_plain_attention": True}
     given = SimpleNamespace(**{**found, "products": {ProductKind.PLAIN}, **changes})
     decoder: Any = SimpleNamespace(tp=given, has_experts=given.has_experts, layers=[SimpleNamespace(traits=given)])
-    monkeypatch.setattr(execution, "padded_sizes", lambda _decoder, _only_pools: [64, 128, 192])
-    monkeypatch.setattr(execution, "SmallPrefills", lambda _decoder, sizes: SimpleNamespace(sizes=sizes))
+    monkeypatch.setattr(execution, "padded_sizes", lambda _decoder, only_pools: [64, 128, 192])
+    monkeypatch.setattr(execution, "SmallPrefills", lambda _decoder, sizes, _few_tokens: SimpleNamespace(sizes=sizes))
     small: Any = execution.small_prefills(decoder, given.max_step_tokens, only_pools=False)
     assert (small and small.sizes) == sizes
 
@@ -172,9 +185,9 @@ def test_where_a_capture_fails_steps_go_on_without(
 
     monkeypatch.setattr(prefill_graphs, "PieceGraphs", fail)
     monkeypatch.setattr(prefill_graphs, "plain_pieces", lambda _decoder, _buffers: iter([None, None]))
-    small = SmallPrefills(decoder, [8, 16])
+    small = SmallPrefills(decoder, [8, 16], few_tokens=16)
     for _ in range(2 * STEPS_BEFORE_CAPTURE):
         step: Any = SimpleNamespace(token_ids=torch.arange(5))
         assert small(step).shape == (5, 4)
     assert captured == [1]
-    assert "go on without CUDA graphs: that of 8 failed: out of memory" in caplog.text
+    assert "go on without CUDA graphs: that of 8 tokens failed: out of memory" in caplog.text

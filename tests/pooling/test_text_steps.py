@@ -3,6 +3,7 @@
 # ruff: noqa: F811 (arguments are named as fixtures)
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from nanoinfer import LLM
+from nanoinfer import LLM, PoolingParams
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.one_pass import text_steps
+from nanoinfer.one_pass.calls import activate
 from nanoinfer.one_pass.text_steps import TextSteps
 from nanoinfer.text.portions import Portions
 from tests.models.test_architectures import draw_options, save_random_model
@@ -103,6 +106,57 @@ def test_a_call_serves_texts_that_come_beside_others(encoder: Callable[[str], Pa
     assert sorted(found) == [0, 1, 2, 3]
     for embeddings in found.values():
         assert all(np.abs(ours - theirs).max() < 1e-6 for ours, theirs in zip(embeddings, expected, strict=True))
+
+
+def test_texts_of_one_step_have_the_parameters_of_each(encoder: Callable[[str], Path], packed: list[int]) -> None:
+    params = [PoolingParams(dimensions=8 + index // 2 % 3, use_activation=index % 5 > 1) for index in range(len(MANY))]
+    with LLM(encoder("Bert"), **{**ENCODERS, "max_num_seqs": 64, "max_num_batched_tokens": 2000}) as llm:
+        found = llm.embed(MANY, params, use_tqdm=False)
+        assert max(packed) > 20
+        expected = watched(llm, lambda: llm.embed(MANY, params, use_tqdm=False))
+    for ours, theirs, asked in zip(found, expected, params, strict=True):
+        assert ours.outputs.embedding.shape == (asked.dimensions,)
+        assert np.abs(ours.outputs.embedding - theirs.outputs.embedding).max() < 1e-6
+        assert ours.outputs.embedding.base is None  # or one that is kept would keep all of its step
+
+
+def test_texts_whose_values_are_nan_are_named(encoder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(encoder("Bert"), **ENCODERS) as llm:
+        llm.embed(PROMPTS[:3], use_tqdm=False)
+        assert "NaN" not in caplog.text
+        runner: Any = llm.engine.runner
+        with torch.inference_mode():
+            runner.model.model.embedding_norm.weight.fill_(torch.nan)
+        ids = [output.request_id for output in llm.embed(PROMPTS[:3], use_tqdm=False)]
+    for request_id in ids:
+        assert caplog.text.count(f"request {request_id}: the model's values are NaN or infinite") == 1
+
+
+def test_small_scores_are_accurate_and_nan_stays_silent() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scores = activate(np.float32([-30, 0, 100, np.nan]), "sigmoid")
+    assert scores[:3] == pytest.approx([9.357623e-14, 0.5, 1], rel=1e-5)
+    assert np.isnan(scores[3])
+
+
+@pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "BertForTokenClassification"])
+def test_a_text_that_is_aborted_has_no_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    save_encoder(tmp_path, architecture, num_labels=1)
+    launch = TextSteps._launch
+
+    def launch_and_abort(self: TextSteps, *args: Any) -> Any:
+        llm.abort(3)
+        return launch(self, *args)
+
+    monkeypatch.setattr(TextSteps, "_launch", launch_and_abort)
+    with LLM(tmp_path, **ENCODERS) as llm, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        probs = {output.request_id: output.outputs.probs for output in llm.classify(PROMPTS, use_tqdm=False)}
+    assert [request_id for request_id in sorted(probs) if np.isnan(probs[request_id]).any()] == [3]
+    assert probs[3].size == 1
 
 
 def test_a_text_that_is_aborted_has_no_values(encoder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

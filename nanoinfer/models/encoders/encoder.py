@@ -125,7 +125,7 @@ class EncoderLayer(nn.Module):
         return self.self_attn.qkv_proj(self._normed(hidden)), hidden
 
     def after_mixer(self, attended: PartialSum, hidden: Tensor) -> tuple[None, Tensor]:
-        """Return that nothing is to be added any more, and the hidden states; see `DecoderLayer`."""
+        """Return what `DecoderLayer.after_mixer` does: nothing to be added, and the sum."""
         return None, self._after_attention(attended, hidden)
 
     def _normed(self, hidden: Tensor) -> Tensor:

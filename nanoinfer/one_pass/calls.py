@@ -319,7 +319,7 @@ class OnePass:
         if normalizes:
             norms = np.sqrt(np.einsum("...i,...i", vectors, vectors))
             vectors = vectors / np.maximum(norms, MIN_NORM)[..., np.newaxis]
-        return [EmbeddingOutput(vector.copy()) for vector in vectors]  # which keeps none of the others
+        return [EmbeddingOutput(vector.copy()) for vector in vectors]  # so that one does not keep the others
 
     def _classes(self, logits: Values, params: PoolingParams) -> list[ClassificationOutput]:
         activation = "identity" if params.use_activation is False else self._config.activation
@@ -331,8 +331,8 @@ class OnePass:
 
 
 def check_finite(request_ids: Sequence[int], values: Any) -> None:
-    """Log which texts have values that are no numbers. values: as in PooledTexts."""
-    if np.isfinite(values if isinstance(values, np.ndarray) else np.concatenate(values)).all():
+    """Log which texts have values that are NaN or infinite. values: as in PooledTexts."""
+    if isinstance(values, np.ndarray) and np.isfinite(values).all():
         return
     for request_id, one in zip(request_ids, values, strict=True):
         if not np.isfinite(one).all():
@@ -345,7 +345,8 @@ def activate(logits: Values, activation: str) -> Values:
         powers = np.exp(logits - logits.max(-1, keepdims=True))
         return np.asarray(powers / powers.sum(-1, keepdims=True), np.float32)
     if activation == "sigmoid":
-        return np.asarray(np.exp(-np.logaddexp(0, -logits)), np.float32)  # exact for small ones, too
+        with np.errstate(invalid="ignore"):  # NaN stays NaN
+            return np.asarray(np.exp(-np.logaddexp(0, -logits)), np.float32)  # accurate for small ones, too
     return logits
 
 
