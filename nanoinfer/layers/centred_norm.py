@@ -14,8 +14,6 @@ from nanoinfer.quantization.fp8 import quantize_rows
 class CentredNorm(RMSNorm):
     """Adds to the residual stream and normalises it: (x - mean) / std * weight, in float32, and so is the weight."""
 
-    only_scales = False
-
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
         self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)

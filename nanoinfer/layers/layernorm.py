@@ -95,7 +95,8 @@ def add_rms_norm_to_fp8(
 class RMSNorm(nn.Module):
     """Adds to the residual stream and normalises it.
 
-    only_scales: whether that is x / rms(x) * weight, which other kernels may compute by `weight` and `eps`.
+    only_scales: whether that is x / rms(x) * weight, which other kernels may compute by `weight` and `eps`. It does not
+    count where it is inherited.
     """
 
     only_scales: ClassVar[bool] = True

@@ -48,8 +48,6 @@ class WholeNorm(nn.Module):
 class ResidualSum(RMSNorm):
     """Adds to the residual stream, and hands it on as it is; for layers whose norms come after attention and MLP."""
 
-    only_scales = False
-
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
         del self.weight

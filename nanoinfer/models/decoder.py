@@ -194,7 +194,7 @@ class DecoderLayer(nn.Module):
         products = frozenset(method.kind for method in methods if method is not None)
         # A new field of the spec keeps an architecture off the fast ways until they are said to serve it.
         served = OUTSIDE_OF_FAST_WAYS | {"norms_sums", "norm", "activation"}
-        is_plain = self.spec.is_common_but_for(served) and self.spec.norm.only_scales and not self.has_multipliers
+        is_plain = self.spec.is_common_but_for(served) and self.spec.has_plain_norms and not self.has_multipliers
         has_plain_attention = is_plain and not self.is_linear
         is_common = self.spec.is_common_but_for(OUTSIDE_OF_FAST_WAYS) and not self.has_experts
         return LayerTraits(products, is_common and has_plain_attention, has_plain_attention)

@@ -61,6 +61,11 @@ class DecoderSpec:
         return all(getattr(self, field.name) == field.default for field in fields(self) if field.name not in names)
 
     @property
+    def has_plain_norms(self) -> bool:
+        """Whether its class of norms, and not one that it inherits from, says that they only scale: see `RMSNorm`."""
+        return bool(vars(self.norm).get("only_scales", False))
+
+    @property
     def adds_whole_sums(self) -> bool:
         """Whether what attention and MLP add is all-reduced before the next norm, see `RowParallelLinear`."""
         return self.is_parallel or not self.norms_inputs

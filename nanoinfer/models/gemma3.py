@@ -20,6 +20,8 @@ from nanoinfer.models.decoder_spec import DecoderSpec
 class Gemma3Norm(RMSNorm):
     """RMSNorm whose checkpoint holds the weight less 1. The product is in float32, and so is the weight."""
 
+    only_scales = True
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
         self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)

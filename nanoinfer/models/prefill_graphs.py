@@ -26,8 +26,8 @@ logger = logging.getLogger("nanoinfer")
 PADDING_BY_SIZE = {256: 64, 1024: 128, 2048: 256}
 # An H200 computes this in half of the time in which the host launches a layer, 0.4 ms.
 MAX_FLOPS_PER_LAYER = 1.2e11
-# Short texts to pool cost the host more than launches do: to tokenize them, and to make their outputs. With those of
-# 40 tokens, a GPU that needs 1 ms a layer for a step of 16,384 still waits for the host.
+# Short texts to pool cost the host more than launches do: to tokenize them, and to make their outputs. So a GPU waits
+# for the host in larger steps, too. docs/embeddings.md has the times.
 PADDING_BY_SIZE_OF_TEXTS = PADDING_BY_SIZE | {4096: 512, 32768: 1024}
 MAX_FLOPS_PER_LAYER_OF_TEXTS = 6e11
 MAX_MEAN_TEXT = 128  # tokens; longer texts keep a GPU busy for longer than the host needs for them

@@ -156,9 +156,9 @@ class DeviceRunner:
             runner.state.decode_graphs = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, is_warm)
 
     def _drop_model_runner(self) -> None:
-        if self._model_runner is not None:
-            self._model_runner.close()
-            self._model_runner = None
+        runner, self._model_runner = self._model_runner, None
+        if runner is not None:
+            runner.close()
 
     def _free_all_but_weights(self) -> None:
         self._drop_model_runner()

@@ -84,7 +84,7 @@ class ModelRunner:
     def _launch_prefill(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> PendingStep:
         assert not header.counts.decode_rows, "both prefill and decode would write the first logits"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
-        step = self._planned(self.state.tables.prefill_step(header, on_device.chunks, chunks))
+        step = self.planned(self.state.tables.prefill_step(header, on_device.chunks, chunks))
         forward = self.state.buffers.prefill_graphs.choose(len(step.token_ids), len(chunks)) or self.model
         hidden, hidden_states = self.state.pooler.run(forward, step, chunks)
         self._write_logits(step, hidden)
@@ -139,16 +139,15 @@ class ModelRunner:
         """Compute one token for each row (num_rows,) int32, from the tables to the logits: a CUDA graph captures it."""
         if shared_prefixes is not None:  # columns of a packet, unless in a graph; kernels take them contiguous
             shared_prefixes = SharedPrefixes(*(column.contiguous() for column in shared_prefixes))
-        self.forward(self.state.tables.decode_step(rows, shared_prefixes))
+        self.forward(self.planned(self.state.tables.decode_step(rows, shared_prefixes)))
 
     def forward(self, step: ForwardStep) -> Tensor:
-        """Compute a step up to its logits; return its hidden states (num_tokens, hidden_size)."""
-        step = self._planned(step)
+        """Compute a planned step up to its logits; return its hidden states (num_tokens, hidden_size)."""
         hidden = self.model(step)
         self._write_logits(step, hidden)
         return hidden
 
-    def _planned(self, step: ForwardStep) -> ForwardStep:
+    def planned(self, step: ForwardStep) -> ForwardStep:
         """Return the step with what the attention backends prepare once for all layers."""
         plan, kv_cache = self._backends.plan, step.kv_cache
         windowed = tuple(plan(metadata, kv_cache, windowed=True) for metadata in step.windowed_attention)
@@ -166,5 +165,5 @@ class ModelRunner:
             self.model.compute_logits(hidden, out=self.state.buffers.logits[: len(hidden)])
 
     def close(self) -> None:
-        """Let go of model and memory, also where the traceback of an error keeps this object."""
+        """Let go of model and memory, even if the traceback of an error keeps this object. To be called once."""
         del self.model, self.state

@@ -193,12 +193,13 @@ class Setup:
         """Run prefill steps that need as much memory as any, in the longest sequences, and sample for all rows."""
         rows = torch.arange(limits.max_num_seqs, device=self.device)
         for num_tokens in sizes_to_measure(self.max_step_tokens(limits), self.tp):
-            hidden = runner.forward(largest_prefill(runner.state.tables, rows, num_tokens))
+            step = runner.planned(largest_prefill(runner.state.tables, rows, num_tokens))
+            hidden = runner.forward(step)
             if runner.model.generates:
                 runner.sample(PendingStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), [], []))
             # What needs it is not run, since its kernels would have to be compiled for users who never ask for it.
             torch.empty(runner.state.sampler.scratch_bytes, dtype=torch.uint8, device=self.device)
-            del hidden
+            del step, hidden  # until here, as in a step of a user's
 
     def _measure_decode_graphs(self, limits: RunnerLimits, decode: Forward) -> int:
         shares_prefixes = limits.max_group_rows > 1 and self.config.enable_prefix_caching

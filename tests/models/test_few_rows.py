@@ -12,6 +12,7 @@ from nanoinfer import LLM
 from nanoinfer.layers import few_rows as layers
 from nanoinfer.layers.activation import gelu_tanh_and_mul
 from nanoinfer.layers.centred_norm import CentredNorm
+from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.models import execution, few_rows
 from nanoinfer.models.decoder import DecoderLayer
 from nanoinfer.models.decoder_spec import DecoderSpec
@@ -93,6 +94,7 @@ def test_every_architecture_gives_the_same_tokens_with_few_rows(
         ({"norm": Gemma3Norm}, False, True),
         ({"activation": gelu_tanh_and_mul}, False, True),
         ({"norm": CentredNorm}, False, False),
+        ({"norm": type("ANewNorm", (RMSNorm,), {})}, False, False),
         ({"norms_inputs": False, "norms_sums": True}, False, False),
         ({"is_parallel": True}, False, False),
         ({"has_gates": True}, False, False),
