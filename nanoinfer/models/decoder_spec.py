@@ -12,8 +12,8 @@ from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.quantization.linear_method import ProductKind
 
-# What differs within attention, or outside of the layers: the fast ways of a layer serve it without knowing.
-OUTSIDE_OF_FAST_WAYS = frozenset(
+# Fields that the fast ways of a layer need not know: they differ within attention, or outside of the layers.
+SERVED_BY_FAST_WAYS = frozenset(
     {"qkv_bias", "qk_norm", "whole_qk_norm", "interleaves_rotary", "o_bias", "has_sinks"}
     | {"interleaves_linear", "embedding", "experts"}
 )

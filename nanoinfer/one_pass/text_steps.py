@@ -180,9 +180,9 @@ class TextSteps:
         with self._lock, postponed_interrupt(), engine.guard:
             engine.check_open().wait(step.handle)
             engine.count_step(step.started, time.perf_counter(), True, step.num_tokens, 0)
-        first, *_ = found = step.handle.hidden_states
-        if isinstance(first, FoundVectors):
-            return first.values.numpy()
+        found = step.handle.hidden_states  # one of all texts, or one of each
+        if isinstance(found[0], FoundVectors):
+            return found[0].values.numpy()
         return [one.values.numpy() for one in found]
 
 
