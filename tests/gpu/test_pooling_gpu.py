@@ -40,8 +40,13 @@ def test_encoders_give_the_mean_of_transformers(tmp_path: Path, family: str, att
 def test_steps_of_short_texts_are_the_same_in_graphs_and_without(tmp_path: Path, family: str) -> None:
     """Equal steps give equal bits before a capture and after it; those of other sizes differ by rounding."""
     if family == "Qwen3":
-        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
-        save_random_model(tmp_path, "Qwen3Model", {**sizes, "vocab_size": 128, "head_dim": 64}, 0)
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+        save_random_model(
+            tmp_path,
+            "Qwen3Model",
+            {**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "head_dim": 64},
+            0,
+        )
     else:
         save_encoder(tmp_path, f"{family}Model", **SIZES)
     texts = [ids[: 20 + index % 41] for index, ids in enumerate(PROMPTS[:1] * 100)]
