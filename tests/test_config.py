@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanoinfer.checkpoint.model_config import ModelConfig, RopeConfig
+from nanoinfer.checkpoint.model_config import SPECIAL_FIELDS, ModelConfig, RopeConfig
 from nanoinfer.config import VLLM_NAMES, EngineConfig, describe_options
 from nanoinfer.errors import ConfigError, ModelError
 from nanoinfer.models import REGISTRY
@@ -338,6 +338,11 @@ def test_a_field_counts_where_an_architecture_names_it_and_not_because_it_has_a_
     Architecture.special_fields = special_fields
     raw = {**QWEN3, "architectures": ["Architecture"]}
     assert ModelConfig.from_dict(raw, {"Architecture": Architecture}).windows == windows
+
+
+@pytest.mark.parametrize("architecture", REGISTRY)
+def test_special_fields_are_those_that_are_listed(architecture: str) -> None:
+    assert REGISTRY[architecture].special_fields <= SPECIAL_FIELDS.keys()
 
 
 def test_a_folder_without_config_json_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ tokenization counts, and lengths are known. sentence-transformers gets the best 
 import argparse
 import json
 import random
+import statistics
 import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ConfigError
 
 BATCH_SIZES = (32, 128, 512)
+NUM_RUNS = 5  # short texts take the host a fifth more time or less from run to run
 ATTENTIONS = ("sdpa", "flash_attention_2")
 VOCAB_SIZE = 8192  # words; the models' own tables are larger, which costs neither engine anything
 SPECIAL = ["[UNK]", "[PAD]", "[CLS]", "[SEP]"]
@@ -72,7 +74,7 @@ def run(device: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def time_load(folder: Path, texts: list[str], floor: float, device: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Time both engines on the same texts, each once its kernels are warm. floor: the least seconds."""
+    """Time both engines on the same texts. floor: the least seconds."""
     from nanoinfer import LLM
 
     with LLM(folder, max_num_seqs=args.max_num_seqs) as llm:
@@ -119,11 +121,13 @@ def _time_sentence_transformers(folder: Path, texts: list[str], device: str) -> 
 
 
 def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds of the second run, and its result, which is on the host."""
-    work()
-    started = perf_counter()
-    result = work()
-    return perf_counter() - started, result
+    """Return the median seconds of NUM_RUNS runs after one that warms up, and a result, which is on the host."""
+    result, times = work(), []
+    for _ in range(NUM_RUNS):
+        started = perf_counter()
+        result = work()
+        times.append(perf_counter() - started)
+    return statistics.median(times), result
 
 
 def _report(name: str, seconds: float, num_texts: int, num_tokens: int, floor: float) -> dict[str, Any]:

@@ -52,18 +52,44 @@ DEFAULTS = {
     "rope_theta": 10000.0,
 }
 
+# Fields that count only for an architecture that names them, and what they say. For others they are passed over, since
+# checkpoints carry fields of their relatives that transformers does not read either.
+SPECIAL_FIELDS = {
+    "sliding_window": "how many tokens a token attends to, in layers with a window",
+    "use_sliding_window": "whether any layer has a window",
+    "max_window_layers": "how many layers, the first, have no window",
+    "sliding_window_pattern": "of so many layers, the last has no window; layer_types goes before it",
+    "no_rope_layers": "which layers know no positions; with no_rope_layer_interval",
+    "rope_local_base_freq": "the base of rotary embedding in layers with a window",
+    "partial_rotary_factor": "the share of a head that is rotated",
+    "rotary_dim": "the same in dimensions, an older spelling",
+    "llama_4_scaling_beta": "how queries far from the start grow; among the parameters of rotary embedding",
+    "query_pre_attn_scalar": "scores are divided by its square root, not by that of head_dim",
+    "use_qk_norm": "whether queries and keys are normalised",
+    "attn_logit_softcapping": "the soft cap of scores",
+    "final_logit_softcapping": "the soft cap of logits",
+    "logit_scale": "logits are multiplied by it",
+    "layer_norm_eps": "rms_norm_eps by another name",
+    **dict.fromkeys(MULTIPLIERS, "a factor of Granite's"),
+    "num_experts": "how many experts there are, by any of its names, with all that belongs to them",
+    "first_k_dense_replace": "how many layers, the first, have a dense MLP",
+    "n_group": "how many groups of experts there are",
+    "topk_group": "how many of these groups a token's experts come from",
+    "routed_scaling_factor": "what the weights of a token's experts are multiplied by",
+    "n_shared_experts": "how many experts, as one, compute all tokens",
+    "shared_expert_intermediate_size": "the inner size of the expert that computes all tokens",
+    "swiglu_limit": "where gate and up are clamped; with swiglu_alpha",
+    "linear_num_key_heads": "how many key heads linear attention has, with all that belongs to it",
+}
+
 
 class Architecture(Protocol):
     """What reading a config.json needs to know of an architecture; a model class has it."""
 
     config_defaults: Mapping[str, Any]  # what config.json may leave out, by the values that transformers then takes
-    # The fields that count for this architecture though not for all: sliding_window, use_sliding_window,
-    # max_window_layers, sliding_window_pattern, partial_rotary_factor, query_pre_attn_scalar, rope_local_base_freq,
-    # no_rope_layers, llama_4_scaling_beta, layer_norm_eps, logit_scale, use_qk_norm, rotary_dim, the four MULTIPLIERS,
-    # attn_logit_softcapping, final_logit_softcapping, what says how experts are chosen and shared, and num_experts and
-    # linear_num_key_heads with all that belongs to them. And two that are none: rotates_windows_alone, where layers
-    # without a window know no positions if others have one, and needs_window, where sliding_window may not be null.
-    special_fields: Set[str]
+    special_fields: Set[str]  # those of SPECIAL_FIELDS that count for it
+    rotates_windows_alone: bool  # whether layers without a window know no positions where others have one
+    needs_window: bool  # whether sliding_window may not be null
     unsupported_unless: Mapping[str, Any]  # as UNSUPPORTED_UNLESS, and before it
     packed_modules_mapping: Mapping[str, tuple[str, str]]  # a checkpoint's name -> our packed module, and its shard
     renamed_modules: Mapping[str, str]  # a checkpoint's name -> ours
@@ -177,9 +203,10 @@ class ModelConfig:
             raise ModelError(
                 "encoders have their weights in 16 or 32 bits; leave quantization out, or take another checkpoint"
             )
-        defaults = {**DEFAULTS, **supported[architecture].config_defaults}
-        special = {name: defaults.get(name) for name in supported[architecture].special_fields}
-        _refuse_unsupported(raw, special, {**UNSUPPORTED_UNLESS, **supported[architecture].unsupported_unless})
+        model_class = supported[architecture]
+        defaults = {**DEFAULTS, **model_class.config_defaults}
+        special = {name: defaults.get(name) for name in model_class.special_fields}
+        _refuse_unsupported(raw, special, {**UNSUPPORTED_UNLESS, **model_class.unsupported_unless})
         if raw.get("rope_scaling"):
             defaults.pop("rope_parameters", None)
         raw = {**defaults, **raw}
@@ -187,6 +214,7 @@ class ModelConfig:
         if "rope_local_base_freq" in special:
             raw, raw_of_windows = _by_type_of_layer(raw)
         values = _read_plain_fields(raw, special, defaults)
+        windows = _read_windows(raw, special, values["num_hidden_layers"], model_class.needs_window)
         config = cls(
             architecture=architecture,
             dtype=_read_dtype(raw),
@@ -196,8 +224,8 @@ class ModelConfig:
             attention_scale=_read_attention_scale(raw, special, values["head_dim"]),
             attention_soft_cap=_read_soft_cap(raw, special, "attn_logit_softcapping"),
             logits_soft_cap=_read_soft_cap(raw, special, "final_logit_softcapping"),
-            windows=_read_windows(raw, special, values["num_hidden_layers"]),
-            unrotated=_read_unrotated(raw, special, values["num_hidden_layers"]),
+            windows=windows,
+            unrotated=_read_unrotated(raw, special, windows, model_class.rotates_windows_alone),
             qk_norm=_flag(raw, "use_qk_norm", False) if "use_qk_norm" in special else None,
             query_scaling_beta=_read_query_scaling(raw, special),
             moe=_read_moe(raw, special, values["num_hidden_layers"]) if "num_experts" in special else None,
@@ -205,8 +233,8 @@ class ModelConfig:
             quantization=read_quantization(
                 raw.get("quantization_config"),
                 quantization,
-                supported[architecture].packed_modules_mapping,
-                supported[architecture].renamed_modules,
+                model_class.packed_modules_mapping,
+                model_class.renamed_modules,
             ),
             encoder=encoder,
             head=head,
@@ -416,17 +444,19 @@ def _flag(raw: Mapping[str, Any], name: str, default: bool) -> bool:
     return default if value is None else value
 
 
-def _read_windows(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+def _read_windows(
+    raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int, needs_window: bool
+) -> tuple[int | None, ...]:
     """Read which layers have a sliding window. special: the architecture's special fields, and their defaults."""
     none = (None,) * num_layers
-    if "sliding_window" not in special or (raw.get("sliding_window") is None and "needs_window" not in special):
+    if "sliding_window" not in special or (raw.get("sliding_window") is None and not needs_window):
         return none
     if "use_sliding_window" in special and not _flag(raw, "use_sliding_window", False):
         return none
     window = _number(raw, "sliding_window", int)
     layer_types = raw.get("layer_types")
     if layer_types is None and "no_rope_layers" in special:
-        return tuple(window if is_unrotated else None for is_unrotated in _read_unrotated(raw, special, num_layers))
+        return tuple(window if is_unrotated else None for is_unrotated in _read_no_rope_layers(raw, num_layers))
     if layer_types is None and "sliding_window_pattern" in special:
         step = _number(raw, "sliding_window_pattern", int, special["sliding_window_pattern"])
         return tuple(window if (index + 1) % step else None for index in range(num_layers))
@@ -444,12 +474,22 @@ def _read_windows(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers
     return tuple(kinds[kind] for kind in layer_types)
 
 
-def _read_unrotated(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Read which layers know no positions: in `no_rope_layers` they have 0."""
-    if "rotates_windows_alone" in special and raw.get("sliding_window") is not None:
-        return tuple(window is None for window in _read_windows(raw, special, num_layers))
-    if "no_rope_layers" not in special:
-        return (False,) * num_layers
+def _read_unrotated(
+    raw: Mapping[str, Any],
+    special: Mapping[str, Any],
+    windows: tuple[int | None, ...],
+    rotates_windows_alone: bool,
+) -> tuple[bool, ...]:
+    """Read which layers know no positions."""
+    if rotates_windows_alone and raw.get("sliding_window") is not None:
+        return tuple(window is None for window in windows)
+    if "no_rope_layers" in special:
+        return _read_no_rope_layers(raw, len(windows))
+    return (False,) * len(windows)
+
+
+def _read_no_rope_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Return which layers have 0 in `no_rope_layers`."""
     layers = raw.get("no_rope_layers")
     if layers is None:
         interval = _number(raw, "no_rope_layer_interval", int)

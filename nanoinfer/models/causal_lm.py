@@ -39,6 +39,8 @@ class DecoderForCausalLM(nn.Module):
     spec: ClassVar[DecoderSpec] = DecoderSpec()
     config_defaults: ClassVar[Mapping[str, Any]] = {}
     special_fields: ClassVar[Set[str]] = frozenset()
+    rotates_windows_alone: ClassVar[bool] = False
+    needs_window: ClassVar[bool] = False
     unsupported_unless: ClassVar[Mapping[str, Any]] = {}
     # How the names of tensors begin that are not needed: those of vision models.
     unused_prefixes: ClassVar[tuple[str, ...]] = (

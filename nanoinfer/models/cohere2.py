@@ -17,14 +17,9 @@ class Cohere2ForCausalLM(DecoderForCausalLM):
         "sliding_window": 4096,
         "sliding_window_pattern": 4,  # every fourth layer attends to all tokens
     }
-    special_fields: ClassVar = {
-        "layer_norm_eps",
-        "logit_scale",
-        "sliding_window",
-        "sliding_window_pattern",
-        "needs_window",
-        "rotates_windows_alone",
-    }
+    special_fields: ClassVar = {"layer_norm_eps", "logit_scale", "sliding_window", "sliding_window_pattern"}
+    rotates_windows_alone: ClassVar = True
+    needs_window: ClassVar = True
     unsupported_unless: ClassVar = {
         "order_of_interleaved_layers": "local_attn_first",
         "position_embedding_type": "rope_gptj",

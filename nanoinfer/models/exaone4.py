@@ -15,4 +15,5 @@ class Exaone4ForCausalLM(DecoderForCausalLM):
         "sliding_window": 4096,
         "sliding_window_pattern": 4,  # every fourth layer attends to all tokens
     }
-    special_fields: ClassVar = {"sliding_window", "sliding_window_pattern", "rotates_windows_alone"}
+    special_fields: ClassVar = {"sliding_window", "sliding_window_pattern"}
+    rotates_windows_alone: ClassVar = True

@@ -233,6 +233,8 @@ class EncoderModel(nn.Module):
 
     config_defaults: ClassVar[Mapping[str, Any]] = {}
     special_fields: ClassVar[Set[str]] = frozenset()
+    rotates_windows_alone: ClassVar[bool] = False
+    needs_window: ClassVar[bool] = False
     unsupported_unless: ClassVar[Mapping[str, Any]] = {}
     renamed_modules: ClassVar[Mapping[str, str]] = {}
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {}
