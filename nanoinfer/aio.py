@@ -15,16 +15,16 @@ from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.outputs import RequestOutput, RequestOutputs, StreamChunk
 from nanoinfer.progress import Progress
-from nanoinfer.text.prompts import (
+from nanoinfer.text.arguments import (
     OnFinish,
     Params,
-    PreparedRequest,
     Prompts,
     as_list_of_prompts,
     check_on_finish,
     check_streamable,
     one_for_each,
 )
+from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.refusals import OnError
 
 Prepare = Callable[[], list[PreparedRequest]]

@@ -22,26 +22,26 @@ from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import find_model, load_engine
 from nanoinfer.one_pass.calls import OnePass, PoolingArguments
-from nanoinfer.one_pass.hidden_states import HiddenStates, OnHiddenStates
+from nanoinfer.one_pass.hidden_states import HiddenStates, OnHiddenStates, raising_errors
 from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
 from nanoinfer.pooling_outputs import PoolingRequestOutput
 from nanoinfer.progress import Progress
 from nanoinfer.replicas.loading import load_replicas
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scoring import Pairs, check_scores
-from nanoinfer.text.chat import Conversation
-from nanoinfer.text.portions import Portions
-from nanoinfer.text.prompts import (
+from nanoinfer.text.arguments import (
     GivenPrompt,
     OnFinish,
     Params,
-    PreparedRequest,
     Prompts,
     as_list_of_prompts,
     as_prompt,
     check_on_finish,
     check_streamable,
 )
+from nanoinfer.text.chat import Conversation
+from nanoinfer.text.portions import Portions
+from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.refusals import OnError
 from nanoinfer.vllm_names import with_vllm_names
 
@@ -483,11 +483,9 @@ class LLM:
         wanted: HiddenStates | None = None,
     ) -> list[RequestOutput]:
         """Run the requests of a call to their end."""
-        with Progress(self.get_metrics, portions.num_requests, use_tqdm) as progress:
-            show = progress.show if wanted is None else wanted.checking(progress.show)
+        progress = Progress(self.get_metrics, portions.num_requests, use_tqdm)
+        with progress, raising_errors(wanted, progress.show) as show:
             outputs = self.queue.complete(portions, show, on_finish)
-        if wanted is not None:
-            wanted.raise_errors()  # of the last step, which another call may have run
         return RequestOutputs(outputs)
 
     def _stream(self, requests: list[PreparedRequest]) -> Iterator[StreamChunk]:

@@ -142,17 +142,16 @@ def load_engine(found: FoundModel) -> Loaded:
     queue = RequestQueue(engine)
     callbacks = StepCallbacks(engine, runner.info.device)
     has_blocks_alone = model_config.linear_attention is None and not runner.limits.num_windowed_groups
-    only_pools = model_config.head is not None and has_blocks_alone
     return Loaded(
-        engine,
-        queue,
-        Preparer(engine, prompts, constraints),
-        constraints,
-        WeightControl(engine, queue.lock),
-        callbacks,
-        lambda path, title: start_trace(path, title, engine, callbacks),
-        runner.limits.max_model_len,
-        runner.info,
-        runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded},
-        TextSteps(engine, queue.lock, only_pools),
+        engine=engine,
+        queue=queue,
+        preparer=Preparer(engine, prompts, constraints),
+        constraints=constraints,
+        control=WeightControl(engine, queue.lock),
+        callbacks=callbacks,
+        start_trace=lambda path, title: start_trace(path, title, engine, callbacks),
+        max_model_len=runner.limits.max_model_len,
+        info=runner.info,
+        seconds=runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded},
+        text_steps=TextSteps(engine, queue.lock, model_config.head is not None and has_blocks_alone),
     )

@@ -18,7 +18,7 @@ from nanoinfer.errors import RequestError, find_similar
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.structured_outputs import StructuredOutputsParams
-from nanoinfer.text.prompts import as_list_of_prompts
+from nanoinfer.text.arguments import as_list_of_prompts
 from nanoinfer.vllm_names import SAMPLING_NAMES
 
 ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/embeddings": "input"}

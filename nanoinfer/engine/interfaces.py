@@ -45,7 +45,8 @@ class Constraints(Protocol):
 
 
 class SampledStep(Protocol):
-    """A step that a runner has sampled: what it has found beside the tokens. All but `errors` is the runner's own."""
+    """A step that a runner has sampled: what it has found beside the tokens. The engine reads `errors` alone, and
+    hands the rest to `Extras`."""
 
     @property
     def errors(self) -> abc.Mapping[int, str]:
@@ -72,7 +73,7 @@ class Runner(Protocol):
 
     @property
     def asleep(self) -> abc.Set[str]:
-        """Which of SLEEP_TAGS sleep: none while awake, and at most "kv_cache" alone."""
+        """Which of SLEEP_TAGS sleep: none, both, or "kv_cache" alone, since the weights wake up first."""
 
     @property
     def weights(self) -> Weights:

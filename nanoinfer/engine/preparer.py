@@ -9,9 +9,10 @@ from typing import Any
 
 from nanoinfer.engine.interfaces import Constraints, Engine
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.arguments import Params, Prompt, as_priorities, one_for_each
 from nanoinfer.text.chat import Conversation, as_conversations, render_chats
 from nanoinfer.text.portions import PORTION_SIZE, Portions
-from nanoinfer.text.prompts import Params, PreparedRequest, Prompt, PromptProcessor, as_priorities, one_for_each
+from nanoinfer.text.prompts import PreparedRequest, PromptProcessor
 from nanoinfer.text.refusals import Errors, OnError, check_on_error
 
 

@@ -93,8 +93,17 @@ class Completion:
             why_no_token = seq.constraint.error if seq.constraint else None
             error = seq.error or why_no_token or f"the logits are NaN or infinite after {len(token_ids)} tokens"
         routed = None if self.routed_experts is None else self.routed_experts.to_array()
-        ends = reason, stop_reason, logprobs, total, error
-        self.output = CompletionOutput(seq.sample, str(text), token_ids, *ends, routed_experts=routed)
+        self.output = CompletionOutput(
+            index=seq.sample,
+            text=str(text),
+            token_ids=token_ids,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            logprobs=logprobs,
+            cumulative_logprob=total,
+            error=error,
+            routed_experts=routed,
+        )
         return self.output
 
     def _read(self, token_ids: list[int], final: bool = False) -> bool:

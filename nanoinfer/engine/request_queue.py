@@ -22,8 +22,9 @@ from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
+from nanoinfer.text.arguments import OnFinish, as_request_ids
 from nanoinfer.text.portions import Portions
-from nanoinfer.text.prompts import OnFinish, PreparedRequest, as_request_ids
+from nanoinfer.text.prompts import PreparedRequest
 
 logger = logging.getLogger("nanoinfer")
 

@@ -2,10 +2,11 @@
 
 A packet has a `SamplingRecord` for each admitted sequence that asks for anything, and the ragged options follow it. To
 add an option that is a number: a field of SamplingParams, a field of the same name here, with the value that asks for
-nothing as its default, and a logits processor that names it in `reads`.
+nothing as its default, and a logits processor that names it in `reads`. One that is a list is named in LISTS, and has a
+section of `PacketSections`, a function here that says what stands in it, and a count in the record.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ class TokenBias(NamedTuple):
     bias: float
 
 
+LISTS = ("logit_bias", "logprob_token_ids")
 NEUTRAL: Mapping[str, Any] = SamplingRecord._field_defaults
 # How an option follows from the parameters, if it is not their field of that name. Greedy decoding filters nothing.
 DERIVED: Mapping[str, Callable[[SamplingParams], float | None]] = {
@@ -58,7 +60,7 @@ DERIVED: Mapping[str, Callable[[SamplingParams], float | None]] = {
 }
 
 
-_read_options = attrgetter("logprob_token_ids", *NEUTRAL)
+_read_options = attrgetter(*LISTS, *NEUTRAL)
 NOTHING_ASKED = _read_options(SamplingParams())
 
 
@@ -86,12 +88,21 @@ def logprob_ids_of(seq: Sequence) -> list[int]:
     return [*(seq.sampling_params.logprob_token_ids or ())]
 
 
+def slices_of(values: Any, records: Iterable[SamplingRecord], count: str) -> Iterator[tuple[SamplingRecord, Any]]:
+    """Yield each record of a packet and its own part of a section. count: the field that says how long that is."""
+    start = 0
+    for record in records:
+        end = start + getattr(record, count)
+        yield record, values[start:end]
+        start = end
+
+
 def sampling_record(seq: Sequence) -> SamplingRecord | None:
     """Return what a sequence with a row asks for; None if that is nothing."""
     if seq.stopping.ends_with_prompt:
         return None
     asked, params = asked_options(seq.sampling_params), seq.sampling_params
-    if not asked and not params.logit_bias and seq.prompt_logprobs_start is None:
+    if not asked and seq.prompt_logprobs_start is None and not any(getattr(params, name) for name in LISTS):
         return None
     return SamplingRecord(
         row=seq.held_row,

@@ -92,9 +92,13 @@ class Scheduler:
         return not self._waiting and not self.running
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence, by its priority and arrival."""
+        """Queue a new sequence, having found what will end it."""
         params, pools = seq.sampling_params, seq.prompt_states is not None and seq.prompt_states.pools
         seq.stopping = Stopping.of(params, seq.num_prompt_tokens, self.stop_token_ids, self.max_model_len, pools)
+        self._enqueue(seq)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        """Have a sequence wait, by its priority and arrival."""
         heapq.heappush(self._waiting, (seq.queue_key, seq))
         self.block_manager.enqueue(seq)
 
@@ -207,7 +211,7 @@ class Scheduler:
         for seq in resumed:
             if seq.row is None:
                 seq.status = SequenceStatus.WAITING
-                self.add(seq)
+                self._enqueue(seq)
             else:
                 seq.status = SequenceStatus.RUNNING
                 self.running.append(seq)
@@ -394,7 +398,7 @@ class Scheduler:
             self.running.remove(seq)
         self._release(seq, SequenceStatus.WAITING)
         seq.num_pending_tokens = 0
-        self.add(seq)
+        self._enqueue(seq)
 
     def _release_ending(self) -> None:
         """Take the rows of sequences whose last step is in flight, if others wait for them and there are blocks.

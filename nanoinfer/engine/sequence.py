@@ -12,7 +12,8 @@ from nanoinfer.engine.stopping import Stopping, StopTokens
 from nanoinfer.engine.token_masks import Constraint
 from nanoinfer.sampling_params import SamplingParams
 
-NEVER = Stopping(StopTokens(frozenset(), frozenset()), max_num_tokens=0, min_tokens=0)
+# Stands where `Scheduler.add` will say what ends a sequence.
+NOT_QUEUED = Stopping(StopTokens(frozenset(), frozenset()), max_num_tokens=0, min_tokens=0)
 
 
 class SequenceStatus(Enum):
@@ -43,7 +44,7 @@ class Sequence:
     packed_ids: InitVar[bytes | None] = None  # prompt_token_ids as int32, where somebody has packed them
     constraint: Constraint | None = None  # what limits its tokens beside sampling_params
     prompt_states: PromptStates | None = None  # what is wanted of its hidden states; None once all has come
-    stopping: Stopping = NEVER  # what ends it; the scheduler sets it when it is queued
+    stopping: Stopping = NOT_QUEUED  # what ends it
     token_ids: "array[int]" = field(init=False)  # prompt and collected completion, as int32
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None

@@ -22,9 +22,9 @@ class RowMasks(NamedTuple):
 class TokenMasks(NamedTuple):
     """Says which tokens a step may draw, where that is not left to the model alone.
 
-    grammars: by grammars; a row's log-probabilities are those under its mask. token_sets: by allowed_token_ids and
-    bad_words; log-probabilities are those before. functions: by batch_idx, a user's functions and the completion before
-    the token.
+    grammars: by grammars. token_sets: by allowed_token_ids and bad_words. functions: by batch_idx, a user's functions
+    and the completion before the token. Raw log-probabilities are of the logits before all of these, processed ones of
+    what they leave.
     """
 
     grammars: RowMasks | None = None

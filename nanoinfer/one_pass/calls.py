@@ -21,30 +21,23 @@ from nanoinfer.engine.extras.prompt_states import PromptStates
 from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import RequestError, check_names
-from nanoinfer.one_pass.hidden_states import HiddenStates
+from nanoinfer.one_pass.hidden_states import HiddenStates, raising_errors
 from nanoinfer.one_pass.text_steps import PooledTexts, TextSteps
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, RewardOutput
 from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.arguments import Prompt, Prompts, as_list_of_prompts, one_of_kind_for_each
 from nanoinfer.text.portions import Portions
-from nanoinfer.text.prompts import (
-    PreparedRequest,
-    Prompt,
-    PromptProcessor,
-    Prompts,
-    as_list_of_prompts,
-    find_bad_texts,
-    one_of_kind_for_each,
-)
+from nanoinfer.text.prompts import PreparedRequest, PromptProcessor, find_bad_texts
 from nanoinfer.text.refusals import Errors
 
 logger = logging.getLogger("nanoinfer")
 
 SAMPLES_NOTHING = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 PoolingArguments = PoolingParams | Sequence[PoolingParams] | None  # for all prompts, or one for each
-TOKENIZATION_OPTIONS = ("truncate_prompt_tokens",)
+POOLING_TOKENIZATION_OPTIONS = ("truncate_prompt_tokens",)
 Values = NDArray[np.float32]
 MIN_NORM = 1e-12  # a vector of zeros stays one
 
@@ -83,7 +76,7 @@ class OnePass:
         text_steps: TextSteps | None,
     ) -> None:
         self._queue, self._config, self._size, self._prompts = queue, config, size, prompts
-        self._preparer, self._model, self._text_steps = preparer, model, text_steps
+        self._preparer, self._model, self.text_steps = preparer, model, text_steps
 
     @classmethod
     def of(
@@ -175,7 +168,7 @@ class OnePass:
     ) -> Portions:
         """Prepare a request for each prompt, the longest first. Raises RequestError for what cannot be served."""
         self._queue.check_open()
-        options = check_names("tokenization_kwargs", tokenization_kwargs or {}, TOKENIZATION_OPTIONS, {})
+        options = check_names("tokenization_kwargs", tokenization_kwargs or {}, POOLING_TOKENIZATION_OPTIONS, {})
         max_tokens = self._prompts.most_tokens(options.get("truncate_prompt_tokens"))
         to_outputs: dict[int, PooledOutput] = {}  # texts with the same parameters share one
 
@@ -236,16 +229,14 @@ class OnePass:
 
     def run(self, portions: Portions, use_tqdm: bool, wanted: HiddenStates | None = None) -> list[PoolingRequestOutput]:
         """Run requests to their end; outputs come in the order of the prompts. wanted: hidden states, too."""
-        steps = self._text_steps if wanted is None else None
+        steps = self.text_steps if wanted is None else None
         outputs: list[Any]
         with Progress(self._queue.get_metrics, portions.num_requests, use_tqdm, generates=False) as progress:
             if steps is not None and steps.serves(portions.first):
                 outputs = steps.complete(portions, self.outputs_of_texts, progress.show)
             else:
-                show = progress.show if wanted is None else wanted.checking(progress.show)
-                outputs = self._queue.complete(portions, show)
-        if wanted is not None:
-            wanted.raise_errors()  # of the last step, which another call may have run
+                with raising_errors(wanted, progress.show) as show:
+                    outputs = self._queue.complete(portions, show)
         by_index = dict(zip(portions.order, outputs, strict=True))
         return [by_index[index] for index in range(len(outputs))]
 

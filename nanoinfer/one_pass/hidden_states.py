@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ MEMINFO = Path("/proc/meminfo")
 class HiddenStates:
     """What a call asks for. layers: as the user gave them, and counted from 0. only_last: of the last token alone.
 
-    errors: what the callback has raised, in the step of whichever call ran it; `raise_errors` raises it in its own.
+    errors: what the callback has raised, in the step of whichever call ran it; `raising_errors` raises it in its own.
     """
 
     layers: dict[int, int]
@@ -47,7 +47,10 @@ class HiddenStates:
         row_bytes: int,
         num_replicas: int,
     ) -> "HiddenStates | None":
-        """Return what is asked for; None for nothing. num_layers: of the model. Raises RequestError for what is not."""
+        """Return what is asked for; None for nothing. num_layers: of the model.
+
+        Raises RequestError for layers, positions or a callback that cannot be served.
+        """
         if positions not in POSITIONS:
             raise RequestError(f"hidden_state_positions={positions!r} is not known; use {' or '.join(POSITIONS)}")
         if layers is None:
@@ -112,15 +115,6 @@ class HiddenStates:
         except Exception as error:
             self.errors.append(error)
 
-    def checking(self, show: Callable[[int], object]) -> Callable[[int], None]:
-        """Return what the call is to do after each step: show how far it is, or raise what the callback has raised."""
-
-        def check(num_done: int) -> None:
-            self.raise_errors()
-            show(num_done)
-
-        return check
-
     def raise_errors(self) -> None:
         if self.errors:
             raise self.errors[0]
@@ -132,6 +126,21 @@ class HiddenStates:
         made = replace(to_output(output, states), hidden_states=whole)
         states.found.clear()  # which the request would keep until its call returns
         return made
+
+
+@contextmanager
+def raising_errors(wanted: HiddenStates | None, show: Callable[[int], object]) -> Iterator[Callable[[int], object]]:
+    """Give what a call is to do after each step: show how far it is, or raise what a callback of its own has raised."""
+    if wanted is None:
+        yield show
+        return
+
+    def check(num_done: int) -> None:
+        wanted.raise_errors()
+        show(num_done)
+
+    yield check
+    wanted.raise_errors()  # of the last step, which another call may have run
 
 
 def free_host_bytes() -> int | None:

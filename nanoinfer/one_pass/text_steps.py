@@ -58,12 +58,12 @@ class TextStep(NamedTuple):
 class TextSteps:
     """Runs the texts of a call in steps of their own. Any thread may call it.
 
-    lock: that of the engine's queue, whose steps and these take turns. only_pools: whether the model generates nothing,
-    and has no other memory than blocks.
+    lock: that of the engine's queue, whose steps and these take turns. keeps_nothing: whether the model generates
+    nothing and has no other memory than blocks.
     """
 
-    def __init__(self, engine: LLMEngine, lock: RLock, only_pools: bool) -> None:
-        self._engine, self._lock, self._only_pools = engine, lock, only_pools
+    def __init__(self, engine: LLMEngine, lock: RLock, keeps_nothing: bool) -> None:
+        self._engine, self._lock, self._keeps_nothing = engine, lock, keeps_nothing
 
     def serves(self, first: Sequence[PreparedRequest]) -> bool:
         """Return whether a call's texts can be computed so. first: some of them, those with the most letters."""
@@ -73,7 +73,7 @@ class TextSteps:
         if engine.scheduler.whole_prompts:
             return True
         return (
-            self._only_pools
+            self._keeps_nothing
             and all(map(self._is_whole, first))
             and not (engine.config.enable_prefix_caching and _begin_alike(first))
         )

@@ -114,16 +114,16 @@ def load_replicas(found: FoundModel) -> Loaded:
         max((one.seconds for one in ready), key=lambda seconds: sum(seconds.values())),
     )
     return Loaded(
-        engine,
-        queue,
-        Preparer(engine, prompts, constraints),
-        constraints,
-        ReplicaControl(engine, queue.lock),
-        engine.callbacks,
-        lambda path, title: start_trace(path, title, engine, engine.callbacks),
-        max_model_len,
-        info,
-        {"replicas": time.perf_counter() - started},
+        engine=engine,
+        queue=queue,
+        preparer=Preparer(engine, prompts, constraints),
+        constraints=constraints,
+        control=ReplicaControl(engine, queue.lock),
+        callbacks=engine.callbacks,
+        start_trace=lambda path, title: start_trace(path, title, engine, engine.callbacks),
+        max_model_len=max_model_len,
+        info=info,
+        seconds={"replicas": time.perf_counter() - started},
     )
 
 

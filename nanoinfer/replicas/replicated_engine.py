@@ -1,7 +1,7 @@
 """Several engines behind the interface of one: `LLM(..., data_parallel_size=N)`.
 
 This process computes nothing. It numbers requests as one engine would, so that their seeds and tokens are the same, and
-gives them to replicas as these run short (`dispatch.py`). What comes back goes to the inboxes of the callers.
+gives them to replicas as these run short (`replicas/dispatch.py`). What comes back goes to the inboxes of the callers.
 """
 
 import logging

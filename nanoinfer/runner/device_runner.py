@@ -20,9 +20,9 @@ from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.routing_table import RoutingOnHost
+from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_graph_sizes
 from nanoinfer.runner.device_state import StepBuffers
-from nanoinfer.runner.memory import CPU_CACHE_BYTES
 from nanoinfer.runner.model_runner import ModelRunner, PendingStep, StepHandle
 from nanoinfer.runner.setup import RunnerInfo, Setup
 
@@ -89,7 +89,7 @@ class DeviceRunner:
     def wake_up(self, tags: Set[str]) -> None:
         """Take the memory of "weights", then of the "kv_cache", and capture the graphs again, as `tags` say.
 
-        If memory is short, both sleep on where the weights were to wake up, else the cache, and this raises.
+        If memory is short this raises, and all that slept before sleeps again.
         """
         slept = self.asleep
         try:
@@ -130,7 +130,7 @@ class DeviceRunner:
         self.weights, self._dense = ModelWeights(self.model), setup.load_dense()
         self.limits = setup.limits_without_cache(free_at_start)
         loaded = time.perf_counter()
-        buffers, free_bytes = setup.allocate_buffers(self.model, self.limits), CPU_CACHE_BYTES
+        buffers, free_bytes = setup.allocate_buffers(self.model, self.limits), memory.CPU_CACHE_BYTES
         if self.device.type == "cuda":
             self._allocate(buffers)
             free_bytes = setup.measure_free_bytes(self.model_runner, self.limits, free_at_start)

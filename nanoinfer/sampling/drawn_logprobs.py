@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanoinfer.device import numbers_to_device
 from nanoinfer.engine.packet import PacketSections
-from nanoinfer.engine.row_options import SamplingRecord
+from nanoinfer.engine.row_options import SamplingRecord, slices_of
 from nanoinfer.sampling.logprobs import LogprobsTensors, compute_logprobs
 
 
@@ -35,13 +35,12 @@ class DrawnLogprobs:
 
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections) -> None:
         """Remember what the newly admitted rows of a packet ask for; `records` are its sampling records."""
-        token_ids, start = on_host.logprob_ids[:, 0].tolist(), 0
-        for record in records:
+        token_ids = on_host.logprob_ids[:, 0].tolist()
+        for record, its_token_ids in slices_of(token_ids, records, "num_logprob_ids"):
             if record.logprobs >= 0:
                 self._num_best[record.row] = record.logprobs
-            if record.num_logprob_ids:
-                self._token_ids[record.row] = token_ids[start : start + record.num_logprob_ids]
-                start += record.num_logprob_ids
+            if its_token_ids:
+                self._token_ids[record.row] = its_token_ids
 
     def release(self, row: int) -> None:
         self._num_best.pop(row, None)

@@ -2,7 +2,7 @@
 
 A processor remembers what each row asks for. It learns of that when a sequence is admitted, and works on the rows of
 one step at a time. To add one, write a class with the methods of `RowProcessor`, give it a `Stage`, and list it in
-`row_processors`. What holds for one step only is in `token_masks.py`.
+`row_processors`. What holds for one step only is in `sampling/token_masks.py`.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoinfer.device import numbers_to_device, to_device
 from nanoinfer.engine.packet import SECTION_DTYPES, PacketSections
-from nanoinfer.engine.row_options import SamplingRecord
+from nanoinfer.engine.row_options import SamplingRecord, slices_of
 
 TORCH_DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.int64): torch.int64}
 
@@ -85,10 +85,8 @@ class LogitBias:
         self._biases: dict[int, NDArray[Any]] = {}  # by row: records of TokenBias
 
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
-        biases, start = np.ascontiguousarray(on_host.biases).reshape(-1).view(SECTION_DTYPES.biases), 0
-        for record in records:
-            its_biases = biases[start : start + record.num_biases]
-            start += record.num_biases
+        biases = np.ascontiguousarray(on_host.biases).reshape(-1).view(SECTION_DTYPES.biases)
+        for record, its_biases in slices_of(biases, records, "num_biases"):
             if len(its_biases):
                 self._biases[record.row] = its_biases[its_biases["token_id"] < self._vocab_size]
 
@@ -157,10 +155,8 @@ class MinTokens:
         self._num_left: dict[int, int] = {}  # by row: tokens to generate before a stop token is allowed
 
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
-        stop_ids, start = on_host.stop_ids[:, 0].tolist(), 0
-        for record in records:
-            its_stop_ids = stop_ids[start : start + record.num_stop_ids]
-            start += record.num_stop_ids
+        stop_ids = on_host.stop_ids[:, 0].tolist()
+        for record, its_stop_ids in slices_of(stop_ids, records, "num_stop_ids"):
             num_left = record.min_tokens - record.num_generated
             if num_left > 0 and its_stop_ids:
                 self._stop_ids[record.row] = [token_id for token_id in its_stop_ids if token_id < self._vocab_size]

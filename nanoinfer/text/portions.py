@@ -18,7 +18,7 @@ class Portions:
     prepare: makes the requests of the prompts with these indices, and adds to the errors what is wrong with some. It
     is called by one thread at a time. order: the indices of all prompts, in the order in which they are queued.
     size: of the largest portion; None: all are one. The first have PORTION_SIZE at most, so that all replicas begin
-    early, and later ones half as many as came before them, so that those that begin alike come together.
+    early, and later ones half as many as all before them together, so that those that begin alike come together.
     on_error: as in `LLM.generate`; all but "return" raise, with what is wrong with any of the prompts.
     """
 

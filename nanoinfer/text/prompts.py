@@ -1,22 +1,20 @@
-"""What a user can get wrong about prompts and what goes with them, checked before they are queued."""
+"""Turns prompts into token ids, and finds what is wrong with them and their options before any is queued."""
 
 import marshal
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from nanoinfer.errors import RequestError, check_names
-from nanoinfer.outputs import RequestOutput, shown
+from nanoinfer.outputs import shown
 from nanoinfer.sampling_params import LOGPROBS, SamplingParams, check_against_model, is_whole_number
-from nanoinfer.text.columns import Array, Series, as_list, is_column
+from nanoinfer.text.arguments import Prompt
 from nanoinfer.text.refusals import Errors, for_each_params, report
 from nanoinfer.text.tokenizer import Tokenizer, keep_last
 
-Prompt = str | list[int]
 LIST_HEADER = 5  # bytes that marshal writes before the items of a list
 MARSHALLED_INT = np.dtype([("letter", "S1"), ("value", "<i4")])
 TOKENIZATION_OPTIONS = ("truncate_prompt_tokens", "add_special_tokens")
@@ -25,13 +23,6 @@ NEED_TOKENIZER = {
     "bad_words": "use logit_bias",
     "structured_outputs": "use allowed_token_ids",
 }
-GivenPrompt = Prompt | Mapping[str, Any] | Array | Series  # {"prompt": ...}, as vLLM's users write it, is a mapping
-# One prompt or several. One Sequence stands for both a list of prompts and a prompt's token ids, because mypy infers
-# the type of ["text", [1, 2]] from one alone.
-Prompts = str | Mapping[str, Any] | Array | Series | Sequence[GivenPrompt | int]
-Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
-Options = TypeVar("Options")
-OnFinish = Callable[[RequestOutput], object]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -324,89 +315,6 @@ def pack_ids(token_ids: Any) -> bytes | None:
     if written[LIST_HEADER :: MARSHALLED_INT.itemsize] != b"i" * num_ids:
         return None
     return np.frombuffer(written, MARSHALLED_INT, offset=LIST_HEADER)["value"].tobytes()
-
-
-def as_list_of_prompts(prompts: Prompts) -> list[Prompt]:
-    """Return one prompt or several, perhaps in an array or a column, as a list."""
-    given, prompts = prompts, as_list(prompts)
-    if isinstance(prompts, (str, Mapping)):
-        return [as_prompt(prompts)]
-    if not isinstance(prompts, (list, tuple)):
-        raise RequestError(
-            f"prompts is a {type(prompts).__name__}; give a string, a list of token ids, or a list, an array or a "
-            "column of these"
-        )
-    # Of a column each element is a prompt, of a list or an array they may be one prompt's token ids.
-    is_token_ids = bool(prompts) and all(isinstance(item, Integral) for item in prompts)
-    if is_token_ids and is_column(given):
-        raise RequestError(
-            f"prompts is a {type(given).__name__} of whole numbers, {shown([*map(int, prompts)])}: give [[...], ...], "
-            "a list of token ids for each prompt; or a list of the numbers, if they are one prompt's token ids"
-        )
-    return [cast("Prompt", list(prompts))] if is_token_ids else [as_prompt(cast("Prompt", item)) for item in prompts]
-
-
-def as_prompt(prompt: GivenPrompt) -> Prompt:
-    """Return the prompt in a mapping that holds nothing else; all other things as they are, to be checked later."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Mapping) and len(prompt) == 1:
-        [(name, value)] = prompt.items()
-        if name == "prompt" or (name == "prompt_token_ids" and not isinstance(value, str)):
-            return cast("Prompt", as_list(value))
-    return cast("Prompt", as_list(prompt))
-
-
-def as_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
-    """Return a priority for each of `count` prompts."""
-    if priority is None:
-        return [0] * count
-    priority = as_list(priority)
-    if not isinstance(priority, (list, tuple)) or not all(map(is_whole_number, priority)):
-        raise RequestError(f"priority={priority!r} must be a list of whole numbers, one for each prompt; 0 is usual")
-    if len(priority) != count:
-        raise RequestError(f"{len(priority)} priorities for {count} prompts; give one for each")
-    return [int(item) for item in priority]
-
-
-def as_request_ids(request_ids: int | Collection[int]) -> list[int]:
-    """Return one request id or several as a list."""
-    ids: list[Any] = list(request_ids) if isinstance(request_ids, (list, tuple, set, frozenset)) else [request_ids]
-    if not all(map(is_whole_number, ids)):
-        raise RequestError(f"request_ids={request_ids!r}; give an id that add_request returned, or a list of these")
-    return [int(item) for item in ids]
-
-
-def one_for_each(params: Params, count: int) -> list[SamplingParams]:
-    """Return sampling options for each of `count` prompts."""
-    return one_of_kind_for_each(params, count, SamplingParams, "sampling_params")
-
-
-def one_of_kind_for_each(params: Any, count: int, kind: type[Options], name: str) -> list[Options]:
-    """Return options of a class for each of `count` prompts. name: the argument's, for errors."""
-    if params is None or isinstance(params, kind):
-        return [params or kind()] * count
-    params = as_list(params)
-    if not isinstance(params, (list, tuple)) or not all(isinstance(item, kind) for item in params):
-        raise RequestError(f"{name}={params!r}; give a {kind.__name__} for all prompts, or a list with one for each")
-    if len(params) != count:
-        raise RequestError(f"{len(params)} {name} for {count} prompts; give one for all, or one for each")
-    return list(params)
-
-
-def check_on_finish(on_finish: Any) -> None:
-    """Raise RequestError for what cannot be called with an output."""
-    if on_finish is not None and not callable(on_finish):
-        raise RequestError(f"on_finish={on_finish!r} cannot be called; give a function of an output")
-
-
-def check_streamable(sampling_params: list[SamplingParams]) -> None:
-    """Raise RequestError for what a stream's chunks have no place for."""
-    for params in sampling_params:
-        if params.prompt_logprobs is not None:
-            raise RequestError(
-                f"prompt_logprobs={params.prompt_logprobs} cannot be streamed; use generate, or leave it out"
-            )
 
 
 def split_whole(prompt: list[int], completion: list[int], whole: list[int]) -> tuple[list[int], list[int]]:

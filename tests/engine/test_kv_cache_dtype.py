@@ -133,18 +133,18 @@ def test_memory_and_the_log_line_count_bytes_and_scales(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two layers of two KV heads, 64 dimensions each: 64 + 4 bytes instead of 4 x 64 in float32."""
-    monkeypatch.setattr("nanoinfer.runner.memory.CPU_CACHE_BYTES", 4 * 2**30)
+    monkeypatch.setattr("nanoinfer.runner.memory.CPU_CACHE_BYTES", 2**29)
     caplog.set_level("INFO", logger="nanoinfer")
     blocks = {}
     for name in ("auto", kv_cache_dtype):
         with LLM(random_checkpoint(), device="cpu", kv_cache_dtype=name) as llm:
             blocks[name] = llm.get_metrics().num_blocks
             cache = llm.engine.runner.model_runner.state.kv_cache
-            assert cache.num_bytes <= 4 * 2**30 < cache.num_bytes * (1 + 1 / cache.num_blocks)
+            assert cache.num_bytes <= 2**29 < cache.num_bytes * (1 + 1 / cache.num_blocks)
     assert blocks[kv_cache_dtype] == pytest.approx(blocks["auto"] * 256 / 68, rel=1e-3)
     name = {"int8": "int8", "fp8": "float8_e4m3fn"}[kv_cache_dtype]
-    assert f"KV cache of {blocks[kv_cache_dtype]} blocks of 256 tokens in {name}, 4.00 GiB" in caplog.text
-    assert f"KV cache of {blocks['auto']} blocks of 256 tokens in float32, 4.00 GiB" in caplog.text
+    assert f"KV cache of {blocks[kv_cache_dtype]} blocks of 256 tokens in {name}, 0.50 GiB" in caplog.text
+    assert f"KV cache of {blocks['auto']} blocks of 256 tokens in float32, 0.50 GiB" in caplog.text
 
 
 def test_a_number_of_blocks_beyond_memory_is_refused_with_the_bytes_of_8_bits(random_checkpoint: Checkpoint) -> None:

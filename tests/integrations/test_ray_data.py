@@ -266,7 +266,7 @@ def test_an_engine_never_drains_between_batches(actor: EngineActor, monkeypatch:
 def test_an_engine_holds_two_full_running_sets_of_a_batch_that_is_larger() -> None:
     small = EngineActor(str(tiny_model_path()), {**ENGINE, "max_num_seqs": 4}, GREEDY, None, True)
     num_held: list[int] = []
-    small.llm.on_step(lambda _: num_held.append(len(small.llm.engine._requests)))
+    small.llm.on_step(lambda event: num_held.append(event.num_running + event.num_waiting))
     rows = asyncio.run(answer(small, [{"id": row, "prompt": f"What is {row} + 1?"} for row in range(50)]))
     assert [row["id"] for row in rows] == [*range(50)]
     assert 4 < max(num_held) <= 8

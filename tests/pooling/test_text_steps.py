@@ -280,7 +280,7 @@ def test_a_long_text_among_later_ones_goes_through_the_scheduler(decoder: Path, 
         assert not packed
         prepared = llm.one_pass.prepare_embeddings(texts).take()
         portions = Portions(lambda indices, _: [prepared[index] for index in indices], range(len(texts)), 256)
-        found = llm.one_pass._text_steps.complete(portions, llm.one_pass.outputs_of_texts, lambda _: None)
+        found = llm.one_pass.text_steps.complete(portions, llm.one_pass.outputs_of_texts, lambda _: None)
         order = llm.one_pass.prepare_embeddings(texts).order
     assert is_close([found[order.index(index)] for index in range(len(texts))], expected)
     assert sum(packed) == 2 * len(MANY)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nanoinfer import LLM, RequestError, SamplingParams, tiny_model_path
+from nanoinfer.text.arguments import as_list_of_prompts
 from nanoinfer.text.chat import as_conversations, render_chat
-from nanoinfer.text.prompts import as_list_of_prompts
 
 TEXTS = ["What is 2", "Sort 3"]
 IDS = [[307, 287], [220]]
