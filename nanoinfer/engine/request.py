@@ -83,11 +83,8 @@ class Completion:
             reason, stop_reason = "stop", text.stop_string
         self._stream(unread, reason)
         token_ids = seq.completion_token_ids
-        logprobs: Any = None
-        total = None
-        if params.num_logprobs is not None:
-            logprobs = self.logprobs
-            total = sum(logprobs_of_tokens(logprobs, token_ids))
+        logprobs: Any = None if params.num_logprobs is None else self.logprobs
+        total = None if logprobs is None else sum(logprobs_of_tokens(logprobs, token_ids))
         error = None
         if reason == "error":
             why_no_token = seq.constraint.error if seq.constraint else None
