@@ -140,9 +140,9 @@ class BlockManager(BlockHooks):
         seq.num_computed_tokens += hit.num_tokens
         return [BlockCopy(hit.block_id, seq.block_table[len(cached_block_ids)], hit.num_tokens)]
 
-    def needs_block(self, seq: Sequence) -> bool:
-        """Return whether the next token to compute lies past the blocks of `seq`."""
-        return seq.num_computed_tokens >= len(seq.block_table) * self.block_size
+    def needing_block(self, seqs: Iterable[Sequence]) -> list[Sequence]:
+        """Return those whose next token to compute lies past their blocks."""
+        return [seq for seq in seqs if seq.num_computed_tokens >= len(seq.block_table) * self.block_size]
 
     def append_block(self, seq: Sequence) -> int:
         """Take the next free block for `seq` and return its id."""

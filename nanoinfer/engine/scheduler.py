@@ -135,16 +135,21 @@ class Scheduler:
             if seq.status is SequenceStatus.FINISHED:
                 continue
             seq.num_pending_tokens -= 1
-            if token_id != NO_TOKEN:
-                seq.token_ids.append(token_id)
-                num_computed = len(seq.token_ids) - 1  # by this step and those before it
-                if num_computed % block_size == 0:
-                    self.block_manager.cache_blocks(seq, num_computed)
-            num_known = len(seq.token_ids)
-            if reason := seq.stopping.advance(token_id, num_known, seq.constraint):
-                finished.append((seq, reason))
-            elif num_known + seq.num_pending_tokens == seq.stopping.max_num_tokens:
-                self._ending.append(seq)
+            if token_id == NO_TOKEN:
+                finished.append((seq, "error"))
+                continue
+            num_computed = len(seq.token_ids)  # by this step and those before it
+            seq.token_ids.append(token_id)
+            if num_computed % block_size == 0:
+                self.block_manager.cache_blocks(seq, num_computed)
+            stopping = seq.stopping
+            if stopping.ends_with(token_id, seq.constraint):
+                finished.append((seq, "stop"))
+            elif (num_left := stopping.max_num_tokens - num_computed - 1) <= seq.num_pending_tokens:
+                if num_left > 0:
+                    self._ending.append(seq)
+                else:
+                    finished.append((seq, "length"))
         return self.finish(finished)
 
     def finish(self, reasons: list[tuple[Sequence, str]]) -> list[Sequence]:
@@ -310,8 +315,10 @@ class Scheduler:
     def _schedule_decode(self, in_flight: bool) -> ScheduledBatch:
         """Schedule one token for each running sequence; while blocks are short, the last in order are preempted."""
         # One whose last token is in flight has nothing more to run.
-        decode = [seq for seq in self.running if seq.num_tokens < seq.stopping.max_num_tokens]
-        needy = [seq for seq in decode if self.block_manager.needs_block(seq)]
+        decode = [
+            seq for seq in self.running if len(seq.token_ids) + seq.num_pending_tokens < seq.stopping.max_num_tokens
+        ]
+        needy = self.block_manager.needing_block(decode)
         for seq in needy:
             self.block_manager.leave_window(seq)
         while self._is_short(needy) and self.reclaim():

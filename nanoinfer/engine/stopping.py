@@ -57,15 +57,11 @@ class Stopping:
         tokens = StopTokens.of(params.stop_token_ids or (), params.ignore_eos, model_ids)
         return cls(tokens, min(longest, max_model_len), params.min_tokens, ends_with_prompt)
 
-    def advance(self, token_id: int, num_tokens: int, constraint: Constraint | None) -> str | None:
-        """Hand a sample's newest token to its constraint. Return why the sample ends; None if it goes on."""
-        if token_id == NO_TOKEN:
-            return "error"
+    def ends_with(self, token_id: int, constraint: Constraint | None) -> bool:
+        """Hand a sample's newest token to its constraint. Return whether the sample is complete with it."""
         if token_id in self.tokens.ids and token_id not in self.tokens.ignored:
-            return "stop"
-        if constraint is not None and constraint.append(token_id):
-            return "stop"
-        return "length" if num_tokens >= self.max_num_tokens else None
+            return True
+        return constraint is not None and constraint.append(token_id)
 
     def num_early(self, num_generated: int) -> int:
         """Return how many tokens must still come before a stop token or a stop string counts."""

@@ -36,12 +36,12 @@ def test_a_sequence_takes_one_more_block_when_its_last_is_full() -> None:
     manager = BlockManager(num_blocks=3, block_size=2)
     seq = make_sequence(0, [1, 2, 3])
     prefill(manager, seq)
-    assert not manager.needs_block(seq)
+    assert manager.needing_block([seq]) == []
     seq.num_computed_tokens += 1
-    assert manager.needs_block(seq)
+    assert manager.needing_block([seq]) == [seq]
     assert manager.append_block(seq) == 2
     assert seq.block_table == [0, 1, 2]
-    assert not manager.needs_block(seq)
+    assert manager.needing_block([seq]) == []
 
 
 def test_a_shared_block_is_freed_only_after_its_last_user() -> None:

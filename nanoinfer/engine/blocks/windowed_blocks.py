@@ -123,15 +123,16 @@ class WindowedBlockManager(BlockManager):
             self._append_column(tables)
         return self._new_entries(seq, tables)
 
-    def needs_block(self, seq: Sequence) -> bool:
-        return seq.num_computed_tokens >= self._tables[seq].end * self.block_size
+    def needing_block(self, seqs: Iterable[Sequence]) -> list[Sequence]:
+        return [seq for seq in seqs if seq.num_computed_tokens >= self._tables[seq].end * self.block_size]
 
     def num_blocks_to_grow(self, seqs: list[Sequence]) -> int:
-        num_of_first = sum(super(WindowedBlockManager, self).needs_block(seq) for seq in seqs)
-        return num_of_first + sum(self.num_blocks_for_chunk(seq, seq.num_computed_tokens + 1) for seq in seqs)
+        return len(super().needing_block(seqs)) + sum(
+            self.num_blocks_for_chunk(seq, seq.num_computed_tokens + 1) for seq in seqs
+        )
 
     def grow(self, seq: Sequence) -> list[NewBlock]:
-        new_blocks = super().grow(seq) if super().needs_block(seq) else []
+        new_blocks = super().grow(seq) if super().needing_block([seq]) else []
         return new_blocks + self.take_chunk_blocks(seq, seq.num_computed_tokens + 1)
 
     def num_growing_tables(self, seq: Sequence) -> int:
