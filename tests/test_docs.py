@@ -36,7 +36,9 @@ def test_the_readmes_python_can_be_pasted(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize(("title", "shown"), [("Training loops", ""), ("asyncio", "7 + 48 = 55\n8 + 48 = 56")])
 def test_the_snippets_of_integrations_run(title: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    [section] = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", (DOCS / "integrations.md").read_text(), re.M | re.S)
+    [section] = re.findall(
+        rf"^## {title}\n(.*?)(?=^## |\Z)", (DOCS / "integrations.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     snippets = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert snippets
     for snippet in snippets:
@@ -113,6 +115,18 @@ def test_the_page_of_models_has_every_architecture() -> None:
     for name in SUPPORTED:
         of_text = name.replace("ForConditionalGeneration", "ForCausalLM")
         assert f"`{name}`" in page or f"`{of_text}`" in page, name
+
+
+def test_the_page_of_kernels_has_every_kernel() -> None:
+    files = {path.name: path.read_text() for path in (ROOT / "nanoinfer" / "kernels").glob("*.py")}
+    [table] = re.findall(
+        r"^## Which there are$(.*?)^## ", (ROOT / "docs" / "kernels.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    named = {*re.findall(r"`(\w+\.py)`", table)}
+    assert named <= files.keys()
+    assert named >= {
+        name for name, source in files.items() if re.search(r"^@(triton|gluon)\.jit", source, re.MULTILINE)
+    }
 
 
 def test_the_page_of_installation_has_every_extra() -> None:
