@@ -122,7 +122,8 @@ def _time_sentence_transformers(folder: Path, texts: list[str], device: str) -> 
 
 def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
     """Return the median seconds of NUM_RUNS runs after one that warms up, and a result, which is on the host."""
-    result, times = work(), []
+    work()
+    times = []
     for _ in range(NUM_RUNS):
         started = perf_counter()
         result = work()

@@ -52,8 +52,9 @@ DEFAULTS = {
     "rope_theta": 10000.0,
 }
 
-# Fields that count only for an architecture that names them, and what they say. For others they are passed over, since
-# checkpoints carry fields of their relatives that transformers does not read either.
+# Fields that count only for an architecture that names them, and what they say. For others most are passed over, since
+# checkpoints carry fields of their relatives that transformers does not read either; soft caps and rotation of a part
+# are refused.
 SPECIAL_FIELDS = {
     "sliding_window": "how many tokens a token attends to, in layers with a window",
     "use_sliding_window": "whether any layer has a window",

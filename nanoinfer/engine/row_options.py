@@ -48,6 +48,7 @@ class TokenBias(NamedTuple):
     bias: float
 
 
+# Options that are lists. Those of stop tokens are none of these: the device reads them under `min_tokens` alone.
 LISTS = ("logit_bias", "logprob_token_ids")
 NEUTRAL: Mapping[str, Any] = SamplingRecord._field_defaults
 # How an option follows from the parameters, if it is not their field of that name. Greedy decoding filters nothing.
@@ -65,7 +66,7 @@ NOTHING_ASKED = _read_options(SamplingParams())
 
 
 def asked_options(params: SamplingParams) -> dict[str, Any]:
-    """Return the options that ask for something, by name."""
+    """Return the options with a default in the record that ask for something, by name."""
     if _read_options(params) == NOTHING_ASKED:  # as of most requests
         return {}
     asked = {}

@@ -143,9 +143,9 @@ class Scheduler:
             if num_computed % block_size == 0:
                 self.block_manager.cache_blocks(seq, num_computed)
             stopping = seq.stopping
-            if stopping.ends_with(token_id, seq.constraint):
+            if stopping.advance(token_id, seq.constraint):
                 finished.append((seq, "stop"))
-            elif (num_left := stopping.max_num_tokens - num_computed - 1) <= seq.num_pending_tokens:
+            elif (num_left := stopping.max_num_tokens - num_computed - 1) <= seq.num_pending_tokens:  # all in flight
                 if num_left > 0:
                     self._ending.append(seq)
                 else:
@@ -314,7 +314,7 @@ class Scheduler:
 
     def _schedule_decode(self, in_flight: bool) -> ScheduledBatch:
         """Schedule one token for each running sequence; while blocks are short, the last in order are preempted."""
-        # One whose last token is in flight has nothing more to run.
+        # One whose last token is in flight has nothing more to run. This is `num_tokens`, without a call for each row.
         decode = [
             seq for seq in self.running if len(seq.token_ids) + seq.num_pending_tokens < seq.stopping.max_num_tokens
         ]

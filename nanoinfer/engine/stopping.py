@@ -57,7 +57,7 @@ class Stopping:
         tokens = StopTokens.of(params.stop_token_ids or (), params.ignore_eos, model_ids)
         return cls(tokens, min(longest, max_model_len), params.min_tokens, ends_with_prompt)
 
-    def ends_with(self, token_id: int, constraint: Constraint | None) -> bool:
+    def advance(self, token_id: int, constraint: Constraint | None) -> bool:
         """Hand a sample's newest token to its constraint. Return whether the sample is complete with it."""
         if token_id in self.tokens.ids and token_id not in self.tokens.ignored:
             return True

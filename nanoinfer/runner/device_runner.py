@@ -42,7 +42,7 @@ class DeviceRunner:
         self.device = self.setup.device
         self._model_runner: ModelRunner | None = None  # None while the cache sleeps
         self.closed = False
-        self.asleep: frozenset[str] = frozenset()  # "weights" and "kv_cache", or one of them
+        self.asleep: frozenset[str] = frozenset()  # both of "weights" and "kv_cache", or the cache alone
         self._sleep_level = 1  # of the last sleep
         try:
             with computing(self.device, num_threads=None):

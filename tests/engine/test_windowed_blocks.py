@@ -9,6 +9,7 @@ import pytest
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
+from nanoinfer.engine.extras.prompt_states import PromptStates
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.layer_groups import LayerGroups, LayerPlace
@@ -55,6 +56,19 @@ def test_blocks_that_have_left_the_window_are_given_back_while_the_sequence_runs
     ]
     run_to_the_end(scheduler)
     assert manager.num_used_blocks == 0
+
+
+def test_sequences_that_gave_their_blocks_back_with_their_prompts_are_queued_again_if_their_steps_fail() -> None:
+    scheduler, manager = windowed_scheduler(max_num_batched_tokens=4)
+    seqs = [make_sequence(index, [1, 2, 3, 4]) for index in range(2)]
+    for seq in seqs:
+        seq.prompt_states = PromptStates(pools=True, first=0, to_output=lambda output, _: output)
+        scheduler.add(seq)
+    scheduler.max_num_seqs = 1
+    batches = [scheduler.schedule(), scheduler.schedule(in_flight=True)]
+    assert [[chunk.seq for chunk in batch.prefill] for batch in batches] == [[seq] for seq in seqs]
+    scheduler.discard(batches)
+    assert (scheduler.num_waiting, manager.num_used_blocks) == (2, 0)
 
 
 @pytest.mark.parametrize("window", [1, 4, 9, 64])

@@ -13,8 +13,8 @@ class BlockHooks:
 
     `hybrid_blocks.py` overrides those before `leave_window`, to keep recurrent states and find them again, and
     `windowed_blocks.py` those from there on: its sequences take blocks and give them back while they run. They also
-    override methods of `BlockManager` itself: both `_find_partial_hit` and `_remove_entry`, and the second one
-    `_take_block`, `_is_cached` and `_hold_source`. To change what one of these means, change all three files.
+    override public methods of `BlockManager`, and private ones: both `_find_partial_hit` and `_remove_entry`, and the
+    second one `_take_block`, `_is_cached` and `_hold_source`. Who changes one of these changes all three files.
     """
 
     @property

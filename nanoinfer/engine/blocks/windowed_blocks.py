@@ -154,8 +154,8 @@ class WindowedBlockManager(BlockManager):
         self._cache_column(seq, num_computed_tokens // self.block_size)
 
     def free(self, seq: Sequence) -> None:
-        tables = self._tables.pop(seq)
-        for column in reversed(tables.columns):
+        tables = self._tables.pop(seq, None)  # None where it ends with its prompt, and its last step has failed
+        for column in reversed(tables.columns if tables else ()):
             self._give_back(column)
         super().free(seq)
 
