@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanoinfer.checkpoint.model_config import SPECIAL_FIELDS, ModelConfig, RopeConfig
+from nanoinfer.checkpoint.config_fields import SPECIAL_FIELDS
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.rope_config import RopeConfig
 from nanoinfer.config import VLLM_NAMES, EngineConfig, describe_options
 from nanoinfer.errors import ConfigError, ModelError
 from nanoinfer.models import REGISTRY, SUPPORTED

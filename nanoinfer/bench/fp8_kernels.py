@@ -12,7 +12,7 @@ from torch import nn
 from nanoinfer.bench.kernels import HEAD_DIM, KV_HEADS, MODELS, MOE_MODELS, MOE_TOKENS, microseconds, randn
 from nanoinfer.bench.report import describe_source, print_row
 from nanoinfer.bench.throughput import describe_machine
-from nanoinfer.checkpoint.model_config import MoEConfig
+from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.checkpoint.quantization_config import Fp8Config
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanoinfer.checkpoint.config_fields import read_number
 from nanoinfer.errors import ModelError
 
 TYPES = ("linear_attention", "full_attention")
@@ -56,16 +57,18 @@ class LinearAttentionConfig:
 
 
 def read_linear_attention(
-    raw: Mapping[str, Any], sizes: Mapping[str, int], num_layers: int
+    raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int
 ) -> LinearAttentionConfig | None:
-    """Return the sizes of linear attention; None if no layer has it. sizes: the numbers of the fields linear_*."""
+    """Read the sizes of linear attention, and which layers have it; None if none has."""
+    if "linear_num_key_heads" not in special:
+        return None
     config = LinearAttentionConfig(
-        num_key_heads=sizes["linear_num_key_heads"],
-        num_value_heads=sizes["linear_num_value_heads"],
-        key_head_dim=sizes["linear_key_head_dim"],
-        value_head_dim=sizes["linear_value_head_dim"],
-        conv_width=sizes["linear_conv_kernel_dim"],
-        is_linear=_read_layers(raw, sizes["full_attention_interval"], num_layers),
+        num_key_heads=read_number(raw, "linear_num_key_heads", int),
+        num_value_heads=read_number(raw, "linear_num_value_heads", int),
+        key_head_dim=read_number(raw, "linear_key_head_dim", int),
+        value_head_dim=read_number(raw, "linear_value_head_dim", int),
+        conv_width=read_number(raw, "linear_conv_kernel_dim", int),
+        is_linear=_read_layers(raw, read_number(raw, "full_attention_interval", int), num_layers),
     )
     if config.num_value_heads % config.num_key_heads != 0:
         raise ModelError(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from nanoinfer.checkpoint.config_fields import DEFAULTS, MAX_SIZE, MULTIPLIERS, read_flag, read_number
 from nanoinfer.checkpoint.encoder_config import EncoderConfig, read_encoder
 from nanoinfer.checkpoint.hub import read_json
 from nanoinfer.checkpoint.hybrid_config import (
@@ -13,6 +14,7 @@ from nanoinfer.checkpoint.hybrid_config import (
     text_architecture,
     text_part,
 )
+from nanoinfer.checkpoint.moe_config import MoEConfig, read_moe
 from nanoinfer.checkpoint.other_models import explain_architecture, explain_folder
 from nanoinfer.checkpoint.overrides import read_overridden
 from nanoinfer.checkpoint.pooling_config import (
@@ -25,13 +27,17 @@ from nanoinfer.checkpoint.pooling_config import (
 )
 from nanoinfer.checkpoint.quantization_config import read_quantization
 from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
+from nanoinfer.checkpoint.rope_config import (
+    RopeConfig,
+    by_type_of_layer,
+    read_query_scaling,
+    read_rope,
+    read_rotary_dim,
+)
+from nanoinfer.checkpoint.window_config import read_unrotated, read_windows
 from nanoinfer.config import DTYPES
 from nanoinfer.errors import ConfigError, ModelError
 
-MAX_SIZE, MAX_LAYERS, MAX_FLOAT = 2**24, 2**12, 1e30  # what is beyond them in a config.json is a mistake
-MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")  # Granite's
-ROPE_FLOATS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-ROPE_LISTS = ("short_factor", "long_factor")  # of longrope: a number for each pair of dimensions
 # What config.json may ask for that is not built in, and the value that does not ask for it.
 UNSUPPORTED_UNLESS = {
     "hidden_act": "silu",
@@ -41,46 +47,6 @@ UNSUPPORTED_UNLESS = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "attention_out_bias": False,
-}
-# What config.json may leave out, where an architecture has no default of its own. Null means the same for numbers,
-# except for those that may be absent: without num_key_value_heads, each query head has a KV head of its own; without
-# head_dim, the heads share the hidden size; without sliding_window, a layer attends to all tokens.
-DEFAULTS = {
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.02,
-    "rope_theta": 10000.0,
-}
-
-# Fields that count only for an architecture that names them, and what they say. For others most are passed over, since
-# checkpoints carry fields of their relatives that transformers does not read either; soft caps and rotation of a part
-# are refused.
-SPECIAL_FIELDS = {
-    "sliding_window": "how many tokens a token attends to, in layers with a window",
-    "use_sliding_window": "whether any layer has a window",
-    "max_window_layers": "how many layers, the first, have no window",
-    "sliding_window_pattern": "of so many layers, the last has no window; layer_types goes before it",
-    "no_rope_layers": "which layers know no positions; with no_rope_layer_interval",
-    "rope_local_base_freq": "the base of rotary embedding in layers with a window",
-    "partial_rotary_factor": "the share of a head that is rotated",
-    "rotary_dim": "the same in dimensions, an older spelling",
-    "llama_4_scaling_beta": "how queries far from the start grow; among the parameters of rotary embedding",
-    "query_pre_attn_scalar": "scores are divided by its square root, not by that of head_dim",
-    "use_qk_norm": "whether queries and keys are normalised",
-    "attn_logit_softcapping": "the soft cap of scores",
-    "final_logit_softcapping": "the soft cap of logits",
-    "logit_scale": "logits are multiplied by it",
-    "layer_norm_eps": "rms_norm_eps by another name",
-    **dict.fromkeys(MULTIPLIERS, "a factor of Granite's"),
-    "num_experts": "how many experts there are, by any of its names, with all that belongs to them",
-    "first_k_dense_replace": "how many layers, the first, have a dense MLP",
-    "n_group": "how many groups of experts there are",
-    "topk_group": "how many of these groups a token's experts come from",
-    "routed_scaling_factor": "what the weights of a token's experts are multiplied by",
-    "n_shared_experts": "how many experts, as one, compute all tokens",
-    "shared_expert_intermediate_size": "the inner size of the expert that computes all tokens",
-    "swiglu_limit": "where gate and up are clamped; with swiglu_alpha",
-    "linear_num_key_heads": "how many key heads linear attention has, with all that belongs to it",
 }
 
 
@@ -94,39 +60,6 @@ class Architecture(Protocol):
     unsupported_unless: Mapping[str, Any]  # as UNSUPPORTED_UNLESS, and before it
     packed_modules_mapping: Mapping[str, tuple[str, str]]  # a checkpoint's name -> our packed module, and its shard
     renamed_modules: Mapping[str, str]  # a checkpoint's name -> ours
-
-
-@dataclass(frozen=True, slots=True)
-class MoEConfig:
-    """Describes the mixture-of-experts MLPs of a model.
-
-    norm_topk_prob: whether the weights of a token's experts are made to sum to 1. has_experts: whether a layer has
-    experts, by layer; the others have a dense MLP. shared_size: the inner size of the expert that computes all tokens;
-    None: there is none. num_groups, num_chosen_groups: experts are in groups, and a token's come from a few of these.
-    scaling_factor: what the weights of a token's experts are multiplied by. swiglu_limit, swiglu_alpha: where gate and
-    up are clamped, and the slope of the gate's sigmoid, see `layers/clamped_experts.py`; None: plain SwiGLU.
-    """
-
-    num_experts: int
-    num_experts_per_tok: int
-    intermediate_size: int  # of an expert
-    norm_topk_prob: bool
-    has_experts: tuple[bool, ...]
-    shared_size: int | None = None
-    num_groups: int = 1
-    num_chosen_groups: int = 1
-    scaling_factor: float = 1.0
-    swiglu_limit: float | None = None
-    swiglu_alpha: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Describes a rotary embedding: `theta` is the base; `parameters` are the other numbers of its type."""
-
-    rope_type: str
-    theta: float
-    parameters: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,24 +146,24 @@ class ModelConfig:
         raw = {**defaults, **raw}
         raw_of_windows = None
         if "rope_local_base_freq" in special:
-            raw, raw_of_windows = _by_type_of_layer(raw)
+            raw, raw_of_windows = by_type_of_layer(raw)
         values = _read_plain_fields(raw, special, defaults)
-        windows = _read_windows(raw, special, values["num_hidden_layers"], model_class.needs_window)
+        windows = read_windows(raw, special, values["num_hidden_layers"], model_class.needs_window)
         config = cls(
             architecture=architecture,
             dtype=_read_dtype(raw),
-            rope=_read_rope(raw),
-            local_rope=_read_rope(raw_of_windows) if raw_of_windows else None,
-            rotary_dim=_read_rotary_dim(raw, special, values["head_dim"]),
+            rope=read_rope(raw),
+            local_rope=read_rope(raw_of_windows) if raw_of_windows else None,
+            rotary_dim=read_rotary_dim(raw, special, values["head_dim"]),
             attention_scale=_read_attention_scale(raw, special, values["head_dim"]),
             attention_soft_cap=_read_soft_cap(raw, special, "attn_logit_softcapping"),
             logits_soft_cap=_read_soft_cap(raw, special, "final_logit_softcapping"),
             windows=windows,
-            unrotated=_read_unrotated(raw, special, windows, model_class.rotates_windows_alone),
-            qk_norm=_flag(raw, "use_qk_norm", False) if "use_qk_norm" in special else None,
-            query_scaling_beta=_read_query_scaling(raw, special),
-            moe=_read_moe(raw, special, values["num_hidden_layers"]) if "num_experts" in special else None,
-            linear_attention=_read_linear_attention(raw, special, values["num_hidden_layers"]),
+            unrotated=read_unrotated(raw, special, windows, model_class.rotates_windows_alone),
+            qk_norm=read_flag(raw, "use_qk_norm", False) if "use_qk_norm" in special else None,
+            query_scaling_beta=read_query_scaling(raw, special),
+            moe=read_moe(raw, special, values["num_hidden_layers"]) if "num_experts" in special else None,
+            linear_attention=read_linear_attention(raw, special, values["num_hidden_layers"]),
             quantization=read_quantization(
                 raw.get("quantization_config"),
                 quantization,
@@ -409,8 +342,8 @@ def _read_plain_fields(
     raw: Mapping[str, Any], special: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Read what is a number or a flag in config.json and in ModelConfig, by name."""
-    num_heads = _number(raw, "num_attention_heads", int)
-    absent = {"num_key_value_heads": num_heads, "head_dim": _number(raw, "hidden_size", int) // num_heads}
+    num_heads = read_number(raw, "num_attention_heads", int)
+    absent = {"num_key_value_heads": num_heads, "head_dim": read_number(raw, "hidden_size", int) // num_heads}
     values: dict[str, Any] = {}
     for item in fields(ModelConfig):
         if item.name in MULTIPLIERS and item.name not in special:
@@ -418,184 +351,25 @@ def _read_plain_fields(
         if item.type in (int, float) and item.name not in ("rotary_dim", "attention_scale"):
             name = "layer_norm_eps" if item.name == "rms_norm_eps" and "layer_norm_eps" in special else item.name
             default = absent.get(name, defaults.get(name))
-            values[item.name] = _number(raw, name, item.type, default)
+            values[item.name] = read_number(raw, name, item.type, default)
         elif item.type is bool:
-            values[item.name] = _flag(raw, item.name, defaults.get(item.name, False))
+            values[item.name] = read_flag(raw, item.name, defaults.get(item.name, False))
     if "logit_scale" in special:
-        values["logits_scaling"] = 1 / _number(raw, "logit_scale", float, special["logit_scale"])
+        values["logits_scaling"] = 1 / read_number(raw, "logit_scale", float, special["logit_scale"])
     return values
-
-
-def _number(raw: Mapping[str, Any], name: str, kind: Any, default: Any = None) -> Any:
-    """Read a positive number; null and a missing one mean the default, where there is one."""
-    value = default if raw.get(name) is None else raw[name]
-    if isinstance(value, bool) or not isinstance(value, kind if kind is int else (int, float)) or not value > 0:
-        wanted = "a whole number of at least 1" if kind is int else "a positive number"
-        raise ModelError(f"config.json has {name}={value!r}; it must be {wanted}")
-    limit = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE if kind is int else MAX_FLOAT
-    if value > limit:
-        raise ModelError(f"config.json has {name}={value!r}, beyond any model; download it again")
-    return kind(value)
-
-
-def _flag(raw: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = raw.get(name)
-    if not isinstance(value, (bool, type(None))):
-        raise ModelError(f"config.json has {name}={value!r}; it must be true or false")
-    return default if value is None else value
-
-
-def _read_windows(
-    raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int, needs_window: bool
-) -> tuple[int | None, ...]:
-    """Read which layers have a sliding window. special: the architecture's special fields, and their defaults."""
-    none = (None,) * num_layers
-    if "sliding_window" not in special or (raw.get("sliding_window") is None and not needs_window):
-        return none
-    if "use_sliding_window" in special and not _flag(raw, "use_sliding_window", False):
-        return none
-    window = _number(raw, "sliding_window", int)
-    layer_types = raw.get("layer_types")
-    if layer_types is None and "no_rope_layers" in special:
-        return tuple(window if is_unrotated else None for is_unrotated in _read_no_rope_layers(raw, num_layers))
-    if layer_types is None and "sliding_window_pattern" in special:
-        step = _number(raw, "sliding_window_pattern", int, special["sliding_window_pattern"])
-        return tuple(window if (index + 1) % step else None for index in range(num_layers))
-    if layer_types is None:
-        first = raw["max_window_layers"] if "max_window_layers" in special else 0
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise ModelError(f"config.json has max_window_layers={first!r}; it must be a whole number of at least 0")
-        return tuple(window if index >= first else None for index in range(num_layers))
-    kinds = {"sliding_attention": window, "full_attention": None}
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers or not kinds.keys() >= {*layer_types}:
-        raise ModelError(
-            f"config.json has layer_types={layer_types!r:.200}; it must name {' or '.join(kinds)} for each of "
-            f"{num_layers} layers"
-        )
-    return tuple(kinds[kind] for kind in layer_types)
-
-
-def _read_unrotated(
-    raw: Mapping[str, Any],
-    special: Mapping[str, Any],
-    windows: tuple[int | None, ...],
-    rotates_windows_alone: bool,
-) -> tuple[bool, ...]:
-    """Read which layers know no positions."""
-    if rotates_windows_alone and raw.get("sliding_window") is not None:
-        return tuple(window is None for window in windows)
-    if "no_rope_layers" in special:
-        return _read_no_rope_layers(raw, len(windows))
-    return (False,) * len(windows)
-
-
-def _read_no_rope_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Return which layers have 0 in `no_rope_layers`."""
-    layers = raw.get("no_rope_layers")
-    if layers is None:
-        interval = _number(raw, "no_rope_layer_interval", int)
-        return tuple((index + 1) % interval == 0 for index in range(num_layers))
-    if not isinstance(layers, list) or len(layers) != num_layers or not all(layer in (0, 1) for layer in layers):
-        raise ModelError(
-            f"config.json has no_rope_layers={layers!r:.200}; it must have 1, or 0 for no positions, for each of "
-            f"{num_layers} layers"
-        )
-    return tuple(not layer for layer in layers)
-
-
-def _read_query_scaling(raw: Mapping[str, Any], special: Mapping[str, Any]) -> float | None:
-    parameters = _rope_parameters(raw)
-    if "llama_4_scaling_beta" not in special or not parameters.get("llama_4_scaling_beta"):
-        return None
-    _number(parameters, "original_max_position_embeddings", int)  # which it needs
-    return _number(parameters, "llama_4_scaling_beta", float)
-
-
-def _read_moe(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int) -> MoEConfig:
-    """Read the sizes of the experts, and which layers have any."""
-    names = ("n_routed_experts", "num_local_experts")  # GLM's and Mixtral's
-    name = next((name for name in names if raw.get(name) is not None), "num_experts")
-    num_experts = _number(raw, name, int, special["num_experts"])
-    per_token = _number(raw, "num_experts_per_tok", int)
-    if per_token > num_experts:
-        raise ModelError(f"config.json has num_experts_per_tok={per_token}, more than its num_experts={num_experts}")
-    dense = raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(index) is int for index in dense):
-        raise ModelError(f"config.json has mlp_only_layers={dense!r:.200}; it must be a list of layers")
-    step = _number(raw, "decoder_sparse_step", int, 1)
-    num_dense = raw.get("first_k_dense_replace", 0) if "first_k_dense_replace" in special else 0
-    if isinstance(num_dense, bool) or not isinstance(num_dense, int) or num_dense < 0:
-        raise ModelError(f"config.json has first_k_dense_replace={num_dense!r}; it must be a whole number")
-    num_groups, num_chosen = (
-        _number(raw, name, int, 1) if name in special else 1 for name in ("n_group", "topk_group")
-    )
-    if num_experts % num_groups or num_chosen > num_groups or per_token > num_chosen * (num_experts // num_groups):
-        raise ModelError(
-            f"config.json has n_group={num_groups} and topk_group={num_chosen}, which {num_experts} experts, "
-            f"{per_token} for each token, cannot have"
-        )
-    return MoEConfig(
-        num_experts=num_experts,
-        num_experts_per_tok=per_token,
-        intermediate_size=_number(raw, "moe_intermediate_size", int, raw.get("intermediate_size")),
-        norm_topk_prob=_flag(raw, "norm_topk_prob", False),
-        has_experts=tuple(
-            index not in dense and index >= num_dense and (index + 1) % step == 0 for index in range(num_layers)
-        ),
-        shared_size=_read_shared_size(raw, special),
-        num_groups=num_groups,
-        num_chosen_groups=num_chosen,
-        scaling_factor=_number(raw, scale, float, 1.0) if (scale := "routed_scaling_factor") in special else 1.0,
-        swiglu_limit=_number(raw, "swiglu_limit", float) if "swiglu_limit" in special else None,
-        swiglu_alpha=_number(raw, "swiglu_alpha", float) if "swiglu_limit" in special else 1.0,
-    )
-
-
-def _read_shared_size(raw: Mapping[str, Any], special: Mapping[str, Any]) -> int | None:
-    """Read the inner size of the expert that computes all tokens; of several, which are one, that of all."""
-    if "shared_expert_intermediate_size" in special:
-        return _number(raw, "shared_expert_intermediate_size", int)
-    if "n_shared_experts" not in special or raw.get("n_shared_experts") in (0, None):
-        return None
-    size: int = _number(raw, "n_shared_experts", int) * _number(raw, "moe_intermediate_size", int)
-    return size
-
-
-def _read_linear_attention(
-    raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int
-) -> LinearAttentionConfig | None:
-    """Read the sizes of linear attention, and which layers have it."""
-    if "linear_num_key_heads" not in special:
-        return None
-    names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
-    sizes = {name: _number(raw, name, int) for name in (*names, "linear_conv_kernel_dim", "full_attention_interval")}
-    return read_linear_attention(raw, sizes, num_layers)
-
-
-def _read_rotary_dim(raw: Mapping[str, Any], special: Mapping[str, Any], head_dim: int) -> int:
-    """Read which share of a head's dimensions is rotated."""
-    if "rotary_dim" in special and raw.get("rotary_dim") is not None:  # the older spelling
-        rotary_dim: int = _number(raw, "rotary_dim", int)
-        if rotary_dim > head_dim:
-            raise ModelError(f"config.json has rotary_dim={rotary_dim}, more than a head's {head_dim} dimensions")
-        return rotary_dim
-    factor = _number({**raw, **_rope_parameters(raw)}, "partial_rotary_factor", float, 1.0)
-    if factor > 1 or (factor != 1 and "partial_rotary_factor" not in special):
-        raise ModelError(f"config.json has partial_rotary_factor={factor}, which is not supported; use another model")
-    return int(head_dim * factor)
 
 
 def _read_attention_scale(raw: Mapping[str, Any], special: Mapping[str, Any], head_dim: int) -> float:
     """Read what scores are multiplied by: 1 / sqrt(head_dim), unless the architecture names another number."""
     if "attention_multiplier" in special:
-        return _number(raw, "attention_multiplier", float)
+        return read_number(raw, "attention_multiplier", float)
     name = "query_pre_attn_scalar"
-    return (_number(raw, name, float, special[name]) if name in special else head_dim) ** -0.5
+    return (read_number(raw, name, float, special[name]) if name in special else head_dim) ** -0.5
 
 
 def _read_soft_cap(raw: Mapping[str, Any], special: Mapping[str, Any], name: str) -> float | None:
     """Read a soft cap; null stands for none."""
-    return None if name not in special or raw[name] is None else float(_number(raw, name, float))
+    return None if name not in special or raw[name] is None else float(read_number(raw, name, float))
 
 
 def _read_dtype(raw: Mapping[str, Any]) -> str:
@@ -604,57 +378,3 @@ def _read_dtype(raw: Mapping[str, Any]) -> str:
     if dtype not in DTYPES:
         raise ModelError(f"config.json has dtype={dtype!r}; supported are {', '.join(DTYPES)}")
     return dtype
-
-
-def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `rope_parameters` (transformers 5) or `rope_scaling` (before) holds; theta may stand outside it."""
-    parameters: dict[str, Any] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        part = raw.get(name) or {}
-        if not isinstance(part, Mapping) or any(isinstance(value, Mapping) for value in part.values()):
-            raise ModelError(f"config.json has {name}={part!r}; one set of numbers for all layers is supported")
-        parameters |= {key: value for key, value in part.items() if value is not None}
-    return parameters
-
-
-def _by_type_of_layer(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields as they are for layers that attend to all tokens, and the RoPE fields of layers with a window.
-
-    transformers 5 has a set of RoPE parameters for each type of layer. Before, rope_theta and rope_scaling were of the
-    layers that attend to all tokens, and the others had a base.
-    """
-    sets = raw.get("rope_parameters") or {}
-    types = ("full_attention", "sliding_attention")
-    if not isinstance(sets, Mapping) or not sets.keys() <= {*types}:
-        raise ModelError(f"config.json has rope_parameters={sets!r:.200}; it must have a set for each of {types}")
-    full, sliding = (sets.get(name) or {} for name in types)
-    theta = _number(raw, "rope_local_base_freq", float, raw.get("rope_theta"))
-    of_windows = {"rope_theta": theta, "rope_parameters": sliding}
-    _read_rotary_dim(of_windows, {}, 0)  # refuses to rotate only a part
-    _number(raw, "sliding_window", int)  # refuses null: which RoPE a layer has would not be known
-    return {**raw, "rope_parameters": full}, of_windows
-
-
-def _read_rope(raw: Mapping[str, Any]) -> RopeConfig:
-    """Read the base, the type and the other numbers of a rotary embedding."""
-    parameters = _rope_parameters(raw)
-    parameters.pop("partial_rotary_factor", None)
-    old_spelling = parameters.pop("type", None)
-    rope_type = parameters.pop("rope_type", old_spelling) or "default"
-    if rope_type == "su":  # its first name
-        rope_type = "longrope"
-    theta = {"rope_theta": parameters.pop("rope_theta", None) or raw.get("rope_theta")}
-    original = raw.get("original_max_position_embeddings")
-    if rope_type == "longrope" and original is not None:
-        parameters.setdefault("original_max_position_embeddings", original)
-    for name in parameters.keys() & {*ROPE_FLOATS, "mscale", "mscale_all_dim", "original_max_position_embeddings"}:
-        if parameters[name] != 0 or not name.startswith("mscale"):  # where 0 means none
-            parameters[name] = _number(parameters, name, int if name.startswith("original") else float)
-    for name in parameters.keys() & {*ROPE_LISTS}:
-        factors = parameters[name]
-        if not isinstance(factors, list):
-            raise ModelError(f"config.json has {name}={factors!r}; it must be a list of numbers")
-        parameters[name] = [_number({name: factor}, name, float) for factor in factors]
-    if rope_type == "default" and "factor" in parameters:
-        raise ModelError(f"config.json has RoPE parameters {parameters!r} and no rope_type; say of which type")
-    return RopeConfig(str(rope_type), _number(theta, "rope_theta", float, DEFAULTS["rope_theta"]), parameters)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer import kernels
-from nanoinfer.checkpoint.model_config import MoEConfig
+from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.layers.moe import Router, Routing
 

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from nanoinfer.checkpoint.model_config import MULTIPLIERS
+from nanoinfer.checkpoint.config_fields import MULTIPLIERS
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 
 

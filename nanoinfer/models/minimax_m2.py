@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from nanoinfer.checkpoint.model_config import MoEConfig
+from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.layers.sigmoid_router import SigmoidRouter

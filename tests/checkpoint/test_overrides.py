@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from nanoinfer.checkpoint.model_config import ModelConfig, RopeConfig
+from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.overrides import override, read_overridden
+from nanoinfer.checkpoint.rope_config import RopeConfig
 from nanoinfer.errors import ConfigError, ModelError, NanoinferError
 from nanoinfer.models import REGISTRY
 

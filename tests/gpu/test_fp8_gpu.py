@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer import LLM, SamplingParams, tiny_model_path
-from nanoinfer.checkpoint.model_config import MoEConfig
+from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.checkpoint.quantization_config import Fp8Config
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.fp8_format import QuantizedRows, RowFormat

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.checkpoint.model_config import MoEConfig
+from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.layernorm import add_rms_norm
 from nanoinfer.layers.moe import SparseMoE, expert_mlp, route

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.encoder_config import EncoderConfig
-from nanoinfer.checkpoint.model_config import ModelConfig, RopeConfig
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.rope_config import RopeConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.activation import gelu_and_mul
 from nanoinfer.layers.attention.backend import AttentionSpec
