@@ -147,7 +147,7 @@ def run_batch(
 
 
 def _check_first_lines(path: Path) -> None:
-    """Raise JobError where none of the first lines is a request: the file is another one, or all of it is alike."""
+    """Raise JobError if none of the first lines is a request: the file is the wrong one, or all lines are wrong."""
     first_error = None
     for line in islice(read_lines(path, ""), NUM_CHECKED):
         try:
@@ -215,7 +215,7 @@ class Job:
         return is_left
 
     def read(self, line: Line) -> Question | None:
-        """Return what a line asks for, with its grammar under way; None, and an error record, where it is wrong."""
+        """Return a line's question, its grammar being compiled; for a wrong line, write an error and return None."""
         custom_id = f"line-{line.number}"
         try:
             content = parse_line(line)
@@ -260,7 +260,7 @@ class Job:
     def _params(self, question: Question, index: int = 0) -> SamplingParams:
         """Return the sampling parameters of one prompt of a line."""
         params = params_to_echo(question.params) if question.body.get("echo") else question.params
-        if params.seed is None:  # one of its own: what is drawn does not depend on where the job was interrupted
+        if params.seed is None:  # made from the line's number: samples do not depend on where the job was interrupted
             place = f"{question.line.number}.{index}" if index else f"{question.line.number}"
             seed = xxhash.xxh64_intdigest(place.encode(), self._llm.config.seed % 2**64) >> 1
             params = replace(params, seed=seed)

@@ -79,7 +79,7 @@ class BatchOutput:
         self.num_records = 0
         self.num_errors = 0
         self.num_cut = 0  # records of answers that a length limit ended
-        self._errors: dict[str, list[Any]] = {}  # by message without its numbers: how many, and the first one
+        self._errors: dict[str, list[Any]] = {}  # by message, digits replaced: count, first line, its message
         self._custom_ids = array("Q")  # a hash of each
         self._is_new = not path.exists()
         self._digests = array("Q")  # of the line with number `index + 1`; 0 if that is not done
@@ -149,7 +149,7 @@ class BatchOutput:
         self._count(content)
 
     def commonest_error(self) -> str | None:
-        """Say which error most of the bad lines have, as the first of them has it; None if none is bad."""
+        """Describe the most frequent error by the first line that has it; None if no line has an error."""
         if not self._errors:
             return None
         count, line, message = max(self._errors.values(), key=lambda kept: kept[0])

@@ -1,8 +1,8 @@
 """Requests and answers as OpenAI's batch API writes them.
 
-The answers are valid under the types of the `openai` package. Beside what OpenAI has, a choice says its stop_reason,
-one without text has its token_ids, and a body has prompt_logprobs where they are asked for. As in OpenAI's answers, but
-not its types, the first token of an echoed prompt has null for its log-probability.
+The answers are valid under the types of the `openai` package. Beyond OpenAI's fields, a choice has its stop_reason, a
+choice without text its token_ids, and a body prompt_logprobs if they are asked for. The first token of an echoed prompt
+has null as its log-probability, as in OpenAI's answers, though not in its types.
 """
 
 import base64
@@ -45,10 +45,10 @@ def parse_line(line: Line) -> dict[str, Any]:
 
 
 def parse_body(content: dict[str, Any]) -> dict[str, Any]:
-    """Return what a line asks for, in OpenAI's batch format or plainly as a body alone. Raises RequestError.
+    """Return the body of a line, which is in OpenAI's batch format or nothing but a body. Raises RequestError.
 
-    It has messages, perhaps with CHAT_OPTIONS, or a list of prompts as "prompt", perhaps with echo; and fields of
-    SamplingParams. Or it has a list of texts to embed as "input", and EMBEDDING_FIELDS.
+    The result has messages, perhaps with CHAT_OPTIONS, or a list of prompts as "prompt", perhaps with echo; and fields
+    of SamplingParams. Or it has a list of texts to embed as "input", and EMBEDDING_FIELDS.
     """
     body, needed = content, ""
     if "body" in content:
@@ -150,7 +150,7 @@ def _structured_outputs(given: Any, response_format: Any) -> StructuredOutputsPa
 
 
 def params_to_echo(params: SamplingParams) -> SamplingParams:
-    """Return what is asked of the engine where an answer is to begin with its prompt, log-probabilities included."""
+    """Return the parameters for an echoed prompt: it gets log-probabilities as the completion does."""
     return replace(params, prompt_logprobs=params.logprobs) if params.prompt_logprobs is None else params
 
 
@@ -186,7 +186,7 @@ def response_body(
 def _with_prompt(
     output: RequestOutput, sample: CompletionOutput, decode: Callable[[list[int]], str]
 ) -> CompletionOutput:
-    """Put the prompt in front of a completion; its first token, which nothing comes before, is NaN likely."""
+    """Put the prompt in front of a completion; its first token follows nothing, so its log-probability is NaN."""
     token_ids, logprobs = output.prompt_token_ids, sample.logprobs
     text = decode(token_ids) if output.prompt is None else output.prompt
     if logprobs is not None:
@@ -228,7 +228,7 @@ def _chat_entry(token_id: int, entry: Logprob) -> dict[str, Any]:
 def _completion_logprobs(text: str, token_ids: list[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """Give lists with an element for each token; text_offset counts the characters of the tokens before it.
 
-    A special token that the tokenizer has put before the text has none: it is in `tokens` alone.
+    A special token that the tokenizer has put before the text counts as no characters, since the text lacks it.
     """
     entries = [found[token_id] for token_id, found in zip(token_ids, logprobs, strict=True)]
     lengths = [len(entry.decoded_token or "") for entry in entries]
@@ -246,7 +246,7 @@ def _completion_logprobs(text: str, token_ids: list[int], logprobs: Sequence[Tok
 
 
 def _numbers_by_text(found: TokenLogprobs) -> dict[str, float | None]:
-    """Of several tokens with one text, the first has it as its name, and the others have their ids."""
+    """Return log-probabilities by text. If several tokens have one text, it names the first; ids name the others."""
     owners: dict[str, int] = {}
     for token_id, entry in found.items():
         owners.setdefault(_token_text(token_id, entry), token_id)
@@ -255,7 +255,7 @@ def _numbers_by_text(found: TokenLogprobs) -> dict[str, float | None]:
 
 
 def _by_rank(found: TokenLogprobs) -> list[tuple[int, Logprob]]:
-    """Return what was found, the likeliest first; what a request has named has no rank, and comes as it was named."""
+    """Return what was found, the likeliest first, after tokens without a rank: those that the request has named."""
     return sorted(found.items(), key=lambda pair: pair[1].rank or 0)
 
 

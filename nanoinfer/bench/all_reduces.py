@@ -73,9 +73,9 @@ def of_few_tokens(tp: TensorParallel) -> None:
 
 
 def in_the_background(tp: TensorParallel) -> None:
-    """Print microseconds of a layer's largest products of a slice, alone and beside the exchanges of one.
+    """Print microseconds of a layer's largest products for a slice of tokens, alone and beside a slice's exchanges.
 
-    These are two all-reduces, and by copy engines two reduce-scatters and all-gathers; norms do the adding.
+    These are two all-reduces by NCCL, or two reduce-scatters and two all-gathers by copy engines, where norms add up.
     """
     engines = tp.copy_engines
     assert engines is not None, "the GPUs do not reach each other's memory"

@@ -104,10 +104,11 @@ def compute_floor(
     All requests are prefilled first, then decode together (in waves, beyond `max_num_seqs`). Activations, norms,
     sampling, launches and the host count as nothing, and no cache is large enough to hold weights from step to step.
 
-    In a layer with a window a token attends to as many tokens at most; a decode step reads of each sequence so many of
-    those that it shares with no other. A layer of linear attention reads and writes its states, in float32, once for
-    each sequence of a decode step; for each token and value head, a matrix of keys by values is multiplied by a vector
-    twice and gets a product of two added, 6 FLOPs for each of its values. Its convolution counts as nothing.
+    In a layer with a window, a token attends to at most a window of tokens; a decode step reads for each sequence at
+    most a window of those that it shares with no other. A layer of linear attention reads and writes its states, in
+    float32, once for each sequence of a decode step; for each token and value head, a matrix of keys by values is
+    multiplied by a vector twice and gets a product of two added, 6 FLOPs for each of its values. Its convolution counts
+    as nothing.
 
     Weights in FP8 are read as a byte for each value, and multiplied at the rate for FP8; those in 4 bits are read as
     4.25 bits, with their scales, and multiplied at the rate for 16. Routers, which have 16 bits, are too small to count
@@ -158,7 +159,7 @@ def compute_floor(
 
 
 def _attention_layers(config: ModelConfig) -> Counter[int | None]:
-    """Return how many layers attend to so many tokens, by their windows; None: to all. Linear ones are left out."""
+    """Return how many layers have each window; None: no window. Layers of linear attention are left out."""
     is_linear = config.linear_attention.is_linear if config.linear_attention else (False,) * config.num_hidden_layers
     return Counter(window for window, linear in zip(config.windows, is_linear, strict=True) if not linear)
 

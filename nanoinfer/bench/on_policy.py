@@ -69,7 +69,7 @@ def _draw_prompts(vocab_size: int, seed: int) -> list[list[int]]:
 def _logprobs(
     model: Any, outputs: list[RequestOutput], rows_at_once: int, temperature: float, replays: bool = False
 ) -> Tensor:
-    """Return those of all completions' tokens end to end, by forward passes over so many rows, padded on the right."""
+    """Return the log-probabilities of all completions' tokens, end to end; rows of a pass are padded on the right."""
     found = []
     for start in range(0, len(outputs), rows_at_once):
         some = outputs[start : start + rows_at_once]
@@ -97,7 +97,7 @@ def _routers(model: Any) -> dict[int, Any]:
 
 @contextmanager
 def _replayed(model: Any, routing: Any) -> Iterator[None]:
-    """Have the routers choose these experts while the block runs: (num_positions, num_layers, k); None as they like."""
+    """Replay routing, (num_positions, num_layers, k), in the routers while the block runs; None: they choose freely."""
     hooks = []
     if routing is not None:
         for layer, router in _routers(model).items():

@@ -1,8 +1,8 @@
 """`nanoinfer bench trace`: a page of the whole run, and where a step's time goes, with host and GPU on one clock.
 
 The page is that of `LLM(..., trace=...)`. For single steps, every call of `LLM.step` lies in a span named "step 7".
-PyTorch's profiler knows what the GPU does by name and time, and by a number of the host's call that asked for it. That
-call lies in a span, so each kernel is known to belong to its step, also where a CUDA graph asked for hundreds at once.
+PyTorch's profiler records the name and time of what the GPU does, and the number of the host's call that launched it.
+That call lies in a span, so each kernel can be assigned to its step, even if a CUDA graph launched hundreds at once.
 The profiler itself takes time, on the host for each call and on the GPU for each kernel, so steps are longer here.
 """
 

@@ -1,7 +1,7 @@
 """`nanoinfer bench turns`: times engines of several checkouts in turns, one process each, on one machine.
 
-GPUs differ, and so do hours. Whoever compares two versions has both loaded, lets them run the same requests one after
-the other, and exchanges their order from seed to seed. `turn_taker.py` is what each process runs.
+GPUs differ, and so do hours of a day. So the versions to be compared are loaded together and run the same requests one
+after the other, in the opposite order for every other seed. `turn_taker.py` is what each process runs.
 """
 
 import argparse

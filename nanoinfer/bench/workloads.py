@@ -76,7 +76,7 @@ LOADS: dict[str, dict[str, list[Load]]] = {
 def choose_loads(load_name: str, device: str, **sizes: int | None) -> list[Load]:
     """Return the loads of this name; `sizes` that are given replace the fields of Load that they are named after.
 
-    input_len and output_len are then the most tokens, and the least are those of a GPU's load, or as many if fewer.
+    input_len and output_len, if given, are the most tokens. The least are those of a GPU's load, or the most if fewer.
     """
     loads, on_gpu = LOADS[device][load_name], LOADS["cuda"][load_name][0]
     changes: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
@@ -108,9 +108,9 @@ class Workload:
 
     @property
     def output_lens(self) -> list[int]:
-        """Return how many tokens come out for each sample of the first prompt, or answer to it, then of the next ones.
+        """Return how many tokens each sample of the first prompt has, then each one of the next prompts.
 
-        Of an answer that is scored none come out, and its own tokens count here.
+        If answers are scored, nothing is generated, and the numbers of their tokens come instead.
         """
         if self.answers:
             return [len(answer) for answers in self.answers for answer in answers]

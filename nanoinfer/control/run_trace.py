@@ -39,7 +39,7 @@ KINDS = ("arrived", "admitted", "chunk", "preempted", "paused", "resumed", "fini
 
 
 class EventSource(Protocol):
-    """Knows what has happened that no callback was called with: a StepEvents, or one for several engines."""
+    """Has the events and changes that no callback has received yet: a StepEvents, or one for several engines."""
 
     def take(self) -> Iterable[StepEvent]: ...
 
@@ -114,9 +114,9 @@ class RunTrace:
     def write_on_close(
         self, engine: object, events: EventSource, path: str
     ) -> "weakref.finalize[[EventSource, str], Any]":
-        """Have the page written when the engine is forgotten or the script ends; return what writes it before that.
+        """Write the page when the engine is forgotten or the script ends; return a function that writes it before that.
 
-        events: whose events are recorded; it knows what has happened after the last one.
+        events: where the recorded events come from; it also has what happened after the last of them.
         """
         return weakref.finalize(engine, self._try_to_write, events, path)
 

@@ -2,8 +2,8 @@
 
 Counts are read from the scheduler when a step is launched.
 
-A thread may begin to listen in the middle of another thread's step. Such a step has no event: whatever is told of a
-step is passed over, unless its launch was told.
+A thread may begin to listen in the middle of another thread's step. That step gets no event: StepEvents ignores what
+the engine tells it of a step whose launch it has not seen.
 """
 
 import threading
@@ -178,14 +178,14 @@ class StepEvents(Listener):
                 callback(event)
 
     def take(self) -> Iterator[StepEvent]:
-        """Make the events of steps that were collected and have none, as where requests were dropped at once.
+        """Make the events of collected steps that have none yet, for example because requests were dropped at once.
 
-        They have no gpu_seconds: this may be asked for at the very end, and when the GPU has failed.
+        They have no gpu_seconds: this may be called at the end of the script, or after the GPU has failed.
         """
         return self._make_events(timer=None)
 
     def take_rest(self) -> tuple[list[RequestChange], float]:
-        """Return the changes of no event so far, those by steps in flight too, and when these were launched."""
+        """Return the changes that are in no event yet, with those of steps in flight, and when these were launched."""
         in_flight = [step for step in self._launched if "launched" in step.facts]
         changes = self._changes + [change for step in in_flight for change in step.changes]
         self._changes = []

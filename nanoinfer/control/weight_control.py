@@ -19,7 +19,7 @@ PAIRS = "a dict of names to tensors, or an iterable of pairs of a name and a ten
 class WeightControl:
     """Does the work of `LLM.update_weights`, `sleep` and `wake_up`. Any thread may call it.
 
-    lock: that of the engine's queue, so that no step runs meanwhile.
+    lock: the queue's lock. While it is held, no step runs.
     """
 
     def __init__(self, engine: LLMEngine, lock: RLock) -> None:

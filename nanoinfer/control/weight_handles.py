@@ -1,4 +1,4 @@
-"""New weights from another process on the same GPU, by CUDA IPC handles: nothing but the last copy is made.
+"""New weights from another process on the same GPU, by CUDA IPC handles: the only copy is the one into the engine.
 
     handles = weight_handles(model.named_parameters())   # in the trainer; a pipe, a queue or Ray brings them over
     llm.update_weights(open_weights(handles))            # in the engine's process
@@ -16,7 +16,7 @@ from torch.multiprocessing import reductions
 
 from nanoinfer.errors import ModelError
 
-DEVICE = 6  # which of `rebuild_cuda_tensor`'s arguments numbers the GPU, as the process sees it
+DEVICE = 6  # index of the argument of `rebuild_cuda_tensor` that is the GPU's number in this process
 
 
 class WeightHandle(NamedTuple):

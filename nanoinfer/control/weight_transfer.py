@@ -3,9 +3,9 @@
     send_weights(model.named_parameters(), group)       # in the trainer
     llm.update_weights(receive_weights(0, group))       # in the engine's process, of a trainer that has rank 0
 
-Tensors travel in buckets, each one broadcast of bytes. What is in a bucket is told before the bytes of the bucket
-before it, so that nobody waits between two buckets. These lists are JSON, so that nothing that is received can run.
-Whoever sends or receives needs memory for three buckets.
+Tensors travel in buckets, each a single broadcast of bytes. The list of what a bucket holds is sent before the bytes
+of the previous bucket, so that nobody waits between two buckets. Lists are JSON, so that received data cannot run code.
+The sender and each receiver need memory for three buckets.
 """
 
 import json
@@ -76,9 +76,9 @@ def send_weights(
 def receive_weights(source: int, group: Any = None) -> Iterator[tuple[str, Tensor]]:
     """Yield what the process of this rank sends by `send_weights`: names and tensors, for `LLM.update_weights`.
 
-    source: its global rank. Every process of the group must take all of them; one that stops early, as where a tensor
-    does not fit, leaves the others waiting. A tensor is part of its bucket, whose memory is freed with the last
-    reference to any of them. The next bucket arrives while one is taken.
+    source: the sender's global rank. Every process of the group must take all tensors; one that stops early, because a
+    tensor does not fit, say, leaves the others waiting. Tensors are views of their bucket, whose memory is freed with
+    the last reference to any of them. The next bucket arrives while the tensors of one are taken.
     """
     device = _device_of(group)
     listed, bucket = _receive(LIST_BYTES, source, group, device), None
@@ -102,7 +102,7 @@ class Arriving(NamedTuple):
     work: Any
 
     def wait(self) -> None:
-        """Let what the device does from now on find them there."""
+        """Make whatever the device does next wait for the bytes."""
         self.work.wait()
 
 
@@ -120,7 +120,7 @@ def _taken(bucket: Bucket, arriving: Arriving) -> Iterator[tuple[str, Tensor]]:
 
 
 def _buckets(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[Bucket, list[Tensor]]]:
-    """Yield tensors to be sent at once, and what they are; at last none, which is the end."""
+    """Yield each bucket: descriptions of its tensors, and the tensors. An empty one marks the end."""
     bucket: Bucket = []
     tensors: list[Tensor] = []
     size = length = 0

@@ -2,8 +2,8 @@
 
     python -m nanoinfer.integrations.lm_eval --model nanoinfer --model_args pretrained=Qwen/Qwen3-8B --tasks gsm8k
 
-The harness finds models in a registry that each process fills by itself; it reads no entry points of other packages. So
-this module adds the name when it is imported, and as a program it goes on as the command `lm_eval`. Arguments,
+The harness finds models in a registry of its process, and reads no entry points of other packages. So importing this
+module registers the name; run as a program, the module then runs the command `lm_eval`. Arguments,
 truncation and stop strings are those of the harness's own vLLM backend (lm_eval/models/vllm_causallms.py).
 """
 
@@ -114,7 +114,7 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
         return self.llm.config.model.replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a conversation; a last message that is begun goes on if there is no generation prompt."""
+        """Return the text of a conversation; without a generation prompt, its last message is left open to go on."""
 
         def render(messages: list[dict[str, str]]) -> str:
             ends = {
@@ -142,7 +142,7 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each whole text, in windows of at most `max_length` tokens."""
         pairs: list[Pair] = []
-        counts = []  # windows of each text
+        counts = []  # windows of the texts up to each one
         for (text,) in (request.args for request in requests):
             # One token of max_length is for the context, and one for the completion that every request has.
             windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 2, 1)

@@ -85,8 +85,8 @@ def build_processor(
     max_concurrent_batches: batches that are in an actor's engine at the same time. num_gpus: for each actor, perhaps a
     fraction; if not given, tensor_parallel_size where the cluster has GPUs and `device` is not "cpu", else 0. With a
     fraction, gpu_memory_utilization is 0.9 of it, unless it is given. sampling_params: for rows without their own.
-    chat_template_kwargs: as in `LLM.chat`. preprocess: makes of a row the columns that the model needs, beside those
-    that it has. postprocess: makes the final row. should_continue_on_error: a row that cannot be served gets the reason
+    chat_template_kwargs: as in `LLM.chat`. preprocess: makes the columns that the model needs, which are added to the
+    row. postprocess: makes the final row. should_continue_on_error: a row that cannot be served gets the reason
     in the column "__inference_error__", which is "" for all others, and skips postprocess; if False, it ends the job.
     preprocess_map_kwargs, postprocess_map_kwargs: for `Dataset.map`. map_batches_kwargs: for the actors, such as
     num_cpus, accelerator_type and runtime_env.
@@ -271,7 +271,7 @@ def logprob_columns(logprobs: Sequence[TokenLogprobs | None] | None) -> list[dic
 
 
 def merge_params(base: SamplingParams, given: Any) -> SamplingParams:
-    """Return `base` with what a row gives in its place: None, a SamplingParams, or a mapping of fields."""
+    """Return `base` with the fields of a mapping replaced; a SamplingParams replaces it whole, None changes nothing."""
     if isinstance(given, SamplingParams):
         params = given
     elif given is None or isinstance(given, Mapping):

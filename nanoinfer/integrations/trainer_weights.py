@@ -29,7 +29,7 @@ def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield those of a model with adapters: the base model's names, and the adapters in its weights."""
+    """Yield the weights of a model with adapters, which are merged into them, under the base model's names."""
     if any(map(_is_split, model.parameters())):
         raise ConfigError("adapters of a model that is split are not merged; train it whole, or without adapters")
     model.merge_adapter()

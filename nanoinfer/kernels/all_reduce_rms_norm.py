@@ -10,8 +10,8 @@ custom all-reduce kernels of TensorRT-LLM and vLLM:
   trip. The residual of a row is up to date on its owner only. That is enough, because all all-reduces of a forward pass
   have the same number of tokens and so the same owners.
 
-Nothing is signalled. The numbers themselves say that they have come: a place where nothing has come to holds -0.0, and
-0.0 is sent for it. (NCCL's low-latency protocol, and TensorRT-LLM's kernels named after Lamport, work in this way.)
+Nothing is signalled. The numbers themselves say that they have come: a place holds -0.0 until then, and -0.0 is sent as
+0.0. (NCCL's low-latency protocol, and TensorRT-LLM's kernels named after Lamport, work in this way.)
 
 The kernels of different ranks wait for each other by spinning, which cannot deadlock. A program sends its part before
 it waits, and waits only for the others' programs of the same row. Where a GPU does not run all programs at once, it

@@ -24,7 +24,7 @@ def _barrier_kernel(flags_ptr, flag_addresses_ptr, epoch_ptr, rank: tl.constexpr
 def barrier(flags: Tensor, flag_addresses: Tensor, epoch: Tensor, rank: int) -> None:
     """Announce the next epoch to all ranks, and make the stream wait until all have announced it to this one.
 
-    flags: (num_ranks,) int64, of a power of two of ranks. flag_addresses: likewise, of each rank's flags. epoch: (1,)
-    int64, the last one.
+    flags: (num_ranks,) int64; num_ranks is a power of two. flag_addresses: (num_ranks,) int64, where each rank's flags
+    lie. epoch: (1,) int64, the last epoch that this rank has announced.
     """
     _barrier_kernel[(1,)](flags, flag_addresses, epoch, rank, len(flag_addresses), num_warps=1)

@@ -4,11 +4,11 @@ Two kernels. The first prepares the chunks, all at once: it inverts the triangul
 how much each token reads of what earlier ones of the chunk write. The second goes through the chunks of a sequence in
 turn, with a part of the state of one head in registers.
 
-Queries and keys stay in the model's dtype, as the convolution leaves them. Their lengths are factors of the rows and
-columns of products, so a product of bfloat16 inputs is exact. What is float32 is cut into two bfloat16 parts, which
-keep 16 bits: two products of tensor cores where the other side is inputs, three where it is not. With inputs of other
-dtypes, products are made of three in TF32, which keeps about the precision of float32. Sums run over a chunk and over a
-head's dimensions, in an order that depends on a sequence's own length alone.
+Queries and keys stay in the model's dtype, as the convolution leaves them. They are normalised by factors for the rows
+and columns of products, so a product of bfloat16 inputs is exact. A float32 operand is split into two bfloat16 parts,
+which keep 16 bits: that takes two tensor-core products if the other operand is an input, and three if it is not. With
+inputs of other dtypes, a product is made of three in TF32, which keeps about the precision of float32. Sums run over a
+chunk and over a head's dimensions, in an order that depends on a sequence's own length alone.
 """
 
 import torch

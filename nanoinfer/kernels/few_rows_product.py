@@ -232,8 +232,8 @@ def few_rows_product(
 def choose_tiling(num_rows: int, num_lines: int, size: int, gated: bool) -> Tiling:
     """Return how to cut a product with a weight of so many lines (rows) of `size` values: what was fastest on an H200.
 
-    Each multiprocessor should have some 32 KiB on their way, which a small weight does not have unless its lines are
-    cut into slices. More outputs a warp spare it loads of x.
+    Each multiprocessor should have some 32 KiB of loads in flight. For a small weight, that requires cutting its lines
+    into slices. With more outputs for each warp, x is loaded less often.
     """
     if size <= 4 * DEPTH:
         return Tiling(warps=4, slices=1, outputs=2 if gated else 4, ahead=4)

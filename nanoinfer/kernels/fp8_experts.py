@@ -195,7 +195,7 @@ def fp8_expert_mlp(
     weights: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return what each expert of a token adds to it, (num_experts_per_tok, num_tokens, hidden_size), weighted.
+    """Return the weighted output of each token's experts, (num_experts_per_tok, num_tokens, hidden_size).
 
     x: (num_tokens, hidden_size) e4m3. x_scales: (num_tokens, 1), or one for each 128 values. gate_up, down: as in
     `expert_mlp`, in e4m3; their scales: of rows, (num_experts, rows), or of blocks of 128, 3-D. All contiguous.

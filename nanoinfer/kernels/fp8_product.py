@@ -5,8 +5,8 @@
   right one, so that few tokens waste nothing. A product with few columns is split over K.
   A program asks for its first weights before the activations are there, while the kernel that makes them still runs.
 - Many tokens are bound by reading them again for each tile of columns, so that tiles are large.
-- The tensor cores add up FP8 products with about 14 bits. Sums of 4,096 random values are wrong by 0.13% then, those of
-  12,288 by 0.26%; the rounding of what is multiplied costs 3.7%. So a sum leaves them only where its scale ends.
+- The tensor cores add up FP8 products with about 14 bits. That makes sums of 4,096 random values wrong by 0.13%,
+  and of 12,288 by 0.26%; rounding the factors costs 3.7%. So a sum stays in the tensor cores until its scale changes.
 - Where rows have one scale each, PyTorch multiplies more than `FEW_TOKENS` tokens. It is faster then.
 """
 
@@ -203,8 +203,8 @@ def fp8_product(
 ) -> Tensor:
     """Return x W^T + b as partial sums, (num_splits, num_tokens, num_outputs), rounded to `dtype`.
 
-    x: (num_tokens, depth) e4m3. x_scales: (num_tokens, 1), or of groups: of 128 values, or of equal shares of a row
-    that are multiples of 128. weight: (num_outputs, depth) e4m3, contiguous. weight_scales: of its rows,
+    x: (num_tokens, depth) e4m3. x_scales: (num_tokens, 1), or one for each group: 128 values, or an equal share of
+    a row that is a multiple of 128. weight: (num_outputs, depth) e4m3, contiguous. weight_scales: of its rows,
     (num_outputs,), or of blocks of 128, 2-D. bias: (num_outputs,).
     """
     (num_tokens, row_size), num_outputs = x.shape, len(weight)

@@ -130,11 +130,11 @@ def gated_delta_prefill(
     norm_weight: Tensor,
     eps: float,
 ) -> Tensor:
-    """Compute the tokens of a prefill step, and leave the states as they are after them.
+    """Compute the tokens of a prefill step, and update the states in place.
 
     qkvz: (num_tokens, conv_size + value_size), rows contiguous. ba: (num_tokens, 2 * num_value_heads), likewise. rows:
-    (num_sequences,) int32; -1 is the last place. query_lens: tokens of each sequence, end to end.
-    context_lens: the same with those of earlier steps; a sequence without any ignores what its state was. The others:
+    (num_sequences,) int32, places of states; -1 is the last. query_lens: tokens of each sequence, end to end.
+    context_lens: the same with tokens of earlier steps; a sequence without those ignores its old state. The others:
     see `gated_delta_step`. Returns (num_tokens, value_size).
     """
     num_heads, value_dim = matrices.shape[1], matrices.shape[3]

@@ -2,7 +2,7 @@
 
 A program reads a row in chunks; each of its lanes keeps a maximum, a sum of exponentials relative to it (Milakov and
 Gimelshein 2018), a count and the best id of its own, and they are put together at the end. Each further one of the best
-ids is the best of all that come after the one before, and costs another pass, over a row that lies in the L2 cache.
+ids is the best of those that rank after the previous one. It costs another pass over the row, now in the L2 cache.
 """
 
 import torch

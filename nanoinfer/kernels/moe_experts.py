@@ -288,7 +288,7 @@ class ExpertWeights(NamedTuple):
 
 
 def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """Return what each expert of a token adds to it, (num_experts_per_tok, num_tokens, hidden_size), weighted.
+    """Return the weighted output of each token's experts, (num_experts_per_tok, num_tokens, hidden_size).
 
     hidden: (num_tokens, hidden_size), rows contiguous. expert_ids, weights: from `route`.
     gate_up: (num_experts, 2 * inner_size, hidden_size), gate before up. down: (num_experts, hidden_size, inner_size).

@@ -207,7 +207,7 @@ def route_by_sigmoid(
     scaling_factor: float,
     row_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `route` does, of experts that are scored by themselves. bias: of the order alone."""
+    """Do as `route`, with a sigmoid as the score of each expert. bias: helps to choose experts, not to weigh them."""
     return _route(terms, bias, num_experts_per_tok, norm_topk_prob, row_mask, scaling_factor)
 
 

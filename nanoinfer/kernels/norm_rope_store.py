@@ -165,7 +165,7 @@ def norm_rope_store(
     """Normalise and rotate queries and keys in place, and write keys and values to their slots. Slot -1 is skipped.
 
     qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), rows contiguous; head_dim even. Or (num_splits, ...),
-    the partial sums of a split-K product, which are added up first, in the place of the first of them.
+    partial sums of a split-K product, which are first added up into qkv[0].
     norm_weights: of queries and keys, (head_dim,) each, in the dtype of qkv, or both in float32; None for a model
     without q/k norms.
     positions: (num_tokens,) int. cos_sin_cache: (max_positions, rotary_dim) float32, contiguous; the first rotary_dim
@@ -173,7 +173,7 @@ def norm_rope_store(
     k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous.
     slot_mapping: (num_tokens,) int64, block_id * block_size + offset.
     k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits.
-    interleaved: whether neighbouring dimensions are turned together, and not those of the halves.
+    interleaved: whether RoPE turns pairs of neighbouring dimensions, instead of one from each half.
     Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim), views of qkv.
     """
     _, num_kv_heads, block_size, head_dim = k_cache.shape

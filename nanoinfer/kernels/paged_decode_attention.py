@@ -11,8 +11,8 @@ Decode is bound by the memory bandwidth for reading keys and values, so all prog
   which a second kernel combines in the order of the context.
 - Shared prefixes (Hydragen, Juravsky et al. 2024): rows whose block tables begin alike are a group. A first pass reads
   the shared blocks once for all queries of a group; the second one reads the rest of each row, and adds the first
-  pass's result by its log-sum-exp. Both passes are the same two kernels: what a row is to the second pass, a group is
-  to the first.
+  pass's result by its log-sum-exp. Both passes run the same two kernels: the first pass treats a group as the second
+  treats a row.
 
 Below, `group_size` counts the query heads of a KV head. Every other group is one of rows that share a prefix.
 
@@ -476,9 +476,9 @@ def shared_prefix_attention(
 ) -> PrefixResult:
     """Attend from the rows of each group to the group's shared blocks, which are read once for all of them.
 
-    A group is a run of rows. group_rows: (num_rows,) int32: how many rows the group has that begins with this row, at
-    most `max_group_rows`; 0 where none begins. tiles, row_starts, tile_size: from `plan_decode`, where the first row of
-    a group has its shared blocks, and the others nothing. For the rest, see `paged_decode_attention`.
+    A group is a run of rows. group_rows: (num_rows,) int32: at the first row of each group, how many rows it has, at
+    most `max_group_rows`; 0 at other rows. tiles, row_starts, tile_size: from a `plan_decode` in which the first row
+    of a group has the shared blocks, and other rows have no tokens. For the rest, see `paged_decode_attention`.
     """
     out = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     lse = out.new_empty(out.shape[:2])

@@ -270,8 +270,8 @@ def paged_prefill_attention(
     multiple of 16. k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits.
     tiles: from `plan_prefill`. block_tables: (num_chunks, max_blocks) int32. scale: of the scores. window: how many
     tokens each one attends to, itself included; None for all. sinks: (num_heads,), see `AttentionSpec`. cu_lens:
-    (num_chunks + 1,) int32, where texts begin and end whose tokens attend to all others, or to those of the window on
-    either side; None for causal attention. soft_cap: see `AttentionSpec`.
+    (num_chunks + 1,) int32, where each text begins and ends, for attention to both sides, within the window if there
+    is one; None for causal attention. soft_cap: see `AttentionSpec`.
     """
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape

@@ -118,7 +118,7 @@ def add_rms_norm(
     x: (..., size) like residual, or (num_splits, ..., size), the partial sums of a split-K product, in any dtype. The
     last dimension is contiguous.
     residual: (..., size), in the dtype of the results. weight: (size,) in that dtype, or in float32.
-    sum_weight: the same, of a norm of x by itself before the residual is added; None for no such norm.
+    sum_weight: like weight, for a norm of x alone before the residual is added; None: no such norm.
     other_terms: (num_terms, ..., size), added to x; each is contiguous. out: where the norm is written, contiguous.
     centres: whether the mean of the sum is subtracted before it is normalised.
     """

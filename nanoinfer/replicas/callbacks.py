@@ -9,7 +9,7 @@ from nanoinfer.outputs import RequestChange, StepEvent
 
 
 class ReplicaCallbacks:
-    """Holds the functions, and the events that they are to get. While there are none, replicas send no events."""
+    """Holds the callbacks, and the events that they have yet to get. Without callbacks, replicas send no events."""
 
     def __init__(self) -> None:
         self._arrived: deque[StepEvent] = deque()
@@ -59,7 +59,7 @@ class ReplicaCallbacks:
             yield self._arrived.popleft()
 
     def take_rest(self) -> tuple[list[RequestChange], float]:
-        """Return the changes of no event, and when the last steps were launched, which is not known."""
+        """Return the changes that are in no event yet, and 0.0: when the last steps were launched is not known."""
         changes = [change for each in self._changes.values() for change in each]
         self._changes.clear()
         return sorted(changes, key=lambda change: change.time), 0.0

@@ -1,12 +1,13 @@
 """Decides which replica gets which request, and when: the queue in front of all of them.
 
-Each request waits for the replica that had least to do when it came, which is given requests as it runs short. Higher
-priorities go first, then what was queued earlier, then what takes longest: short requests fill the gaps at the end.
+Each request waits for the replica that has the least to do when the request comes. A replica that runs short gets more
+of its requests: higher priorities first, then those queued earlier, then the longest, so that short ones fill the gaps
+at the end.
 
-Requests that begin alike stay on one replica, which computes what they share once. Where they are more than
-1 / (2 * num_replicas) of the work in the queue, they are cut into parts of that size; neighbours in the order of their
-token ids stay together, so that the parts share more than their beginning. A replica that has free rows, and nothing
-that waits for it, takes a group of another one that has more than twice as much left, or half of one that it has begun.
+Requests that begin alike stay on one replica, which computes what they share once. If they are more than
+1 / (2 * num_replicas) of the work in the queue, they are sorted by their token ids and cut into parts of that size, so
+that the requests of a part share more than their beginning. A replica with free rows and no waiting requests takes a
+group from the replica with the most work, if that has more than twice as much; or half of the group that it has begun.
 """
 
 import heapq
@@ -19,7 +20,7 @@ from nanoinfer.text.prompts import PreparedRequest
 
 PREFIX_TOKENS = 64  # prompts that are equal so far begin alike
 PROMPT_SHARE = 1 / 16  # the work of a prompt's token, in that of a generated one
-MIN_MARGIN = 8  # requests that a replica has waiting, at least; else a quarter of its rows
+MIN_MARGIN = 8  # sequences that a replica is given beyond its rows, at least; or a quarter of its rows
 FEW_TOKENS = 8  # an answer of so many leaves its row soon
 MAX_HOMES = 65536  # prefixes whose replica is remembered
 
@@ -37,7 +38,7 @@ class QueuedRequest:
 
     @property
     def num_seqs(self) -> float:
-        """How many sequences it counts as. One that is pooled, or generates little, leaves its row soon: it is half."""
+        """How many sequences it counts as: half its samples if it is pooled or short, and so leaves its row soon."""
         states, params = self.prepared.prompt_states, self.prepared.sampling_params
         is_short = params.max_tokens is not None and params.max_tokens <= FEW_TOKENS
         return params.n * 0.5 if is_short or (states is not None and states.pools) else params.n
@@ -53,7 +54,7 @@ class QueuedRequest:
 
     @property
     def prefix(self) -> bytes | None:
-        """What prompts have in common that begin alike; None for a prompt that is too short."""
+        """The first PREFIX_TOKENS token ids, which prompts that begin alike share; None for a prompt without more."""
         if len(self.prepared.token_ids) <= PREFIX_TOKENS:
             return None
         return self.prompt[: 4 * PREFIX_TOKENS]
@@ -168,7 +169,7 @@ class Dispatcher:
         self._homes = {prefix: home for prefix, home in self._homes.items() if home != replica}
 
     def take(self) -> tuple[int, QueuedRequest] | None:
-        """Choose a replica that runs short and the request that it gets next; None where none waits or has room."""
+        """Choose a replica with room and its next request; None if no replica has room, or no request waits."""
         self._arrange()
         candidates = [replica for replica in self._alive if self._has_room(replica)] if self._waiting else []
         while candidates:
@@ -218,7 +219,7 @@ class Dispatcher:
         return group
 
     def _steal(self, replica: int) -> Group | None:
-        """Take from the replica that has most to do, if that is more than twice of what is left here."""
+        """Take a group, or half of one, from the replica with the most work, if that is more than twice this one's."""
         left = {other: self._work_left(other) for other in self._alive if other != replica}
         victim = max(left, key=lambda other: left[other] + self.work[other], default=None)
         if victim is None or left[victim] + self.work[victim] <= 2 * self.work[replica]:
@@ -267,7 +268,7 @@ class Dispatcher:
         self._round += 1
 
     def _spread(self, requests: list[QueuedRequest], loads: dict[int, float]) -> None:
-        """Give each replica a group of these: each request, the longest first, goes where the least is to be done."""
+        """Make one group for each replica: the longest request goes first, each to the replica with the least work."""
         groups: dict[int, list[QueuedRequest]] = {replica: [] for replica in loads}
         for request in sorted(requests, key=lambda request: -request.work):
             replica = min(loads, key=loads.__getitem__)
@@ -290,7 +291,7 @@ class Dispatcher:
 
 
 def _cut(requests: list[QueuedRequest], largest: float) -> list[list[QueuedRequest]]:
-    """Cut requests that begin alike into parts of at most so much work each, or of one request."""
+    """Cut requests that begin alike into parts of about equal work, about `largest` at most, or of one request."""
     total = sum(request.work for request in requests)
     if total <= largest or len(requests) == 1:
         return [requests]

@@ -96,7 +96,7 @@ class Ready(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The end of a Call: why it failed, if it did, and why no step can run from now on, if none can."""
+    """Answers a Call. error: what it raised, or None. unready: why no step can run from now on, or None if one can."""
 
     error: Exception | None
     unready: str | None
@@ -131,7 +131,7 @@ class PackedLogprobs(NamedTuple):
     """Log-probabilities at several places; at each, those of some tokens."""
 
     counts: NDArray[np.int32]  # (num_places,) how many tokens each place has; 0 where nothing is known
-    token_ids: NDArray[np.int32]  # of all places, one after the other; likewise what follows
+    token_ids: NDArray[np.int32]  # of all places, one after the other; the next three fields likewise
     ranks: NDArray[np.int32]
     logprobs: NDArray[np.float64]
     texts: list[str | None]
@@ -145,7 +145,7 @@ class Outputs(NamedTuple):
     samples: NDArray[np.int32]  # (num_samples, 2), of all requests: number of tokens, index in REASONS
     token_ids: NDArray[np.int32]  # of all samples, one after the other
     texts: list[str]  # of each sample
-    others: dict[int, tuple[Any, ...]]  # of samples that have any: stop_reason, logprobs, their sum, error and routing
+    others: dict[int, tuple[Any, ...]]  # by sample, if it has any: stop_reason, logprobs, their sum, error and routing
     prompt_logprobs: dict[int, Any]  # of requests that asked, by their line: packed, or as arrays
     states: dict[int, Any]  # of requests that want hidden states or are pooled, by their line: PackedStates
 
@@ -196,9 +196,9 @@ def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool],
 
 
 def distinct_params(all_params: Sequence[SamplingParams]) -> tuple[list[SamplingParams], list[int]]:
-    """Return the different ones, and for each the index of its own there.
+    """Return the distinct parameters, and for each of `all_params` its index among them.
 
-    Those with fields that are not hashed are told apart as objects alone.
+    Parameters with fields that cannot be hashed are compared by identity only.
     """
     distinct: list[SamplingParams] = []
     places: dict[Any, int] = {}  # by object, and by value
@@ -219,10 +219,10 @@ def distinct_params(all_params: Sequence[SamplingParams]) -> tuple[list[Sampling
 
 
 def common_prefixes(prompts: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
-    """Return what several prompts begin with, after b"", and for each prompt the index of its prefix there.
+    """Return b"" and the prefixes that several prompts share, and for each prompt the index of its prefix in this list.
 
-    Those that are equal for PREFIX_TOKENS have one. The first and the last of them in sorted order have no more in
-    common than all have.
+    Prompts whose first PREFIX_TOKENS tokens are equal share a prefix. It is what the first and the last of them in
+    sorted order have in common, since all of them begin with that.
     """
     alike: dict[bytes, list[bytes]] = {}
     for prompt in prompts:
@@ -248,7 +248,7 @@ class ReceivedRequest(NamedTuple):
 def unpack_requests(message: Requests, to_output: Callable[..., Any]) -> list[ReceivedRequest]:
     """Return the requests; those whose sampling parameters cannot be read here have an error.
 
-    to_output: of prompts' states.
+    to_output: what the requests' PromptStates get as `to_output`.
     """
     for states in message.states.values():
         states.to_output = to_output
@@ -314,9 +314,9 @@ def pack_outputs(outputs: Sequence[RequestOutput]) -> Outputs:
 def unpack_outputs(
     message: Outputs, requests: Sequence[QueuedRequest | None], waited: list[float]
 ) -> list[RequestOutput | None]:
-    """Return the outputs of these requests, which are those of the message; None for None.
+    """Return the outputs in a message; None for each request that is None.
 
-    waited: seconds that each waited before it was sent.
+    requests: those of the message, in its order. waited: seconds that each waited in the parent before it was sent.
     """
     ids, lines = message.token_ids.tolist(), zip(message.samples.tolist(), message.texts, strict=True)
     found: list[RequestOutput | None] = []
@@ -356,7 +356,7 @@ def unpack_outputs(
 
 
 def with_states(output: RequestOutput, states: PromptStates, packed: Any) -> Any:
-    """Return what the user gets of an output and the hidden states that came with it."""
+    """Return what the user gets: an output together with the hidden states that came with it."""
     from nanoinfer.replicas.states import unpack_states  # PyTorch, without which `nanoinfer bench host` does
 
     return states.to_output(output, replace(states, found=unpack_states(packed)))
@@ -375,7 +375,7 @@ def pack_chunks(chunks: Sequence[StreamChunk]) -> Chunks:
 
 
 def unpack_chunks(message: Chunks, index_of: dict[int, int]) -> list[StreamChunk]:
-    """Return the chunks of the requests in `index_of`, which says what place in its stream each request has."""
+    """Return the chunks of the requests in `index_of`, which maps each one's id to its prompt's index in the stream."""
     chunks, end = [], 0
     token_ids = message.token_ids.tolist()
     for line, ((request_id, sample, count, reason), text) in enumerate(

@@ -1,7 +1,7 @@
 """A replica: an engine in a process of its own, that runs what the parent sends and sends back what finishes.
 
-Two threads read the pipe, and compile the grammars of what comes while steps run. Between two steps the main thread
-takes what they have. It never waits for the parent while it has something to run.
+While steps run, one thread reads the pipe, and another compiles the grammars of requests that come. Between two steps
+the main thread takes what they have ready. It waits for the parent only when it has nothing to run.
 """
 
 import logging
@@ -191,7 +191,7 @@ class Replica:
             requests[index].error = error
 
     def _serve(self, wait: bool) -> bool:
-        """Do what was asked for; False at the end. wait: for something to come."""
+        """Do what the received messages ask for; return False at the end. wait: whether to wait for a message."""
         while True:
             try:
                 message = self._received.get(wait)

@@ -47,8 +47,8 @@ logger = logging.getLogger("nanoinfer")
 
 SHORT_TURN_SECONDS = 0.001  # while a call prepares requests that replicas may lack
 MAX_MESSAGES = 64  # that are taken from a replica at a time, so that none waits for another one
-# A replica with work that is silent for so long hangs: others are heard of after each step. One of several ranks
-# notices it after 300 s itself, and names the rank.
+# A replica that has work and sends nothing for so long hangs: a working one reports after a step. A replica of several
+# ranks notices after 300 s itself that one hangs, and names the rank.
 MAX_STEP_SECONDS = {"cuda": 330.0, "cpu": 1800.0}
 CHECK_SECONDS = 1.0  # how often that is looked at
 
@@ -90,14 +90,14 @@ class Unfinished:
     index: int  # of its prompt in the stream
     arrived: float = field(default_factory=time.perf_counter)
     sent: float = 0.0
-    streamed: dict[int, bool] = field(default_factory=dict)  # samples that the stream has chunks of: whether all
+    streamed: dict[int, bool] = field(default_factory=dict)  # sample -> whether the stream has its last chunk
 
 
 @dataclass(slots=True)
 class ReplicaMetrics(EngineMetrics):
     """Sums the work of all replicas, and has each one's in `replicas`.
 
-    The seconds are a replica's on average: they run side by side, so that tokens by seconds are those of all.
+    Seconds are the average of the replicas: they run side by side, so tokens divided by seconds are the speed of all.
     """
 
     replicas: list[EngineMetrics] = field(default_factory=list)
@@ -114,7 +114,7 @@ def sum_metrics(replicas: list[EngineMetrics]) -> ReplicaMetrics:
 class ReplicatedEngine:
     """Does what an LLMEngine does, on several of them.
 
-    replicas: their processes, which have loaded the model. ring: brings new weights to them. device_type: theirs,
+    replicas: processes that have loaded the model. ring: brings new weights to them. device_type: what they run on,
     "cuda" or "cpu".
     """
 
@@ -167,7 +167,7 @@ class ReplicatedEngine:
         self._marked.extend((action, request_id) for action in self.reserved_ids.queue(request_id))
 
     def step(self) -> None:
-        """Give replicas what they lack, and hand over what has come of them; wait a moment for it if nothing has."""
+        """Send requests to replicas that run short, and hand over what has come back; wait a moment if nothing has."""
         self.check_open()
         with self.guard, self.whole_messages():
             self._listen()
@@ -200,10 +200,10 @@ class ReplicatedEngine:
                 self._marked.append((action, request_id))
 
     def is_finished(self) -> bool:
-        return not (self.reserved_ids or self._requests)  # in this order, in which another thread queues
+        return not (self.reserved_ids or self._requests)  # a request enters the second before it leaves the first
 
     def num_only_paused(self) -> int:
-        """Return how many requests are paused, if none but these are left; else 0."""
+        """Return how many requests are paused if no others are left, else 0."""
         is_only = len(self._paused) == len(self._requests) and not self.reserved_ids
         return len(self._paused) if is_only else 0
 
@@ -266,7 +266,7 @@ class ReplicatedEngine:
         self._finalizer()
 
     def settle(self) -> int:
-        """Hand over what was aborted; return how many requests are unfinished even then."""
+        """Wait for the outputs of aborted requests; return how many requests are still unfinished."""
         self._act_on_marked()
         while self._aborting:
             self.receive(TURN_SECONDS)
@@ -275,7 +275,7 @@ class ReplicatedEngine:
         return len(self._requests) + len(self.reserved_ids)
 
     def receive(self, seconds: float, replicas: list[ReplicaHandle] | None = None) -> None:
-        """Take in what replicas have sent, and wait at most so long if there is nothing."""
+        """Take in what replicas have sent; if there is nothing, wait for it at most `seconds`."""
         connections = {replica.connection: replica for replica in replicas or self.alive()}
         for connection in wait([*connections], seconds if replicas or self._requests else 0.0):
             replica = connections[connection]  # type: ignore[index]
