@@ -133,7 +133,7 @@ def a_file(text: str) -> Path:
 
 
 def what_answers_depend_on(config: EngineConfig) -> list[str]:
-    """Return the values of these options; of those that came later, only what is given, so that older jobs go on."""
+    """Return the options that answers depend on; newer ones only if given, so that jobs of older versions go on."""
     tokenizer = config.tokenizer and Path(config.tokenizer)
     later = {"revision": config.revision, "tokenizer": tokenizer, "hf_overrides": config.hf_overrides}
     later["quantization"] = config.quantization

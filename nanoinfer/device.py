@@ -181,7 +181,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def why_not_plain(tensor: Tensor) -> str | None:
-    """Return why a user's tensor is not one whose values can be copied to a plain tensor; None if it is.
+    """Return why the values of a user's tensor cannot be copied to a plain tensor; None if they can.
 
     The text follows "it ", as in "it is sparse". The shape is not looked at: some of these have none.
     """

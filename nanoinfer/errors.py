@@ -56,9 +56,9 @@ class WorkerError(NanoinferError, RuntimeError):
 
 
 NOT_SUPPORTED = "nanoinfer does not support it"
-# Of an option that nanoinfer does not have: the values that say what it does anyway, and why there are no others.
+# For an option that nanoinfer does not have: the values that ask for what it does anyway, and why it takes no others.
 Foreign = tuple[tuple[Any, ...], str]
-# Names that other libraries use: our name for the same thing, what is accepted, or None for nothing.
+# For each name that other libraries use: our name for the same thing, the values accepted, or None if there are none.
 Foreigners = Mapping[str, str | Foreign | None]
 
 

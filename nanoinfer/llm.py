@@ -65,7 +65,7 @@ class LLM:
     Calls from several threads are served together; their steps take turns.
     Raises TypeError for an unknown option, ConfigError for a value out of range, ModelError for a model that cannot
     be used. Any call raises WorkerError where a process of a tensor-parallel engine has ended; that closes the engine.
-    Replicas (data_parallel_size) go on without one that has ended, and raise it when the last one has.
+    With data_parallel_size, the other replicas go on when one has ended; WorkerError comes when the last one has.
     """
 
     def __init__(self, model: str | Path, **options: "Unpack[EngineOptions]") -> None:
@@ -138,10 +138,10 @@ class LLM:
         higher runs first, equal ones first come first served, and lower ones give way first when memory is short.
         on_finish: called with each output as its request finishes, once all prompts are checked; what it raises ends
         the call. tokenization_kwargs: {"truncate_prompt_tokens": n} keeps the last n tokens of a prompt, -1 as many as
-        fit; {"add_special_tokens": False} adds none. Raises RequestError for prompts that cannot be served, or
-        sampling_params of theirs. Steps begin when the first few hundred prompts are checked; if the call fails later,
-        nothing of it is left behind. on_error: with "return" these come back in their places, with finish_reason
-        "error" and the reason in `outputs[0].error`, and the rest is answered.
+        fit; {"add_special_tokens": False} adds none. Raises RequestError for prompts or sampling_params that cannot be
+        served. Steps begin when the first few hundred prompts are checked; if the call fails later, nothing of it is
+        left behind. on_error: with "return", prompts that cannot be served come back in their places, with
+        finish_reason "error" and the reason in `outputs[0].error`, and the rest is answered.
 
         hidden_states: layers whose hidden states of the prompts are wanted, numbered as in transformers: 0 is the
         embedding, the last is after the final norm, negative ones count from the end. They come as
@@ -244,10 +244,10 @@ class LLM:
         """Return how likely the model finds each completion after its prompt, and whether greedy decoding would say it.
 
         prompts, completions: as in `generate`, as many of both. Two texts are joined before they are tokenized, as the
-        model would read them: the completion's tokens are those of the whole from where it differs from the prompt's
-        own, so that a token across the border is the completion's. Where nothing of the prompt would be left before
-        it, and where either is given as token ids, both are tokenized by themselves. Prompts that begin alike share
-        the computation of what is alike. Raises RequestError for a pair that cannot be served, or is empty, and where
+        model would read them. The completion begins where the tokens of the whole differ from those of the prompt
+        alone, so a token across the border belongs to the completion. If that leaves no token for the prompt, or if
+        either is given as token ids, each is tokenized by itself. Prompts that begin alike share the computation of
+        what is alike. Raises RequestError for a pair that cannot be served, or has an empty part, and where
         `logprobs_mode` is one of logits.
         """
         self.queue.check_open()
@@ -271,10 +271,10 @@ class LLM:
         """Return the embedding of one text or many: `output.outputs.embedding`, an array (size,) of float32.
 
         prompts: as in `generate`. They are pooled and normalised as the files of sentence-transformers in the model's
-        folder say; without these by the last token of a decoder, and the mean of an encoder's, normalised.
-        pooling_params: for all, or a list with one for each. prompt_name: which of the prompts of
-        config_sentence_transformers.json texts begin with; None for its default, if it has one. tokenization_kwargs:
-        {"truncate_prompt_tokens": n} has the tokenizer cut texts of more tokens, -1 those that are too long.
+        folder say. Without these files, a decoder's last token or the mean of an encoder's tokens is taken, normalised.
+        pooling_params: for all, or a list with one for each. prompt_name: the prompt in
+        config_sentence_transformers.json that texts begin with; None for its default, if it has one.
+        tokenization_kwargs: {"truncate_prompt_tokens": n} has the tokenizer cut texts to n tokens, -1 to what fits.
         hidden_states and its like: as in `generate`. Raises RequestError for texts that cannot be served, and where the
         model is a classifier.
         """
@@ -407,9 +407,9 @@ class LLM:
         """Copy new weights into the model in place, on all ranks, and forget every cached prefix.
 
         named_tensors: a dict or an iterable of the checkpoint's names and whole tensors, on any device; all or some.
-        Raises ModelError, with close names, for one that does not fit, and for what is no pair: nothing of a dict is
-        copied then; what came before it in an iterable stays. Raises EngineStateError while requests are unfinished, or
-        the weights sleep.
+        Raises ModelError, with close names, for a tensor that does not fit, and for what is no pair. Nothing of a dict
+        is copied then; of an iterable, the tensors before it stay. Raises EngineStateError while requests are
+        unfinished, or the weights sleep.
         """
         self._control.update_weights(named_tensors)
 

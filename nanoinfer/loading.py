@@ -97,7 +97,7 @@ class Loaded(NamedTuple):
     start_trace: Callable[[str, str], Callable[[], object]]  # (path, title) -> what writes the page
     max_model_len: int  # tokens of a prompt and its completion together
     info: RunnerInfo
-    seconds: dict[str, float]  # what the parts of loading took; the tokenizer's is what was left to wait for
+    seconds: dict[str, float]  # of each part of loading; for the tokenizer, how long the rest waited for it
     text_steps: TextSteps | None = None  # of an engine in this process
 
 

@@ -157,8 +157,8 @@ class EngineMetrics:
     values came from the prefix cache; prefix_hit_rate: their share. num_generated_tokens: tokens out. prefill_tokens:
     prompt tokens computed. decode_tokens: tokens generated in decode steps; a request's first comes out of its prefill.
     num_preemptions: how often a request had to give its blocks up. num_snapshots: recurrent states that are kept for
-    prefix hits, of models that have any. Seconds are those of the steps, from launch to
-    collection, without overlap.
+    prefix hits, of models that have any. prefill_seconds, decode_seconds: of the steps, from launch to collection;
+    where steps overlap, the time counts once.
     """
 
     num_prompt_tokens: int = 0
@@ -198,11 +198,11 @@ class EngineMetrics:
 class RequestChange(NamedTuple):
     """Says what happened to one sample of a request.
 
-    `what` is one of these; `num_tokens` says of it
+    `what` is one of these, each with the meaning of `num_tokens`:
 
         "arrived"    it was queued: the tokens of its prompt
-        "admitted"   it got its blocks: the tokens that the prefix cache had of them
-        "chunk"      the step computes a part of its prompt: the tokens of that
+        "admitted"   it got its blocks: the tokens that came from the prefix cache
+        "chunk"      the step computes a part of its prompt: the tokens of that part
         "preempted"  it gave its blocks up: the tokens to be computed again
         "paused"     the tokens whose keys and values it keeps for now
         "resumed"    the tokens of which it still has keys and values; 0: it waits to be admitted
@@ -232,10 +232,10 @@ class StepEvent:
     ended: float  # when the host had made texts and outputs of these
     gpu_seconds: float | None  # from its first work on the GPU (rank 0's) to its last; None without a GPU
     num_prefill_tokens: int  # prompt tokens computed, those of preempted sequences again included
-    num_decode_tokens: int  # sequences that got their next token from the last one; 0 in a step with prefill
-    num_running: int  # sequences that hold a row and run, as this step was scheduled; likewise all that follow
+    num_decode_tokens: int  # sequences that decode a token; 0 in a prefill step
+    num_running: int  # sequences that hold a row and run, as this step was scheduled; so are the counts below
     num_waiting: int  # sequences in the queue
-    num_preempted: int  # those among them that ran, and gave their blocks up
+    num_preempted: int  # sequences in the queue that ran before, and gave their blocks up
     num_paused: int  # sequences that compute nothing until they are resumed
     num_used_blocks: int  # blocks of the KV cache that sequences hold
     num_cached_blocks: int  # blocks, in use or free, that the prefix cache would find
@@ -265,8 +265,8 @@ class RequestOutput:
     num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
     outputs: the completions; `text`, `token_ids`, `finish_reason` and `error` are those of the first.
     metrics: how long it took.
-    prompt_logprobs: for each prompt token, where SamplingParams ask for them; None for the first, which nothing is
-        known to come before.
+    prompt_logprobs: for each prompt token, where SamplingParams ask for them; None for the first, because no token
+        comes before it.
     hidden_states: of the prompt, where they are asked for: by layer, a tensor (num_prompt_tokens, hidden_size) on the
         CPU, or of its last token alone.
 
@@ -379,8 +379,8 @@ class Score:
     """Says how likely a model finds a completion of a prompt.
 
     token_ids: the completion's. logprobs: of each of them, given all before it. total: their sum, the log-likelihood
-    of the whole. is_greedy: whether greedy decoding of the prompt would have said just this. What was aborted, or where
-    the model's logits are NaN, has NaN in logprobs and total, and is not greedy.
+    of the whole. is_greedy: whether greedy decoding of the prompt would have said just this. If the request was aborted
+    or the model's logits are NaN, logprobs and total have NaN, and is_greedy is False.
     """
 
     token_ids: list[int]

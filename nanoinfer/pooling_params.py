@@ -11,8 +11,8 @@ class PoolingParams:
     """Says what becomes of a text's pooled vector or scores. Raises RequestError for a value out of range.
 
     dimensions: to how many values an embedding is cut, before it is normalised; None for all.
-    use_activation: whether embeddings are normalised, and logits become probabilities; None for what the model's folder
-        says, and for rewards as they are.
+    use_activation: whether embeddings are normalised, and logits become probabilities; None does what the model's
+        folder says, but leaves rewards as they are.
     """
 
     dimensions: int | None = None

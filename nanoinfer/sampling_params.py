@@ -68,9 +68,10 @@ class SamplingParams:
     min_p: draw from the tokens with this share of the likeliest one's probability, or more; 0 is all of them.
     seed: of the request's random numbers; the same request with the same seed draws the same tokens, alone or in any
         batch, where the logits are the same to the bit. None, or -1, is a seed of its own for each request.
-    min_tokens: tokens to generate before a stop token can be drawn, one that is ignored included, or a stop string ends
-        the text.
-    presence_penalty: taken off the logit of each token generated before; frequency_penalty: once for each time.
+    min_tokens: tokens to generate before a stop token can be drawn, even one that ignore_eos ignores, or a stop string
+        ends the text.
+    presence_penalty: taken off the logit of each token generated before; frequency_penalty: taken off once for each
+        time that the token was generated.
     repetition_penalty: logits of tokens in the prompt or generated before are divided by it where they are positive,
         and multiplied where they are negative; 1 is none.
     logprobs: for each generated token, its log-probability and those of this many of the likeliest tokens, of the
@@ -78,7 +79,7 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens, always of the model's own distribution.
     logprob_token_ids: for each generated token, its log-probability and those of these tokens, at most 128, in place of
         the likeliest; if `logprobs` is given too, it must be their number. Kept as a tuple.
-    routed_experts_prompt_start: of an LLM that returns them, from which token of the prompt on.
+    routed_experts_prompt_start: the first prompt token of `routed_experts`, if the LLM returns them.
     flat_logprobs: return log-probabilities as FlatLogprobs, in arrays and not in dicts.
     spaces_between_special_tokens: keep the spaces that the tokenizer writes between special tokens side by side, where
         the text has these. Tokenizers of most models write none.

@@ -161,11 +161,11 @@ class MaskChanges(NamedTuple):
 class Plan:
     """What one request asks for, checked and compiled.
 
-    stop_ids: the model's and the request's own.
-    within: what changes where the text may not end: own stop tokens that are text would end it early.
-    at_early_end: what changes where it may end, before it has min_tokens tokens.
-    at_end: what changes where it may end, from then on: ignore_eos removes the model's stop tokens.
-    What is removed may come even so where nothing else is left.
+    stop_ids: the model's stop tokens and the request's own.
+    within: changes to the grammar's mask where the text may not end: own stop tokens that are text would end it early.
+    at_early_end: changes where the text may end, but has fewer than min_tokens tokens.
+    at_end: changes where it may end and has enough tokens: ignore_eos removes the model's stop tokens.
+    Where the text may end and nothing else is left, all stop tokens are allowed, removed ones too.
     """
 
     grammar: Grammar | None
@@ -256,9 +256,9 @@ class SampleConstraint:
 
 
 def _place_stop_tokens(constraints: list[SampleConstraint], masks: Bits, sets: dict[int, Bits]) -> None:
-    """Say in what the grammars allow where stop tokens may come; find out where no token is left.
+    """Add stop tokens to the grammars' masks, or remove them; find out where no token is left.
 
-    masks: (num_constraints, num_words). sets: by row of these, what the token set leaves, if there is one.
+    masks: (num_constraints, num_words). sets: by row of `masks`, the mask of that row's token set, if there is one.
     """
     changes: dict[MaskChanges, list[int]] = {}  # the rows of each; usually there are one or two
     for row, constraint in enumerate(constraints):

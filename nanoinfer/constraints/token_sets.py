@@ -61,8 +61,8 @@ class TokenSet:
     """What allowed_token_ids and bad_words leave of the vocabulary.
 
     always: what they leave wherever the text is.
-    endings: by token, the ends of words that may be near: (the word's tokens before its last, that one being their
-        newest; the last token, forbidden there).
+    endings: bad words of several tokens, by their last token but one: (all tokens but the last; the last token, which
+        is forbidden after these).
     """
 
     always: Bits

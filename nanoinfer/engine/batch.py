@@ -12,8 +12,8 @@ from nanoinfer.engine.sequence import Sequence
 class PrefillChunk(NamedTuple):
     """Tokens [start, start + length) of one sequence, to be computed in this step.
 
-    samples: whether the step samples a token after this chunk. It does not where the chunk ends before the last known
-    token, as the step's token budget or a recurrent state that is kept asks for, or where the sequence only pools.
+    samples: whether the step samples a token after this chunk. It does not if the sequence only pools, or if the chunk
+    ends before the last known token: because of the token budget, or to keep a recurrent state there.
     """
 
     seq: Sequence

@@ -50,7 +50,7 @@ class SampledStep(Protocol):
 
     @property
     def errors(self) -> abc.Mapping[int, str]:
-        """Why a user's function failed, by the index of the token that there is none of."""
+        """Why a user's function failed, by the batch_idx of the token that could not be drawn."""
 
     @property
     def logprobs(self) -> abc.Sequence[Any]:

@@ -46,9 +46,9 @@ class _PostponingHandler:
 
 
 class StepGuard:
-    """Refuses calls to an engine from within its own step; it is entered for the scope that no call may change.
+    """Refuses calls to an engine from within its own step; it is entered for the length of a step.
 
-    Logits processors run there. Other threads are not refused: they wait for their turn.
+    Logits processors run within a step, and could make such calls. Calls from other threads wait for their turn.
     """
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ class LLMEngine:
     """Holds the requests and drives scheduler and runner. Most users want `LLM`, which wraps it.
 
     runner: runs the steps. tokenizer: makes text of tokens; None where the model has none. stop_token_ids: the model's
-    own, which end a completion. constraints: compiled the plans of those requests that have one.
+    own, which end a completion. constraints: makes the token masks of steps; it also compiled the requests' plans.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class LLMEngine:
             launched = launch and self._launch()
             self._collect_until(max_in_flight=1 if launched and self.config.overlap else 0)
             if self.scheduler.is_finished():
-                self._collect_until(max_in_flight=0)  # it was launched before a stop was known, and nobody waits for it
+                self._collect_until(max_in_flight=0)  # launched before a stop was known: nobody needs its tokens
             try:
                 if launch and self._launches_early and not self._in_flight:
                     self._launch()  # rows are free now: the device computes while outputs are made
@@ -187,7 +187,7 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Return whether every request has finished and was handed over."""
-        return not (self.reserved_ids or self._requests)  # in this order, in which another thread queues
+        return not (self.reserved_ids or self._requests)  # in this order: while a request is queued, it is in both
 
     def num_only_paused(self) -> int:
         """Return how many requests are paused, if none but these are left; else 0."""

@@ -57,10 +57,10 @@ class DecodeRecord(NamedTuple):
 
 
 class PacketSections(NamedTuple):
-    """What follows the header, with the type of the records of each section.
+    """The sections after the header, each with the type of its records.
 
-    Holds a value for each section: its records, how many there are, or their dtype. Of a packet that was split, the
-    records are views (num_records, num_columns) int32, of an array or of a tensor on the device; (0, 1) if it has none.
+    Holds one value for each section: its records, their number, or their dtype. After `split_packet` the records are
+    int32 views (num_records, num_columns) of an array, or of a tensor on the device; (0, 1) for an empty section.
     """
 
     row_records: Annotated[Any, RowRecord]

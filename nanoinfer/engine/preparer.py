@@ -77,9 +77,9 @@ class Preparer:
     ) -> Portions:
         """Check what a user can get wrong, and prepare the requests of a call: the first portion, or all at once.
 
-        render: makes prompts of what was given. at_once: whether all are checked before any is queued; so are those
-        with priorities, and with grammars and the like, which are compiled side by side. The other arguments are those
-        of `LLM.generate`, and so are the errors.
+        render: makes prompts of what was given. at_once: whether all are checked before any is queued; calls with
+        priorities always are, and so are calls with grammars and the like, which are compiled in parallel. The other
+        arguments, and the errors, are those of `LLM.generate`.
         """
         check_on_error(on_error)
         self._engine.check_open()

@@ -5,7 +5,7 @@ A sample of a request ends for one of these reasons:
     "stop"    its newest token is a stop token, or completes what its grammar asks for (`stopping.py`), or a stop string
               is complete (`Completion.advance`)
     "length"  it has max_tokens, or the sequence has max_model_len tokens (`stopping.py`)
-    "error"   its logits were NaN or infinite, or no token was allowed (`stopping.py`)
+    "error"   its logits were NaN or infinite, no token was allowed, or a logits processor failed (`stopping.py`)
     "abort"   the user aborted the request (`LLM.abort`)
 """
 
@@ -35,7 +35,7 @@ class Completion:
     logprobs: list[TokenLogprobs] | FlatLogprobs = field(default_factory=list)  # where they are asked for
     output: CompletionOutput | None = None  # once it has finished
     begun: float | None = None  # when its first step was launched (perf_counter)
-    first_token: float | None = None  # when that was collected
+    first_token: float | None = None  # when its first token was collected
     routed_experts: Any = None  # the runner's, where they are asked for
     _text: CompletionText | None = None
 

@@ -28,8 +28,8 @@ from nanoinfer.text.prompts import PreparedRequest
 
 logger = logging.getLogger("nanoinfer")
 
-TURN_SECONDS = 0.01  # so long a thread waits for its turn; another's step serves its requests too
-PATIENCE_SECONDS = 1.0  # after so long without anything to run, the log says why
+TURN_SECONDS = 0.01  # how long a thread waits for its turn; another thread's step serves its requests too
+PATIENCE_SECONDS = 1.0  # after so long with only paused requests, the log says so
 
 
 class Inbox:
@@ -102,10 +102,10 @@ class RequestQueue:
     def add_requests(
         self, requests: Sequence[PreparedRequest], inbox: Inbox, request_ids: Sequence[int] | None = None
     ) -> list[int]:
-        """Queue requests, whose outputs steps put into the inbox, and return their ids, reserved ones or new ones.
+        """Queue requests whose outputs go to the inbox, and return their ids: the given `request_ids`, or new ones.
 
-        Chunks of a stream have the request's place in the list as `index`. An interrupted call may have queued them all
-        the same: `drop` them. Those added to an abandoned inbox are aborted.
+        Chunks of a stream have the request's place in the list as `index`. An interrupted call may have queued requests
+        all the same: `drop` the inbox then. Requests that are added to an abandoned inbox are aborted.
         """
         reserved = self._engine.reserved_ids
         with self.lock, postponed_interrupt():
@@ -141,7 +141,7 @@ class RequestQueue:
         return outputs
 
     def drop(self, *inboxes: Inbox) -> None:
-        """Forget at once what is unfinished, and free what it holds; nothing more comes of it."""
+        """Abort the unfinished requests of these inboxes at once, and free what they hold; they get no outputs."""
         if any(not inbox.is_complete for inbox in inboxes):
             with self.lock, postponed_interrupt():
                 self._engine.abort({request_id for inbox in inboxes for request_id in inbox.unfinished_ids()})
@@ -149,8 +149,8 @@ class RequestQueue:
     def abandon(self, inbox: Inbox) -> None:
         """Have the next step abort what is unfinished, and what is still being added.
 
-        This is safe at any moment, such as where the garbage collector closes a stream. What is aborted counts as
-        unfinished no longer: a call that needs an idle engine hands it over itself.
+        This is safe at any moment, such as where the garbage collector closes a stream. A call that needs an idle
+        engine may come before that step: it has these requests aborted itself.
         """
         inbox.is_abandoned = True  # first: `add_requests` looks at it after it has queued
         self._engine.act_later(Action.ABORT, inbox.unfinished_ids())

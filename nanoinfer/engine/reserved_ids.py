@@ -42,7 +42,7 @@ class ReservedIds:
         return self._deferred.pop(request_id, [])
 
     def defer(self, action: Action, request_id: int) -> bool:
-        """Remember an action; False if the request is not one that is yet to be queued. Safe at any moment."""
+        """Remember an action on a request that is yet to be queued; False for any other. Safe at any moment."""
         deferred = self._deferred.get(request_id)
         if deferred is None:
             return False

@@ -1,9 +1,9 @@
 """What a request asks of the sampler beyond temperature and seed, each option declared once.
 
-A packet has a `SamplingRecord` for each admitted sequence that asks for anything, and the ragged options follow it. To
-add an option that is a number: a field of SamplingParams, a field of the same name here, with the value that asks for
-nothing as its default, and a logits processor that names it in `reads`. One that is a list is named in LISTS, and has a
-section of `PacketSections`, a function here that says what stands in it, and a count in the record.
+A packet has a `SamplingRecord` for each admitted sequence that asks for anything, and the ragged options follow it. An
+option that is a number needs a field of SamplingParams, a field of the same name here, whose default asks for nothing,
+and a logits processor that names it in `reads`. An option that is a list needs a name in LISTS, a section of
+`PacketSections`, a function here that returns the contents of that section, and a count in the record.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -48,7 +48,7 @@ class TokenBias(NamedTuple):
     bias: float
 
 
-# Options that are lists. Those of stop tokens are none of these: the device reads them under `min_tokens` alone.
+# Options that are lists. Stop token ids are not among them: the device needs them only with `min_tokens`.
 LISTS = ("logit_bias", "logprob_token_ids")
 NEUTRAL: Mapping[str, Any] = SamplingRecord._field_defaults
 # How an option follows from the parameters, if it is not their field of that name. Greedy decoding filters nothing.

@@ -9,14 +9,14 @@ Prefill goes first, so that the decode batch is as full as it can be. A sequence
 
     WAITING or RUNNING --pause--> PAUSED --resume--> RUNNING if it still holds its row and blocks, else WAITING
 
-The last step of a sequence is known beforehand, if no stop token comes before. The step after it may have its row for
-another, since steps run in their order, and the sequence is finished when its last step is collected. One that samples
-nothing ends with its prompt, and gives its blocks up as early.
+Unless a stop token comes first, the last step of a sequence is known beforehand. Steps run in order, so the step after
+it may already give the row to another sequence; the sequence is finished when its last step is collected. A sequence
+that samples nothing ends with its prompt, and gives up its blocks just as early.
 
 Preemption frees a sequence's blocks and computes it again later, its generated tokens included (recomputation, as in
-PagedAttention, Kwon et al. 2023). Paused sequences give up theirs first, also for those that wait. The waiting queue is
-ordered by priority, then by arrival. So a preempted sequence is the first to be admitted again among those of its
-priority: it arrived before all that still wait.
+PagedAttention, Kwon et al. 2023). Paused sequences give up their blocks first, also to waiting ones. The waiting queue
+is ordered by priority, then by arrival. So a preempted sequence is the first of its priority to be admitted again: it
+arrived before all that still wait.
 """
 
 import heapq
@@ -122,8 +122,8 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
         """Append the sampled tokens, one for each of `batch.sampled`; return the sequences that finished.
 
-        A stop token is known only when the next step may be under way: what that one samples for a finished sequence
-        is dropped here. Its row and blocks may be given out again all the same, since steps run in their order.
+        When a stop token becomes known, the next step may be under way already: what it samples for the finished
+        sequence is dropped here. Its row and blocks may be given out at once all the same, since steps run in order.
         """
         block_size = self.block_manager.block_size
         self.block_manager.release(batch.block_copies)
@@ -342,7 +342,7 @@ class Scheduler:
         return self.block_manager.num_blocks_to_grow(needy) > self.block_manager.num_free_blocks
 
     def _preempt(self, seqs: list[Sequence]) -> Sequence:
-        """Send that of these which is last in the queue's order back to it, and return it."""
+        """Send one of these sequences back to the queue, the last in the queue's order, and return it."""
         last = max(seqs, key=lambda seq: seq.queue_key)
         self.num_preemptions += 1
         self._send_back(last)
@@ -410,8 +410,8 @@ class Scheduler:
     def _release_ending(self) -> None:
         """Take the rows of sequences whose last step is in flight, if others wait for them and there are blocks.
 
-        Their own blocks stay, for what is cached of them when that step is collected, unless they end with their
-        prompts. A hybrid's rows stay too: they hold states that are cached then.
+        They keep their blocks, which are cached when that step is collected, unless they end with their prompts.
+        Sequences of hybrids keep their rows too, because the states in these are cached then.
         """
         manager = self.block_manager
         # Some may have finished or been sent back since.

@@ -29,8 +29,8 @@ class Sequence:
 
     `num_tokens` may run ahead of `token_ids`: a token that the device has sampled and the host has not collected is
     counted (in `num_pending_tokens`) before its id is known. `num_computed_tokens` counts the tokens whose keys and
-    values are in the cache, or will be once every step launched so far has run; a sampled token gets its own in the
-    next step, so a finished sequence's last token never does.
+    values are in the cache, or will be once every step launched so far has run. A sampled token gets its keys and
+    values in the next step, so the last token of a sequence needs none.
     """
 
     seq_id: int
@@ -84,8 +84,8 @@ class Sequence:
     def max_cached_tokens(self) -> int:
         """How many of its tokens may come from the prefix cache.
 
-        The last token is always left to compute, since its logits are needed. If log-probabilities of prompt tokens are
-        wanted, so is all from the token before the first of them; if hidden states, all from the first of these.
+        The last token is always computed, since its logits are needed. If log-probabilities of prompt tokens are
+        wanted, all from the token before the first of these is computed; if hidden states, all from their first token.
         """
         most = (self.prompt_logprobs_start or len(self.token_ids)) - 1
         return most if self.prompt_states is None else min(most, self.prompt_states.first)

@@ -18,7 +18,8 @@ NO_TOKEN = -1  # stands for a sampled id where the logits were NaN or infinite
 class StopTokens(NamedTuple):
     """The stop tokens of a request.
 
-    ids: the model's, and those that the request names. ignored: under ignore_eos, the model's that it does not name.
+    ids: the model's, and those that the request names. ignored: under ignore_eos, the model's that the request does
+    not name.
     """
 
     ids: frozenset[int]

@@ -20,11 +20,11 @@ class RowMasks(NamedTuple):
 
 
 class TokenMasks(NamedTuple):
-    """Says which tokens a step may draw, where that is not left to the model alone.
+    """Says which tokens a step may draw, where the model alone does not decide it.
 
-    grammars: by grammars. token_sets: by allowed_token_ids and bad_words. functions: by batch_idx, a user's functions
-    and the completion before the token. Raw log-probabilities are of the logits before all of these, processed ones of
-    what they leave.
+    grammars: the masks of grammars. token_sets: the masks of allowed_token_ids and bad_words. functions: by batch_idx,
+    a user's logits processors and the completion's token ids so far. Raw log-probabilities are taken from the logits
+    before all of these, processed ones from the logits after them.
     """
 
     grammars: RowMasks | None = None
@@ -36,7 +36,7 @@ class Constraint(Protocol):
     """Follows one sample, and says what it may get next. It stays with its sequence when that is preempted."""
 
     follows_tokens: bool  # whether the next masks depend on the newest token
-    error: str | None  # why it can say nothing more; it gets no token then, which ends it
+    error: str | None  # why no token can follow; the sample then gets none, and ends
 
     def append(self, token_id: int) -> bool:
         """Take the sample's newest token; return whether the text is complete with it."""

@@ -1,7 +1,7 @@
 """Requests that read a text once and generate nothing: embeddings, classes, rewards.
 
-They are prepared here, and what their users get is made here, of the vectors and logits that steps bring: steps of
-all requests, or of whole texts.
+This prepares them, and makes their outputs from the vectors and logits that steps bring: the scheduler's steps, or
+steps of whole texts (`text_steps.py`).
 """
 
 import logging
@@ -44,9 +44,9 @@ MIN_NORM = 1e-12  # a vector of zeros stays one
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """Makes what the user gets of a text: `PromptStates.to_output`.
+    """Makes the user's output for a text: `PromptStates.to_output`.
 
-    make: makes it of several texts at once, of what pooling made of each; that is the first dimension.
+    make: makes the contents of several outputs at once, from the pooled values of their texts: (num_texts, ...).
     """
 
     one_pass: "OnePass"
@@ -60,9 +60,9 @@ class PooledOutput:
 class OnePass:
     """Prepares requests that are pooled, and runs them.
 
-    preparer: of requests that generate: portions are as large here. config: how the model pools. size: values of a
-    vector, or logits. prompts: checks texts, which leave no room for a completion. model: its name, for messages.
-    text_steps: what runs whole texts, if something does.
+    preparer: prepares requests that generate; here it tells the size of portions. config: how the model pools. size:
+    the number of values in an embedding, or of logits. prompts: checks texts, which may leave no room for a completion.
+    model: its name, for messages. text_steps: runs whole texts; None if nothing does.
     """
 
     def __init__(

@@ -25,9 +25,10 @@ MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """What a call asks for. layers: as the user gave them, and counted from 0. only_last: of the last token alone.
+    """The hidden states that a call asks for.
 
-    errors: what the callback has raised, in the step of whichever call ran it; `raising_errors` raises it in its own.
+    layers: maps each layer as the user gave it to its number from 0. only_last: only the last token's states. errors:
+    what the callback raised, maybe in a step that another call ran; `raising_errors` raises it in the call that asked.
     """
 
     layers: dict[int, int]

@@ -66,7 +66,7 @@ class TextSteps:
         self._engine, self._lock, self._keeps_nothing = engine, lock, keeps_nothing
 
     def serves(self, first: Sequence[PreparedRequest]) -> bool:
-        """Return whether a call's texts can be computed so. first: some of them, those with the most letters."""
+        """Return whether a call's texts can be computed in such steps. first: some of them, usually the longest."""
         engine = self._engine
         if engine.listener is not SILENT or engine.scheduler.paused:
             return False
@@ -160,9 +160,9 @@ class TextSteps:
         return inbox[0]
 
     def _others_have_ended(self) -> bool:
-        """Return whether no request holds rows and blocks; paused ones give them up, and what was cached is forgotten.
+        """Return whether no request holds rows and blocks; paused ones give them up, and the prefix cache is cleared.
 
-        An encoder's hold them only within a step.
+        The requests of an encoder hold rows and blocks only within a step.
         """
         engine = self._engine
         if engine.scheduler.whole_prompts:

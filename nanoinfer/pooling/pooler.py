@@ -57,7 +57,7 @@ class Pooler:
     ) -> tuple[Tensor, list[Found]]:
         """Run a prefill step; return its hidden states (num_tokens, hidden_size), and what its chunks want of them.
 
-        forward: the fastest way through the model. Where layers' own states are wanted, it is the common one instead.
+        forward: the fastest way to run the model; it is not used where hidden states of single layers are wanted.
         """
         if not self._records:
             return forward(step), []

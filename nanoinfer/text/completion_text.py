@@ -8,8 +8,8 @@ from nanoinfer.text.detokenizer import Detokenizer
 class TokenTexts:
     """Says what each token of a text adds to it, and what another token would add there.
 
-    detokenizer: of that text, at its beginning. special: the texts of tokens, by id, that the text leaves out; here
-    they have them. The part of a character adds nothing, and the last part adds all of it.
+    detokenizer: of that text, at its beginning. special: by id, the texts of tokens that the detokenizer leaves out;
+    here they count. A token with part of a character adds nothing of it; the token with its last part adds all of it.
     """
 
     def __init__(self, detokenizer: Detokenizer, special: Mapping[int, str]) -> None:
@@ -34,9 +34,9 @@ class TokenTexts:
 class CompletionText:
     """Holds the text of one completion, which grows with its tokens and ends at the first stop string.
 
-    detokenizer: None makes no text. stop: strings that end it. include_stop: whether the text keeps the one that did.
-    `stop_string` is that one, or None: the one that is complete first, and of several that are complete with the same
-    token, the first in `stop`. of_tokens: says which text each token adds, where log-probabilities are wanted.
+    detokenizer: None makes no text. stop: strings that end it. include_stop: whether the text keeps the string that
+    ended it. of_tokens: says which text each token adds, where log-probabilities are wanted. `stop_string` is the
+    string that ended the text, or None: the one completed first; if one token completes several, the first in `stop`.
     """
 
     def __init__(

@@ -15,11 +15,11 @@ Prepare = Callable[[Sequence[int], Errors], list[PreparedRequest]]
 class Portions:
     """Holds the requests of one call. Entered with `with`, it prepares the next portion in a thread of its own.
 
-    prepare: makes the requests of the prompts with these indices, and adds to the errors what is wrong with some. It
-    is called by one thread at a time. order: the indices of all prompts, in the order in which they are queued.
-    size: of the largest portion; None: all are one. The first have PORTION_SIZE at most, so that all replicas begin
-    early, and later ones half as many as all before them together, so that those that begin alike come together.
-    on_error: as in `LLM.generate`; all but "return" raise, with what is wrong with any of the prompts.
+    prepare: makes the requests of the prompts with these indices, and adds what is wrong with any to the errors. One
+    thread calls it at a time. order: the indices of all prompts, in the order in which they are queued. size: the most
+    requests in a portion; None puts all into one. The first portions have PORTION_SIZE at most, so that all replicas
+    begin early. Later ones have half as many as all before them together, so that prompts that begin alike come
+    together. on_error: as in `LLM.generate`; any other value than "return" raises one error for all bad prompts.
     """
 
     def __init__(

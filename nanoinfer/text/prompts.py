@@ -152,7 +152,7 @@ class PromptProcessor:
         return {index: [] if index in errors else ids for index, ids in all_ids.items()}, packed
 
     def _pack_served(self, all_ids: Mapping[int, list[int]]) -> dict[int, bytes]:
-        """Return the packed ids of prompts that can be served, but for those that `_check_token_ids` has to look at."""
+        """Return the packed ids of prompts that are found to be fine; `_check_token_ids` has to look at the others."""
         given = {index: pack_ids(ids) for index, ids in all_ids.items()}
         packed = {index: ids for index, ids in given.items() if ids is not None}
         if not packed:
@@ -318,9 +318,9 @@ def pack_ids(token_ids: Any) -> bytes | None:
 
 
 def split_whole(prompt: list[int], completion: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
-    """Split the token ids of a prompt and its completion in one; return both as given where nothing of one is left.
+    """Split `whole`, the ids of both texts in one; return the ids as given where no token is left for the prompt.
 
-    The completion begins where `whole` differs from the prompt's own ids: a token across the border is its.
+    The completion begins where `whole` differs from the prompt's own ids, and gets a token across the border.
     """
     num_same = next((i for i, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
     num_same = min(num_same, len(whole) - 1)

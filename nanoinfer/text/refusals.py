@@ -48,10 +48,11 @@ def for_each_params(
     errors: Errors,
     are_shared: bool | None = None,
 ) -> dict[int, Result]:
-    """Call a function once with each of the sampling options of some prompts, and return the results by prompt.
+    """Call a function once for each different SamplingParams of some prompts, and return its results by prompt.
 
-    A RequestError of it is added to `errors` for each prompt that has these options, and gives no result. are_shared:
-    whether all prompts of the call have the same options, so that no prompt has to be named; None: these are all.
+    If it raises a RequestError, that is added to `errors` for each prompt with these options, and there is no result.
+    are_shared: whether all prompts of the call have the same options, so that errors need not name the prompt; None if
+    `params` has all prompts of the call.
     """
     places: dict[int, list[int]] = {}  # of the prompts, by the id of their options
     for index, one in params.items():

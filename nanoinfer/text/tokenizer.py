@@ -88,8 +88,8 @@ class Tokenizer:
     ) -> list[list[int]]:
         """Encode plain texts in one batch, with the special tokens that the tokenizer adds, or as they are.
 
-        A text that begins with the tokenizer's BOS, as one rendered by a chat template may, does not get a second. Of
-        more than `max_tokens` a BOS that the tokenizer adds is kept, and the last of the others.
+        A text that begins with the tokenizer's BOS, as one rendered by a chat template may, does not get a second. A
+        text of more than `max_tokens` keeps its last tokens, and before them the BOS if the tokenizer adds one.
         """
         if not texts:
             return []
@@ -136,7 +136,8 @@ class Tokenizer:
         """Encode texts in one batch.
 
         transformers calls a tokenizer that is written in Rust, and then takes as long again for what nobody reads. So
-        that is called itself, unless the model's class adds something, or both differ in the first texts.
+        the Rust tokenizer is called directly, unless the model's class adds something, or the two disagree on the
+        first texts.
         """
 
         def by_transformers(texts: list[str]) -> list[list[int]]:
@@ -168,7 +169,7 @@ class Tokenizer:
             is_padded = len({*map(len, found)}) == 1 and any(0 in one.attention_mask for one in found)
             if settings == (None, None, splits) and not is_padded and not any(one.overflowing for one in found):
                 return [one.ids for one in found]
-            # So did a thread of the user's just now, by a call of its own. From now on the texts have a copy.
+            # A thread of the user's has set them just now, by a call of its own. From now on we encode with a copy.
             self._backend = type(backend).from_str(backend.to_str())
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:

@@ -1,10 +1,10 @@
 """Gives blocks to the sequences of hybrids of linear and full attention, whose prefix hits end at kept states.
 
-A hit needs the keys and values of all its tokens and the states after the last of them. The blocks that are full are
-shared, as in every model. The tokens after them are copied from another block, and the states from a snapshot, before
-the step computes anything. Where two or more texts part from the one that is computed, its chunk ends and the states
-are kept; the others wait for that. For prompts that nobody knows of yet, states are also kept before the last token of
-a prompt, which is always computed, and at the end of an answer.
+A hit needs the keys and values of all its tokens and the states after the last of them. Full blocks are shared, as in
+every model. Before the step computes anything, the tokens after them are copied from another block, and the states from
+a snapshot. Where waiting texts part from the one that is computed, its chunk ends and the states are kept, if that
+saves these texts enough; they wait for it. For prompts that nobody knows of yet, states are also kept before the last
+token of a prompt, which is always computed, and at the end of an answer.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,9 +34,10 @@ class Hit(NamedTuple):
 class HybridBlockManager(BlockManager):
     """Finds prefixes that end where a state is kept, and decides which states are kept.
 
-    num_rows: states of running sequences; their places come before those of snapshots. num_snapshots: how many these
-    are. min_saved_tokens: a snapshot must save the texts that wait for it so many tokens. min_kept_tokens: only texts
-    of so many tokens leave a state at their end. The rest is that of BlockManager.
+    num_rows: places for the states of running sequences; the places for snapshots come after them. num_snapshots:
+    places for snapshots. min_saved_tokens: the least that a snapshot must save the texts that wait for it, together.
+    min_kept_tokens: texts with fewer tokens leave no state at their end. The other parameters are those of
+    BlockManager.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from nanoinfer.engine.sequence import Sequence
 
 MIN_COPIED_TOKENS = 8  # so prompts that have nothing but their first token in common copy nothing
-# A prompt waits for a step if it then finds so many more tokens in the cache. Where a step has room left, those that
-# wait must save so many together: about what a step costs beyond its tokens.
+# A prompt waits one step if it then finds MIN_AWAITED_TOKENS more tokens in the cache. If the step has room left, the
+# waiting prompts must save MIN_AWAITED_IN_ALL tokens together: about what a step costs beyond its tokens.
 MIN_AWAITED_TOKENS = 32
 MIN_AWAITED_IN_ALL = 1024
 MAX_PASSED_OVER = 256  # in a step, since each is looked up

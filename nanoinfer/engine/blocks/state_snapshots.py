@@ -35,9 +35,10 @@ class StateCopy(NamedTuple):
 class Snapshot:
     """The states after the tokens of `text`, kept or still to be computed.
 
-    place: where they are, or will be, among the states on the device. seq: who computes them. parent_serial, tail: once
-    they are kept, the entry that they hang under, and the tokens after it (ids as int32). block: who else has the
-    keys and values of the tail, as the block manager says it. step: the number of the step that computes them.
+    place: where the states are, or will be, on the device. seq: computes them. parent_serial, tail: once they are kept,
+    the serial number of the entry that they hang under, and the tokens after it (ids as int32). block: the block with
+    the keys and values of the tail, and how often it had been handed out by then; None without a tail. step: the number
+    of the step that computes the states.
     """
 
     text: "array[int]"
@@ -99,9 +100,9 @@ class StateSnapshots:
         return Snapshot(seq.token_ids[:num_tokens], self._free.pop(), seq)
 
     def plan_awaited(self, seq: Sequence, num_tokens: int, num_users: int) -> Snapshot | None:
-        """Do as `plan` for a snapshot that so many texts wait for, which makes room of those that save less.
+        """Do as `plan` for a snapshot that so many texts wait for; it may take the place of one that saves less.
 
-        None if another sequence computes it, too.
+        None also if another sequence is to leave this snapshot.
         """
         text = seq.token_ids[:num_tokens]
         if text.tobytes() in self._awaited.get(num_tokens, ()):

@@ -2,12 +2,12 @@
 
 Layers are grouped (`layers/attention/layer_groups.py`), and each group has a block table. All take blocks from one pool
 of equal pages. The first group attends to all tokens: its blocks are those of the BlockManager, and find cached
-prefixes. Of the other groups a sequence holds the blocks that its window still reaches. The rest is given back while it
-runs, and entries of their tables point to page 0, which nobody is given.
+prefixes. In the other groups, a sequence holds only the blocks that its window still reaches. It gives the others back
+while it runs, and their table entries then point to page 0, which is never handed out.
 
-A cached prefix needs all blocks of the first group, and of the others those that the window before its end reaches. So
-the blocks of the other groups are noted with the entry of the first group's block. Given back, they are kept as long as
-other cached blocks are; if one is handed out again, shorter prefixes are found.
+A cached prefix needs all its blocks in the first group, and in the other groups the blocks that the window before its
+end reaches. So the blocks of the other groups are noted with the entry of the first group's block. Once given back,
+they stay cached like any other block; if one is handed out again, shorter prefixes are found.
 """
 
 from collections import deque
@@ -29,8 +29,8 @@ NOBODY = 0  # the page that table entries point to where no block is held any mo
 class WindowTables:
     """The block tables of a sequence in all groups but the first. They are alike, so one list of columns says all.
 
-    first: the place of the first column that is held. num_cleared: the device knows that what lies before this place
-    was given back. num_told: the device knows the entries before this place.
+    first: the place of the first column that is held. num_cleared: how many of the first entries are cleared on the
+    device, because their blocks were given back. num_told: how many of the first entries the device was told.
     """
 
     first: int
@@ -46,9 +46,10 @@ class WindowTables:
 class WindowedBlockManager(BlockManager):
     """Gives each sequence blocks for all its tokens in one group, and for those within the window in the others.
 
-    num_pages: of the pool, page 0 included. window: how many tokens a token attends to in all groups but the first,
-    itself included. num_windowed_groups: how many these are. max_chunk_tokens: the most tokens of a chunk. num_rows:
-    rows of a table on the device; those of the groups lie one after another. The rest is that of BlockManager.
+    num_pages: pages of the pool, page 0 included. window: how many tokens a token attends to in all groups but the
+    first, itself included. num_windowed_groups: the number of groups but the first. max_chunk_tokens: the most tokens
+    of a chunk. num_rows: rows of one group's table on the device, where the tables of the groups lie one after another.
+    The other parameters are those of BlockManager.
     """
 
     def __init__(

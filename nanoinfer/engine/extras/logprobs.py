@@ -70,7 +70,7 @@ def _add_of_prompt(request: Request, start: int, arrays: list[NDArray[Any]]) -> 
         ranks, token_ids, logprobs = arrays
         found.fill(start, ranks, token_ids, logprobs)
         if start + len(ranks) == seq.num_prompt_tokens:
-            seq.prompt_logprobs_start = None  # all have come; if the prompt is computed again, then without
+            seq.prompt_logprobs_start = None  # all have come; they are not wanted again if the prompt is computed again
 
 
 def end_texts(completion: Completion) -> None:

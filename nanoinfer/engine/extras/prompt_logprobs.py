@@ -12,14 +12,15 @@ from nanoinfer.text.completion_text import TokenTexts
 
 
 class PromptLogprobs(Sequence[TokenLogprobs | None]):
-    """Log-probabilities by position: of its token, and of the `num_best` likeliest in order.
+    """Log-probabilities at each position: of its own token, and of the `num_best` likeliest tokens in order.
 
-    To users it is a list of dicts, None where nothing is known, as of the first position; it is pickled as one. The
-    dicts are made at the first look at any: making those of 100,000 positions takes as long as computing them.
+    Users see a list of dicts, with None where nothing is known, as at the first position; it is pickled as such a list.
+    The dicts are made when the first one is looked at: for 100,000 positions, making them takes as long as computing
+    the numbers.
 
-    ranks: (num_tokens,), the rank of the position's token; 0 where nothing is known of it. token_ids, logprobs:
-    (num_tokens, 1 + num_best), those of the position's token first. texts: stands where they begin; None where the user
-    wants no texts. is_flat: the user wants arrays.
+    ranks: (num_tokens,), the rank of each position's token; 0 where nothing is known. token_ids, logprobs:
+    (num_tokens, 1 + num_best), the position's own token first. texts: makes the tokens' texts, from the first position
+    on; None if the user wants no texts. is_flat: the user wants arrays.
     """
 
     def __init__(self, num_tokens: int, num_best: int, texts: TokenTexts | None = None, is_flat: bool = False) -> None:
@@ -88,8 +89,8 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Return what users get for one position: its token, then the others.
 
-    ranks (NO_RANK where it is not known), token_ids, logprobs: those of its token come first. texts: stands where this
-    token comes, and afterwards behind it; None makes no text.
+    ranks, token_ids, logprobs: those of the position's own token come first. A rank that is not known is NO_RANK.
+    texts: makes the tokens' texts; it stands at this position, and is moved on to the next. None makes no text.
     """
     text_of = texts.peek() if texts else lambda _: None
     found: TokenLogprobs = {}

@@ -19,10 +19,10 @@ class StatesRecord(NamedTuple):
 
 
 class FoundStates(NamedTuple):
-    """What a step has found of one prompt.
+    """Hidden states of one prompt, or what pooling made of them, from one step.
 
-    chunk: which of the step's chunks. layer: hidden states of a layer; None for what pooling made of them. start: the
-    first of the prompt's tokens that `values`, (num_tokens, size), belong to; pooling to one vector has one.
+    chunk: index of the prompt's chunk in the step. layer: whose hidden states these are; None for pooled values. start:
+    the first prompt token that `values`, (num_tokens, size), belong to. A single pooled vector has num_tokens 1.
     """
 
     chunk: int
@@ -50,13 +50,13 @@ Found = FoundStates | FoundVectors
 class PromptStates:
     """What a request wants of its prompt's hidden states, and what has come so far.
 
-    pools: whether they are pooled, so that the request ends with its prompt. first: the first token whose states are
-    wanted; those before it may come from the prefix cache. to_output: makes the user's output, of the request's
-    RequestOutput and of this object. layers: their hidden states are wanted as they are; 0 is the embedding.
-    layers_from: the first token of these. second_text: where the second text of a pair begins; None for one text. take:
-    is called with a layer, the first token, and hidden states on the device, as soon as a step computes them; None
-    keeps them in `found`. found: by layer, and by the first token of a part, the part's values; one that is computed
-    again replaces the old one.
+    pools: whether the states are pooled; the request then ends with its prompt. first: the first token whose states are
+    wanted; tokens before it may come from the prefix cache. to_output: makes the user's output from the request's
+    RequestOutput and this object. layers: the layers whose states are wanted without pooling; 0 is the embedding.
+    layers_from: the first token whose states are wanted of these layers. second_text: where the second text of a pair
+    begins; None for one text. take: called with a layer, the first token, and the states on the device, as soon as
+    their step is launched; None keeps the states in `found`. found: the values that have come, by layer (None: pooled)
+    and by the first token of each part; a part that is computed again replaces the old one.
     """
 
     pools: bool
@@ -106,4 +106,4 @@ def collect_states(chunks: Sequence[Any], found: Sequence[Found]) -> None:
     for seq, start, length, _ in chunks:
         states = seq.prompt_states
         if states is not None and not states.pools and start + length >= seq.num_prompt_tokens:
-            seq.prompt_states = None  # all has come; if the prompt is computed again, then without
+            seq.prompt_states = None  # all have come; they are not wanted again if the prompt is computed again
