@@ -62,7 +62,7 @@ class EncoderConfig:
 
 
 def read_encoder(raw: Mapping[str, Any], architecture: str) -> tuple[EncoderConfig | None, dict[str, Any]]:
-    """Return what there is to say of an encoder, and the fields as a decoder's are called; None for a decoder."""
+    """Return an encoder's config (None for a decoder), and the fields of config.json under the names of a decoder's."""
     if architecture not in DEFAULTS:
         return None, dict(raw)
     raw = {**DEFAULTS[architecture], **{name: value for name, value in raw.items() if value is not None}}

@@ -19,7 +19,7 @@ TEXT_TYPES = {
     },
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
 }
-# What the whole config says of its text part, too, and says for good.
+# Fields of the whole config that hold for its text part, too, and override that part's own.
 OF_THE_WHOLE = ("architectures", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
 
 

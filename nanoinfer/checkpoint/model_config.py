@@ -55,16 +55,16 @@ class Architecture(Protocol):
 
     config_defaults: Mapping[str, Any]  # what config.json may leave out, by the values that transformers then takes
     special_fields: Set[str]  # those of SPECIAL_FIELDS that count for it
-    rotates_windows_alone: bool  # whether layers without a window know no positions where others have one
-    needs_window: bool  # whether sliding_window may not be null
-    unsupported_unless: Mapping[str, Any]  # as UNSUPPORTED_UNLESS, and before it
+    rotates_windows_alone: bool  # whether RoPE rotates only in layers with a window, if sliding_window is set
+    needs_window: bool  # whether sliding_window must not be null
+    unsupported_unless: Mapping[str, Any]  # like UNSUPPORTED_UNLESS, whose values it overrides
     packed_modules_mapping: Mapping[str, tuple[str, str]]  # a checkpoint's name -> our packed module, and its shard
     renamed_modules: Mapping[str, str]  # a checkpoint's name -> ours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Holds a decoder's sizes, read from config.json in the spellings of transformers 4.51 to 5.x."""
+    """Holds a model's sizes, read from config.json in the spellings of transformers 4.51 to 5.x."""
 
     architecture: str
     vocab_size: int
@@ -217,7 +217,7 @@ class ModelConfig:
 
     @property
     def finds_prefixes(self) -> bool:
-        """Return whether requests can use what was computed before: an encoder's cannot, nor what pools all tokens."""
+        """Return whether requests can reuse cached prefixes: not with an encoder, nor if all tokens are pooled."""
         if self.encoder is not None:
             return False
         return self.head is None or (self.pooling is not None and self.pooling.finds_prefixes)
@@ -229,7 +229,7 @@ class ModelConfig:
 
     @property
     def num_attention_layers(self) -> int:
-        """Return how many layers keep keys and values. Those of an encoder keep none, and use the memory of one."""
+        """Return how many layers need memory for keys and values; all layers of an encoder share that of one."""
         if self.encoder is not None:
             return 1
         return self.num_hidden_layers - (self.linear_attention.num_layers if self.linear_attention else 0)
@@ -319,7 +319,7 @@ class ModelConfig:
 
 
 def _identify(raw: Mapping[str, Any], supported: Mapping[str, Architecture]) -> tuple[str, HeadConfig | None]:
-    """Return the architecture that reads a config.json, and the head in place of one of language models."""
+    """Return the architecture that runs a config.json, and the head in place of a language-model head, if any."""
     architectures = raw.get("architectures") or ["(none)"]
     if not isinstance(architectures, list):
         raise ModelError(f"config.json has architectures={architectures!r}; it must be a list of names")

@@ -73,7 +73,7 @@ def read_moe(raw: Mapping[str, Any], special: Mapping[str, Any], num_layers: int
 
 
 def _read_shared_size(raw: Mapping[str, Any], special: Mapping[str, Any]) -> int | None:
-    """Read the inner size of the expert that computes all tokens; of several, which are one, that of all."""
+    """Read the inner size of the expert that computes all tokens; several count as one, with the sum of their sizes."""
     if "shared_expert_intermediate_size" in special:
         return read_number(raw, "shared_expert_intermediate_size", int)
     if "n_shared_experts" not in special or raw.get("n_shared_experts") in (0, None):

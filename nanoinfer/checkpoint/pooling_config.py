@@ -25,7 +25,7 @@ POOLING_FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
 DENSE_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")  # of torch.nn
-NO_LENGTH = 10**9  # a tokenizer's model_max_length that is none is larger
+NO_LENGTH = 10**9  # from here on, a tokenizer's model_max_length means that it has no limit
 UNTRAINED_LABELS = 2  # that transformers takes where a config.json names none
 
 
@@ -285,7 +285,7 @@ def _read_dense(path: Path, settings: Mapping[str, Any], size: int) -> DenseConf
 
 
 def _read_names(folder: Path) -> dict[str, Any]:
-    """Read what texts begin with, and how they are cut and spelt."""
+    """Read the prompts, how many tokens of a text are read, and whether texts become lower case."""
     found = read_json(folder / "config_sentence_transformers.json")
     bert: dict[str, Any] = {}
     for name in ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json"):

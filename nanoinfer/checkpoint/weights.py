@@ -186,7 +186,7 @@ class ModelWeights:
             storage.resize_(0)
 
     def return_to_device(self) -> None:
-        """Take the memory of the weights again, and copy back what was kept; all places of others are missing then.
+        """Allocate the weights' memory again, and copy back what was kept; if some was not, all places are missing.
 
         The memory has other addresses. If it is short, some of it may have been taken; `leave_device` gives that back.
         """

@@ -16,17 +16,16 @@ from nanoinfer.kernels.barrier import barrier
 class CopyEngines(SharedGpuMemory):
     """Exchanges the slices of a step between the ranks, one exchange after the other, on a stream of its own.
 
-    Each rank owns a share of each slice's rows. In a reduce-scatter a rank sends each other rank its terms of the rows
-    that the other one owns; to add them up is left to the caller. In an all-gather it sends the rows that it owns to
-    all. Either ends in a barrier.
+    Each rank owns a share of each slice's rows. In a reduce-scatter, a rank sends every other rank its terms of the
+    rows that the other one owns; the caller adds them up. In an all-gather, a rank sends its own rows to all others.
+    Each exchange ends in a barrier.
 
-    Each slice has one buffer for terms and one for gathered rows. That is enough if its exchanges take turns: the terms
-    that a rank receives make the rows that it sends next, and the rows that it receives the terms that it sends next.
-    So a rank overwrites another's rows after a reduce-scatter of the slice, which that one has started when it had read
-    them, and another's terms after an all-gather. Where an all-gather follows an all-gather, as from one step to the
-    next, there must be another barrier.
+    Each slice has one buffer for terms and one for gathered rows. That is enough if reduce-scatters and all-gathers
+    alternate. An all-gather overwrites the rows of the last one only after a reduce-scatter, which each rank started
+    when it had read those rows. In the same way, a reduce-scatter overwrites terms only after an all-gather. If two
+    all-gathers follow each other, as from one step to the next, there must be another barrier between them.
 
-    num_slices: the most that a step has. shape: (max_tokens, hidden_size) of the largest. The rest is said in
+    num_slices: the most slices of a step. shape: (max_tokens, hidden_size) of the largest slice. The rest is said in
     `SharedGpuMemory`.
     """
 
@@ -94,9 +93,9 @@ class CopyEngines(SharedGpuMemory):
         return self._gathered[index, : num_tokens * self._hidden_size].view(num_tokens, self._hidden_size)
 
     def _start(self, index: int, copies: list[tuple[int, Tensor, Tensor]]) -> None:
-        """Start copies, each with a rank, what to copy to it, and where: a buffer that lies there as it does here.
+        """Start copies, each (rank, source, target), where the target stands for that rank's buffer at the same offset.
 
-        They go one after the other. On four GPUs, copies beside each other were no faster.
+        They run one after the other: on four GPUs, concurrent copies were no faster.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

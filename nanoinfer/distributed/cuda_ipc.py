@@ -1,10 +1,10 @@
 """GPU memory that every rank of one host can read and write over NVLink, with flags that synchronise the ranks.
 
 The memory is shared by CUDA's interprocess communication (cudaIpcGetMemHandle and cudaIpcOpenMemHandle; CUDA Runtime
-API, "Device Management") rather than by `torch.distributed._symmetric_memory`. The ranks of PyTorch's rendezvous count
-their rendezvous in a global of the process, so a process that has made one cannot make another with processes that have
-not. Our rank 0 is the user's process, and each engine starts new workers: a second engine could not be made. PyTorch's
-also needs a process group in its global registry, which we leave to the user.
+API, "Device Management") rather than by `torch.distributed._symmetric_memory`. PyTorch counts rendezvous in a
+global of each process, so a process that has made one cannot make another with new processes. Our rank 0 is the user's
+process, and each engine starts new workers, so a second engine would be impossible. PyTorch's way also needs a process
+group in its global registry, which we leave to the user.
 """
 
 import ctypes
@@ -52,7 +52,8 @@ class SharedGpuMemory:
     def release(self) -> None:
         """End the waiting of all of this rank's kernels, because another rank is gone. Any thread may call it.
 
-        A copy may come behind other copies that wait for such a kernel, and a kernel find no room beside them.
+        It sets the flags twice: the copy may be queued behind others that wait for such a kernel, and the filling
+        kernel may find no room beside the waiting ones.
         """
         copying, filling = self._streams
         with self._lock:

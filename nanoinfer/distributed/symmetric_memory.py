@@ -21,8 +21,8 @@ class SymmetricMemory(SharedGpuMemory):
     """One rank's two sets of buffers, in which every entry is empty until another rank has sent a number there.
 
     A rank that reads a row waits until none of its entries is empty, and leaves them empty again. Two sets of buffers,
-    used in turn, are enough: a rank that starts all-reduce k + 2 has finished k + 1. So every other rank had started
-    k + 1, after its kernel of k had ended, with all that came to it read and emptied.
+    used in turn, are enough: a rank that starts all-reduce k + 2 has finished k + 1, so every other rank has started
+    k + 1. That rank's kernel of k had ended before, and had read and emptied all entries sent to it.
 
     A CUDA graph fixes the buffers that its kernels use, so every step must have an even number of all-reduces: see
     `check_even`.

@@ -57,7 +57,7 @@ class TensorParallel:
     `ModelConfig.check_tensor_parallel_size` has made sure that heads and MLP can be split.
 
     share_multiple: every share is a multiple of this, so that none ends inside a group of values that have one scale.
-        Where equal shares would, the last ranks' are filled up with zeros, which add nothing to the output of an MLP.
+        If equal shares are no multiples, the last ones are filled up with zeros, which add nothing to an MLP's output.
     """
 
     rank: int = 0
@@ -89,9 +89,9 @@ class TensorParallel:
         return filled
 
     def split_of_kv_heads(self, num_kv_heads: int) -> "TensorParallel":
-        """Return how KV heads are split: like all else, or, where they are fewer than the ranks, one to several ranks.
+        """Return how KV heads are split: like all else, or, if they are fewer than the ranks, several ranks hold each.
 
-        Neighbouring ranks then hold the same head, that of their query heads.
+        These are neighbouring ranks, which hold the query heads of that KV head.
         """
         if num_kv_heads >= self.size:
             return self
@@ -216,12 +216,12 @@ def connect(rank: int, size: int, device: torch.device, meeting: Any) -> TensorP
 
 
 def _options(options: Any) -> Any:
-    """Run it on the current stream, as any other kernel, not on one of NCCL's."""
+    """Set a collective's options so that it runs on the current stream, like any kernel, not on one of NCCL's."""
     options.asyncOp = False
     return options
 
 
 def _finish(work: Any) -> None:
-    """Wait for it, unless it is a kernel on the current stream, for which NCCL gives None."""
+    """Wait for a collective, unless it is a kernel on the current stream, for which NCCL returns None."""
     if work is not None:
         work.wait()

@@ -132,7 +132,7 @@ class AllRanksWeights:
 
 
 def _receive(reader: RingReader, tp: TensorParallel, tensor: Tensor) -> Tensor:
-    """Return a tensor that was sent, in the place of this one."""
+    """Receive a tensor from rank 0 into this one, and return it."""
     values = tensor.view(-1).view(torch.uint8)
     if tensor.is_cuda:
         tp.broadcast(values)

@@ -18,9 +18,9 @@ from nanoinfer.quantization.fp8 import quantize_rows
 def rms_norm(x: Tensor, weight: Tensor, eps: float, centres: bool = False, out: Tensor | None = None) -> Tensor:
     """Return x / rms(x) * weight over the last dimension, computed in float32; shape and dtype of `x`.
 
-    The quotient is rounded to the weight's dtype: that of `x`, or float32, which rounds only the product. centres:
-    whether the mean of x is subtracted first, as layer normalisation does. out: where the norm is written, which may
-    be `x`; of two dimensions, and so is `x`.
+    The weight is in the dtype of `x` or in float32. x / rms(x) is rounded to that dtype, so with a float32 weight only
+    the product is rounded. centres: whether the mean of x is subtracted first, as layer normalisation does. out: where
+    the norm is written, which may be `x`; both then have two dimensions.
     """
     wide = x.float()
     wide = wide - wide.mean(dim=-1, keepdim=True) if centres else wide
@@ -95,8 +95,8 @@ def add_rms_norm_to_fp8(
 class RMSNorm(nn.Module):
     """Adds to the residual stream and normalises it.
 
-    only_scales: whether that is x / rms(x) * weight, which other kernels may compute by `weight` and `eps`. It does not
-    count where it is inherited.
+    only_scales: whether the norm is exactly x / rms(x) * weight, so that other kernels may compute it from `weight` and
+    `eps`. Each subclass must set it again: an inherited value does not count.
     """
 
     only_scales: ClassVar[bool] = True

@@ -154,13 +154,13 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """The output of a row-parallel product while it is not added up yet; the next RMSNorm does that.
+    """The output of a row-parallel product, in terms that the next RMSNorm adds up.
 
-    terms: (num_terms, num_tokens, hidden_size) to be added: the sum, or the partial sums of split-K.
+    terms: (num_terms, num_tokens, hidden_size): one term that is the output, or several, such as the parts of split-K.
     all_ranks: where the ranks exchange their terms, if the kernel of the norm does the all-reduce.
-    sum_weight: (hidden_size,), of a norm of the sum by itself before it is added to the residual stream; None for none.
-    tp: whose ranks have still to all-reduce their terms, one on each; None if they have done so, or the norm does.
-    other_terms: more of them that lie elsewhere, contiguous, in any dtype; None for none. Only where there is one rank.
+    sum_weight: (hidden_size,), of a norm of the sum before it is added to the residual stream; None for no such norm.
+    tp: the ranks that must still all-reduce the terms, one on each; None if there is no need, or the norm does it.
+    other_terms: further terms in a tensor of their own, contiguous, in any dtype; None for none. With one rank only.
     """
 
     terms: Tensor
@@ -178,7 +178,7 @@ class PartialSum:
         return replace(self, terms=self.terms + other.terms)
 
     def times(self, multiplier: float) -> "PartialSum":
-        """Return the sum times a number; a norm does not all-reduce it then."""
+        """Return the sum times a number."""
         others = None if self.other_terms is None else self.other_terms * multiplier
         return replace(self, terms=self.terms * multiplier, other_terms=others)
 

@@ -41,11 +41,11 @@ class RoutingTable:
         self._by_slot[:, slots] = torch.stack(routed).to(self._by_slot.dtype)
 
     def copy_blocks(self, copies: Tensor) -> None:
-        """Copy those of a block's first tokens to other blocks. copies: (num_copies, 3), as `BlockCopy`."""
+        """Copy the experts of a block's first tokens to other blocks. copies: (num_copies, 3), as `BlockCopy`."""
         copy_tokens(self._ids, copies)
 
     def read(self, block_ids: list[int], start: int, end: int) -> "RoutingOnHost":
-        """Start to copy those of the positions [start, end) of a sequence with these blocks to the host."""
+        """Start to copy the experts of positions [start, end) to the host, for the sequence that has these blocks."""
         positions = np.arange(start, max(start, end))
         blocks = np.array(block_ids, np.int64)[positions // self._block_size] if len(positions) else positions
         slots = to_device(torch.from_numpy(blocks * self._block_size + positions % self._block_size), self._ids.device)
@@ -60,9 +60,9 @@ class RoutingOnHost:
         self._ids, self._event, self._layers, self._num_layers = ids, event, layers, num_layers
 
     def to_array(self) -> NDArray[Any]:
-        """Return it, (num_positions, num_layers, k), once it is there; layers without experts have zeros.
+        """Wait for the expert ids and return them, (num_positions, num_layers, k); zeros for layers without experts.
 
-        It is a copy: outputs may be many, and are not to hold the pinned memory that their ids came in.
+        The array is a copy, so that a user who keeps many outputs does not keep pinned memory.
         """
         if self._event is not None:
             self._event.synchronize()

@@ -22,7 +22,7 @@ class ScoreHead(nn.Module):
 
 
 def score_head(head: HeadConfig | None, hidden_size: int, has_bias: bool) -> ScoreHead | None:
-    """Return the head that a config describes, whose classifiers of texts may have a bias; None where it has none."""
+    """Return the head that a config describes, or None. has_bias: whether a classifier of texts has a bias."""
     if head is None or head.kind not in ("sequence", "tokens"):
         return None
     return ScoreHead(hidden_size, len(head.labels), has_bias or head.kind == "tokens")

@@ -32,7 +32,7 @@ def route_by_sigmoid(
 def route_in_groups(
     terms: Tensor, bias: Tensor, moe: MoEConfig, row_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Do as `route_by_sigmoid`, but of the groups of experts only those count whose two best sum up to the most."""
+    """Do as `route_by_sigmoid`, but only with the groups of experts whose two best scores have the largest sums."""
     scores = terms.sum(0, dtype=torch.float32).sigmoid()
     groups = (scores + bias).unflatten(1, (moe.num_groups, -1))
     of_groups = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(-1)

@@ -1,4 +1,4 @@
-"""What OLMo 2 and 3 normalise: all of the queries and of the keys; and what it does not, the inputs of a layer."""
+"""Norms of OLMo 2 and 3: they take all queries of a token together, and all keys; a layer's inputs have no norm."""
 
 from typing import Any
 

@@ -16,7 +16,7 @@ from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
 
-# How models for text and images call their text model, and we.
+# How names begin in checkpoints of models for text and images -> how they begin here.
 TEXT_MODELS = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),

@@ -130,7 +130,7 @@ class DecoderMLP(nn.Module):
 
 
 class LayerNorms(NamedTuple):
-    """The norms of a layer after its attention: of attention's sum by itself, of the MLP's inputs, of its sum."""
+    """The norms of a layer after its attention: of attention's own output, the MLP's input, the MLP's own output."""
 
     of_attention: RMSNorm | None
     before_mlp: RMSNorm
@@ -138,9 +138,9 @@ class LayerNorms(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """One layer. Each norm adds to the residual stream what came before, then normalises. Only the mixer mixes tokens.
+    """One layer: a mixer, which is attention or linear attention, and an MLP.
 
-    That is attention, or linear attention.
+    Each norm adds the previous part's output to the residual stream, then normalises it. Only the mixer mixes tokens.
 
     window: how many tokens each token attends to, or None for all. max_positions: how many positions there may be.
     """
@@ -231,11 +231,11 @@ class DecoderLayer(nn.Module):
     def _forward_in_parallel(
         self, hidden: PartialSum | None, residual: Tensor, step: ForwardStep
     ) -> tuple[PartialSum, Tensor]:
-        normed, residual = self.input_layernorm(hidden, residual)  # which both round for themselves, if at all
+        normed, residual = self.input_layernorm(hidden, residual)  # attention and MLP round it themselves, if needed
         return self.mixer(normed, step).plus(self.mlp(normed, step.row_mask, step.routed)), residual
 
     def _scaled(self, hidden: PartialSum) -> PartialSum:
-        """Return what is added to the residual stream."""
+        """Return `hidden` times the residual multiplier."""
         return hidden if self.residual_multiplier == 1 else hidden.times(self.residual_multiplier)
 
 

@@ -23,8 +23,8 @@ SERVED_BY_FAST_WAYS = frozenset(
 class DecoderSpec:
     """How an architecture differs from the common decoder.
 
-    qkv_bias: whether queries, keys and values have biases whatever config.json says. Its attention_bias adds them to
-    the output product too.
+    qkv_bias: whether queries, keys and values have biases even without attention_bias in config.json. That field adds
+    biases to them and to the output product.
     qk_norm: whether each head of the queries and keys is normalised before its rotation.
     whole_qk_norm: whether all queries of a token are normalised together, and all keys.
     norms_sums: whether what attention and MLP add to the residual stream is normalised before it is added.
@@ -62,7 +62,7 @@ class DecoderSpec:
 
     @property
     def has_plain_norms(self) -> bool:
-        """Whether its class of norms, and not one that it inherits from, says that they only scale: see `RMSNorm`."""
+        """Whether the class of the norms sets `only_scales` itself, rather than inheriting it: see `RMSNorm`."""
         return bool(vars(self.norm).get("only_scales", False))
 
     @property
@@ -75,10 +75,10 @@ class DecoderSpec:
 class LayerTraits:
     """What a layer declares of itself, for `execution.py` to choose how steps go through it.
 
-    products: how it multiplies by its weights. is_common: whether it is a norm, attention, a norm and SwiGLU alone.
-    has_plain_attention: whether all between its two norms is a product, attention and a product, and nothing that is
-    added to the residual stream is multiplied: `prefill_graphs.py` and `sliced_prefill.py` compute just that.
-    returns_stream: whether it returns the residual stream before its MLP is added; else the sum.
+    products: how it multiplies by its weights. is_common: whether it is just a norm, attention, a norm and SwiGLU.
+    has_plain_attention: whether only the QKV product, attention and the output product lie between its two norms, and
+    no multiplier scales what it adds to the residual stream. `prefill_graphs.py` and `sliced_prefill.py` need that.
+    returns_stream: whether it returns its MLP's output and the residual stream separately; otherwise only their sum.
     """
 
     products: frozenset[ProductKind]

@@ -77,10 +77,10 @@ def compiling_few_rows(decoder: Decoder, sizes: list[int]) -> Iterator[None]:
 
 
 def suits_slices(decoder: Decoder, num_tokens: int) -> bool:
-    """Return whether a prefill step is to have slices.
+    """Return whether to compute a prefill step in slices.
 
-    Not over NCCL, which slows the products down as much as it would save. Not with weights that are widened for each
-    product: each slice would widen them again.
+    It does not pay over NCCL, which slows the products down as much as slices would save, nor for weights that are
+    widened for each product, since each slice would widen them again.
     """
     tp, is_cpu = decoder.tp, decoder.embed_tokens.weight.device.type == "cpu"
     if num_tokens <= SLICE_TOKENS or tp.size == 1 or not (tp.copy_engines or is_cpu):
@@ -101,9 +101,9 @@ def _has_pieces(decoder: Decoder) -> bool:
 
 
 def sizes_to_measure(max_step_tokens: int, tp: TensorParallel) -> list[int]:
-    """Return how many tokens the prefill steps have that may need the most memory.
+    """Return the sizes, in tokens, of the prefill steps that may need the most memory.
 
-    The largest step, that with the largest slices, and that in one piece.
+    These are the largest step, the one with the largest slices, and the largest that is not sliced.
     """
     if tp.copy_engines is None or max_step_tokens <= SLICE_TOKENS:
         return [max_step_tokens]

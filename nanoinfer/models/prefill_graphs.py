@@ -57,7 +57,7 @@ class Buffers(NamedTuple):
         return Buffers(*(buffer[:num_tokens] for buffer in self))
 
     def clear(self) -> None:
-        """Make all zeros: tokens of NaN might go to experts that are not there, and some models have those."""
+        """Fill with zeros, so that padding rows hold numbers from the first step on."""
         for buffer in self:
             buffer.zero_()
 
@@ -112,9 +112,9 @@ def plain_pieces(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
 
 
 def padded_sizes(decoder: Decoder, only_pools: bool) -> list[int]:
-    """Return how many tokens steps are padded to: those that a GPU computes before the host has launched them.
+    """Return the sizes, in tokens, that steps are padded to: those that take a host longer to launch than a GPU to run.
 
-    only_pools: whether the model generates nothing. Then there are larger ones, too, for steps of many short texts.
+    only_pools: whether the model generates nothing. Then larger sizes are included, for steps of many short texts.
     """
     num_weights = max(sum(weight.numel() for weight in layer.parameters()) for layer in decoder.layers)
     max_flops = MAX_FLOPS_PER_LAYER_OF_TEXTS if only_pools else MAX_FLOPS_PER_LAYER
@@ -128,9 +128,9 @@ def padded_sizes(decoder: Decoder, only_pools: bool) -> list[int]:
 class SmallPrefills:
     """Computes prefill steps of at most `sizes[-1]` tokens, each padded to one of `sizes`.
 
-    The first steps of a size run without graphs, then it is captured, and before any other the largest. Both ways run
-    the same kernels on as many rows, so equal steps have equal results. few_tokens: steps of more have graphs only if
-    their texts are short.
+    The first steps of a size run without graphs; then the size is captured, but the largest size before all others.
+    With or without graphs, a step runs the same kernels on the same number of rows, so equal steps have equal results.
+    few_tokens: steps with more tokens have graphs only if their texts are short.
     """
 
     def __init__(self, decoder: Decoder, sizes: list[int], few_tokens: int) -> None:

@@ -96,7 +96,7 @@ def _from_attention(
 
 
 def _projection(layer: DecoderLayer) -> Callable[["Slice"], object]:
-    """Return what leaves queries, keys and values of a slice in its buffer."""
+    """Return a function that writes a slice's queries, keys and values to its buffer."""
     qkv_proj = layer.self_attn.qkv_proj
     return lambda part: part.qkv.copy_(qkv_proj(part.gathered_rows(qkv_proj.input_format)))
 
@@ -112,7 +112,8 @@ def _pipeline(slices: list["Slice"], *stages: tuple[int, Callable[["Slice"], obj
 class Slice:
     """One slice of a step on its way through the layers.
 
-    The rank that owns a row has its residual. index: under which it is exchanged. rows, qkv, heads: its `Buffers`.
+    Each rank keeps the residual of the rows that it owns. index: the slice's number in exchanges. rows, qkv, heads: its
+    part of the step's `Buffers`.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Slice:
         self._sum_norm: RMSNorm | None = None
 
     def add(self, terms: PartialSum, sum_norm: RMSNorm | None) -> None:
-        """Add the ranks' terms to the residual, by way of `sum_norm`; the next norm waits for them."""
+        """Start to exchange terms; the next norm adds their sum to the residual, after `sum_norm` if there is one."""
         assert terms.other_terms is None, "several ranks have one sum"
         [self._terms], self._sum_norm = terms.terms, sum_norm
         self._exchange.start_reduce_scatter(self._index, self._terms)

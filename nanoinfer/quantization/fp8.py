@@ -70,10 +70,10 @@ def quantize_weight(weight: Tensor, block_size: int | None = None) -> tuple[Tens
 
 
 def fit_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a weight, (num_rows, depth), to 8 bits; return it and the scale of each row, that which fits it best.
+    """Round a weight, (num_rows, depth), to 8 bits; return it and the scale that fits each row best.
 
-    It is the one with the least squared error of `NUM_SCALES`, from largest / 448 to nearly twice that. Numbers have no
-    more bits then, but those that a row has most of come to lie where e4m3 is finer.
+    That is the one of `NUM_SCALES`, from largest / 448 to nearly twice that, with the least squared error. A larger
+    scale adds no bits, but may move the most frequent values of a row to where e4m3 is finer.
     """
     parts = [_fit_rows(part.float()) for part in weight.split(MAX_FITTED_ROWS)]
     values, scales = zip(*parts, strict=True)

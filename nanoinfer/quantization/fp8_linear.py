@@ -32,9 +32,9 @@ MAX_SPLITS = 8  # of K
 class Fp8WeightOnlyMethod(LinearMethod):
     """Holds a weight in FP8, and widens it for each product: less memory, but no speed.
 
-    weight: (..., num_outputs, num_inputs) e4m3. Its scales are called as in the checkpoint: of the outputs,
-    (..., num_outputs), or of blocks, (..., rows, columns). input_scale: (num_shards,), the static scales that the
-    checkpoint gives the inputs of its weights; the inputs of what is packed have one scale, the largest.
+    weight: (..., num_outputs, num_inputs) e4m3. Its scales are named as in the checkpoint: one for each output,
+    (..., num_outputs), or for each block, (..., rows, columns). input_scale: (num_shards,), the checkpoint's static
+    scale for the inputs of each weight that is packed here; the layer rounds its inputs with the largest of them.
     """
 
     kind = ProductKind.WIDENED
@@ -146,7 +146,7 @@ class Fp8LinearMethod(Fp8WeightOnlyMethod):
         return x if isinstance(x, QuantizedRows) else quantize_rows(x, self.input_format)
 
     def _group_size(self, layer: Any) -> int:
-        """Return how many inputs share a scale: an eighth of those of all ranks, unless a rank's share cuts one."""
+        """Return how many inputs share a scale: an eighth of all ranks' inputs if no share cuts it, or GROUP_SIZE."""
         if self.config.weights == "block" or layer.weight.dim() == 3:
             return GROUP_SIZE
         num_inputs, share = layer.full_shape[1], layer.weight.shape[1]

@@ -23,9 +23,9 @@ FEW_OUTPUTS = 4096  # a product of fewer outputs has far too few tiles
 class ParamSpec:
     """How a tensor of a linear layer is stored: what the loader, the checks and the ranks' cuts read.
 
-    output_dim, input_dim: which dimension runs over the layer's outputs, and which over its inputs, that of experts
-    left out; None: none does. outputs_per_entry, inputs_per_entry: how many of these an entry along that dimension
-    stands for, such as those that share a scale, or values that are packed in one integer.
+    output_dim, input_dim: the dimension of the layer's outputs, and that of its inputs, not counting the dimension of
+    experts; None if there is none. outputs_per_entry, inputs_per_entry: how many outputs or inputs one entry stands
+    for, such as those that share a scale or are packed in one integer.
     """
 
     output_dim: int | None = None

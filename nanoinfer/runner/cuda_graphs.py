@@ -39,12 +39,12 @@ def num_graphs(max_num_seqs: int, share_prefixes: bool) -> int:
 
 
 class DecodeGraphs:
-    """Captures `forward`, a function of rows (num_rows,) int32 that writes its results to memory of its caller.
+    """Captures `forward` in one CUDA graph for each batch size; all graphs share one memory pool.
 
-    The other argument of `forward` says which rows share prefixes. Everything that it reads or writes must stay where
-    it is in memory. The graphs share one memory pool.
+    Its arguments are rows, (num_rows,) int32, and which of them share prefixes. It writes its results to memory that
+    its caller owns. All tensors that it reads or writes must keep their addresses.
 
-    sizes, sharing_sizes: the batch sizes of steps without and with shared prefixes; only the first are captured here.
+    sizes, sharing_sizes: the batch sizes of steps without and with shared prefixes; only `sizes` are captured here.
     is_warm: whether such graphs were captured before in this process, so that their kernels are compiled and loaded.
     """
 

@@ -42,7 +42,7 @@ class DeviceRunner:
         self.device = self.setup.device
         self._model_runner: ModelRunner | None = None  # None while the cache sleeps
         self.closed = False
-        self.asleep: frozenset[str] = frozenset()  # both of "weights" and "kv_cache", or the cache alone
+        self.asleep: frozenset[str] = frozenset()  # empty, {"kv_cache"}, or both "weights" and "kv_cache"
         self._sleep_level = 1  # of the last sleep
         try:
             with computing(self.device, num_threads=None):
@@ -74,7 +74,7 @@ class DeviceRunner:
         return self.model_runner.wait(handle)
 
     def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> RoutingOnHost:
-        """Start to copy those of positions [start, end) of a sequence with these blocks to the host."""
+        """Start to copy the experts of positions [start, end) to the host, for the sequence that has these blocks."""
         return self.model_runner.read_routed_experts(block_ids, start, end)
 
     def sleep(self, level: int) -> None:

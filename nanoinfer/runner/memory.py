@@ -46,10 +46,11 @@ def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 def measure_graph_bytes(
     capture: Callable[[list[int]], object], sizes: list[int], num_graphs: int, device: torch.device
 ) -> int:
-    """Return the memory that so many graphs will take, if the largest and the smallest have these sizes.
+    """Return the memory that `num_graphs` graphs will take, estimated by capturing the largest and the smallest.
 
-    capture: returns what holds the graphs of some sizes. It is called for the largest, whose memory the others share,
-    and then for the largest and the smallest: what that takes more, each further graph takes.
+    capture: captures graphs of the given sizes, and returns what holds them. It is called for the largest size alone,
+    whose memory all others share, then for the largest and the smallest. The difference is the cost of each further
+    graph. sizes: in ascending order.
     """
     used = []
     for trial in (sizes[-1:], [*sizes[-1:], *sizes[:1]]):
@@ -63,9 +64,9 @@ def measure_graph_bytes(
 
 
 def grantable_bytes(share: float, free_at_start: int, device: torch.device) -> int:
-    """Return what is left on a GPU of the `share` of its memory that the engine may use, if others leave it so much.
+    """Return how many more bytes of a GPU the engine may take, so that it takes at most `share` of all its memory.
 
-    free_at_start: bytes that were free before the engine took any.
+    The engine also takes at most MAX_FREE_SHARE of `free_at_start`, the bytes that were free before it took any.
     """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

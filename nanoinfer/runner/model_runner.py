@@ -130,7 +130,7 @@ class ModelRunner:
         return handle.token_ids.tolist()
 
     def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> RoutingOnHost:
-        """Start to copy those of positions [start, end) of a sequence with these blocks to the host."""
+        """Start to copy the experts of positions [start, end) to the host, for the sequence that has these blocks."""
         assert self.state.routing_table is not None, "nobody asked for routed experts when the engine was made"
         with computing(self.device, self._num_threads):
             return self.state.routing_table.read(block_ids, start, end)

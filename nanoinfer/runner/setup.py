@@ -158,7 +158,7 @@ class Setup:
                 self.tp,
                 other_bytes=routing_bytes,
             )
-            if limits.whole_prompts:  # which are in use for a step, and the next one is planned meanwhile
+            if limits.whole_prompts:  # blocks serve one step, while the next is planned: those of two steps suffice
                 blocks_of_step = -(-self.max_step_tokens(limits) // block_size) + limits.max_num_seqs
                 num_blocks = min(num_blocks, 2 * blocks_of_step)
         else:
@@ -197,7 +197,8 @@ class Setup:
             hidden = runner.forward(step)
             if runner.model.generates:
                 runner.sample(PendingStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), [], []))
-            # What needs it is not run, since its kernels would have to be compiled for users who never ask for it.
+            # Allocate the sampler's scratch memory without running what needs it: its kernels would have to be compiled
+            # for users who never ask for it.
             torch.empty(runner.state.sampler.scratch_bytes, dtype=torch.uint8, device=self.device)
             del step, hidden  # until here, as in a step of a user's
 
@@ -210,7 +211,7 @@ class Setup:
     def allocate_buffers(self, model: DecoderForCausalLM, limits: RunnerLimits) -> StepBuffers:
         """Return what steps need whatever the size of the cache."""
         graphs, max_tokens = PrefillGraphs(), self.max_step_tokens(limits)
-        # Where rows or lengths limit a step, and not its budget, hardly any has just so many tokens.
+        # If the rows or their lengths limit steps, and not the token budget, hardly any step has exactly max_tokens.
         captures_largest = max_tokens == self.config.max_num_batched_tokens
         if self.uses_graphs and not self.config.enable_return_routed_experts:
             graphs = PrefillGraphs.of(model.model, max_tokens, not model.generates, captures_largest)

@@ -64,7 +64,7 @@ class StepTables:
             self.block_tables[rows, columns] = block_ids.int()
 
     def copy_states(self, sections: PacketSections) -> None:
-        """Keep states of rows that earlier steps computed, then give rows theirs; `sections` are on the host."""
+        """Save states of earlier steps to snapshots, then restore rows from snapshots; `sections` are on the host."""
         assert self.states is not None, "states are copied for a model that has none"
         self.states.copy(sections.kept_states.tolist())
         self.states.copy(sections.restored_states.tolist())

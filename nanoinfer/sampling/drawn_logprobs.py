@@ -63,7 +63,7 @@ class DrawnLogprobs:
         lowest: Tensor | None,
         temperatures: Tensor,
     ) -> list[SampleLogprobs]:
-        """Return those of some of a step's tokens, where their rows want any; rows that name tokens come by themselves.
+        """Return log-probabilities of some tokens of a step, if any row wants them; apart for rows that name token ids.
 
         host_rows: the rows of these tokens. drawn: (num_rows,) int, the tokens. raw, processed: (num_rows, vocab_size),
         the logits before and after processors. lowest: (num_rows,), the lowest that may be drawn, or None.

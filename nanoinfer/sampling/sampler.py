@@ -199,7 +199,7 @@ class Sampler:
         num_best: int,
         sorts_all: bool,
     ) -> SpanLogprobs:
-        """Return those of spans, each with its row and the offset from a position to its hidden state."""
+        """Return log-probabilities of spans, each with its row and the offset from a position to its hidden state."""
         places = []
         for span, row, to_state in spans:
             positions = np.arange(span.start, span.start + span.length)

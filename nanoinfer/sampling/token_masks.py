@@ -77,9 +77,9 @@ class UserFunctions:
         return logits.float().index_copy(0, on_device, self._tp.broadcast(changed))
 
     def _change(self, batch_idx: int, logits: Tensor) -> None:
-        """Put what the functions of a token make of its logits (vocab_size,) in their place; NaN if one fails.
+        """Run a token's functions on its logits, (vocab_size,), and write the result in place; NaN if one fails.
 
-        Whatever a function does or returns fails here and not later, where it would end the step of all rows.
+        Errors in a function, or in what it returns, are caught here: later they would end the step of all rows.
         """
         functions, output_ids = self._functions[batch_idx]
         forbidden, name = logits == -torch.inf, ""
@@ -122,7 +122,7 @@ class Grammars(TokenSets):
     stage: ClassVar = Stage.GRAMMARS
 
     def forbid_in_place(self, logits: Tensor, first_id: int, spared: set[int]) -> None:
-        """Forbid it in logits (num_rows, vocab shard), from token `first_id` on, but in copies only of spared rows."""
+        """Forbid it in logits (num_rows, vocab shard), from id `first_id` on; `apply` does it for spared rows."""
         if not self.masks:
             return
         if not spared:
@@ -138,7 +138,7 @@ class Grammars(TokenSets):
 
 
 def _checked(result: Any, logits: Tensor) -> Tensor:
-    """Return what a user's function returned, if its values can be copied to the logits that it should resemble."""
+    """Return what a user's function returned; raise if it is no plain floating-point tensor of the logits' shape."""
     shape = tuple(logits.shape)
     if not isinstance(result, Tensor):
         raise TypeError(f"it returned a {type(result).__name__}; return a tensor of shape {shape}")

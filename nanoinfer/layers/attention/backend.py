@@ -15,9 +15,9 @@ class AttentionSpec:
     num_heads, num_kv_heads: query heads, and KV heads, of this rank. scale: the factor of the scores. window: how many
     tokens each token attends to, itself included; None for all before it. has_sinks: whether each query head has a
     sink, a score of its own without a value: exp(sink) is added to the sum that the softmax divides by (StreamingLLM,
-    Xiao et al. 2023; learned as in gpt-oss). causal: whether a token attends to those before it alone; else to all of
-    its text, or to as many of either side as the window says, itself counted on both. soft_cap: scaled scores become
-    soft_cap * tanh(score / soft_cap) before the softmax, so that none is larger (Gemma 2); None leaves them.
+    Xiao et al. 2023; learned as in gpt-oss). causal: whether a token attends only to itself and to those before it;
+    otherwise to all of its text, or to `window` tokens on each side, itself counted on both. soft_cap: scaled scores
+    become soft_cap * tanh(score / soft_cap) before the softmax, so that none is larger (Gemma 2); None leaves them.
     """
 
     num_heads: int
@@ -56,8 +56,8 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Attend from the step's chunks to their contexts.
 
-        k, v: (num_tokens, num_kv_heads, head_dim), those of the chunks, which suffice where no chunk has a prefix in
-        the cache and the cache holds them unrounded. sinks: (num_heads,), if the spec has them.
+        k, v: (num_tokens, num_kv_heads, head_dim), the chunks' own. They suffice without the cache if no chunk has a
+        prefix there, and the cache holds them unrounded. sinks: (num_heads,), if the spec has them.
         """
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:

@@ -24,8 +24,8 @@ class LayerPlace(NamedTuple):
 class LayerGroups(NamedTuple):
     """How the layers with attention share the pool.
 
-    window: of all groups but the first; None where there is one group. num_groups: all of them. layers_per_page: layers
-    of a group. places: by layer with attention.
+    window: the window of all groups but the first; None if there is only one group. num_groups: how many groups, the
+    first included. layers_per_page: how many layers a group has. places: the place of each layer with attention.
     """
 
     window: int | None

@@ -131,8 +131,8 @@ def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: f
     """Attend from q (..., num_queries, head_dim) to k and v (..., num_keys, head_dim), with a sink for each query.
 
     mask: (..., num_queries, num_keys) bool, which keys each query sees. sinks: of a shape that broadcasts to that of q
-    without head_dim. A sink is one more key, whose value is 0: it is 1 in a dimension of its own, where the others are
-    0 and queries have their sinks.
+    without head_dim. A sink is computed as an extra key whose value is 0. For its score there is an extra dimension: 1
+    in that key, 0 in all others, and the sink over the scale in the queries.
     """
     own = (sinks / scale).to(q.dtype).expand(q.shape[:-1]).unsqueeze(-1)
     k, v = (F.pad(x, (0, 1, 1, 0)) for x in (k, v))  # a dimension after the others, a key before the others

@@ -32,12 +32,12 @@ def list_blocks(metadata: PrefillMetadata, num_cache_blocks: int, block_size: in
         return None
     tables, lens = metadata.block_tables, metadata.cu_context_lens.diff()
     columns = torch.arange(tables.shape[1], device=tables.device)
-    # What stands in a table behind a context is nobody's: block `num_cache_blocks`, which is not there.
+    # Table entries beyond a context mean nothing: replace them by `num_cache_blocks`, which is no block's id.
     blocks = torch.where(columns * block_size < lens[:, None], tables.long(), num_cache_blocks)
     used = torch.zeros(num_cache_blocks + 1, dtype=torch.int32, device=tables.device)
     used.index_fill_(0, blocks.flatten(), 1)
     places = used.cumsum(0) - 1
-    # A block that is not read has the place of another, so it is written behind the list, which is cut off.
+    # A block that is not read has another block's place, so its id goes to a spare entry after the list instead.
     targets = torch.where(used > 0, places, metadata.num_blocks).clamp(max=metadata.num_blocks)[:-1]
     block_ids = torch.zeros(metadata.num_blocks + 1, dtype=torch.int32, device=tables.device)
     block_ids.scatter_(0, targets, torch.arange(num_cache_blocks, dtype=torch.int32, device=tables.device))

@@ -62,7 +62,7 @@ class RecurrentStates:
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Says how large the states of one rank are: of a place, matrices and conv_inputs. dtype: of the latter."""
+    """Says how large one rank's states are. matrices, conv_inputs: shapes of one place. dtype: that of conv_inputs."""
 
     num_layers: int
     matrices: tuple[int, ...]
@@ -86,7 +86,7 @@ class StateShape:
         return self.num_layers * (4 * math.prod(self.matrices) + self.dtype.itemsize * math.prod(self.conv_inputs))
 
     def max_rows(self, requested: int, free_bytes: int) -> int:
-        """Return how many rows get a state: as many as are asked for, or as half of the free memory holds, but one.
+        """Return how many rows get a state: `requested`, or as many as half of `free_bytes` holds, and at least one.
 
         The other half is left to keys and values, and to snapshots.
         """
@@ -100,7 +100,7 @@ class StateShape:
         return rows
 
     def num_snapshots(self, num_rows: int, free_bytes: int) -> int:
-        """Return how many states are kept for prefix hits: as many as rows, or as a tenth of the free memory holds."""
+        """Return how many states are kept for prefix hits: one per row, at least 16, but a tenth of memory at most."""
         return max(1, min(max(num_rows, MIN_SNAPSHOTS), int(free_bytes * SNAPSHOT_SHARE) // self.num_bytes))
 
     def allocate(self, num_states: int, device: torch.device) -> RecurrentStates:

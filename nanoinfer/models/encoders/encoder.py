@@ -203,7 +203,7 @@ class Encoder(nn.Module):
 class EncoderScore(nn.Module):
     """Scores texts: a dense layer, perhaps with a norm after it, and a linear one; in float32.
 
-    kind: of the head. Tokens are scored without the dense layer, but by ModernBERT.
+    kind: the kind of head. A head that scores tokens has no dense layer, except in ModernBERT.
     """
 
     def __init__(self, config: ModelConfig, kind: str, num_labels: int) -> None:
@@ -239,9 +239,9 @@ class EncoderModel(nn.Module):
     unsupported_unless: ClassVar[Mapping[str, Any]] = {}
     renamed_modules: ClassVar[Mapping[str, str]] = {}
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    # How names of whole models begin, which those of encoders alone lack.
+    # How names begin in checkpoints of whole models; checkpoints of the encoder alone lack these prefixes.
     prefixes: ClassVar[tuple[str, ...]] = ()
-    # Parts of a checkpoint's names, and what they are here; in this order.
+    # Parts of a checkpoint's names -> what replaces them here, one replacement after the other.
     renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
     unneeded: ClassVar[tuple[str, ...]] = ("cls.", "lm_head.", "decoder.")  # of the model that fills in masked words
 
@@ -276,7 +276,7 @@ class EncoderModel(nn.Module):
         return ".".join((*path, packed, kind)), shard
 
     def checkpoint_name(self, place: tuple[str, str | None]) -> str:
-        """Return the name of a tensor that fills a place, perhaps with others: what `locate` finds it by."""
+        """Return the checkpoint's name of a tensor that fills a place, perhaps with others: the inverse of `locate`."""
         name, shard = place
         packed_names = {packed: name for name, packed in self.packed_modules_mapping.items()}
         *path, part, kind = name.split(".")
@@ -290,5 +290,5 @@ class EncoderModel(nn.Module):
         return self.model(step)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return logits of no token."""
+        """Return empty logits, since an encoder has no language-model head: (num_rows, 0)."""
         return self.lm_head(hidden, out)

@@ -122,7 +122,7 @@ class Int4LinearMethod(LinearMethod):
         return found[0], ours.squeeze(1) if self.group_size is None and ours.dim() == 2 and ours.shape[1] == 1 else ours
 
     def _pack(self, numbers: Tensor) -> Tensor:
-        """Pack the numbers of a whole weight as those of this rank's share are, the last block filled up."""
+        """Pack the numbers of a whole weight in blocks as large as in this rank's share; the last is padded."""
         if numbers.shape[1] != self.num_inputs:
             raise ModelError(f"it has {numbers.shape[1]} inputs, and config.json implies {self.num_inputs}")
         return pack(numbers, self.block)
@@ -206,7 +206,7 @@ class Int4LinearMethod(LinearMethod):
         return kernels.moe_experts.int4_expert_mlp(x, first, second, expert_ids, weights)
 
     def _few_rows_product(self, layer: Any, x: Tensor, is_split: bool) -> Tensor:
-        """Return partial sums. is_split: whether the next kernel adds them up; else few splits save what that takes."""
+        """Return partial sums. is_split: whether the next kernel adds them up; if not, there are fewer of them."""
         numbers, scales, zeros = self.packed(layer)[:3]
         splits, (num_outputs, num_words) = 1, numbers.shape
         # In float16 a partial sum could overflow where the whole does not.

@@ -45,7 +45,7 @@ class Mxfp4Method(LinearMethod):
         setattr(layer, SCALES, stored(scales, ParamSpec(0, 1, inputs_per_entry=MXFP4_GROUP)))
 
     def read(self, kind: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-        """Do as elsewhere. Outputs become the last dimension, as checkpoints in 16 bits have it."""
+        """Do what `LinearMethod.read` does. Outputs become the last dimension, as in checkpoints in 16 bits."""
         if kind not in ("weight_blocks", "weight_scales"):
             return kind, tensor
         is_blocks = kind == "weight_blocks"

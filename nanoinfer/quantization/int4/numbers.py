@@ -112,7 +112,7 @@ def few_rows_product(
 
 
 def _of_inputs(x: Tensor, numbers: Tensor, groups: Tensor | None) -> Tensor:
-    """Return for each input what its group has; one that is the same for all inputs of an output has a size of 1."""
+    """Return each input's scale or zero point, that of its group; size 1 if all inputs of an output have the same."""
     if x.dim() < numbers.dim():
         return x.unsqueeze(-1)
     if groups is not None:
