@@ -227,13 +227,29 @@ class LLM:
         return self._stream(requests)
 
     async def agenerate(
-        self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = False, **options: Any
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        use_tqdm: bool = False,
+        *,
+        priority: Sequence[int] | None = None,
+        on_finish: OnFinish | None = None,
+        on_error: OnError = "raise",
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Do as `generate`, with its arguments and errors, while other tasks of the event loop run.
+        """Do as `generate`, with its arguments but for hidden states, while other tasks of the event loop run.
 
         Calls of all tasks and threads share batches. If the task is cancelled, its requests are aborted.
         """
-        return await self._async_calls.generate(prompts, sampling_params, use_tqdm, **options)
+        return await self._async_calls.generate(
+            prompts,
+            sampling_params,
+            use_tqdm,
+            priority=priority,
+            on_finish=on_finish,
+            on_error=on_error,
+            tokenization_kwargs=tokenization_kwargs,
+        )
 
     def astream(self, prompts: Prompts, sampling_params: Params = None) -> AsyncGenerator[StreamChunk, None]:
         """Do as `stream`, for `async for`; the errors are raised when the first chunk is asked for."""

@@ -1,6 +1,7 @@
 """asyncio: hundreds of calls share batches, cancelled ones free what they hold, and errors reach every task."""
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -367,3 +368,14 @@ def test_two_ranks_serve_tasks_and_cancel_them(llm: LLM, random_checkpoint: Chec
 
         assert [ids for [ids] in run_all(cancel_one())[0]] == expected
         wait_until_idle(two_ranks)
+
+
+def test_agenerate_has_the_arguments_of_generate_but_for_hidden_states() -> None:
+    of_hidden_states = {"hidden_states", "hidden_state_positions", "on_hidden_states"}
+    expected = {
+        name: parameter.kind
+        for name, parameter in inspect.signature(inspect.unwrap(LLM.generate)).parameters.items()
+        if name not in of_hidden_states
+    }
+    found = inspect.signature(LLM.agenerate).parameters
+    assert {name: parameter.kind for name, parameter in found.items()} == expected

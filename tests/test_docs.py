@@ -181,8 +181,17 @@ def test_every_page_is_linked_from_the_readme_and_every_picture_is_shown_on_a_pa
 
 def test_every_file_that_the_readmes_tree_names_exists() -> None:
     [tree] = re.findall(r"^```\n(nanoinfer/.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    names = {path.name for path in (ROOT / "nanoinfer").rglob("*")}
-    assert {*re.findall(r"\w+\.py|\w+(?=/)", tree)} - {"tests", "nanoinfer"} <= names
+    package = ROOT / "nanoinfer"
+    for line in tree.splitlines()[1:]:
+        if not line.startswith("    "):  # else it goes on with the folders of the line before
+            folders = [package]
+        for name in re.findall(r"[\w/]+/(?=[ :]|$)", line):
+            folders += [path for path in package.rglob("*") if path.is_dir() and f"{path}/".endswith(f"/{name}")]
+            assert folders[1:], f"{name} in {line!r} is no folder"
+        if path := re.match(r"  ([\w/]+)/\w+\.py", line):
+            folders.append(package / path[1])
+        for name in re.findall(r"[\w/]+\.py", line):
+            assert any((folder / name).exists() for folder in folders), f"{name} in {line!r} is nowhere there"
 
 
 def test_the_readme_stays_short() -> None:

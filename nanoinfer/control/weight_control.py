@@ -46,14 +46,14 @@ class WeightControl:
             except ModelError as error:
                 raise ModelError(f"{error}; the {num_copied} before it were copied, and stay") from None
             finally:
-                self._engine.block_manager.reset_prefix_cache()  # its keys and values are those of the weights before
+                self._engine.reset_prefix_cache()  # its keys and values are those of the weights before
 
     def sleep(self, level: int) -> None:
         check_level(level)
         with self._lock:
             runner = self._idle_runner("sleep")
             if len(runner.asleep) < len(SLEEP_TAGS):
-                self._engine.block_manager.reset_prefix_cache()
+                self._engine.reset_prefix_cache()
                 with postponed_interrupt():
                     runner.sleep(level)
 
@@ -82,8 +82,7 @@ class WeightControl:
         if not engine.is_finished():
             engine.step(launch=False)  # hands over what was aborted
         if not engine.is_finished():
-            scheduler = engine.scheduler
-            count = scheduler.num_waiting + len(scheduler.running) + len(scheduler.paused) + len(engine.reserved_ids)
+            count = engine.num_unfinished()
             raise EngineStateError(f"{call} while {count} requests are unfinished; finish them first, or abort them")
         return runner
 

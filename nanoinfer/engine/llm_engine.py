@@ -109,7 +109,7 @@ class LLMEngine:
             inbox.append(refused(request_id, prepared.prompt, params.n, str(prepared.error)))
             if chunks is not None:
                 chunks.extend(failed_chunks(request_id, index, range(params.n)))
-            self.reserved_ids.queue(request_id)
+            self.reserved_ids.settle(request_id)
             return
         request = Request(request_id, prepared.prompt, [], inbox)
         for sample in range(params.n):
@@ -133,7 +133,7 @@ class LLMEngine:
         for completion in request.completions:
             self.scheduler.add(completion.seq)
             self.listener.arrived(completion.seq, request.arrived)
-        self._marked.extend((action, request_id) for action in self.reserved_ids.queue(request_id))
+        self._marked.extend((action, request_id) for action in self.reserved_ids.settle(request_id))
 
     def step(self, launch: bool = True) -> None:
         """Launch the next step, collect the one before it, and hand over the requests that finished.
@@ -188,6 +188,10 @@ class LLMEngine:
     def is_finished(self) -> bool:
         """Return whether every request has finished and was handed over."""
         return not (self.reserved_ids or self._requests)  # in this order: while a request is queued, it is in both
+
+    def num_unfinished(self) -> int:
+        """Return how many requests have not been handed over, those that are yet to be queued included."""
+        return len(self._requests) + len(self.reserved_ids)
 
     def num_only_paused(self) -> int:
         """Return how many requests are paused, if none but these are left; else 0."""

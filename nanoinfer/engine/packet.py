@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from nanoinfer.engine.batch import NewBlock, ScheduledBatch
 from nanoinfer.engine.blocks.partial_hits import BlockCopy
 from nanoinfer.engine.blocks.state_snapshots import StateCopy
-from nanoinfer.engine.extras.prompt_states import StatesRecord
+from nanoinfer.engine.extras.prompt_states import HiddenStatesRecord
 from nanoinfer.engine.row_options import (
     SamplingRecord,
     TokenBias,
@@ -75,7 +75,7 @@ class PacketSections(NamedTuple):
     stop_ids: Annotated[Any, int]  # those of the sampling records, one record after another
     biases: Annotated[Any, TokenBias]  # likewise
     logprob_ids: Annotated[Any, int]  # likewise
-    states_records: Annotated[Any, StatesRecord]
+    hidden_states_records: Annotated[Any, HiddenStatesRecord]
     wanted_layers: Annotated[Any, int]  # whose hidden states are wanted, one states record after another
 
 
@@ -124,7 +124,7 @@ def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
         stop_ids=[token_id for seq, _ in records for token_id in stop_ids_of(seq)],
         biases=[bias for seq, _ in records for bias in biases_of(seq)],
         logprob_ids=[token_id for seq, _ in records for token_id in logprob_ids_of(seq)],
-        states_records=[states.record(seq.held_row, seq.num_prompt_tokens) for seq, states in wanted],
+        hidden_states_records=[states.record(seq.held_row, seq.num_prompt_tokens) for seq, states in wanted],
         wanted_layers=[layer for _, states in wanted for layer in states.layers],
     )
     num_samples = sum(chunk.samples for chunk in batch.prefill)

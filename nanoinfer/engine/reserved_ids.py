@@ -37,7 +37,7 @@ class ReservedIds:
         for request_id in ids:
             self._deferred.pop(request_id, None)
 
-    def queue(self, request_id: int) -> list[Action]:
+    def settle(self, request_id: int) -> list[Action]:
         """Note that a request is queued, or has ended; return what was asked of it before."""
         return self._deferred.pop(request_id, [])
 

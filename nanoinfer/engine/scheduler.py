@@ -72,7 +72,7 @@ class Scheduler:
         self._on_finish = on_finish
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
         self.min_awaited_in_all = MIN_AWAITED_IN_ALL
-        self.shared_prefixes = PrefixGrouper(max_group_rows, block_manager.block_size)
+        self.prefix_grouper = PrefixGrouper(max_group_rows, block_manager.block_size)
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []  # those with a row still hold their blocks
         self.num_preemptions = 0
@@ -221,7 +221,7 @@ class Scheduler:
                 seq.status = SequenceStatus.RUNNING
                 self.running.append(seq)
             self.listener.resumed(seq)
-        self.shared_prefixes.forget()
+        self.prefix_grouper.forget()
 
     def _withdraw(self, seq_ids: set[int]) -> list[Sequence]:
         """Take these sequences from the queue and from the paused ones; return them."""
@@ -335,7 +335,7 @@ class Scheduler:
         for seq in decode:
             seq.num_computed_tokens += 1
             seq.num_pending_tokens += 1
-        batch.decode, batch.prefix_groups = self.shared_prefixes.arrange(decode)
+        batch.decode, batch.prefix_groups = self.prefix_grouper.arrange(decode)
         return batch
 
     def _is_short(self, needy: list[Sequence]) -> bool:
@@ -371,7 +371,7 @@ class Scheduler:
         heapq.heappop(self._waiting)
         manager.dequeue(seq)
         batch.block_copies += manager.allocate(seq, cached_block_ids)
-        self.shared_prefixes.forget()  # if it ran before, it now has another block table
+        self.prefix_grouper.forget()  # if it ran before, it now has another block table
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.row = heapq.heappop(self._free_rows)

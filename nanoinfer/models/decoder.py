@@ -26,7 +26,7 @@ from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVP
 from nanoinfer.layers.query_scales import query_scales
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.layers.whole_norm import ResidualSum, WholeNorm
-from nanoinfer.models.decoder_spec import SERVED_BY_FAST_WAYS, DecoderSpec, LayerTraits
+from nanoinfer.models.decoder_spec import SERVED_FOR_FEW_ROWS, SERVED_IN_PIECES, DecoderSpec, LayerTraits
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.linear_attention import DecoderLinearAttention
 from nanoinfer.quantization.selection import with_quantization
@@ -192,11 +192,9 @@ class DecoderLayer(nn.Module):
     def traits(self) -> LayerTraits:
         methods = (getattr(part, "quant_method", None) for part in self.modules())
         products = frozenset(method.kind for method in methods if method is not None)
-        # A new field of the spec keeps an architecture off the fast ways until they are said to serve it.
-        served = SERVED_BY_FAST_WAYS | {"norms_sums", "norm", "activation"}
-        is_plain = self.spec.is_common_but_for(served) and self.spec.has_plain_norms and not self.has_multipliers
-        has_plain_attention = is_plain and not self.is_linear
-        is_common = self.spec.is_common_but_for(SERVED_BY_FAST_WAYS) and not self.has_experts
+        is_plain = self.spec.is_common_but_for(SERVED_IN_PIECES) and self.spec.has_plain_norms
+        has_plain_attention = is_plain and not (self.has_multipliers or self.is_linear)
+        is_common = self.spec.is_common_but_for(SERVED_FOR_FEW_ROWS) and not self.has_experts
         return LayerTraits(products, is_common and has_plain_attention, has_plain_attention)
 
     def forward(

@@ -12,11 +12,14 @@ from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.quantization.linear_method import ProductKind
 
-# Fields that the fast ways of a layer need not know: they differ within attention, or outside of the layers.
-SERVED_BY_FAST_WAYS = frozenset(
+# Fields of DecoderSpec that a fast way through a layer serves; any other keeps an architecture off it. `few_rows.py`
+# serves those that differ within attention, or outside of the layers.
+SERVED_FOR_FEW_ROWS = frozenset(
     {"qkv_bias", "qk_norm", "whole_qk_norm", "interleaves_rotary", "o_bias", "has_sinks"}
     | {"interleaves_linear", "embedding", "experts"}
 )
+# `prefill_graphs.py` and `sliced_prefill.py` call the layer's own norms and MLP.
+SERVED_IN_PIECES = SERVED_FOR_FEW_ROWS | {"norms_sums", "norm", "activation"}
 
 
 @dataclass(frozen=True, slots=True)

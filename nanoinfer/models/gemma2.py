@@ -3,14 +3,15 @@
 from typing import ClassVar
 
 from nanoinfer.layers.activation import gelu_tanh_and_mul
+from nanoinfer.layers.offset_norm import OffsetNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.decoder_spec import DecoderSpec
-from nanoinfer.models.gemma3 import Gemma3Embedding, Gemma3Norm
+from nanoinfer.models.gemma3 import Gemma3Embedding
 
 
 class Gemma2ForCausalLM(DecoderForCausalLM):
     spec: ClassVar = DecoderSpec(
-        norms_sums=True, norm=Gemma3Norm, embedding=Gemma3Embedding, activation=gelu_tanh_and_mul
+        norms_sums=True, norm=OffsetNorm, embedding=Gemma3Embedding, activation=gelu_tanh_and_mul
     )
     config_defaults: ClassVar = {
         "vocab_size": 256000,

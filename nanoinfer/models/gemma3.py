@@ -6,29 +6,14 @@ A layer with a window has another RoPE than one that attends to all tokens.
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.activation import gelu_tanh_and_mul
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
-from nanoinfer.layers.layernorm import RMSNorm
+from nanoinfer.layers.offset_norm import OffsetNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.decoder_spec import DecoderSpec
-
-
-class Gemma3Norm(RMSNorm):
-    """RMSNorm whose checkpoint holds the weight less 1. The product is in float32, and so is the weight."""
-
-    only_scales = True
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__(size, eps)
-        self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)
-
-    def weight_loader(self, param: Tensor, full: Tensor) -> None:
-        check_shape(full, tuple(param.shape))
-        param.copy_(1 + full.float())
 
 
 class Gemma3Embedding(VocabParallelEmbedding):
@@ -46,7 +31,7 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
     spec: ClassVar = DecoderSpec(
         qk_norm=True,
         norms_sums=True,
-        norm=Gemma3Norm,
+        norm=OffsetNorm,
         embedding=Gemma3Embedding,
         activation=gelu_tanh_and_mul,
     )

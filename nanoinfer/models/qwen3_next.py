@@ -2,9 +2,9 @@
 
 from typing import ClassVar
 
+from nanoinfer.layers.offset_norm import OffsetNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.decoder_spec import DecoderSpec
-from nanoinfer.models.gemma3 import Gemma3Norm
 
 LINEAR_FIELDS = {
     "linear_num_key_heads": 16,
@@ -17,7 +17,7 @@ LINEAR_FIELDS = {
 
 
 class Qwen3NextForCausalLM(DecoderForCausalLM):
-    spec: ClassVar = DecoderSpec(qk_norm=True, has_gates=True, interleaves_linear=True, norm=Gemma3Norm)
+    spec: ClassVar = DecoderSpec(qk_norm=True, has_gates=True, interleaves_linear=True, norm=OffsetNorm)
     config_defaults: ClassVar = {
         **LINEAR_FIELDS,
         "num_key_value_heads": 2,

@@ -102,7 +102,7 @@ class TextSteps:
                         step = in_flight.popleft()
                         metrics = RequestMetrics(queue_time=step.started - arrived)
                         values, own_ids = self._collect(step), ids[len(done) : len(done) + len(step.requests)]
-                        asked = map(reserved.queue, own_ids)
+                        asked = map(reserved.settle, own_ids)
                         aborted = [place for place, actions in enumerate(asked) if Action.ABORT in actions]
                         done += make(PooledTexts(step.requests, own_ids, values, aborted, metrics))
                         show(len(done))
@@ -203,7 +203,7 @@ def pack_texts(requests: list[PreparedRequest], block_size: int) -> Packet:
         known_tokens=np.concatenate([_ids(request) for request in requests]),
         new_blocks=new_blocks,
         chunks=chunks,
-        states_records=[
+        hidden_states_records=[
             request.prompt_states.record(row, size)
             for row, (request, size) in enumerate(zip(requests, sizes.tolist(), strict=True))
         ],

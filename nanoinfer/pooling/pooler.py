@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.device import numbers_to_device
-from nanoinfer.engine.extras.prompt_states import Found, FoundStates, FoundVectors, StatesRecord
+from nanoinfer.engine.extras.prompt_states import Found, FoundStates, FoundVectors, HiddenStatesRecord
 from nanoinfer.engine.packet import Header, PacketSections
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.models.causal_lm import DecoderForCausalLM
@@ -35,7 +35,7 @@ class Pooler:
     def __init__(self, model: DecoderForCausalLM, config: PoolingConfig, dense: list[DenseLayer]) -> None:
         self._model, self._config, self._dense = model, config, dense
         self._has_token_types = getattr(model.model, "has_second_types", False)
-        self._records: dict[int, StatesRecord] = {}  # by row
+        self._records: dict[int, HiddenStatesRecord] = {}  # by row
         self._layers: dict[int, list[int]] = {}  # by row: whose hidden states are wanted
         self._sums: dict[int, Tensor] = {}  # by row: (hidden_size,) float32 of the tokens so far
 
@@ -45,10 +45,10 @@ class Pooler:
             for row in on_host.row_records[:, 0].tolist():
                 self._records.pop(row, None)
                 self._sums.pop(row, None)
-        if header.counts.states_records:
+        if header.counts.hidden_states_records:
             layers = on_host.wanted_layers[:, 0].tolist()
-            for numbers in on_host.states_records.tolist():
-                record = StatesRecord._make(numbers)
+            for numbers in on_host.hidden_states_records.tolist():
+                record = HiddenStatesRecord._make(numbers)
                 self._records[record.row] = record
                 self._layers[record.row], layers = layers[: record.num_layers], layers[record.num_layers :]
 

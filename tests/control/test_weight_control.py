@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -450,7 +451,7 @@ def test_a_level_that_is_not_known_is_refused(llm: LLM) -> None:
 
 
 def test_nothing_that_runs_is_lost(llm: LLM, pair: tuple[Path, Path]) -> None:
-    request_id = llm.add_request(PROMPTS[0], GREEDY)
+    request_id = llm.add_request(PROMPTS[0], replace(GREEDY, temperature=1e-3, n=4))
     calls: list[Callable[[], Any]] = [llm.sleep, lambda: llm.update_weights(iterate_weights(pair[1]))]
     for call in calls:
         with pytest.raises(EngineStateError, match="while 1 requests are unfinished; finish them first, or abort them"):
@@ -458,7 +459,8 @@ def test_nothing_that_runs_is_lost(llm: LLM, pair: tuple[Path, Path]) -> None:
     outputs = []
     while not llm.is_finished():
         outputs += llm.step()
-    assert [(output.request_id, len(output.token_ids)) for output in outputs] == [(request_id, 8)]
+    assert [(output.request_id, len(output.outputs)) for output in outputs] == [(request_id, 4)]
+    assert all(len(sample.token_ids) == 8 for sample in outputs[0].outputs)
 
 
 def test_what_was_aborted_does_not_keep_an_engine_awake(llm: LLM) -> None:

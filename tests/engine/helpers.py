@@ -45,7 +45,7 @@ def make_scheduler(
         reserved_tokens=block_size,  # a block for each running sequence
         max_group_rows=max_group_rows,
     )
-    scheduler.shared_prefixes.min_saved_tokens = 0  # tests share a few blocks
+    scheduler.prefix_grouper.min_saved_tokens = 0  # tests share a few blocks
     return scheduler
 
 

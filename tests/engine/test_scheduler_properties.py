@@ -79,7 +79,7 @@ class History:
         )
         self.scheduler.min_awaited_tokens = random.choice([1, 3, 1000])
         self.scheduler.min_awaited_in_all = random.choice([1, 8])
-        self.scheduler.shared_prefixes.min_saved_tokens = random.choice([0, 2 * block_size])
+        self.scheduler.prefix_grouper.min_saved_tokens = random.choice([0, 2 * block_size])
         self.device = FakeDevice(block_size, VOCAB_SIZE, kind == "hybrid", windows, max_num_seqs + 1)
         self.overlap = random.random() < 0.5  # a step is scheduled and run before the last one's tokens are collected
         self.in_flight: list[tuple[ScheduledBatch, list[int] | None]] = []  # None: it failed

@@ -349,7 +349,7 @@ def answers_of_families(
     ):
         patch.setattr(triton, "shared_prefix_attention", count)
         llm.generate(prompts, replace(GREEDY, max_tokens=1), use_tqdm=False)  # from here on, prefixes are cached
-        arranger = llm.engine.scheduler.shared_prefixes
+        arranger = llm.engine.scheduler.prefix_grouper
         assert arranger.max_group_rows == 64 // 4
         arranger.min_saved_tokens = 0
         if max_group_rows is not None:

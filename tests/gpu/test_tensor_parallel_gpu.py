@@ -148,7 +148,7 @@ def test_several_gpus_read_a_shared_prefix_once_as_one_does(
         options = {"tensor_parallel_size": count, "enforce_eager": enforce_eager, "kvcache_block_size": 256}
         with LLM(folder, dtype="bfloat16", **options) as llm:
             llm.generate(prefix, SamplingParams(max_tokens=1), use_tqdm=False)
-            arranger = llm.engine.scheduler.shared_prefixes
+            arranger = llm.engine.scheduler.prefix_grouper
             assert arranger.max_group_rows == 16
             arranger.min_saved_tokens = 0
             results.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])

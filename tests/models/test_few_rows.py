@@ -13,10 +13,10 @@ from nanoinfer.layers import few_rows as layers
 from nanoinfer.layers.activation import gelu_tanh_and_mul
 from nanoinfer.layers.centred_norm import CentredNorm
 from nanoinfer.layers.layernorm import RMSNorm
+from nanoinfer.layers.offset_norm import OffsetNorm
 from nanoinfer.models import execution, few_rows
 from nanoinfer.models.decoder import DecoderLayer
 from nanoinfer.models.decoder_spec import DecoderSpec
-from nanoinfer.models.gemma3 import Gemma3Norm
 from tests.models.test_architectures import ARCHITECTURES, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
 COMMON = ("Llama", "Ministral3", "Mistral", "Phi3", "Qwen2", "Qwen3", "SeedOss", "SmolLM3")
@@ -91,7 +91,7 @@ def test_every_architecture_gives_the_same_tokens_with_few_rows(
         ({}, True, True),
         ({"qk_norm": True, "has_sinks": True, "interleaves_rotary": True}, True, True),
         ({"norms_sums": True}, False, True),
-        ({"norm": Gemma3Norm}, False, True),
+        ({"norm": OffsetNorm}, False, True),
         ({"activation": gelu_tanh_and_mul}, False, True),
         ({"norm": CentredNorm}, False, False),
         ({"norm": type("ANewNorm", (RMSNorm,), {})}, False, False),

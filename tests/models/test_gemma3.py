@@ -18,8 +18,9 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.activation import gelu_tanh_and_mul
 from nanoinfer.layers.linear import PartialSum
+from nanoinfer.layers.offset_norm import OffsetNorm
 from nanoinfer.models import REGISTRY
-from nanoinfer.models.gemma3 import Gemma3Embedding, Gemma3Norm
+from nanoinfer.models.gemma3 import Gemma3Embedding
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -62,10 +63,10 @@ def read(raw: dict[str, Any]) -> ModelConfig:
 # --- layers ---
 
 
-def norms(dtype: torch.dtype, seed: int) -> tuple[Gemma3Norm, Gemma3RMSNorm]:
+def norms(dtype: torch.dtype, seed: int) -> tuple[OffsetNorm, Gemma3RMSNorm]:
     """Ours and theirs, with the same random weights."""
     with default_dtype(dtype):
-        ours, theirs = Gemma3Norm(96, eps=1e-5), Gemma3RMSNorm(96, eps=1e-5)
+        ours, theirs = OffsetNorm(96, eps=1e-5), Gemma3RMSNorm(96, eps=1e-5)
     weight = (0.3 * randn(96, seed=seed)).to(dtype)
     ours.weight_loader(ours.weight, weight)
     theirs.weight.data.copy_(weight)

@@ -363,7 +363,6 @@ def test_an_option_that_is_not_known_is_refused() -> None:
 
 def test_a_checkpoint_in_fp8_may_be_asked_for_fp8_too() -> None:
     assert read(BLOCKS, "fp8") == read(BLOCKS)
-    assert read(None, "fp8") == read(None, "fp8")
     assert read(None) is None
 
 

@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 
-class StatesRecord(NamedTuple):
+class HiddenStatesRecord(NamedTuple):
     """What an admitted sequence wants of its prompt's hidden states, as the packet carries it."""
 
     row: int
@@ -68,10 +68,10 @@ class PromptStates:
     take: Callable[[int, int, Any], object] | None = None
     found: dict[int | None, dict[int, Any]] = field(default_factory=dict)
 
-    def record(self, row: int, num_prompt_tokens: int) -> StatesRecord:
+    def record(self, row: int, num_prompt_tokens: int) -> HiddenStatesRecord:
         second_text = num_prompt_tokens if self.second_text is None else self.second_text
-        keeps, num_layers = int(self.take is not None), len(self.layers)
-        return StatesRecord(row, num_prompt_tokens, int(self.pools), self.layers_from, keeps, second_text, num_layers)
+        pools, keeps, num_layers = int(self.pools), int(self.take is not None), len(self.layers)
+        return HiddenStatesRecord(row, num_prompt_tokens, pools, self.layers_from, keeps, second_text, num_layers)
 
     def add(self, found: FoundStates) -> None:
         first = 0 if found.layer is None else self.layers_from
