@@ -16,6 +16,7 @@ import bench
 import nanoinfer
 from nanoinfer.__main__ import main
 from nanoinfer.bench import host, text
+from nanoinfer.bench.cli import WHICH_LOADS
 from nanoinfer.bench.workloads import LOADS, Load
 
 SMALL = ["--num-seqs", "3", "--input-len", "8", "--output-len", "5"]
@@ -279,3 +280,14 @@ def test_starts_are_timed_in_processes_of_their_own(tmp_path: Path, capsys: pyte
 def test_a_start_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("start", "--attention-backend", "flash_attn") == 2
     assert "the engine did not start" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", LOADS["cuda"])
+def test_the_list_of_loads_has_the_numbers_of_each(name: str) -> None:
+    [line] = re.findall(rf"^  {name} +(.*)$", WHICH_LOADS, re.MULTILINE)
+    listed = {int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", line)}
+    numbers: set[int] = set()
+    for load in LOADS["cuda"][name]:
+        extra = {load.shared_prefix, load.num_answers, load.num_samples} - {0, 1}
+        numbers |= {load.num_seqs, *load.input_len, *load.output_len, *extra}
+    assert numbers - listed <= ({256, 100, 1024} if name == "shared" else set()), "shared is said by way of default"
