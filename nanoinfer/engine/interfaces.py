@@ -116,7 +116,7 @@ class Engine(Protocol):
         self,
         request_id: int,
         prepared: PreparedRequest,
-        inbox: list[RequestOutput],
+        outputs_to: list[RequestOutput],
         chunks: deque[StreamChunk] | None = None,
         index: int = 0,
     ) -> None:

@@ -94,24 +94,24 @@ class LLMEngine:
         self,
         request_id: int,
         prepared: PreparedRequest,
-        inbox: list[RequestOutput],
+        outputs_to: list[RequestOutput],
         chunks: deque[StreamChunk] | None = None,
         index: int = 0,
     ) -> None:
         """Queue a request; one that has an error ends with it at once.
 
-        request_id: a reserved one; draws depend on it. inbox: where a step puts its output. chunks: where a stream
+        request_id: a reserved one; draws depend on it. outputs_to: where a step puts its output. chunks: where a stream
         finds what is new of it, under this `index`.
         """
         self.guard.check()
         params = prepared.sampling_params
         if prepared.error is not None:
-            inbox.append(refused(request_id, prepared.prompt, params.n, str(prepared.error)))
+            outputs_to.append(refused(request_id, prepared.prompt, params.n, str(prepared.error)))
             if chunks is not None:
                 chunks.extend(failed_chunks(request_id, index, range(params.n)))
             self.reserved_ids.settle(request_id)
             return
-        request = Request(request_id, prepared.prompt, [], inbox)
+        request = Request(request_id, prepared.prompt, [], outputs_to)
         for sample in range(params.n):
             seed = seed_of(params, self.config.seed, request_id, sample)
             seq = Sequence(
@@ -160,7 +160,7 @@ class LLMEngine:
         while self._finished:  # one at a time, so that an error in one loses no other
             output = self._output(self._finished[0])
             if output is not None:
-                self._requests[output.request_id].inbox.append(output)
+                self._requests[output.request_id].outputs_to.append(output)
                 del self._requests[output.request_id]  # now: until its output is there, it counts as unfinished
             self.listener.finished(self._finished.popleft())
 

@@ -132,7 +132,7 @@ class Request:
     request_id: int
     prompt: str | None  # None if it was given as token ids
     completions: list[Completion]  # its samples
-    inbox: list[RequestOutput]  # where its output is put
+    outputs_to: list[RequestOutput]  # where its output is put
     prompt_logprobs: PromptLogprobs | None = None
     prompt_states: PromptStates | None = None
     arrived: float = field(default_factory=time.perf_counter)

@@ -144,20 +144,20 @@ class TextSteps:
 
     def _in_chunks(self, request: PreparedRequest, request_id: int) -> Any:
         """Return the output of a text that is too long for a step, by the scheduler."""
-        inbox: list[Any] = []
+        outputs: list[Any] = []
         try:
             with self._lock, postponed_interrupt():
-                self._engine.add_request(request_id, request, inbox)
-            while not inbox:
+                self._engine.add_request(request_id, request, outputs)
+            while not outputs:
                 with self._lock, postponed_interrupt():
                     self._engine.step()
                 if self._engine.num_only_paused():
                     time.sleep(TURN_SECONDS)
         finally:
-            if not inbox:
+            if not outputs:
                 with self._lock, postponed_interrupt():
                     self._engine.abort({request_id})
-        return inbox[0]
+        return outputs[0]
 
     def _others_have_ended(self) -> bool:
         """Return whether no request holds rows and blocks; paused ones give them up, and the prefix cache is cleared.

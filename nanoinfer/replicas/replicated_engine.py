@@ -85,7 +85,7 @@ class Unfinished:
     """A request that was not returned, and where its output goes."""
 
     queued: QueuedRequest
-    inbox: list[RequestOutput]
+    outputs_to: list[RequestOutput]
     chunks: deque[StreamChunk] | None
     index: int  # of its prompt in the stream
     arrived: float = field(default_factory=time.perf_counter)
@@ -151,18 +151,18 @@ class ReplicatedEngine:
         self,
         request_id: int,
         prepared: PreparedRequest,
-        inbox: list[RequestOutput],
+        outputs_to: list[RequestOutput],
         chunks: deque[StreamChunk] | None = None,
         index: int = 0,
     ) -> None:
         """Queue a request; one that has an error ends with it at once. As in LLMEngine."""
         self.guard.check()
         if prepared.error is not None:
-            inbox.append(refused(request_id, prepared.prompt, prepared.sampling_params.n, str(prepared.error)))
+            outputs_to.append(refused(request_id, prepared.prompt, prepared.sampling_params.n, str(prepared.error)))
             self.reserved_ids.settle(request_id)
             return
         queued = QueuedRequest(request_id, prepared, expected_work(prepared, self._max_model_len))
-        self._requests[request_id] = Unfinished(queued, inbox, chunks, index)
+        self._requests[request_id] = Unfinished(queued, outputs_to, chunks, index)
         self.dispatcher.add(queued)
         self._marked.extend((action, request_id) for action in self.reserved_ids.settle(request_id))
 
@@ -352,7 +352,7 @@ class ReplicatedEngine:
                 waited = [one.sent - one.arrived if one else 0.0 for one in ours]
                 for one, output in zip(ours, unpack_outputs(message, queued, waited), strict=True):
                     if one is not None and output is not None:
-                        one.inbox.append(output)
+                        one.outputs_to.append(output)
                         self._forget(one)  # now: until its output is there, it counts as unfinished
             case Chunks():
                 self._hand_on(message)
@@ -441,7 +441,7 @@ class ReplicatedEngine:
             left = (sample for sample in samples if not request.streamed.get(sample))
             request.chunks.extend(failed_chunks(request_id, request.index, left))
         outputs = [CompletionOutput(sample, "", [], "error", error=error) for sample in samples]
-        request.inbox.append(RequestOutput(request_id, prepared.prompt, prepared.token_ids, 0, outputs))
+        request.outputs_to.append(RequestOutput(request_id, prepared.prompt, prepared.token_ids, 0, outputs))
         self._forget(request)
 
 
