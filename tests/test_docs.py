@@ -186,8 +186,9 @@ def test_every_file_that_the_readmes_tree_names_exists() -> None:
         if not line.startswith("    "):  # else it goes on with the folders of the line before
             folders = [package]
         for name in re.findall(r"[\w/]+/(?=[ :]|$)", line):
-            folders += [path for path in package.rglob("*") if path.is_dir() and f"{path}/".endswith(f"/{name}")]
-            assert folders[1:], f"{name} in {line!r} is no folder"
+            found = [path for path in package.rglob("*") if path.is_dir() and f"{path}/".endswith(f"/{name}")]
+            assert found, f"{name} in {line!r} is no folder"
+            folders += found
         if path := re.match(r"  ([\w/]+)/\w+\.py", line):
             folders.append(package / path[1])
         for name in re.findall(r"[\w/]+\.py", line):

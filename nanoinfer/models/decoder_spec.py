@@ -13,7 +13,7 @@ from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.quantization.linear_method import ProductKind
 
 # Fields of DecoderSpec that a fast way through a layer serves; any other keeps an architecture off it. `few_rows.py`
-# serves those that differ within attention, or outside of the layers.
+# serves those that differ within attention, or outside of the layers; layers with experts it never serves.
 SERVED_FOR_FEW_ROWS = frozenset(
     {"qkv_bias", "qk_norm", "whole_qk_norm", "interleaves_rotary", "o_bias", "has_sinks"}
     | {"interleaves_linear", "embedding", "experts"}

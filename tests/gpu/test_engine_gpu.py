@@ -349,11 +349,11 @@ def answers_of_families(
     ):
         patch.setattr(triton, "shared_prefix_attention", count)
         llm.generate(prompts, replace(GREEDY, max_tokens=1), use_tqdm=False)  # from here on, prefixes are cached
-        arranger = llm.engine.scheduler.prefix_grouper
-        assert arranger.max_group_rows == 64 // 4
-        arranger.min_saved_tokens = 0
+        grouper = llm.engine.scheduler.prefix_grouper
+        assert grouper.max_group_rows == 64 // 4
+        grouper.min_saved_tokens = 0
         if max_group_rows is not None:
-            arranger.max_group_rows = max_group_rows
+            grouper.max_group_rows = max_group_rows
         outputs = llm.generate(prompts, params, use_tqdm=False)
         graphs = llm.engine.runner.model_runner.state.decode_graphs
         num_graphs = sum(shares for _, shares in graphs._graphs) if graphs else 0

@@ -148,9 +148,9 @@ def test_several_gpus_read_a_shared_prefix_once_as_one_does(
         options = {"tensor_parallel_size": count, "enforce_eager": enforce_eager, "kvcache_block_size": 256}
         with LLM(folder, dtype="bfloat16", **options) as llm:
             llm.generate(prefix, SamplingParams(max_tokens=1), use_tqdm=False)
-            arranger = llm.engine.scheduler.prefix_grouper
-            assert arranger.max_group_rows == 16
-            arranger.min_saved_tokens = 0
+            grouper = llm.engine.scheduler.prefix_grouper
+            assert grouper.max_group_rows == 16
+            grouper.min_saved_tokens = 0
             results.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
     same = sum(one == two for one, two in zip(*results, strict=True))
     assert same >= 12, f"{same} of 24 agree; in bf16 a near tie may flip"
