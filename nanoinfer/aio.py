@@ -7,7 +7,7 @@ used from asyncio has no thread.
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -25,7 +25,6 @@ from nanoinfer.text.arguments import (
     one_for_each,
 )
 from nanoinfer.text.prompts import PreparedRequest
-from nanoinfer.text.refusals import OnError
 
 Prepare = Callable[[], list[PreparedRequest]]
 
@@ -67,21 +66,20 @@ class AsyncCalls:
     async def generate(
         self,
         prompts: Prompts,
-        sampling_params: Params = None,
-        use_tqdm: bool = False,
-        *,
-        priority: Sequence[int] | None = None,
-        on_finish: OnFinish | None = None,
-        on_error: OnError = "raise",
-        tokenization_kwargs: Mapping[str, Any] | None = None,
+        sampling_params: Params,
+        use_tqdm: bool,
+        on_finish: OnFinish | None,
+        **options: Any,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many, as `LLM.generate` does. on_finish is called in the thread of the event loop."""
+        """Complete one prompt or many, as `LLM.generate` does. on_finish is called in the thread of the event loop.
+
+        options: those of `Preparer.prepare`.
+        """
         check_on_finish(on_finish)
         prompts = as_list_of_prompts(prompts)
 
         def prepare() -> list[PreparedRequest]:
-            options = {"tokenization_kwargs": tokenization_kwargs, "on_error": on_error}
-            return self._preparer.prepare(prompts, sampling_params, priority, **options)
+            return self._preparer.prepare(prompts, sampling_params, **options)
 
         call = Call(await _with_grammars(prepare, sampling_params, len(prompts)))
         outputs = call.inbox.outputs

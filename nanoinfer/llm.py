@@ -245,8 +245,8 @@ class LLM:
             prompts,
             sampling_params,
             use_tqdm,
+            on_finish,
             priority=priority,
-            on_finish=on_finish,
             on_error=on_error,
             tokenization_kwargs=tokenization_kwargs,
         )

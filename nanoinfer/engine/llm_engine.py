@@ -109,7 +109,7 @@ class LLMEngine:
             outputs_to.append(refused(request_id, prepared.prompt, params.n, str(prepared.error)))
             if chunks is not None:
                 chunks.extend(failed_chunks(request_id, index, range(params.n)))
-            self.reserved_ids.settle(request_id)
+            self.reserved_ids.take(request_id)
             return
         request = Request(request_id, prepared.prompt, [], outputs_to)
         for sample in range(params.n):
@@ -133,7 +133,7 @@ class LLMEngine:
         for completion in request.completions:
             self.scheduler.add(completion.seq)
             self.listener.arrived(completion.seq, request.arrived)
-        self._marked.extend((action, request_id) for action in self.reserved_ids.settle(request_id))
+        self._marked.extend((action, request_id) for action in self.reserved_ids.take(request_id))
 
     def step(self, launch: bool = True) -> None:
         """Launch the next step, collect the one before it, and hand over the requests that finished.

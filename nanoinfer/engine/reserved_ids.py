@@ -37,8 +37,8 @@ class ReservedIds:
         for request_id in ids:
             self._deferred.pop(request_id, None)
 
-    def settle(self, request_id: int) -> list[Action]:
-        """Note that a request is queued, or has ended; return what was asked of it before."""
+    def take(self, request_id: int) -> list[Action]:
+        """Take out the id of a request that is queued, or has ended; return what was asked of it before."""
         return self._deferred.pop(request_id, [])
 
     def defer(self, action: Action, request_id: int) -> bool:

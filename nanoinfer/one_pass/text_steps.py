@@ -102,7 +102,7 @@ class TextSteps:
                         step = in_flight.popleft()
                         metrics = RequestMetrics(queue_time=step.started - arrived)
                         values, own_ids = self._collect(step), ids[len(done) : len(done) + len(step.requests)]
-                        asked = map(reserved.settle, own_ids)
+                        asked = map(reserved.take, own_ids)
                         aborted = [place for place, actions in enumerate(asked) if Action.ABORT in actions]
                         done += make(PooledTexts(step.requests, own_ids, values, aborted, metrics))
                         show(len(done))

@@ -159,12 +159,12 @@ class ReplicatedEngine:
         self.guard.check()
         if prepared.error is not None:
             outputs_to.append(refused(request_id, prepared.prompt, prepared.sampling_params.n, str(prepared.error)))
-            self.reserved_ids.settle(request_id)
+            self.reserved_ids.take(request_id)
             return
         queued = QueuedRequest(request_id, prepared, expected_work(prepared, self._max_model_len))
         self._requests[request_id] = Unfinished(queued, outputs_to, chunks, index)
         self.dispatcher.add(queued)
-        self._marked.extend((action, request_id) for action in self.reserved_ids.settle(request_id))
+        self._marked.extend((action, request_id) for action in self.reserved_ids.take(request_id))
 
     def step(self) -> None:
         """Send requests to replicas that run short, and hand over what has come back; wait a moment if nothing has."""
