@@ -338,9 +338,10 @@ def _in_4_bits(weight: Tensor) -> Tensor:
 def _error_of_8_bits(combination: Combination, folder: Path, sequences: list[Sequence], exact: list[Tensor]) -> float:
     """What 8 bits cost the twins, which compute in float32 on a CPU."""
     eight_bits = {name: combination.options[name] for name in ("quantization", "kv_cache_dtype")}
+    room = {"max_model_len": 1 + max(len(sequence.prompt + sequence.completion) for sequence in sequences)}
     on_gpu = combination.device == "cuda" and selection.has_fp8_products(torch.device("cuda"))
     rounds_inputs = patch.object(selection, "has_fp8_products", lambda device: on_gpu)
-    with rounds_inputs, LLM(folder, device="cpu", dtype="float32", **eight_bits) as llm:
+    with rounds_inputs, LLM(folder, device="cpu", dtype="float32", **eight_bits, **room) as llm:
         return _mean_gap(_scores(llm, sequences), exact)
 
 
