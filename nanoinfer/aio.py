@@ -7,7 +7,7 @@ used from asyncio has no thread.
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -25,6 +25,7 @@ from nanoinfer.text.arguments import (
     one_for_each,
 )
 from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.refusals import OnError
 
 Prepare = Callable[[], list[PreparedRequest]]
 
@@ -84,7 +85,7 @@ class AsyncCalls:
         call = Call(await _with_grammars(prepare, sampling_params, len(prompts)))
         outputs = call.inbox.outputs
         num_reported, is_done = 0, False
-        with self._served(call), Progress(self._queue.get_metrics, len(prompts), use_tqdm) as progress:
+        with self._served(call), Progress(self._queue.engine.metrics, len(prompts), use_tqdm) as progress:
             while not is_done:
                 is_done = await call.news()
                 progress.show(len(outputs))
@@ -128,7 +129,7 @@ class AsyncCalls:
     @contextmanager
     def _served(self, call: Call) -> Iterator[None]:
         """Have the thread serve a call in this scope; what is unfinished at the end of it is aborted."""
-        self._queue.check_outside_step()  # a step would wait for the thread, and the thread for that step
+        self._queue.engine.guard.check()  # a step would wait for the thread, and the thread for that step
         with self._lock:
             if not self._is_running:
                 threading.Thread(target=self._run, name="nanoinfer asyncio", daemon=True).start()
@@ -174,6 +175,41 @@ class AsyncCalls:
             call.error = error
             with suppress(Exception):  # of an engine that is broken
                 self._queue.drop(call.inbox)
+
+
+class AsyncMethods:
+    """A base of `LLM`, which sets this field: the methods that tasks await."""
+
+    _async_calls: AsyncCalls
+
+    async def agenerate(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        use_tqdm: bool = False,
+        *,
+        priority: Sequence[int] | None = None,
+        on_finish: OnFinish | None = None,
+        on_error: OnError = "raise",
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Do as `generate`, with its arguments but for hidden states, while other tasks of the event loop run.
+
+        Calls of all tasks and threads share batches. If the task is cancelled, its requests are aborted.
+        """
+        return await self._async_calls.generate(
+            prompts,
+            sampling_params,
+            use_tqdm,
+            on_finish,
+            priority=priority,
+            on_error=on_error,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+
+    def astream(self, prompts: Prompts, sampling_params: Params = None) -> AsyncGenerator[StreamChunk, None]:
+        """Do as `stream`, for `async for`; the errors are raised when the first chunk is asked for."""
+        return self._async_calls.stream(prompts, sampling_params)
 
 
 class ChunkStream(AsyncGenerator[StreamChunk, None]):

@@ -4,27 +4,23 @@ from nanoinfer.before_torch import import_seconds  # before all others
 
 # isort: split
 import inspect
-import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nanoinfer.aio import AsyncCalls
-from nanoinfer.checkpoint.hub import read_json
+from nanoinfer.aio import AsyncCalls, AsyncMethods
 from nanoinfer.config import EngineConfig, describe_options
 from nanoinfer.control.step_events import StepCallback
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.engine_options import EngineOptions
-from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import find_model, load_engine
-from nanoinfer.one_pass.calls import OnePass, PoolingArguments
+from nanoinfer.one_pass.calls import OnePass
 from nanoinfer.one_pass.hidden_states import HiddenStates, OnHiddenStates, raising_errors
+from nanoinfer.one_pass.llm_methods import PoolingMethods
 from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
-from nanoinfer.pooling_outputs import PoolingRequestOutput
 from nanoinfer.progress import Progress
 from nanoinfer.replicas.loading import load_replicas
 from nanoinfer.sampling_params import SamplingParams
@@ -36,6 +32,7 @@ from nanoinfer.text.arguments import (
     Prompts,
     as_list_of_prompts,
     as_prompt,
+    as_request_ids,
     check_on_finish,
     check_streamable,
 )
@@ -48,12 +45,10 @@ from nanoinfer.vllm_names import with_vllm_names
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # which `typing` has from Python 3.11 on
 
-logger = logging.getLogger("nanoinfer")
-
 import_seconds.end()
 
 
-class LLM:
+class LLM(PoolingMethods, AsyncMethods):
     """A language model, loaded and ready.
 
         with LLM("Qwen/Qwen3-0.6B") as llm:
@@ -72,7 +67,7 @@ class LLM:
         started = time.perf_counter()
         found = find_model(EngineConfig.from_options(model, options))
         self.config = found.config
-        self._generation_config = read_json(found.folder / "generation_config.json")
+        self._default_sampling_params = found.default_sampling_params
         loaded = load_engine(found) if self.config.data_parallel_size == 1 else load_replicas(found)
         self.engine: Any = loaded.engine  # an LLMEngine, or ReplicatedEngine
         self.queue, self.preparer = loaded.queue, loaded.preparer
@@ -81,29 +76,12 @@ class LLM:
         self.one_pass = OnePass.of(
             self.queue, self.preparer, found.model_config, self.config, self.max_model_len, loaded.text_steps
         )
-        self._wanted_states = partial(
-            HiddenStates.of,
-            num_layers=found.model_config.num_hidden_layers,
-            row_bytes=found.model_config.hidden_size * loaded.info.dtype.itemsize,
-            num_replicas=self.config.data_parallel_size,
-        )
+        self._wanted_states = HiddenStates.reader(found.model_config, loaded.info.dtype, self.config.data_parallel_size)
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._control, self._step_callbacks = loaded.control, loaded.callbacks
         self._async_calls = AsyncCalls(self.queue, self.preparer)
-        self._write_trace: Callable[[], object] = lambda: None
-        if self.config.trace is not None:
-            self._write_trace = loaded.start_trace(self.config.trace, repr(self))
-        self._log_start(import_seconds.take() | loaded.seconds, started)
-
-    def _log_start(self, parts: dict[str, float], started: float) -> None:
-        """Log what was loaded, and how long each part of that took; the tokenizer's is what was left to wait for."""
-        logger.info(
-            "%s: %s; ready in %.1f s (%s)",
-            repr(self),  # a handler that keeps the record must not keep the engine
-            self._runner_info.description,
-            time.perf_counter() - started + parts.get("imports", 0.0),
-            ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items()),
-        )
+        self._write_trace = loaded.start_trace(self.config.trace, repr(self)) if self.config.trace else None
+        loaded.log_start(repr(self), import_seconds.take(), time.perf_counter() - started)
 
     def __repr__(self) -> str:
         device, dtype = self._runner_info.device, str(self._runner_info.dtype).removeprefix("torch.")
@@ -226,35 +204,6 @@ class LLM:
         check_streamable([request.sampling_params for request in requests])
         return self._stream(requests)
 
-    async def agenerate(
-        self,
-        prompts: Prompts,
-        sampling_params: Params = None,
-        use_tqdm: bool = False,
-        *,
-        priority: Sequence[int] | None = None,
-        on_finish: OnFinish | None = None,
-        on_error: OnError = "raise",
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:
-        """Do as `generate`, with its arguments but for hidden states, while other tasks of the event loop run.
-
-        Calls of all tasks and threads share batches. If the task is cancelled, its requests are aborted.
-        """
-        return await self._async_calls.generate(
-            prompts,
-            sampling_params,
-            use_tqdm,
-            on_finish,
-            priority=priority,
-            on_error=on_error,
-            tokenization_kwargs=tokenization_kwargs,
-        )
-
-    def astream(self, prompts: Prompts, sampling_params: Params = None) -> AsyncGenerator[StreamChunk, None]:
-        """Do as `stream`, for `async for`; the errors are raised when the first chunk is asked for."""
-        return self._async_calls.stream(prompts, sampling_params)
-
     @rare_collections()
     def score(self, prompts: Prompts, completions: Prompts, use_tqdm: bool = True) -> list[Score]:
         """Return how likely the model finds each completion after its prompt, and whether greedy decoding would say it.
@@ -266,92 +215,10 @@ class LLM:
         what is alike. Raises RequestError for a pair that cannot be served, or has an empty part, and where
         `logprobs_mode` is one of logits.
         """
-        self.queue.check_open()
+        self.engine.check_open()
         check_scores(self.config.logprobs_mode)
         pairs = Pairs(self.preparer.prompts, as_list_of_prompts(prompts), as_list_of_prompts(completions))
         return pairs.scores(self._complete(pairs.prepare_portions(self.preparer.portion_size), use_tqdm))
-
-    @rare_collections()
-    def embed(
-        self,
-        prompts: Prompts,
-        pooling_params: PoolingArguments = None,
-        use_tqdm: bool = True,
-        *,
-        prompt_name: str | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        hidden_states: Sequence[int] | None = None,
-        hidden_state_positions: Literal["prompt", "last"] = "prompt",
-        on_hidden_states: OnHiddenStates | None = None,
-    ) -> list[PoolingRequestOutput]:
-        """Return the embedding of one text or many: `output.outputs.embedding`, an array (size,) of float32.
-
-        prompts: as in `generate`. They are pooled and normalised as the files of sentence-transformers in the model's
-        folder say. Without these files, a decoder's last token or the mean of an encoder's tokens is taken, normalised.
-        pooling_params: for all, or a list with one for each. prompt_name: the prompt in
-        config_sentence_transformers.json that texts begin with; None for its default, if it has one.
-        tokenization_kwargs: {"truncate_prompt_tokens": n} has the tokenizer cut texts to n tokens, -1 to what fits.
-        hidden_states and its like: as in `generate`. Raises RequestError for texts that cannot be served, and where the
-        model is a classifier.
-        """
-        wanted = self._wanted_states(hidden_states, hidden_state_positions, on_hidden_states)
-        portions = self.one_pass.prepare_embeddings(prompts, pooling_params, prompt_name, tokenization_kwargs, wanted)
-        return self.one_pass.run(portions, use_tqdm, wanted)
-
-    @rare_collections()
-    def classify(
-        self,
-        prompts: Any,
-        pooling_params: PoolingArguments = None,
-        use_tqdm: bool = True,
-        *,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput]:
-        """Return the probabilities of a classifier's classes: `output.outputs.probs`, an array (num_classes,).
-
-        prompts: as in `generate`, or pairs of texts, (text, text), as cross-encoders take them. Logits become
-        probabilities by softmax or sigmoid, as config.json says; with PoolingParams(use_activation=False) they stay
-        as they are. A model of ...ForTokenClassification has a row for each token. The rest is as in `embed`.
-        """
-        portions = self.one_pass.prepare_classes(prompts, pooling_params, tokenization_kwargs)
-        return self.one_pass.run(portions, use_tqdm)
-
-    @rare_collections()
-    def reward(
-        self,
-        prompts: Any,
-        pooling_params: PoolingArguments = None,
-        use_tqdm: bool = True,
-        *,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput]:
-        """Return the rewards that a model with a head of one value gives to texts: `output.reward`, a float.
-
-        It is an array with a value for each token where the model rewards tokens. The value is that of the head as it
-        is, unless use_activation is True. The rest is as in `classify`.
-        """
-        portions = self.one_pass.prepare_classes(prompts, pooling_params, tokenization_kwargs, rewards=True)
-        return self.one_pass.run(portions, use_tqdm)
-
-    async def aembed(
-        self, prompts: Prompts, pooling_params: PoolingArguments = None, **options: Any
-    ) -> list[PoolingRequestOutput]:
-        """Do as `embed`, with prompt_name and tokenization_kwargs, while other tasks of the event loop run."""
-        prepare = partial(self.one_pass.prepare_embeddings, prompts, pooling_params, at_once=True, **options)
-        return await self._async_calls.complete(lambda: prepare().take())
-
-    async def aclassify(
-        self, prompts: Any, pooling_params: PoolingArguments = None, **options: Any
-    ) -> list[PoolingRequestOutput]:
-        """Do as `classify`, with tokenization_kwargs, while other tasks of the event loop run."""
-        prepare = partial(self.one_pass.prepare_classes, prompts, pooling_params, at_once=True, **options)
-        return await self._async_calls.complete(lambda: prepare().take())
-
-    async def areward(
-        self, prompts: Any, pooling_params: PoolingArguments = None, **options: Any
-    ) -> list[PoolingRequestOutput]:
-        """Do as `reward`, with tokenization_kwargs, while other tasks of the event loop run."""
-        return await self.aclassify(prompts, pooling_params, rewards=True, **options)
 
     def add_request(
         self, prompt: GivenPrompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
@@ -382,14 +249,14 @@ class LLM:
 
     def is_finished(self) -> bool:
         """Return whether no request is left, those of other calls included, and `step` has nothing more to return."""
-        return not self.queue.has_unfinished_requests() and not self._inbox.outputs
+        return self.engine.is_finished() and not self._inbox.outputs
 
     def abort(self, request_ids: int | Collection[int]) -> None:
         """Have the next step finish these requests as they are, with finish_reason "abort".
 
         Ids that are not known, or finished, are passed over. Raises RequestError for what is no id.
         """
-        self.queue.act_later(Action.ABORT, request_ids)
+        self.engine.act_later(Action.ABORT, as_request_ids(request_ids))
 
     def pause(self, request_ids: int | Collection[int]) -> None:
         """Have these requests compute nothing from the next step on, until they are resumed. Ids as in `abort`.
@@ -398,18 +265,18 @@ class LLM:
         does; then they are computed again. Its tokens are those that it would have got. A token that is being computed
         still comes. While all that is left is paused, `generate` and its like wait, and `step` waits 10 ms at most.
         """
-        self.queue.act_later(Action.PAUSE, request_ids)
+        self.engine.act_later(Action.PAUSE, as_request_ids(request_ids))
 
     def resume(self, request_ids: int | Collection[int]) -> None:
         """Have paused requests go on with the next step. Ids as in `abort`; those that are not paused stay as they are.
 
         One that has given its blocks up waits for its turn, which is that of its priority and arrival.
         """
-        self.queue.act_later(Action.RESUME, request_ids)
+        self.engine.act_later(Action.RESUME, as_request_ids(request_ids))
 
     def get_metrics(self) -> EngineMetrics:
         """Return the work done since this LLM was made, and what it holds now."""
-        return self.queue.get_metrics()
+        return self.engine.metrics()
 
     def on_step(self, callback: StepCallback) -> Callable[[], None]:
         """Call `callback` with a StepEvent after each step, from now on; return a function that ends this.
@@ -456,10 +323,7 @@ class LLM:
     @property
     def default_sampling_params(self) -> SamplingParams:
         """What the model's own generation_config.json recommends. Raises ModelError where that is out of range."""
-        try:
-            return SamplingParams.from_generation_config(self._generation_config)
-        except RequestError as error:
-            raise ModelError(f"generation_config.json of {self.config.model}: {error}") from error
+        return self._default_sampling_params()
 
     def get_tokenizer(self) -> Any:
         """Return `tokenizer`: vLLM's name for it."""
@@ -480,8 +344,9 @@ class LLM:
     def close(self) -> None:
         """Free the model and the cache; closing twice is fine."""
         with self.queue.lock:
-            self.queue.close()
-            self._write_trace()
+            self.engine.close()
+            if self._write_trace is not None:
+                self._write_trace()
 
     exit = close  # nano-vllm's name
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from nanoinfer.checkpoint.hub import resolve_model_folder
+from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
@@ -23,13 +23,14 @@ from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import RequestQueue
-from nanoinfer.errors import ConfigError
+from nanoinfer.errors import ConfigError, ModelError, RequestError
 from nanoinfer.executor.external_runner import ExternalRunner
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import SUPPORTED
 from nanoinfer.one_pass.text_steps import TextSteps
 from nanoinfer.runner.device_runner import DeviceRunner
 from nanoinfer.runner.setup import RunnerInfo
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PromptProcessor
 from nanoinfer.text.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, read_stop_token_ids
 
@@ -40,18 +41,26 @@ logger = logging.getLogger("nanoinfer")
 class FoundModel:
     """Holds what is known of a model before its weights are read.
 
-    folder, tokenizer_folder: of files that are here.
+    folder, tokenizer_folder: of files that are here. generation_config: the contents of generation_config.json.
     """
 
     config: EngineConfig
     folder: Path
     model_config: ModelConfig
     tokenizer_folder: Path
+    generation_config: dict[str, Any]
 
     def load_tokenizer(self) -> Tokenizer | None:
         """Load the tokenizer; None where there is none. Slow, and safe to call beside the loading of weights."""
         is_random = self.config.load_format == "dummy"  # random weights fit any tokenizer
         return load_tokenizer(self.tokenizer_folder, None if is_random else self.model_config.vocab_size)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return what the model's own generation_config.json recommends. Raises ModelError where it is out of range."""
+        try:
+            return SamplingParams.from_generation_config(self.generation_config)
+        except RequestError as error:
+            raise ModelError(f"generation_config.json of {self.config.model}: {error}") from error
 
     def make_prompts(self, tokenizer: Tokenizer | None, max_model_len: int) -> PromptProcessor:
         """Return what checks and tokenizes prompts of at most so many tokens."""
@@ -100,6 +109,17 @@ class Loaded(NamedTuple):
     seconds: dict[str, float]  # of each part of loading; for the tokenizer, how long the rest waited for it
     text_steps: TextSteps | None = None  # of an engine in this process
 
+    def log_start(self, name: str, imports: dict[str, float], total: float) -> None:
+        """Log that an LLM is ready. imports: how long importing took, if it is not in the total; all in seconds."""
+        parts = imports | self.seconds
+        logger.info(
+            "%s: %s; ready in %.1f s (%s)",
+            name,  # no object: a handler that keeps the record must not keep the engine
+            self.info.description,
+            total + imports.get("imports", 0.0),
+            ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts.items()),
+        )
+
 
 def find_model(config: EngineConfig) -> FoundModel:
     """Read a model's config, having downloaded the model if it is not here. Raises ModelError."""
@@ -113,7 +133,8 @@ def find_model(config: EngineConfig) -> FoundModel:
         config = replace(config, enable_prefix_caching=False)
     if config.enable_return_routed_experts and model_config.moe is None:
         raise ConfigError(f"enable_return_routed_experts=True, and {config.model} has no experts; leave it out")
-    return FoundModel(config, folder, model_config, find_tokenizer(config, folder))
+    generation_config = read_json(folder / "generation_config.json")
+    return FoundModel(config, folder, model_config, find_tokenizer(config, folder), generation_config)
 
 
 def load_engine(found: FoundModel) -> Loaded:

@@ -4,6 +4,7 @@ import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
 
 if TYPE_CHECKING:
@@ -147,6 +148,19 @@ class RequestMetrics:
     time_per_token: float | None = None
 
     __repr__ = short_repr
+
+    @classmethod
+    def of(cls, arrived: float, begun: float | None, first_token: float | None, num_later: int) -> "RequestMetrics":
+        """Return those of a request that ends now.
+
+        begun: when its first step was launched. first_token: when the host had that. num_later: how many tokens came
+        after it. Times are of perf_counter; None for what did not happen.
+        """
+        queue_time = None if begun is None else begun - arrived
+        if first_token is None:
+            return cls(queue_time)
+        time_per_token = (perf_counter() - first_token) / num_later if num_later > 0 else None
+        return cls(queue_time, first_token - arrived, time_per_token)
 
 
 @dataclass(slots=True)

@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"text", "engine.extras.prompt_logprobs"},
-    "one_pass": EVERYBODY | {"engine", "text", "progress"},
+    "one_pass": EVERYBODY | {"engine", "text", "progress", "aio"},
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress"},
     "loading": EVERYBODY

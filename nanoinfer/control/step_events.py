@@ -43,21 +43,21 @@ class StepCallbacks:
         with self._registration:
             events = self.events()
             events.callbacks.append(call)
-            self._engine.listener = events  # perhaps in the middle of another thread's step
+            self._engine.scheduler.listener = events  # perhaps in the middle of another thread's step
 
         def end() -> None:
             with self._registration:
                 if call in events.callbacks:
                     events.callbacks.remove(call)
-                if not events.callbacks and self._engine.listener is events:
-                    self._engine.listener = SILENT
+                if not events.callbacks and self._engine.scheduler.listener is events:
+                    self._engine.scheduler.listener = SILENT
 
         return end
 
     def events(self) -> "StepEvents":
         """Return what makes the events: new, where nobody listens."""
-        if isinstance(self._engine.listener, StepEvents):
-            return self._engine.listener
+        if isinstance(self._engine.scheduler.listener, StepEvents):
+            return self._engine.scheduler.listener
         return StepEvents(self._engine.scheduler, GpuTimer(self._device) if self._device.type == "cuda" else None)
 
 

@@ -38,9 +38,8 @@ class Block:
 class BlockManager(BlockHooks):
     """Gives blocks to sequences, takes them back, and finds prefixes that are already computed.
 
-    Three fields of a Sequence are written by nobody else: `block_table`, `prefix_serials`, and `prefix_hashes`, which
-    outlives `free` so that no block is hashed twice. `allocate` also sets `num_computed_tokens` to the length of the
-    cached prefix, and `free` sets it to 0; in between, the scheduler advances it.
+    `prefix_hashes` of a Sequence outlive `free`, so that no block is hashed twice. `allocate` sets its
+    `num_computed_tokens` to the length of the cached prefix, `free` to 0; in between, the scheduler advances it.
 
     num_blocks: blocks in the pool. block_size: tokens in a block. hash_function: bytes to an unsigned 64-bit integer.
     min_copied_tokens: if a prompt has fewer tokens in common with a cached block, they are computed again.

@@ -13,7 +13,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.blocks.selection import make_block_manager
 from nanoinfer.engine.extras.extras import Extras
-from nanoinfer.engine.interfaces import Constraints, Listener, Runner, SampledStep
+from nanoinfer.engine.interfaces import Constraints, Runner, SampledStep
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.packet import pack
 from nanoinfer.engine.request import Completion, Request
@@ -79,16 +79,7 @@ class LLMEngine:
         self.reserved_ids = ReservedIds()
         self._requests: dict[int, Request] = {}  # those that were not returned
         self._watched: dict[int, Completion] = {}  # by seq_id: to be looked at whenever they have got a token
-        self._marked: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
-
-    @property
-    def listener(self) -> Listener:
-        """What is told of the work: the scheduler's, so that both tell the same one."""
-        return self.scheduler.listener
-
-    @listener.setter
-    def listener(self, listener: Listener) -> None:
-        self.scheduler.listener = listener
+        self._pending_actions: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
 
     def add_request(
         self,
@@ -132,8 +123,8 @@ class LLMEngine:
         self._requests[request_id] = request
         for completion in request.completions:
             self.scheduler.add(completion.seq)
-            self.listener.arrived(completion.seq, request.arrived)
-        self._marked.extend((action, request_id) for action in self.reserved_ids.take(request_id))
+            self.scheduler.listener.arrived(completion.seq, request.arrived)
+        self._pending_actions.extend((action, request_id) for action in self.reserved_ids.take(request_id))
 
     def step(self, launch: bool = True) -> None:
         """Launch the next step, collect the one before it, and hand over the requests that finished.
@@ -142,8 +133,8 @@ class LLMEngine:
         If a step fails, the requests that were in it are queued again and the error is raised.
         """
         with self.guard:
-            if self._marked:
-                self._act_on_marked()
+            if self._pending_actions:
+                self._apply_actions()
             launched = launch and self._launch()
             self._collect_until(max_in_flight=1 if launched and self.config.overlap else 0)
             if self.scheduler.is_finished():
@@ -153,7 +144,7 @@ class LLMEngine:
                     self._launch()  # rows are free now: the device computes while outputs are made
             finally:
                 self._hand_over()
-        self.listener.stepped()  # whose callbacks may call the engine
+        self.scheduler.listener.stepped()  # whose callbacks may call the engine
 
     def _hand_over(self) -> None:
         """Make what users get of the sequences that finished."""
@@ -162,16 +153,16 @@ class LLMEngine:
             if output is not None:
                 self._requests[output.request_id].outputs_to.append(output)
                 del self._requests[output.request_id]  # now: until its output is there, it counts as unfinished
-            self.listener.finished(self._finished.popleft())
+            self.scheduler.listener.finished(self._finished.popleft())
 
     def abort(self, request_ids: Collection[int]) -> None:
         """Drop these requests and what they hold; those that are finished are passed over."""
         self.act_later(Action.ABORT, request_ids)
-        self._act_on_marked()
+        self._apply_actions()
         dropped = set(request_ids)
         self._watched = {key: one for key, one in self._watched.items() if one.seq.request_id not in dropped}
         for seq in [seq for seq in self._finished if seq.request_id in dropped]:
-            self.listener.finished(seq)
+            self.scheduler.listener.finished(seq)
         self._finished = deque(seq for seq in self._finished if seq.request_id not in dropped)
         for request_id in dropped:
             self._requests.pop(request_id, None)
@@ -183,7 +174,7 @@ class LLMEngine:
         """
         for request_id in request_ids:
             if not self.reserved_ids.defer(action, request_id) and request_id in self._requests:
-                self._marked.append((action, request_id))
+                self._pending_actions.append((action, request_id))
 
     def is_finished(self) -> bool:
         """Return whether every request has finished and was handed over."""
@@ -239,19 +230,19 @@ class LLMEngine:
         try:
             self._note_admissions(batch, started)
             is_constrained = any(seq.constraint for seq in batch.sampled)
-            self.listener.launching(batch, started)
+            self.scheduler.listener.launching(batch, started)
             pending = runner.launch(pack(batch, awaits_masks=is_constrained))
             masks = self._masks(batch) if is_constrained else None
             handle = runner.sample(pending, masks)
             self.extras.launched(batch, handle)
             self._in_flight.append(Step(batch, handle, started))
-            self.listener.launched(batch)
+            self.scheduler.listener.launched(batch)
         except BaseException:
             self._discard(batch)
             raise
         for seq in batch.admitted:  # while the device computes
             if not seq.stopping.ends_with_prompt:
-                self._requests[seq.request_id].completions[seq.sample].start_text()
+                self._requests[seq.request_id].completions[seq.sample].text()
         return True
 
     def _masks(self, batch: ScheduledBatch) -> TokenMasks | None:
@@ -275,10 +266,10 @@ class LLMEngine:
         for batch_idx, error in step.handle.errors.items():
             step.batch.sampled[batch_idx].error = error
         wanted = [seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled]
-        self._end(self.scheduler.update(step.batch, token_ids))
+        self._note_finished(self.scheduler.update(step.batch, token_ids))
         self.extras.collected(self._requests, step.batch, step.handle, wanted)
         self.count_step(step.started, now, bool(step.batch.prefill), step.batch.num_prefill_tokens, sum(wanted))
-        self.listener.collected(step.batch, now)
+        self.scheduler.listener.collected(step.batch, now)
         if self._watched:
             self._watch(step.batch, now)
 
@@ -290,8 +281,8 @@ class LLMEngine:
         self.stats.count_step(is_prefill, num_prefill_tokens, num_tokens, seconds)
         self._last_collected = now
 
-    def _end(self, finished: list[Sequence]) -> None:
-        """Keep what is needed of sequences that have just finished, until their outputs are made."""
+    def _note_finished(self, finished: list[Sequence]) -> None:
+        """Queue sequences that have just finished, for `_hand_over`."""
         self._finished += finished
         self.extras.finished(self._requests, finished)
 
@@ -321,27 +312,27 @@ class LLMEngine:
                 del self._watched[seq.seq_id]
             elif seq.status is SequenceStatus.RUNNING and completion.advance():
                 stopped.append((seq, "stop"))
-        self._end(self.scheduler.finish(stopped))
+        self._note_finished(self.scheduler.finish(stopped))
 
-    def _act_on_marked(self) -> None:
+    def _apply_actions(self) -> None:
         self._collect_until(max_in_flight=0)  # a step that fails must find its sequences as it left them
         scheduler = self.scheduler
         methods = {Action.ABORT: scheduler.abort, Action.PAUSE: scheduler.pause, Action.RESUME: scheduler.resume}
-        marked = [self._marked.popleft() for _ in range(len(self._marked))]
+        marked = [self._pending_actions.popleft() for _ in range(len(self._pending_actions))]
         for action, marks in groupby(marked, key=lambda mark: mark[0]):
             request_ids = sorted({request_id for _, request_id in marks})
             requests = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
             seqs = [completion.seq for request in requests for completion in request.completions]
             unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
             methods[action]({seq.seq_id for seq in unfinished})
-            self._end([seq for seq in unfinished if seq.status is SequenceStatus.FINISHED])
+            self._note_finished([seq for seq in unfinished if seq.status is SequenceStatus.FINISHED])
 
     def _discard(self, *batches: ScheduledBatch) -> None:
         """Queue the sequences of all steps in flight, and of these batches, again."""
         in_flight = [step.batch for step in self._in_flight]
         self._in_flight.clear()
         self.scheduler.discard([*in_flight, *batches])
-        self.listener.failed()
+        self.scheduler.listener.failed()
 
     def _output(self, seq: Sequence) -> RequestOutput | None:
         """Finish a sample; return the output of its request, if it is the last."""

@@ -4,11 +4,10 @@ The device remembers what it was told. A running sequence owns one row of the ta
 packet carries only what is new: rows given to sequences that were admitted, blocks that were allocated, the prompt
 chunks to compute, the rows to decode.
 
-Records of several fields are declared as NamedTuples. `record_dtype` makes a NumPy structured dtype of one, which
-names the columns: on the host by viewing the packet, on the device by the byte offsets of the fields.
+A section's records are a NamedTuple. `record_dtype` makes a NumPy dtype of it, so that host and device find columns by
+the names of its fields.
 """
 
-from collections.abc import Sequence as AbstractSequence
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
@@ -18,14 +17,7 @@ from nanoinfer.engine.batch import NewBlock, ScheduledBatch
 from nanoinfer.engine.blocks.partial_hits import BlockCopy
 from nanoinfer.engine.blocks.state_snapshots import StateCopy
 from nanoinfer.engine.extras.prompt_states import HiddenStatesRecord
-from nanoinfer.engine.row_options import (
-    SamplingRecord,
-    TokenBias,
-    biases_of,
-    logprob_ids_of,
-    sampling_record,
-    stop_ids_of,
-)
+from nanoinfer.engine.row_options import SamplingRecord, TokenBias, sampling_sections
 from nanoinfer.engine.sequence import Sequence
 
 Packet = NDArray[np.int32]
@@ -110,7 +102,6 @@ NUM_COLUMNS = PacketSections(*(dtype.itemsize // 4 for dtype in SECTION_DTYPES))
 def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
     """Write `batch` as a packet: the header and its sections."""
     wanted = [(seq, seq.prompt_states) for seq in batch.admitted if seq.prompt_states is not None]
-    records = [(seq, record) for seq in batch.admitted if (record := sampling_record(seq)) is not None]
     sections = PacketSections(
         row_records=[_row_record(seq) for seq in batch.admitted],
         known_tokens=_known_tokens(batch),
@@ -120,12 +111,9 @@ def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
         restored_states=batch.restored_states,
         chunks=[ChunkRecord(chunk.seq.held_row, chunk.start, chunk.length) for chunk in batch.prefill],
         decode_rows=_decode_rows(batch),
-        sampling_records=[record for _, record in records],
-        stop_ids=[token_id for seq, _ in records for token_id in stop_ids_of(seq)],
-        biases=[bias for seq, _ in records for bias in biases_of(seq)],
-        logprob_ids=[token_id for seq, _ in records for token_id in logprob_ids_of(seq)],
         hidden_states_records=[states.record(seq.held_row, seq.num_prompt_tokens) for seq, states in wanted],
         wanted_layers=[layer for _, states in wanted for layer in states.layers],
+        **sampling_sections(batch.admitted),
     )
     num_samples = sum(chunk.samples for chunk in batch.prefill)
     assert all(chunk.samples for chunk in batch.prefill[:num_samples]), "the chunks that sample a token come first"
@@ -163,10 +151,9 @@ def split_packet(packet: Any, header: Header) -> PacketSections:
     return PacketSections(*views)
 
 
-def read_sampling_records(section: NDArray[np.int32]) -> AbstractSequence[SamplingRecord]:
-    """Return the records of a host packet's section."""
-    records = np.ascontiguousarray(section).reshape(-1).view(SECTION_DTYPES.sampling_records)
-    return [SamplingRecord._make(record) for record in records.tolist()]
+def column(sections: PacketSections, section: str, name: str) -> Any:
+    """Return one int32 field of all records of a section, (num_records,): a view. Sections: see `split_packet`."""
+    return getattr(sections, section)[:, getattr(SECTION_DTYPES, section).fields[name][1] // 4]
 
 
 def _decode_rows(batch: ScheduledBatch) -> NDArray[Any]:

@@ -39,15 +39,7 @@ class Completion:
     routed_experts: Any = None  # the runner's, where they are asked for
     _text: CompletionText | None = None
 
-    def __post_init__(self) -> None:
-        if self.seq.sampling_params.flat_logprobs:
-            self.logprobs = FlatLogprobs()
-
-    @property
     def text(self) -> CompletionText:
-        return self.start_text()
-
-    def start_text(self) -> CompletionText:
         """Return the text, which grows with the tokens. The first call makes it, and looks at the prompt for that."""
         if self._text is None:
             self._text = self.new_text()
@@ -73,7 +65,7 @@ class Completion:
         if seq.stopping.ends_with_prompt:
             self.output = CompletionOutput(seq.sample, "", [], reason)
             return self.output
-        params, text = seq.sampling_params, self.text
+        params, text = seq.sampling_params, self.text()
         stop_reason: str | int | None = None
         rest = unread = self._unread()
         if reason == "stop" and text.stop_string is None and seq.token_ids[-1] in seq.stopping.tokens.ids:
@@ -85,10 +77,6 @@ class Completion:
         token_ids = seq.completion_token_ids
         logprobs: Any = None if params.num_logprobs is None else self.logprobs
         total = None if logprobs is None else sum(logprobs_of_tokens(logprobs, token_ids))
-        error = None
-        if reason == "error":
-            why_no_token = seq.constraint.error if seq.constraint else None
-            error = seq.error or why_no_token or f"the logits are NaN or infinite after {len(token_ids)} tokens"
         routed = None if self.routed_experts is None else self.routed_experts.to_array()
         self.output = CompletionOutput(
             index=seq.sample,
@@ -98,18 +86,25 @@ class Completion:
             stop_reason=stop_reason,
             logprobs=logprobs,
             cumulative_logprob=total,
-            error=error,
+            error=self._error() if reason == "error" else None,
             routed_experts=routed,
         )
         return self.output
+
+    def _error(self) -> str:
+        """Return why a token could not be drawn."""
+        seq = self.seq
+        why_no_token = seq.constraint.error if seq.constraint else None
+        num_tokens = len(seq.token_ids) - seq.num_prompt_tokens
+        return seq.error or why_no_token or f"the logits are NaN or infinite after {num_tokens} tokens"
 
     def _read(self, token_ids: list[int], final: bool = False) -> bool:
         """Extend the text; return whether a stop string is complete, which the first min_tokens tokens cannot do."""
         early = self.seq.stopping.num_early(self.num_read)
         if early:
-            self.text.extend(token_ids[:early], may_stop=False)
-        self.text.extend(token_ids[early:], final)
-        return self.text.stop_string is not None
+            self.text().extend(token_ids[:early], may_stop=False)
+        self.text().extend(token_ids[early:], final)
+        return self.text().stop_string is not None
 
     def _unread(self) -> list[int]:
         return self.seq.token_ids[self.seq.num_prompt_tokens + self.num_read :].tolist()
@@ -118,7 +113,7 @@ class Completion:
         """Count these tokens as read, and hand what is new to the stream, if there is one."""
         start, self.num_read = self.num_read, self.num_read + len(token_ids)
         if self.chunks is not None:
-            index, text, seq = self.index, self.text.take(), self.seq
+            index, text, seq = self.index, self.text().take(), self.seq
             wanted = seq.sampling_params.num_logprobs is not None
             logprobs: Any = self.logprobs[start : self.num_read] if wanted else None
             chunk = StreamChunk(index, text, token_ids, finish_reason, seq.sample, logprobs, request_id=seq.request_id)
@@ -145,20 +140,13 @@ class Request:
         seqs = [completion.seq for completion in self.completions]
         begun, first_token = self.completions[0].begun, self.completions[0].first_token  # the first to run
         num_later = max(len(seq.token_ids) for seq in seqs) - seqs[0].num_prompt_tokens - 1
-        time_per_token = None
-        if first_token is not None and num_later > 0:
-            time_per_token = (time.perf_counter() - first_token) / num_later
         output = RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=seqs[0].prompt_token_ids,
             num_cached_tokens=seqs[0].num_cached_tokens or 0,
             outputs=outputs,
-            metrics=RequestMetrics(
-                queue_time=None if begun is None else begun - self.arrived,
-                time_to_first_token=None if first_token is None else first_token - self.arrived,
-                time_per_token=time_per_token,
-            ),
+            metrics=RequestMetrics.of(self.arrived, begun, first_token, num_later),
             prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs.for_user(),
         )
         return output if self.prompt_states is None else self.prompt_states.to_output(output, self.prompt_states)

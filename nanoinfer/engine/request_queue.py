@@ -1,9 +1,5 @@
 """The way to the engine: `LLM`, asyncio and batch jobs add requests, run steps and collect outputs.
 
-outputs = queue.complete(preparer.prepare_portions(["Hello"]), show=print)
-
-or, as a thread of its own might:
-
 inbox = Inbox()
 queue.add_requests(preparer.prepare(["Hello"]), inbox)
 while not inbox.is_complete:
@@ -11,25 +7,21 @@ while not inbox.is_complete:
 outputs = queue.collect(inbox)
 """
 
-import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.interrupts import postponed_interrupt
+from nanoinfer.engine.pausing import PausedWait
 from nanoinfer.engine.reserved_ids import Action
-from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
-from nanoinfer.text.arguments import OnFinish, as_request_ids
+from nanoinfer.outputs import RequestOutput, StreamChunk
+from nanoinfer.text.arguments import OnFinish
 from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 
-logger = logging.getLogger("nanoinfer")
-
 TURN_SECONDS = 0.01  # how long a thread waits for its turn; another thread's step serves its requests too
-PATIENCE_SECONDS = 1.0  # after so long with only paused requests, the log says so
 
 
 class Inbox:
@@ -62,12 +54,12 @@ class RequestQueue:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self.lock = threading.RLock()
         # A full running set, and as many that wait: rows are refilled from them in one step.
         num_rows = engine.config.data_parallel_size * engine.config.max_num_seqs
         self.capacity = 2 * num_rows  # requests that are worth having here at a time
-        self._idle_since: float | None = None  # perf_counter; 0.0 once the log says so
+        self._paused_wait = PausedWait()
 
     def complete(
         self, portions: Portions, show: Callable[[int], object], on_finish: OnFinish | None = None
@@ -80,7 +72,7 @@ class RequestQueue:
         inbox, ids, num_reported = Inbox(), range(0), 0
         try:
             with self.lock, postponed_interrupt():  # ids that are reserved must be released
-                ids = self._engine.reserved_ids.reserve(portions.num_requests)
+                ids = self.engine.reserved_ids.reserve(portions.num_requests)
             unused_ids = iter(ids)
             with portions:
                 while num_reported < portions.num_requests:
@@ -95,7 +87,7 @@ class RequestQueue:
                         if on_finish is not None:
                             on_finish(output)
         finally:
-            self._engine.reserved_ids.release(ids)
+            self.engine.reserved_ids.release(ids)
             self.drop(inbox)
         return sorted(inbox.outputs, key=lambda output: output.request_id)
 
@@ -107,13 +99,13 @@ class RequestQueue:
         Chunks of a stream have the request's place in the list as `index`. An interrupted call may have queued requests
         all the same: `drop` the inbox then. Requests that are added to an abandoned inbox are aborted.
         """
-        reserved = self._engine.reserved_ids
+        reserved = self.engine.reserved_ids
         with self.lock, postponed_interrupt():
             ids = reserved.reserve(len(requests)) if request_ids is None else request_ids
             chunks = inbox.chunks if inbox.is_stream else None
             try:
                 for index, (request, request_id) in enumerate(zip(requests, ids, strict=True)):
-                    self._engine.add_request(request_id, request, inbox.outputs, chunks, index)
+                    self.engine.add_request(request_id, request, inbox.outputs, chunks, index)
                     inbox.request_ids.add(request_id)
             finally:
                 reserved.release(ids)
@@ -123,17 +115,17 @@ class RequestQueue:
 
     def step(self) -> None:
         """Run one step, or let another thread run its own. What finishes is in the inboxes then."""
-        self._wait_while_all_are_paused()
+        self._paused_wait.wait(self.engine.num_only_paused(), TURN_SECONDS)
         with postponed_interrupt():  # also of the lock, which has to be released
             if self.lock.acquire(timeout=TURN_SECONDS):
                 try:
-                    self._engine.step()
+                    self.engine.step()
                 finally:
                     self.lock.release()
 
     def collect(self, inbox: Inbox) -> list[RequestOutput]:
         """Take the outputs out of an inbox that is to have others."""
-        self.check_outside_step()
+        self.engine.guard.check()
         with self.lock:
             outputs = inbox.outputs.copy()
             inbox.outputs.clear()
@@ -144,7 +136,7 @@ class RequestQueue:
         """Abort the unfinished requests of these inboxes at once, and free what they hold; they get no outputs."""
         if any(not inbox.is_complete for inbox in inboxes):
             with self.lock, postponed_interrupt():
-                self._engine.abort({request_id for inbox in inboxes for request_id in inbox.unfinished_ids()})
+                self.engine.abort({request_id for inbox in inboxes for request_id in inbox.unfinished_ids()})
 
     def abandon(self, inbox: Inbox) -> None:
         """Have the next step abort what is unfinished, and what is still being added.
@@ -153,47 +145,9 @@ class RequestQueue:
         engine may come before that step: it has these requests aborted itself.
         """
         inbox.is_abandoned = True  # first: `add_requests` looks at it after it has queued
-        self._engine.act_later(Action.ABORT, inbox.unfinished_ids())
-
-    def act_later(self, action: Action, request_ids: int | Collection[int]) -> None:
-        """Have the next step begin with this action on these requests; see `LLM.abort`, `pause` and `resume`."""
-        self._engine.act_later(action, as_request_ids(request_ids))
-
-    def has_unfinished_requests(self) -> bool:
-        """Return whether any caller has some."""
-        return not self._engine.is_finished()
-
-    def get_metrics(self) -> EngineMetrics:
-        return self._engine.metrics()
+        self.engine.act_later(Action.ABORT, inbox.unfinished_ids())
 
     def reset_prefix_cache(self) -> None:
         with self.lock:
-            self._engine.check_open(is_for_steps=False)  # a trainer calls it while the cache sleeps
-            self._engine.reset_prefix_cache()
-
-    def close(self) -> None:
-        """Free the model and the cache; closing twice is fine."""
-        with self.lock:
-            self._engine.close()
-
-    def check_open(self) -> None:
-        """Raise EngineClosedError where the engine was closed, EngineStateError if it sleeps."""
-        self._engine.check_open()
-
-    def check_outside_step(self) -> None:
-        """Raise EngineStateError in the thread that is within a step, such as for a logits processor."""
-        self._engine.guard.check()
-
-    def _wait_while_all_are_paused(self) -> None:
-        """Wait for a turn's time if only paused requests are left; say so, once, if that goes on."""
-        num_paused = self._engine.num_only_paused()
-        if not num_paused:
-            self._idle_since = None
-            return
-        time.sleep(TURN_SECONDS)
-        now = time.perf_counter()
-        if self._idle_since is None:
-            self._idle_since = now
-        elif self._idle_since and now - self._idle_since > PATIENCE_SECONDS:
-            self._idle_since = 0.0
-            logger.warning("only paused requests are left (%d); resume or abort them", num_paused)
+            self.engine.check_open(is_for_steps=False)  # a trainer calls it while the cache sleeps
+            self.engine.reset_prefix_cache()

@@ -3,7 +3,7 @@
 A packet has a `SamplingRecord` for each admitted sequence that asks for anything, and the ragged options follow it. An
 option that is a number needs a field of SamplingParams, a field of the same name here, whose default asks for nothing,
 and a logits processor that names it in `reads`. An option that is a list needs a name in LISTS, a section of
-`PacketSections`, a function here that returns the contents of that section, and a count in the record.
+`PacketSections`, which `sampling_sections` fills, and a count in the record.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -78,7 +78,8 @@ def asked_options(params: SamplingParams) -> dict[str, Any]:
 
 
 def stop_ids_of(seq: Sequence) -> list[int]:
-    return seq.stopping.forbidden_early
+    """Return the tokens that may not come before the sample has its `min_tokens`."""
+    return sorted(seq.stopping.tokens.ids) if seq.stopping.min_tokens else []
 
 
 def biases_of(seq: Sequence) -> list[TokenBias]:
@@ -87,6 +88,17 @@ def biases_of(seq: Sequence) -> list[TokenBias]:
 
 def logprob_ids_of(seq: Sequence) -> list[int]:
     return [*(seq.sampling_params.logprob_token_ids or ())]
+
+
+def sampling_sections(seqs: Iterable[Sequence]) -> dict[str, list[Any]]:
+    """Return the sections of a packet that say what these sequences, each with a row, ask for; by name."""
+    records = [(seq, record) for seq in seqs if (record := sampling_record(seq)) is not None]
+    return {
+        "sampling_records": [record for _, record in records],
+        "stop_ids": [token_id for seq, _ in records for token_id in stop_ids_of(seq)],
+        "biases": [bias for seq, _ in records for bias in biases_of(seq)],
+        "logprob_ids": [token_id for seq, _ in records for token_id in logprob_ids_of(seq)],
+    }
 
 
 def slices_of(values: Any, records: Iterable[SamplingRecord], count: str) -> Iterator[tuple[SamplingRecord, Any]]:

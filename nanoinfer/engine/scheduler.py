@@ -1,4 +1,4 @@
-"""Chooses what runs next. It needs sequence lengths only, never token values: no model and no device.
+"""Chooses what runs next, by sequence lengths: no model and no device. Only `update` looks at tokens: which end one?
 
 A step is either prefill (prompts are computed, whole or in chunks) or decode (every running sequence gets one token).
 Prefill goes first, so that the decode batch is as full as it can be. A sequence is

@@ -12,13 +12,12 @@ from nanoinfer.engine.stopping import Stopping, StopTokens
 from nanoinfer.engine.token_masks import Constraint
 from nanoinfer.sampling_params import SamplingParams
 
-# Stands where `Scheduler.add` will say what ends a sequence.
 NOT_QUEUED = Stopping(StopTokens(frozenset(), frozenset()), max_num_tokens=0, min_tokens=0)
 
 
 class SequenceStatus(Enum):
     WAITING = auto()  # in the queue, holds no blocks and no row
-    RUNNING = auto()  # admitted: holds the blocks of its tokens, and a row until its last step is launched, or longer
+    RUNNING = auto()  # admitted, not finished; holds row and blocks until `_release_ending` gives them to others
     PAUSED = auto()  # computes nothing; if it was running, it holds row and blocks until others need them
     FINISHED = auto()  # done or aborted, holds nothing
 
@@ -44,7 +43,7 @@ class Sequence:
     packed_ids: InitVar[bytes | None] = None  # prompt_token_ids as int32, where somebody has packed them
     constraint: Constraint | None = None  # what limits its tokens beside sampling_params
     prompt_states: PromptStates | None = None  # what is wanted of its hidden states; None once all has come
-    stopping: Stopping = NOT_QUEUED  # what ends it
+    stopping: Stopping = NOT_QUEUED  # what ends it: `Scheduler.add` sets it
     token_ids: "array[int]" = field(init=False)  # prompt and collected completion, as int32
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None

@@ -67,8 +67,3 @@ class Stopping:
     def num_early(self, num_generated: int) -> int:
         """Return how many tokens must still come before a stop token or a stop string counts."""
         return max(0, self.min_tokens - num_generated)
-
-    @property
-    def forbidden_early(self) -> list[int]:
-        """The tokens that may not come before the sample has its `min_tokens`, sorted."""
-        return sorted(self.tokens.ids) if self.min_tokens else []

@@ -4,12 +4,15 @@ The rotation is fused with the q/k norms and the KV-cache write: see `norm_rope_
 """
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ModelError
+from nanoinfer.layers.query_scales import query_scales
 
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 
@@ -33,10 +36,11 @@ class RotaryEmbedding(nn.Module):
     """Holds the cosines and sines of all positions, computed once: (max_positions, rotary_dim) float32.
 
     rotates: False for layers that know no positions; their angles are 0, and rotating by them changes nothing.
-    is_interleaved: see `rotate`.
+    is_interleaved: see `rotate`. query_scales: (max_positions, 1), by which queries are multiplied before; None: by 1.
     """
 
     cos_sin_cache: Tensor
+    query_scales: Tensor | None
 
     def __init__(
         self, config: ModelConfig, max_positions: int, rotates: bool = True, is_interleaved: bool = False
@@ -49,6 +53,21 @@ class RotaryEmbedding(nn.Module):
         angles = torch.arange(max_positions, dtype=torch.float32).unsqueeze(1) * inv_freq
         cache = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)
         self.register_buffer("cos_sin_cache", cache, persistent=False)
+        self.register_buffer("query_scales", query_scales(config, max_positions), persistent=False)
+
+
+def rotary_embeddings(config: ModelConfig, max_positions: int, is_interleaved: bool) -> list[RotaryEmbedding]:
+    """Return that of each layer; equal ones are one module."""
+    rotary = partial(RotaryEmbedding, max_positions=max_positions, is_interleaved=is_interleaved)
+    common = local = rotary(config)
+    if config.local_rope is not None:
+        local = rotary(replace(config, rope=config.local_rope))
+    unrotated = rotary(config, rotates=False) if any(config.unrotated) else common
+    # Which RoPE a layer has does not depend on whether a sequence can outgrow its window.
+    return [
+        unrotated if is_unrotated else local if has_window else common
+        for is_unrotated, has_window in zip(config.unrotated, config.windows, strict=True)
+    ]
 
 
 def rope_frequencies(config: ModelConfig, max_positions: int) -> tuple[Tensor, float]:

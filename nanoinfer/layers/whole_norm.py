@@ -45,6 +45,18 @@ class WholeNorm(nn.Module):
         x.copy_(self.weight * wide.to(x.dtype))
 
 
+def normalise_wholly(qkv: Tensor, q_norm: WholeNorm, k_norm: WholeNorm) -> Tensor:
+    """Return queries, keys and values with all queries of each token normalised together, and all its keys.
+
+    qkv: (num_tokens, size), or terms of it that are to be summed: (num_terms, num_tokens, size).
+    """
+    qkv = qkv.sum(0) if qkv.dim() == 3 else qkv
+    num_queries, num_keys = len(q_norm.weight), len(k_norm.weight)
+    q_norm.normalise_(qkv[:, :num_queries])
+    k_norm.normalise_(qkv[:, num_queries : num_queries + num_keys])
+    return qkv
+
+
 class ResidualSum(RMSNorm):
     """Adds to the residual stream, and hands it on as it is; for layers whose norms come after attention and MLP."""
 

@@ -23,10 +23,9 @@ from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.layers.attention.sinks import AttentionSinks
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
-from nanoinfer.layers.query_scales import query_scales
-from nanoinfer.layers.rotary_embedding import RotaryEmbedding
-from nanoinfer.layers.whole_norm import ResidualSum, WholeNorm
-from nanoinfer.models.decoder_spec import SERVED_FOR_FEW_ROWS, SERVED_IN_PIECES, DecoderSpec, LayerTraits
+from nanoinfer.layers.rotary_embedding import RotaryEmbedding, rotary_embeddings
+from nanoinfer.layers.whole_norm import ResidualSum, WholeNorm, normalise_wholly
+from nanoinfer.models.decoder_spec import DecoderSpec, LayerTraits
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.linear_attention import DecoderLinearAttention
 from nanoinfer.quantization.selection import with_quantization
@@ -35,15 +34,12 @@ from nanoinfer.quantization.selection import with_quantization
 class DecoderAttention(nn.Module):
     """Attention and the products before and after it. place: which part of the step's memory it takes."""
 
-    query_scales: Tensor | None
-
     def __init__(
         self,
         config: ModelConfig,
         spec: DecoderSpec,
         place: LayerPlace,
         window: int | None,
-        max_positions: int,
         rotary_emb: RotaryEmbedding,
         backends: AttentionBackends,
         tp: TensorParallel,
@@ -76,8 +72,6 @@ class DecoderAttention(nn.Module):
         )
         self.sinks = AttentionSinks(num_heads, tp) if spec.has_sinks else None
         self.heads_size = attention.num_heads * head_dim
-        scales = query_scales(config, max_positions)
-        self.register_buffer("query_scales", scales, persistent=False)
         self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(attention))
 
     @property
@@ -94,21 +88,16 @@ class DecoderAttention(nn.Module):
 
     def attend(self, qkv: Tensor, step: ForwardStep) -> Tensor:
         """Return the heads' outputs, (num_tokens, o_proj's input size). qkv: what qkv_proj returns."""
-        if self.query_scales is not None:
-            qkv[..., : self.heads_size].mul_(self.query_scales[step.positions].to(qkv.dtype))
+        scales = self.attn.rotary_emb.query_scales
+        if scales is not None:
+            qkv[..., : self.heads_size].mul_(scales[step.positions].to(qkv.dtype))
         if self.has_whole_norms:
-            qkv, norm_weights = self._normed_wholly(qkv), None
+            qkv, norm_weights = normalise_wholly(qkv, self.q_norm, self.k_norm), None
         else:
             norm_weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
         cache, metadata = step.kv_cache.layer(self.place.layer), step.attention_of(self.place.group)
         sinks = None if self.sinks is None else self.sinks.weight
         return self.attn(qkv, norm_weights, step.positions, cache, metadata, sinks).flatten(1)
-
-    def _normed_wholly(self, qkv: Tensor) -> Tensor:
-        qkv = qkv.sum(0) if qkv.dim() == 3 else qkv
-        for norm, start in ((self.q_norm, 0), (self.k_norm, self.heads_size)):
-            norm.normalise_(qkv.narrow(1, start, len(norm.weight)))
-        return qkv
 
 
 class DecoderMLP(nn.Module):
@@ -142,7 +131,7 @@ class DecoderLayer(nn.Module):
 
     Each norm adds the previous part's output to the residual stream, then normalises it. Only the mixer mixes tokens.
 
-    window: how many tokens each token attends to, or None for all. max_positions: how many positions there may be.
+    window: how many tokens each token attends to, or None for all. groups: where layers find their part of the cache.
     """
 
     def __init__(
@@ -151,7 +140,7 @@ class DecoderLayer(nn.Module):
         spec: DecoderSpec,
         index: int,
         window: int | None,
-        max_positions: int,
+        groups: LayerGroups,
         rotary_emb: RotaryEmbedding,
         backends: AttentionBackends,
         tp: TensorParallel,
@@ -167,15 +156,15 @@ class DecoderLayer(nn.Module):
         if self.is_linear:
             self.linear_attn = DecoderLinearAttention(config, index_of_kind, spec.interleaves_linear, tp)
         else:
-            place = LayerGroups.of(config, max_positions).places[index_of_kind]
-            self.self_attn = DecoderAttention(config, spec, place, window, max_positions, rotary_emb, backends, tp)
+            place = groups.places[index_of_kind]
+            self.self_attn = DecoderAttention(config, spec, place, window, rotary_emb, backends, tp)
         of_mlp = replace(tp, share_multiple=config.mlp_multiple)
         self.mlp = DecoderMLP(config, spec, of_mlp) if moe is None else spec.experts(config.hidden_size, moe, of_mlp)
         norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = norm() if spec.norms_inputs else ResidualSum(config.hidden_size, config.rms_norm_eps)
         if spec.is_parallel:
             return
-        self.post_attention_layernorm = norm()  # checkpoints give this name to one norm or the other
+        self.post_attention_layernorm = norm()  # of the MLP's input; with `norms_sums`, of attention's output
         self.norms = LayerNorms(None, self.post_attention_layernorm, None)
         if spec.norms_sums:
             self.pre_feedforward_layernorm = norm() if spec.norms_inputs else self.input_layernorm
@@ -192,10 +181,7 @@ class DecoderLayer(nn.Module):
     def traits(self) -> LayerTraits:
         methods = (getattr(part, "quant_method", None) for part in self.modules())
         products = frozenset(method.kind for method in methods if method is not None)
-        is_plain = self.spec.is_common_but_for(SERVED_IN_PIECES) and self.spec.has_plain_norms
-        has_plain_attention = is_plain and not (self.has_multipliers or self.is_linear)
-        is_common = self.spec.is_common_but_for(SERVED_FOR_FEW_ROWS) and not self.has_experts
-        return LayerTraits(products, is_common and has_plain_attention, has_plain_attention)
+        return LayerTraits.of(self.spec, products, not (self.has_multipliers or self.is_linear), self.has_experts)
 
     def forward(
         self, hidden: PartialSum | None, residual: Tensor, step: ForwardStep
@@ -256,21 +242,12 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        rotary = partial(RotaryEmbedding, max_positions=max_positions, is_interleaved=spec.interleaves_rotary)
-        rotary_emb = local_rotary_emb = rotary(config)
-        if config.local_rope is not None:
-            local_rotary_emb = rotary(replace(config, rope=config.local_rope))
-        unrotated_emb = rotary(config, rotates=False) if any(config.unrotated) else rotary_emb
         self.embedding_multiplier = config.embedding_multiplier
         self.embed_tokens = spec.embedding(config.vocab_size, config.hidden_size, tp)
-        windows = config.windows_within(max_positions)
-        # Which RoPE a layer has does not depend on whether a sequence can outgrow its window.
-        embeddings = (
-            unrotated_emb if is_unrotated else local_rotary_emb if is_local else rotary_emb
-            for is_unrotated, is_local in zip(config.unrotated, config.windows, strict=True)
-        )
+        windows, groups = config.windows_within(max_positions), LayerGroups.of(config, max_positions)
+        embeddings = rotary_embeddings(config, max_positions, spec.interleaves_rotary)
         layers = (
-            DecoderLayer(config, spec, index, window, max_positions, embedding, backends, tp)
+            DecoderLayer(config, spec, index, window, groups, embedding, backends, tp)
             for index, (window, embedding) in enumerate(zip(windows, embeddings, strict=True))
         )
         self.layers = cast(Sequence[DecoderLayer], nn.ModuleList(with_quantization(layers, config.quantization)))
@@ -281,7 +258,7 @@ class Decoder(nn.Module):
         """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
         hidden, residual = None, self.embed(step)
         if self.has_experts:
-            step = step.with_row_mask()
+            step = replace(step, row_mask=step.attention.slot_mapping >= 0)
         for layer in self.layers:
             hidden, residual = run_layer(layer, hidden, residual, step)
         return self.finish(hidden, residual)

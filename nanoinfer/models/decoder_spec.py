@@ -88,3 +88,12 @@ class LayerTraits:
     is_common: bool
     has_plain_attention: bool
     returns_stream: bool = True
+
+    @classmethod
+    def of(
+        cls, spec: DecoderSpec, products: frozenset[ProductKind], is_plain: bool, has_experts: bool
+    ) -> "LayerTraits":
+        """Return those of a decoder's layer. is_plain: whether it has attention, and no multipliers."""
+        has_plain_attention = is_plain and spec.is_common_but_for(SERVED_IN_PIECES) and spec.has_plain_norms
+        is_common = has_plain_attention and spec.is_common_but_for(SERVED_FOR_FEW_ROWS) and not has_experts
+        return cls(products, is_common, has_plain_attention)

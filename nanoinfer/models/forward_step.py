@@ -1,6 +1,6 @@
 """A forward pass as data: one record that the runner makes, and that goes through the model and all of its layers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -31,6 +31,3 @@ class ForwardStep:
     def attention_of(self, group: int) -> Metadata:
         """Return the metadata of a group of layers: see `layer_groups.py`."""
         return self.windowed_attention[group - 1] if group else self.attention
-
-    def with_row_mask(self) -> "ForwardStep":
-        return replace(self, row_mask=self.attention.slot_mapping >= 0)

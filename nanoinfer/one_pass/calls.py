@@ -167,7 +167,7 @@ class OnePass:
         at_once: bool,
     ) -> Portions:
         """Prepare a request for each prompt, the longest first. Raises RequestError for what cannot be served."""
-        self._queue.check_open()
+        self._queue.engine.check_open()
         options = check_names("tokenization_kwargs", tokenization_kwargs or {}, POOLING_TOKENIZATION_OPTIONS, {})
         max_tokens = self._prompts.most_tokens(options.get("truncate_prompt_tokens"))
         to_outputs: dict[int, PooledOutput] = {}  # texts with the same parameters share one
@@ -231,7 +231,7 @@ class OnePass:
         """Run requests to their end; outputs come in the order of the prompts. wanted: hidden states, too."""
         steps = self.text_steps if wanted is None else None
         outputs: list[Any]
-        with Progress(self._queue.get_metrics, portions.num_requests, use_tqdm, generates=False) as progress:
+        with Progress(self._queue.engine.metrics, portions.num_requests, use_tqdm, generates=False) as progress:
             if steps is not None and steps.serves(portions.first):
                 outputs = steps.complete(portions, self.outputs_of_texts, progress.show)
             else:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.engine.extras.prompt_states import PromptStates
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import is_whole_number
@@ -36,6 +37,18 @@ class HiddenStates:
     callback: OnHiddenStates | None
     row_bytes: int  # of a token's states of one layer
     errors: list[Exception] = field(default_factory=list)
+
+    @classmethod
+    def reader(
+        cls, model_config: ModelConfig, dtype: torch.dtype, num_replicas: int
+    ) -> "Callable[..., HiddenStates | None]":
+        """Return `of` for a model: what reads the arguments of calls."""
+        return partial(
+            cls.of,
+            num_layers=model_config.num_hidden_layers,
+            row_bytes=model_config.hidden_size * dtype.itemsize,
+            num_replicas=num_replicas,
+        )
 
     @classmethod
     def of(

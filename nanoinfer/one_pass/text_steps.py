@@ -68,7 +68,7 @@ class TextSteps:
     def serves(self, first: Sequence[PreparedRequest]) -> bool:
         """Return whether a call's texts can be computed in such steps. first: some of them, usually the longest."""
         engine = self._engine
-        if engine.listener is not SILENT or engine.scheduler.paused:
+        if engine.scheduler.listener is not SILENT or engine.scheduler.paused:
             return False
         if engine.scheduler.whole_prompts:
             return True

@@ -13,7 +13,7 @@ from torch import Tensor
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.device import numbers_to_device
 from nanoinfer.engine.extras.prompt_states import Found, FoundStates, FoundVectors, HiddenStatesRecord
-from nanoinfer.engine.packet import Header, PacketSections
+from nanoinfer.engine.packet import Header, PacketSections, column
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.forward_step import ForwardStep
@@ -42,7 +42,7 @@ class Pooler:
     def admit(self, header: Header, on_host: PacketSections) -> None:
         """Enter what the newly admitted rows of a packet want, in place of what was known of these rows."""
         if self._records and header.counts.row_records:
-            for row in on_host.row_records[:, 0].tolist():
+            for row in column(on_host, "row_records", "row").tolist():
                 self._records.pop(row, None)
                 self._sums.pop(row, None)
         if header.counts.hidden_states_records:

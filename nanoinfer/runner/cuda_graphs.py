@@ -33,16 +33,11 @@ def sharing_graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size in (4, 8, 16) or size % 32 == 0 or size == sizes[-1]]
 
 
-def num_graphs(max_num_seqs: int, share_prefixes: bool) -> int:
-    """Return how many graphs there may be. share_prefixes: whether steps can read a prefix once for several rows."""
-    return len(graph_sizes(max_num_seqs)) + share_prefixes * len(sharing_graph_sizes(max_num_seqs))
-
-
 class DecodeGraphs:
     """Captures `forward` in one CUDA graph for each batch size; all graphs share one memory pool.
 
-    Its arguments are rows, (num_rows,) int32, and which of them share prefixes. It writes its results to memory that
-    its caller owns. All tensors that it reads or writes must keep their addresses.
+    `forward` takes rows, (num_rows,) int32, and which of them share prefixes, and writes to memory that its caller
+    owns. All tensors that it reads or writes must keep their addresses.
 
     sizes, sharing_sizes: the batch sizes of steps without and with shared prefixes; only `sizes` are captured here.
     is_warm: whether such graphs were captured before in this process, so that their kernels are compiled and loaded.

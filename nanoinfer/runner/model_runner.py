@@ -16,11 +16,10 @@ from torch import Tensor
 from nanoinfer.device import computing, record_event, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.extras.prompt_states import Found
-from nanoinfer.engine.packet import DecodeRecord, Header, Packet, PacketSections, read_header, split_packet
+from nanoinfer.engine.packet import Header, Packet, PacketSections, column, read_header, split_packet
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.layers.attention.metadata import SharedPrefixes
 from nanoinfer.layers.attention.selection import AttentionBackends
-from nanoinfer.layers.routing_table import RoutingOnHost
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.runner.device_state import DeviceState
@@ -44,7 +43,7 @@ class StepHandle(NamedTuple):
     logprobs: list[SampleLogprobs]
     prompt_logprobs: list[SpanLogprobs]
     hidden_states: list[Found]
-    errors: dict[int, str]  # by batch_idx: why a user's function failed, so that there is no such token
+    errors: dict[int, str]  # by batch_idx: why a logits processor failed; that sample gets no token
     event: torch.cuda.Event | None  # None on a CPU, where a sampled step is done
 
     def is_done(self) -> bool:
@@ -89,7 +88,7 @@ class ModelRunner:
         hidden, hidden_states = self.state.pooler.run(forward, step, chunks)
         self._write_logits(step, hidden)
         return PendingStep(
-            rows=on_device.chunks[:num_samples, 0].long(),
+            rows=column(on_device, "chunks", "row")[:num_samples].long(),
             host_rows=[row for row, _, _ in chunks[:num_samples]],
             prompt_logprobs=self.state.sampler.prompt_logprobs(self.model, hidden, chunks),
             hidden_states=hidden_states,
@@ -97,10 +96,11 @@ class ModelRunner:
 
     def _launch_decode(self, on_host: PacketSections, on_device: PacketSections) -> PendingStep:
         rows, num_shared_blocks, num_group_rows = on_device.decode_rows.unbind(1)
-        shares = on_host.decode_rows[:, DecodeRecord._fields.index("num_shared_blocks")].any()
+        shares = column(on_host, "decode_rows", "num_shared_blocks").any()
         forward = self.state.decode_graphs.replay if self.state.decode_graphs else self.decode
         forward(rows, SharedPrefixes(num_shared_blocks, num_group_rows) if shares else None)
-        return PendingStep(rows.long(), on_host.decode_rows[:, 0].tolist(), prompt_logprobs=[], hidden_states=[])
+        host_rows = column(on_host, "decode_rows", "row").tolist()
+        return PendingStep(rows.long(), host_rows, prompt_logprobs=[], hidden_states=[])
 
     def sample(self, pending: PendingStep, masks: TokenMasks | None = None) -> StepHandle:
         """Draw the tokens of a launched step, as the masks allow, and start their copy to the host.
@@ -128,12 +128,6 @@ class ModelRunner:
         if handle.event is not None:
             handle.event.synchronize()
         return handle.token_ids.tolist()
-
-    def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> RoutingOnHost:
-        """Start to copy the experts of positions [start, end) to the host, for the sequence that has these blocks."""
-        assert self.state.routing_table is not None, "nobody asked for routed experts when the engine was made"
-        with computing(self.device, self._num_threads):
-            return self.state.routing_table.read(block_ids, start, end)
 
     def decode(self, rows: Tensor, shared_prefixes: SharedPrefixes | None) -> None:
         """Compute one token for each row (num_rows,) int32, from the tables to the logits: a CUDA graph captures it."""

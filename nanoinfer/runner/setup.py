@@ -27,7 +27,7 @@ from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.pooling.dense import DenseLayer, load_dense
 from nanoinfer.pooling.pooler import Pooler
 from nanoinfer.runner import memory
-from nanoinfer.runner.cuda_graphs import DecodeGraphs, Forward, graph_sizes, num_graphs
+from nanoinfer.runner.cuda_graphs import DecodeGraphs, Forward, graph_sizes, sharing_graph_sizes
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
 from nanoinfer.runner.model_runner import ModelRunner, PendingStep
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
@@ -205,7 +205,8 @@ class Setup:
     def _measure_decode_graphs(self, limits: RunnerLimits, decode: Forward) -> int:
         shares_prefixes = limits.max_group_rows > 1 and self.config.enable_prefix_caching
         capture = partial(DecodeGraphs, decode, sharing_sizes=[], device=self.device)
-        sizes, count = graph_sizes(limits.max_num_seqs), num_graphs(limits.max_num_seqs, shares_prefixes)
+        sizes = graph_sizes(limits.max_num_seqs)
+        count = len(sizes) + shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
         return memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
 
     def allocate_buffers(self, model: DecoderForCausalLM, limits: RunnerLimits) -> StepBuffers:

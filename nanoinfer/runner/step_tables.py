@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer import kernels
-from nanoinfer.engine.packet import Header, PacketSections
+from nanoinfer.engine.packet import Header, PacketSections, column
 from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.layers.attention.metadata import (
     DecodeMetadata,
@@ -55,19 +55,13 @@ class StepTables:
     def update(self, header: Header, sections: PacketSections) -> None:
         """Enter a packet's new rows and blocks; `sections` are tensors on the device."""
         if header.counts.row_records:
-            rows, lens = sections.row_records[:, 0].long(), sections.row_records[:, 1]
+            rows, lens = column(sections, "row_records", "row").long(), column(sections, "row_records", "num_tokens")
             self.context_lens[rows] = lens
             segments, columns = ragged_indices(cumulative_lens(lens), header.counts.known_tokens)
             self.token_ids[rows[segments], columns] = sections.known_tokens[:, 0]
         if header.counts.new_blocks:
             rows, columns, block_ids = sections.new_blocks.long().unbind(1)
             self.block_tables[rows, columns] = block_ids.int()
-
-    def copy_states(self, sections: PacketSections) -> None:
-        """Save states of earlier steps to snapshots, then restore rows from snapshots; `sections` are on the host."""
-        assert self.states is not None, "states are copied for a model that has none"
-        self.states.copy(sections.kept_states.tolist())
-        self.states.copy(sections.restored_states.tolist())
 
     def prefill_step(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> ForwardStep:
         """Return the step that computes the tokens of all chunks, end to end.
@@ -115,25 +109,18 @@ class StepTables:
 
         rows: (num_rows,) int32; may contain PADDING_ROW. shared_prefixes: which of them begin with the same blocks.
         """
-        (token_ids, positions, attention), *windowed = (
-            self._decode_metadata(rows, tables) for tables in self.tables_of_groups
-        )
-        attention = replace(attention, shared_prefixes=shared_prefixes)
-        of_windowed = tuple(metadata for _, _, metadata in windowed)
+        tables, block_size = (self.token_ids, self.context_lens), self.kv_cache.block_size
+        read = [read_rows(rows, *tables, block_tables, block_size) for block_tables in self.tables_of_groups]
+        token_ids, positions, slots, context_lens, blocks = read[0]
         return ForwardStep(
             token_ids=token_ids,
             positions=positions,
             kv_cache=self.kv_cache,
-            attention=attention,
+            attention=DecodeMetadata(slots, context_lens, blocks, shared_prefixes),
             states=self.states,
             rows=rows,
-            windowed_attention=of_windowed,
+            windowed_attention=tuple(DecodeMetadata(slots, lens, blocks) for _, _, slots, lens, blocks in read[1:]),
         )
-
-    def _decode_metadata(self, rows: Tensor, block_tables: Tensor) -> tuple[Tensor, Tensor, DecodeMetadata]:
-        tables = self.token_ids, self.context_lens, block_tables
-        token_ids, positions, slots, context_lens, blocks = read_rows(rows, *tables, self.kv_cache.block_size)
-        return token_ids, positions, DecodeMetadata(slots, context_lens, blocks)
 
 
 @triton_on_cuda(lambda: kernels.read_rows.read_rows)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoinfer.device import numbers_to_device, to_device
-from nanoinfer.engine.packet import SECTION_DTYPES, PacketSections
+from nanoinfer.engine.packet import SECTION_DTYPES, PacketSections, column
 from nanoinfer.engine.row_options import SamplingRecord, slices_of
 
 TORCH_DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.int64): torch.int64}
@@ -121,7 +121,7 @@ class Penalties:
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
         self._rows |= {record.row for record in records if record.asks_for(self.reads)}
         section, dtype = on_device.sampling_records, SECTION_DTYPES.sampling_records
-        rows = section[:, 0].long()
+        rows = column(on_device, "sampling_records", "row").long()
         self._prompt_lens[rows] = read_field(section, dtype, "num_prompt_tokens")
         self._penalties[rows] = read_options(on_device, self.reads)
 

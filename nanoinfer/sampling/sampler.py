@@ -13,11 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoinfer.device import numbers_to_device, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.packet import SECTION_DTYPES, Header, PacketSections, read_sampling_records
+from nanoinfer.engine.packet import SECTION_DTYPES, Header, PacketSections, column
 from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.models.causal_lm import DecoderForCausalLM
@@ -93,13 +94,12 @@ class Sampler:
         """Enter how the newly admitted rows of a packet are sampled, in place of what was known of these rows."""
         if not header.counts.row_records:
             return
-        records = on_device.row_records
-        rows = records[:, 0].long()
+        records, rows = on_device.row_records, column(on_device, "row_records", "row").long()
         self.temperatures[rows] = read_field(records, SECTION_DTYPES.row_records, "temperature")
         self.seeds[rows] = read_field(records, SECTION_DTYPES.row_records, "seed")
         self.limits.index_fill_(0, rows, 0.0)  # no filter, whatever was before; `[rows] = 0.0` would wait for the GPU
         if self._records:
-            for row in on_host.row_records[:, 0].tolist():
+            for row in column(on_host, "row_records", "row").tolist():
                 self._filtered.discard(row)
                 self._may_need_copy.discard(row)
                 if self._records.pop(row, None):
@@ -113,7 +113,7 @@ class Sampler:
         records = read_sampling_records(on_host.sampling_records)
         self._records |= {record.row: record for record in records}
         self._filtered |= {record.row for record in records if record.asks_for(FILTERS)}
-        rows = on_device.sampling_records[:, 0].long()
+        rows = column(on_device, "sampling_records", "row").long()
         self.limits[rows] = torch.cat((self.temperatures[rows, None], read_options(on_device, FILTERS)), dim=1)
         self._logprobs.admit(records, on_host)
         for processor in self.processors:
@@ -263,3 +263,9 @@ class Sampler:
         padding = self.tp.vocab_shard_size(self.vocab_size) - logits.shape[1]
         shards = self.tp.all_gather(F.pad(logits, (0, padding)))  # (num_ranks, num_rows, shard_size)
         return shards.transpose(0, 1).flatten(1)[:, : self.vocab_size]
+
+
+def read_sampling_records(section: NDArray[np.int32]) -> list[SamplingRecord]:
+    """Return the records of a host packet's section."""
+    records = np.ascontiguousarray(section).reshape(-1).view(SECTION_DTYPES.sampling_records)
+    return [SamplingRecord._make(record) for record in records.tolist()]

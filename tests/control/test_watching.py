@@ -90,7 +90,7 @@ def test_other_threads_begin_and_end_while_one_generates(random_checkpoint: Chec
             for thread in threads:
                 thread.join()
         assert num_events[0] > 0
-        assert llm.engine.listener is SILENT, "nobody listens any more"
+        assert llm.engine.scheduler.listener is SILENT, "nobody listens any more"
 
 
 def test_a_step_whose_launch_failed_is_never_taken_for_another() -> None:

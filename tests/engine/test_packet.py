@@ -6,10 +6,11 @@ import pytest
 from nanoinfer.engine.batch import NewBlock, PrefillChunk, PrefixGroup, ScheduledBatch
 from nanoinfer.engine.blocks.partial_hits import BlockCopy
 from nanoinfer.engine.blocks.state_snapshots import StateCopy
-from nanoinfer.engine.packet import PacketSections, pack, read_header, read_sampling_records, split_packet
+from nanoinfer.engine.packet import PacketSections, pack, read_header, split_packet
 from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.stopping import Stopping
+from nanoinfer.sampling.sampler import read_sampling_records
 from nanoinfer.sampling_params import SamplingParams
 from tests.engine.helpers import make_sequence
 

@@ -24,7 +24,7 @@ def llm() -> Iterator[LLM]:
 def queue(llm: LLM) -> Iterator[RequestQueue]:
     """A queue that every test leaves empty."""
     yield llm.queue
-    assert not llm.queue.has_unfinished_requests()
+    assert llm.queue.engine.is_finished()
     assert llm.get_metrics().num_used_blocks == 0
 
 

@@ -195,7 +195,7 @@ def test_a_step_that_fails_leaves_a_usable_engine(
         with pytest.raises(RuntimeError, match="the test says so"):
             llm.embed(MANY, use_tqdm=False)
         found = llm.embed(MANY, use_tqdm=False)
-        assert llm.queue.has_unfinished_requests() is False
+        assert llm.queue.engine.is_finished()
     assert all(np.array_equal(a.outputs.embedding, b.outputs.embedding) for a, b in zip(found, expected, strict=True))
 
 
@@ -319,5 +319,5 @@ def test_an_interrupt_leaves_nothing_behind(encoder: Callable[[str], Path], monk
                 patch.setattr(text_steps, "postponed_interrupt", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     llm.embed(MANY, use_tqdm=False)
-            assert not llm.queue.has_unfinished_requests()
+            assert llm.queue.engine.is_finished()
         assert is_close(llm.embed(MANY, use_tqdm=False), expected)

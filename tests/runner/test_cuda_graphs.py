@@ -11,7 +11,7 @@ from torch import Tensor
 from nanoinfer import device
 from nanoinfer.layers.attention.metadata import SharedPrefixes
 from nanoinfer.runner import cuda_graphs
-from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, num_graphs, sharing_graph_sizes
+from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_graph_sizes
 
 
 class StandIn:
@@ -113,8 +113,6 @@ def test_steps_that_share_prefixes_have_fewer_graphs_and_each_batch_has_one(max_
     sizes, sharing = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
     assert set(sharing) <= set(sizes)
     assert max(sharing) == max_num_seqs
-    assert num_graphs(max_num_seqs, share_prefixes=True) == len(sizes) + len(sharing)
-    assert num_graphs(max_num_seqs, share_prefixes=False) == len(sizes)
 
 
 def test_up_to_128_rows_that_share_prefixes_have_graphs_of_seven_sizes() -> None:

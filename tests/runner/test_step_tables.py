@@ -72,7 +72,6 @@ def test_padding_attends_to_nothing_and_writes_no_keys(tables: StepTables) -> No
     step = tables.decode_step(torch.tensor([PADDING_ROW, 0]))
     assert step.attention.slot_mapping.tolist() == [-1, 7 * 4 + 1]
     assert step.attention.context_lens.tolist() == [0, 2]
-    assert step.with_row_mask().row_mask.tolist() == [False, True]
 
 
 def test_the_next_step_finds_what_sampling_entered(tables: StepTables) -> None:

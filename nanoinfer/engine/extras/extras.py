@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import ScheduledBatch
-from nanoinfer.engine.extras.logprobs import collect_logprobs, end_texts, want_prompt_logprobs
+from nanoinfer.engine.extras.logprobs import collect_logprobs, end_texts, make_room
 from nanoinfer.engine.extras.prompt_states import collect_states, hand_over_states
 from nanoinfer.engine.extras.routed_experts import RoutedExperts
 from nanoinfer.engine.interfaces import Runner, SampledStep
@@ -28,7 +28,7 @@ class Extras:
 
     def start(self, request: Request, prepared: PreparedRequest) -> None:
         """Note what a request wants that is about to be queued."""
-        want_prompt_logprobs(request, prepared, self._tokenizer)
+        make_room(request, prepared, self._tokenizer)
         request.prompt_states = request.completions[0].seq.prompt_states = prepared.prompt_states
 
     def launched(self, batch: ScheduledBatch, handle: SampledStep) -> None:

@@ -15,9 +15,12 @@ from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer, prompt_texts
 
 
-def want_prompt_logprobs(request: Request, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
-    """Make room for the log-probabilities of a request's prompt, if it wants any, and say where they begin."""
+def make_room(request: Request, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
+    """Make room for what a request wants: its tokens' log-probabilities as arrays, those of its prompt."""
     token_ids, params = prepared.token_ids, prepared.sampling_params
+    if params.flat_logprobs:
+        for completion in request.completions:
+            completion.logprobs = FlatLogprobs()
     if params.prompt_logprobs is not None:
         texts = prompt_texts(tokenizer, params, prepared.prompt, token_ids)
         found = PromptLogprobs(len(token_ids), params.prompt_logprobs, texts, params.flat_logprobs)
@@ -56,7 +59,7 @@ def _add(request: Request, sample: int, rank: int, token_ids: list[int], logprob
     if num_others is not None and completion.seq.finish_reason != "error":
         token_ids, logprobs = token_ids[: 1 + num_others], logprobs[: 1 + num_others]
         ranks = [NO_RANK] * num_others if params.logprob_token_ids else range(1, 1 + num_others)
-        position = [rank, *ranks], token_ids, logprobs, completion.text.of_tokens
+        position = [rank, *ranks], token_ids, logprobs, completion.text().of_tokens
         if isinstance(completion.logprobs, FlatLogprobs):
             add_position(completion.logprobs, *position)
         else:
@@ -76,7 +79,7 @@ def _add_of_prompt(request: Request, start: int, arrays: list[NDArray[Any]]) -> 
 def end_texts(completion: Completion) -> None:
     """Give the last token of a completion the half of a character that its text ends with, if there is one."""
     logprobs = completion.logprobs
-    texts = completion.text.of_tokens if logprobs else None
+    texts = completion.text().of_tokens if logprobs else None
     if not texts:
         return
     if isinstance(logprobs, FlatLogprobs):

@@ -1,0 +1,102 @@
+"""The methods of `LLM` for models that pool: embeddings, classes, rewards."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from nanoinfer.aio import AsyncCalls
+from nanoinfer.garbage import rare_collections
+from nanoinfer.one_pass.calls import OnePass, PoolingArguments
+from nanoinfer.one_pass.hidden_states import HiddenStates, OnHiddenStates
+from nanoinfer.pooling_outputs import PoolingRequestOutput
+from nanoinfer.text.arguments import Prompts
+
+
+class PoolingMethods:
+    """A base of `LLM`, which sets these fields."""
+
+    one_pass: OnePass
+    _async_calls: AsyncCalls
+    _wanted_states: Callable[..., HiddenStates | None]
+
+    @rare_collections()
+    def embed(
+        self,
+        prompts: Prompts,
+        pooling_params: PoolingArguments = None,
+        use_tqdm: bool = True,
+        *,
+        prompt_name: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        hidden_states: Sequence[int] | None = None,
+        hidden_state_positions: Literal["prompt", "last"] = "prompt",
+        on_hidden_states: OnHiddenStates | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Return the embedding of one text or many: `output.outputs.embedding`, an array (size,) of float32.
+
+        prompts: as in `generate`. They are pooled and normalised as the files of sentence-transformers in the model's
+        folder say. Without these files, a decoder's last token or the mean of an encoder's tokens is taken, normalised.
+        pooling_params: for all, or a list with one for each. prompt_name: the prompt in
+        config_sentence_transformers.json that texts begin with; None for its default, if it has one.
+        tokenization_kwargs: {"truncate_prompt_tokens": n} has the tokenizer cut texts to n tokens, -1 to what fits.
+        hidden_states and its like: as in `generate`. Raises RequestError for texts that cannot be served, and where the
+        model is a classifier.
+        """
+        wanted = self._wanted_states(hidden_states, hidden_state_positions, on_hidden_states)
+        portions = self.one_pass.prepare_embeddings(prompts, pooling_params, prompt_name, tokenization_kwargs, wanted)
+        return self.one_pass.run(portions, use_tqdm, wanted)
+
+    @rare_collections()
+    def classify(
+        self,
+        prompts: Any,
+        pooling_params: PoolingArguments = None,
+        use_tqdm: bool = True,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Return the probabilities of a classifier's classes: `output.outputs.probs`, an array (num_classes,).
+
+        prompts: as in `generate`, or pairs of texts, (text, text), as cross-encoders take them. Logits become
+        probabilities by softmax or sigmoid, as config.json says; with PoolingParams(use_activation=False) they stay
+        as they are. A model of ...ForTokenClassification has a row for each token. The rest is as in `embed`.
+        """
+        portions = self.one_pass.prepare_classes(prompts, pooling_params, tokenization_kwargs)
+        return self.one_pass.run(portions, use_tqdm)
+
+    @rare_collections()
+    def reward(
+        self,
+        prompts: Any,
+        pooling_params: PoolingArguments = None,
+        use_tqdm: bool = True,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Return the rewards that a model with a head of one value gives to texts: `output.reward`, a float.
+
+        It is an array with a value for each token where the model rewards tokens. The value is that of the head as it
+        is, unless use_activation is True. The rest is as in `classify`.
+        """
+        portions = self.one_pass.prepare_classes(prompts, pooling_params, tokenization_kwargs, rewards=True)
+        return self.one_pass.run(portions, use_tqdm)
+
+    async def aembed(
+        self, prompts: Prompts, pooling_params: PoolingArguments = None, **options: Any
+    ) -> list[PoolingRequestOutput]:
+        """Do as `embed`, with prompt_name and tokenization_kwargs, while other tasks of the event loop run."""
+        prepare = partial(self.one_pass.prepare_embeddings, prompts, pooling_params, at_once=True, **options)
+        return await self._async_calls.complete(lambda: prepare().take())
+
+    async def aclassify(
+        self, prompts: Any, pooling_params: PoolingArguments = None, **options: Any
+    ) -> list[PoolingRequestOutput]:
+        """Do as `classify`, with tokenization_kwargs, while other tasks of the event loop run."""
+        prepare = partial(self.one_pass.prepare_classes, prompts, pooling_params, at_once=True, **options)
+        return await self._async_calls.complete(lambda: prepare().take())
+
+    async def areward(
+        self, prompts: Any, pooling_params: PoolingArguments = None, **options: Any
+    ) -> list[PoolingRequestOutput]:
+        """Do as `reward`, with tokenization_kwargs, while other tasks of the event loop run."""
+        return await self.aclassify(prompts, pooling_params, rewards=True, **options)
