@@ -30,7 +30,7 @@ from nanoinfer.text.refusals import OnError
 Prepare = Callable[[], list[PreparedRequest]]
 
 
-class Call:
+class AsyncCall:
     """A call of one task. It is made in the task's event loop; the thread that runs the steps fills it.
 
     prepare: checks the requests and returns them. inbox: what has come of them; it is abandoned when the task waits no
@@ -61,7 +61,7 @@ class AsyncCalls:
     def __init__(self, queue: RequestQueue, preparer: Preparer) -> None:
         self._queue, self._preparer = queue, preparer
         self._lock = threading.Lock()  # guards the two below
-        self._new: list[Call] = []
+        self._new: list[AsyncCall] = []
         self._is_running = False
 
     async def generate(
@@ -82,7 +82,7 @@ class AsyncCalls:
         def prepare() -> list[PreparedRequest]:
             return self._preparer.prepare(prompts, sampling_params, **options)
 
-        call = Call(await _with_grammars(prepare, sampling_params, len(prompts)))
+        call = AsyncCall(await _with_grammars(prepare, sampling_params, len(prompts)))
         outputs = call.inbox.outputs
         num_reported, is_done = 0, False
         with self._served(call), Progress(self._queue.engine.metrics, len(prompts), use_tqdm) as progress:
@@ -96,7 +96,7 @@ class AsyncCalls:
 
     async def complete(self, prepare: Prepare) -> list[Any]:
         """Run the requests that `prepare` returns to their end; return their outputs in the order of the requests."""
-        call = Call(prepare)
+        call = AsyncCall(prepare)
         with self._served(call):
             while not await call.news():
                 pass
@@ -117,7 +117,7 @@ class AsyncCalls:
             check_streamable([request.sampling_params for request in requests])
             return requests
 
-        call = Call(await _with_grammars(prepare, sampling_params, len(prompts)), is_stream=True)
+        call = AsyncCall(await _with_grammars(prepare, sampling_params, len(prompts)), is_stream=True)
         is_done = False
         with scope:
             scope.enter_context(self._served(call))
@@ -127,7 +127,7 @@ class AsyncCalls:
                     yield call.inbox.chunks.popleft()
 
     @contextmanager
-    def _served(self, call: Call) -> Iterator[None]:
+    def _served(self, call: AsyncCall) -> Iterator[None]:
         """Have the thread serve a call in this scope; what is unfinished at the end of it is aborted."""
         self._queue.engine.guard.check()  # a step would wait for the thread, and the thread for that step
         with self._lock:
@@ -142,7 +142,7 @@ class AsyncCalls:
 
     def _run(self) -> None:
         """Run steps until no call is left."""
-        calls: list[Call] = []
+        calls: list[AsyncCall] = []
         while True:
             with self._lock:
                 new, self._new = self._new, []
@@ -166,7 +166,7 @@ class AsyncCalls:
             _wake(calls)
             calls = [call for call in calls if not call.is_done]
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: AsyncCall) -> None:
         """Prepare and queue the requests of a call; what is wrong with them is the call's error alone."""
         try:
             if not call.inbox.is_abandoned:
@@ -245,9 +245,9 @@ async def _with_grammars(prepare: Prepare, sampling_params: Params, num_prompts:
     return lambda: requests
 
 
-def _wake(calls: list[Call]) -> None:
+def _wake(calls: list[AsyncCall]) -> None:
     """Note which calls are done, and wake the tasks that have something new: those of one loop at once."""
-    news: dict[asyncio.AbstractEventLoop, list[Call]] = {}
+    news: dict[asyncio.AbstractEventLoop, list[AsyncCall]] = {}
     for call in calls:
         inbox = call.inbox
         num_finished = len(inbox.outputs)
@@ -263,6 +263,6 @@ def _wake(calls: list[Call]) -> None:
                 call.inbox.is_abandoned = True
 
 
-def _set_events(calls: list[Call]) -> None:
+def _set_events(calls: list[AsyncCall]) -> None:
     for call in calls:
         call.event.set()

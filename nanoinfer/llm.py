@@ -17,12 +17,12 @@ from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.engine_options import EngineOptions
 from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import find_model, load_engine
-from nanoinfer.one_pass.calls import OnePass
-from nanoinfer.one_pass.hidden_states import HiddenStates, OnHiddenStates, raising_errors
-from nanoinfer.one_pass.llm_methods import PoolingMethods
 from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
+from nanoinfer.pooling_calls.calls import PoolingCalls
+from nanoinfer.pooling_calls.hidden_states import HiddenStatesOptions, OnHiddenStates, raising_errors
+from nanoinfer.pooling_calls.llm_methods import PoolingMethods
 from nanoinfer.progress import Progress
-from nanoinfer.replicas.loading import load_replicas
+from nanoinfer.replicas.start_replicas import load_replicas
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scoring import Pairs, check_scores
 from nanoinfer.text.arguments import (
@@ -73,10 +73,12 @@ class LLM(PoolingMethods, AsyncMethods):
         self.queue, self.preparer = loaded.queue, loaded.preparer
         self.max_model_len = loaded.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = loaded.info
-        self.one_pass = OnePass.of(
-            self.queue, self.preparer, found.model_config, self.config, self.max_model_len, loaded.text_steps
+        self.pooling_calls = PoolingCalls.of(
+            self.queue, self.preparer, found.model_config, self.config, self.max_model_len, loaded.pooling_steps
         )
-        self._wanted_states = HiddenStates.reader(found.model_config, loaded.info.dtype, self.config.data_parallel_size)
+        self._wanted_states = HiddenStatesOptions.reader(
+            found.model_config, loaded.info.dtype, self.config.data_parallel_size
+        )
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._control, self._step_callbacks = loaded.control, loaded.callbacks
         self._async_calls = AsyncCalls(self.queue, self.preparer)
@@ -217,7 +219,7 @@ class LLM(PoolingMethods, AsyncMethods):
         """
         self.engine.check_open()
         check_scores(self.config.logprobs_mode)
-        pairs = Pairs(self.preparer.prompts, as_list_of_prompts(prompts), as_list_of_prompts(completions))
+        pairs = Pairs(self.preparer.prompt_processor, as_list_of_prompts(prompts), as_list_of_prompts(completions))
         return pairs.scores(self._complete(pairs.prepare_portions(self.preparer.portion_size), use_tqdm))
 
     def add_request(
@@ -317,7 +319,7 @@ class LLM(PoolingMethods, AsyncMethods):
     @property
     def tokenizer(self) -> Any:
         """The tokenizer, from transformers; None where the model's folder has none."""
-        tokenizer = self.preparer.prompts.tokenizer
+        tokenizer = self.preparer.prompt_processor.tokenizer
         return tokenizer.hf if tokenizer else None
 
     @property
@@ -331,11 +333,11 @@ class LLM(PoolingMethods, AsyncMethods):
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, as `generate` makes them. Raises RequestError where there is no tokenizer."""
-        return self.preparer.prompts.encode_text(text)
+        return self.preparer.prompt_processor.encode_text(text)
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of one token id or several. Raises RequestError for a wrong id, or without a tokenizer."""
-        return self.preparer.prompts.decode(token_ids, skip_special_tokens)
+        return self.preparer.prompt_processor.decode(token_ids, skip_special_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -361,7 +363,7 @@ class LLM(PoolingMethods, AsyncMethods):
         portions: Portions,
         use_tqdm: bool,
         on_finish: OnFinish | None = None,
-        wanted: HiddenStates | None = None,
+        wanted: HiddenStatesOptions | None = None,
     ) -> list[RequestOutput]:
         """Run the requests of a call to their end."""
         progress = Progress(self.get_metrics, portions.num_requests, use_tqdm)

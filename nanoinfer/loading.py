@@ -27,7 +27,7 @@ from nanoinfer.errors import ConfigError, ModelError, RequestError
 from nanoinfer.executor.external_runner import ExternalRunner
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.models import SUPPORTED
-from nanoinfer.one_pass.text_steps import TextSteps
+from nanoinfer.pooling_calls.pooling_steps import PoolingSteps
 from nanoinfer.runner.device_runner import DeviceRunner
 from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.sampling_params import SamplingParams
@@ -62,7 +62,7 @@ class FoundModel:
         except RequestError as error:
             raise ModelError(f"generation_config.json of {self.config.model}: {error}") from error
 
-    def make_prompts(self, tokenizer: Tokenizer | None, max_model_len: int) -> PromptProcessor:
+    def make_prompt_processor(self, tokenizer: Tokenizer | None, max_model_len: int) -> PromptProcessor:
         """Return what checks and tokenizes prompts of at most so many tokens."""
         stop_token_ids = read_stop_token_ids(self.folder, tokenizer)
         return PromptProcessor(
@@ -72,7 +72,7 @@ class FoundModel:
             max_model_len,
             stop_token_ids,
             self.config.max_logprobs,
-            refusal=self.model_config.refusal,
+            refusal_reason=self.model_config.refusal_reason,
         )
 
 
@@ -94,7 +94,7 @@ class Callbacks(Protocol):
     def events(self) -> EventSource: ...
 
 
-class Loaded(NamedTuple):
+class LoadedEngine(NamedTuple):
     """An engine that is ready, and what belongs to it."""
 
     engine: Engine
@@ -107,7 +107,7 @@ class Loaded(NamedTuple):
     max_model_len: int  # tokens of a prompt and its completion together
     info: RunnerInfo
     seconds: dict[str, float]  # of each part of loading; for the tokenizer, how long the rest waited for it
-    text_steps: TextSteps | None = None  # of an engine in this process
+    pooling_steps: PoolingSteps | None = None  # of an engine in this process
 
     def log_start(self, name: str, imports: dict[str, float], total: float) -> None:
         """Log that an LLM is ready. imports: how long importing took, if it is not in the total; all in seconds."""
@@ -137,7 +137,7 @@ def find_model(config: EngineConfig) -> FoundModel:
     return FoundModel(config, folder, model_config, find_tokenizer(config, folder), generation_config)
 
 
-def load_engine(found: FoundModel) -> Loaded:
+def load_engine(found: FoundModel) -> LoadedEngine:
     """Load the model into this process, and into one for each further rank. Raises what `LLM` raises."""
     config, model_config = found.config, found.model_config
     with ExitStack() as on_failure:
@@ -153,7 +153,7 @@ def load_engine(found: FoundModel) -> Loaded:
             on_failure.callback(runner.close)
             loaded = time.perf_counter()
             tokenizer = loading.result()
-        prompts = found.make_prompts(tokenizer, runner.limits.max_model_len)
+        prompts = found.make_prompt_processor(tokenizer, runner.limits.max_model_len)
         new_bits = partial(host_array, device=runner.info.device)
         constraints = Constraints(tokenizer, model_config.vocab_size, prompts.stop_token_ids, new_bits)
         engine = LLMEngine(config, runner, tokenizer, prompts.stop_token_ids, constraints)
@@ -163,7 +163,7 @@ def load_engine(found: FoundModel) -> Loaded:
     queue = RequestQueue(engine)
     callbacks = StepCallbacks(engine, runner.info.device)
     has_blocks_alone = model_config.linear_attention is None and not runner.limits.num_windowed_groups
-    return Loaded(
+    return LoadedEngine(
         engine=engine,
         queue=queue,
         preparer=Preparer(engine, prompts, constraints),
@@ -174,5 +174,5 @@ def load_engine(found: FoundModel) -> Loaded:
         max_model_len=runner.limits.max_model_len,
         info=runner.info,
         seconds=runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded},
-        text_steps=TextSteps(engine, queue.lock, model_config.head is not None and has_blocks_alone),
+        pooling_steps=PoolingSteps(engine, queue.lock, model_config.head is not None and has_blocks_alone),
     )

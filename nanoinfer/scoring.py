@@ -29,7 +29,7 @@ class Pairs:
     def __init__(self, prompts: PromptProcessor, firsts: Sequence[Prompt], seconds: Sequence[Prompt]) -> None:
         if len(firsts) != len(seconds):
             raise RequestError(f"{len(seconds)} completions for {len(firsts)} prompts; give one for each")
-        self._prompts, self._firsts, self._seconds = prompts, firsts, seconds
+        self._prompt_processor, self._firsts, self._seconds = prompts, firsts, seconds
         self._encoded: dict[int, EncodedPair] = {}
 
     def prepare_portions(self, size: int | None) -> Portions:
@@ -42,7 +42,7 @@ class Pairs:
 
     def _prepare(self, indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
         firsts = {index: self._firsts[index] for index in indices}
-        encoded = self._prompts.encode_pairs(firsts, self._seconds, errors)
+        encoded = self._prompt_processor.encode_pairs(firsts, self._seconds, errors)
         self._encoded |= encoded
         return [scoring_request(pair) for pair in encoded.values()]
 

@@ -25,7 +25,7 @@ def chat(
     RequestError for a model without a chat template, and for one that generates nothing.
     """
     with LLM(**options) as llm:
-        llm.preparer.prompts.check_completes()
+        llm.preparer.prompt_processor.check_completes()
         if getattr(llm.tokenizer, "chat_template", None) is None:
             raise RequestError(
                 f"{llm.config.model} has no chat template; take a model that is made for chats, or use run-batch"

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
 from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
-from nanoinfer.quantization import selection
+from nanoinfer.quantization import method_selection
 from nanoinfer.quantization.fp8 import dequantize_weight, fit_weight
-from nanoinfer.quantization.int4 import numbers as int4
+from nanoinfer.quantization.int4 import packing as int4
 from tests.models.test_architectures import ARCHITECTURES, SMALL_WEIGHTS, draw_options, save_random_model
 
 
@@ -339,8 +339,8 @@ def _error_of_8_bits(combination: Combination, folder: Path, sequences: list[Seq
     """What 8 bits cost the twins, which compute in float32 on a CPU."""
     eight_bits = {name: combination.options[name] for name in ("quantization", "kv_cache_dtype")}
     room = {"max_model_len": 1 + max(len(sequence.prompt + sequence.completion) for sequence in sequences)}
-    on_gpu = combination.device == "cuda" and selection.has_fp8_products(torch.device("cuda"))
-    rounds_inputs = patch.object(selection, "has_fp8_products", lambda device: on_gpu)
+    on_gpu = combination.device == "cuda" and method_selection.has_fp8_products(torch.device("cuda"))
+    rounds_inputs = patch.object(method_selection, "has_fp8_products", lambda device: on_gpu)
     with rounds_inputs, LLM(folder, device="cpu", dtype="float32", **eight_bits, **room) as llm:
         return _mean_gap(_scores(llm, sequences), exact)
 

@@ -33,7 +33,7 @@ STEP_DATA = {
     "engine.limits",
     "engine.row_options",
     "engine.token_masks",
-    "engine.extras.prompt_states",
+    "engine.extras.hidden_states_request",
 }  # what engine and runner tell each other
 PLANNERS = EVERYBODY - {"device", "checkpoint"}  # what plans without PyTorch
 MAY_IMPORT: dict[str, set[str]] = {
@@ -65,15 +65,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"text", "engine.extras.prompt_logprobs"},
-    "one_pass": EVERYBODY | {"engine", "text", "progress", "aio"},
+    "pooling_calls": EVERYBODY | {"engine", "text", "progress", "aio"},
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress"},
     "loading": EVERYBODY
-    | {"constraints", "control", "engine", "executor", "runner", "models", "text", "one_pass.text_steps"},
+    | {"constraints", "control", "engine", "executor", "runner", "models", "text", "pooling_calls.pooling_steps"},
     "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
     "llm": EVERYBODY
     | {"control.step_events", "engine", "text", "progress", "scoring", "engine_options", "aio", "loading", "replicas"}
-    | {"before_torch", "one_pass"},
+    | {"before_torch", "pooling_calls"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "engine", "text", "progress"},
     "bench": EVERYBODY
@@ -103,7 +103,7 @@ CUDA_ONLY = ("kernels.", "distributed.copy_engines", "layers.attention.flash_att
 
 
 def module_name(path: Path) -> str:
-    """nanoinfer/engine/batch.py -> engine.batch; nanoinfer/engine/__init__.py -> engine."""
+    """nanoinfer/engine/scheduled_batch.py -> engine.batch; nanoinfer/engine/__init__.py -> engine."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 

@@ -249,11 +249,11 @@ class Job:
         body = question.body
         if "input" in body:
             params = PoolingParams(dimensions=body.get("dimensions"))
-            return self._llm.one_pass.prepare_embeddings(body["input"], params, at_once=True).take()
+            return self._llm.pooling_calls.prepare_embeddings(body["input"], params, at_once=True).take()
         if "messages" in body:
             options = {name: body[name] for name in CHAT_OPTIONS if name in body}
             return self._preparer.prepare_chat(self._with_system(body["messages"]), self._params(question), options)
-        self._preparer.prompts.check_params(question.params)  # what is wrong is said once, not for each prompt
+        self._preparer.prompt_processor.check_params(question.params)  # what is wrong is said once, not for each prompt
         all_params = [self._params(question, index) for index in range(len(body["prompt"]))]
         return self._preparer.prepare(body["prompt"], all_params)
 

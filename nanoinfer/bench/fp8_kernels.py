@@ -22,14 +22,14 @@ from nanoinfer.layers.layernorm import add_rms_norm, add_rms_norm_to_fp8
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoinfer.layers.moe import Experts, Routing
 from nanoinfer.quantization.fp8 import has_fp8_products, quantize_rows
-from nanoinfer.quantization.selection import with_quantization
+from nanoinfer.quantization.method_selection import with_quantization
 
 DEVICE = torch.device("cuda")
 BANDWIDTH, FP8_RATE = 4.39e12, 1400e12  # of an H200: bytes/s, and FLOP/s of products with a scale for each row
 ROWS = (1, 8, 16, 64, 128, 192, 256, 512, 4096)
 FORMATS = {
     "channels": Fp8Config(),
-    "blocks": Fp8Config(weights="block", in_checkpoint=True, scale_name="weight_scale_inv"),
+    "blocks": Fp8Config(weight_granularity="block", in_checkpoint=True, scale_name="weight_scale_inv"),
 }
 
 

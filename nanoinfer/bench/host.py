@@ -13,13 +13,13 @@ from nanoinfer import SamplingParams
 from nanoinfer.bench.workloads import Load, draw_workload
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.limits import RunnerLimits
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import Packet, pack, read_header
 from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import RequestQueue
+from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.text.prompts import PromptProcessor
@@ -57,7 +57,7 @@ def measure(cases: tuple[tuple[int, int], ...] = CASES, num_steps: int = NUM_STE
 class NoDevice:
     """Stands in for a DeviceRunner: a step takes no time, and every token is 0."""
 
-    closed, asleep, unready = False, frozenset[str](), None
+    closed, sleeping_tags, unready_reason = False, frozenset[str](), None
 
     def __init__(self, limits: RunnerLimits) -> None:
         self.limits = limits
@@ -68,8 +68,8 @@ class NoDevice:
         header = read_header(packet)
         return header.num_prefill_samples + header.counts.decode_rows
 
-    def sample(self, pending: int, masks: object = None) -> SimpleNamespace:
-        return SimpleNamespace(num_tokens=pending, errors={}, logprobs=(), prompt_logprobs=(), hidden_states=())
+    def sample(self, launched: int, masks: object = None) -> SimpleNamespace:
+        return SimpleNamespace(num_tokens=launched, errors={}, logprobs=(), prompt_logprobs=(), hidden_states=())
 
     def wait(self, handle: SimpleNamespace) -> list[int]:
         return [0] * handle.num_tokens
@@ -90,7 +90,7 @@ def measure_call(load: Load) -> dict[str, float]:
             num_snapshots=0,
             window=None,
             num_windowed_groups=0,
-            max_group_rows=0,
+            max_prefix_group_rows=0,
             whole_prompts=False,
             computes_beside_host=True,
         )

@@ -17,7 +17,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.executor.shm_ring import Ring
 from nanoinfer.outputs import EngineMetrics
-from nanoinfer.replicas.messages import Metrics, Outputs, Requests
+from nanoinfer.replicas.replica_messages import Metrics, Outputs, Requests
 from nanoinfer.replicas.replicated_engine import ReplicaHandle, ReplicatedEngine
 from nanoinfer.text.prompts import PreparedRequest, pack_ids
 

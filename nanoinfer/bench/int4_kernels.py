@@ -17,7 +17,7 @@ from nanoinfer.checkpoint.int4_config import Int4Config
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanoinfer.quantization.selection import with_quantization
+from nanoinfer.quantization.method_selection import with_quantization
 
 DEVICE = torch.device("cuda")
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)

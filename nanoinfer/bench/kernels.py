@@ -18,9 +18,9 @@ from nanoinfer.bench.report import describe_source, print_row
 from nanoinfer.bench.throughput import describe_machine
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionSpec
-from nanoinfer.layers.attention.kv_rounding import num_cache_bytes, round_vectors
+from nanoinfer.layers.attention.backend_selection import select_backend
+from nanoinfer.layers.attention.kv_quantization import num_cache_bytes, quantize_vectors
 from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, SharedPrefixes
-from nanoinfer.layers.attention.selection import select_backend
 
 DTYPE = torch.bfloat16
 RATES = Rates(4.39e12, 790e12, 2, "an H200")  # what the floors are at
@@ -113,7 +113,7 @@ def decode_attention() -> None:
 def random_cache(shape: tuple[int, ...], dtype: torch.dtype) -> LayerCache:
     if dtype == DTYPE:
         return LayerCache(randn(*shape), randn(*shape))
-    (k, k_scales), (v, v_scales) = (round_vectors(randn(*shape), dtype) for _ in range(2))
+    (k, k_scales), (v, v_scales) = (quantize_vectors(randn(*shape), dtype) for _ in range(2))
     return LayerCache(k, v, k_scales, v_scales)
 
 
@@ -135,7 +135,7 @@ def shared_prefix() -> None:
     for heads in HEADS:
         backend, q = TritonBackend(attention_spec(heads, HEAD_DIM)), randn(rows, heads, HEAD_DIM)
         group_rows = torch.zeros_like(own_lens)
-        group_rows[:: backend.max_group_rows] = backend.max_group_rows
+        group_rows[:: backend.max_prefix_group_rows] = backend.max_prefix_group_rows
         prefixes = SharedPrefixes(torch.full_like(own_lens, num_shared), group_rows)
         apart, together = (backend.plan(replace(plain, shared_prefixes=its), cache) for its in (None, prefixes))
         groups = together.plans[backend.spec].groups

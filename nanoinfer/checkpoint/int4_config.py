@@ -48,7 +48,7 @@ class Int4Config(QuantizationConfig):
         return max(self.shard_multiple, *GROUP_SIZES)  # what kernels take at once
 
     @property
-    def uncut(self) -> str | None:
+    def unsplittable_reason(self) -> str | None:
         if self.orders_inputs:
             return "the groups of inputs are spread over all of them (desc_act)"
         return None

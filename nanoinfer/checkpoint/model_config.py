@@ -207,7 +207,7 @@ class ModelConfig:
         return self.max_position_embeddings
 
     @property
-    def refusal(self) -> str | None:
+    def refusal_reason(self) -> str | None:
         """Return why the model completes no prompts, and which calls serve it; None if it does."""
         if self.head is None:
             return None
@@ -297,8 +297,8 @@ class ModelConfig:
         quantization = self.quantization
         if quantization is None:
             return None
-        if size > 1 and quantization.uncut is not None:
-            return quantization.uncut
+        if size > 1 and quantization.unsplittable_reason is not None:
+            return quantization.unsplittable_reason
         shares = {}
         if quantization.covers_attention:
             shares["the query heads"] = self.num_attention_heads // size * self.head_dim

@@ -28,22 +28,22 @@ BLOCK_SIZE = 128  # rows and columns of a weight, and inputs of a token, that sh
 class Fp8Config(QuantizationConfig):
     """Describes the weights of linear layers in FP8 (e4m3) and the activations that they are multiplied by.
 
-    weights: what shares a scale: an output channel; a block of 128 x 128; or a whole tensor of the checkpoint.
-    static_inputs: whether activations have one scale that the checkpoint gives; else each token's is computed.
-    scale_name: what the checkpoint calls the scales of a `weight`.
+    weight_granularity: what shares a scale: an output channel; a block of 128 x 128; or a whole tensor of the
+    checkpoint. static_inputs: whether activations have one scale that the checkpoint gives; else each token's is
+    computed. scale_name: what the checkpoint calls the scales of a `weight`.
     """
 
-    weights: Literal["channel", "block", "tensor"] = "channel"
+    weight_granularity: Literal["channel", "block", "tensor"] = "channel"
     static_inputs: bool = False
     scale_name: str = "weight_scale"
 
     @property
     def block_size(self) -> int | None:
-        return BLOCK_SIZE if self.weights == "block" else None
+        return BLOCK_SIZE if self.weight_granularity == "block" else None
 
     @property
     def shard_multiple(self) -> int:
-        return BLOCK_SIZE if self.weights == "block" or not self.static_inputs else 1
+        return BLOCK_SIZE if self.weight_granularity == "block" or not self.static_inputs else 1
 
 
 def read_quantization(
@@ -87,7 +87,7 @@ def _read_fp8(raw: dict[str, Any], **common: Any) -> Fp8Config:
     if block and scheme == "static":
         raise unsupported("activation_scheme", scheme, ("dynamic",), " with weight_block_size")
     return Fp8Config(
-        weights="block" if block else "tensor",
+        weight_granularity="block" if block else "tensor",
         static_inputs=scheme == "static",
         scale_name="weight_scale_inv" if block else "weight_scale",
         ignored=module_names("modules_to_not_convert", ignored),
@@ -129,7 +129,9 @@ def _read_compressed_tensors(raw: dict[str, Any], **common: Any) -> Quantization
         only("input_activations.group_size", inputs.get("group_size"), (None, BLOCK_SIZE))
     else:
         only("input_activations.strategy", inputs.get("strategy"), ("tensor",) if static else ("token",))
-    return Fp8Config(weights=strategy, static_inputs=static, ignored=module_names("ignore", ignored), **common)
+    return Fp8Config(
+        weight_granularity=strategy, static_inputs=static, ignored=module_names("ignore", ignored), **common
+    )
 
 
 def _scheme(name: str, part: Any) -> Mapping[str, Any]:

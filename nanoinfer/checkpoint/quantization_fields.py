@@ -53,7 +53,7 @@ class QuantizationConfig:
         return True
 
     @property
-    def uncut(self) -> str | None:
+    def unsplittable_reason(self) -> str | None:
         """Why several ranks cannot share the weights; None if they can."""
         return None
 

@@ -13,7 +13,7 @@ from nanoinfer.constraints import token_sets
 from nanoinfer.constraints.grammars import Grammar, GrammarCache, GrammarLibrary, explain
 from nanoinfer.constraints.token_sets import Bits, TokenSet
 from nanoinfer.engine.stopping import StopTokens
-from nanoinfer.engine.token_masks import Constraint, ConstraintPlan, RowMasks, TokenMasks, UserFunction
+from nanoinfer.engine.token_masks import CompiledConstraint, Constraint, RowMasks, TokenMasks, UserFunction
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
@@ -41,7 +41,7 @@ class Constraints:
             functools.partial(GrammarLibrary, tokenizer, vocab_size, self._stop_token_ids)  # set up at its first use
         )
 
-    def compile(self, params: Sequence[SamplingParams], use_tqdm: bool = False) -> list[ConstraintPlan | None]:
+    def compile(self, params: Sequence[SamplingParams], use_tqdm: bool = False) -> list[CompiledConstraint | None]:
         """Return a plan for each request, or None where it asks for nothing. Safe to call from several threads.
 
         Grammars are compiled in threads, each once; a bar shows that if it takes half a second. Raises RequestError for
@@ -68,7 +68,7 @@ class Constraints:
         """Return whether any of these ask for something."""
         return any(map(_asks, {id(one): one for one in params}.values()))
 
-    def add_plans(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
+    def add_constraints(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
         """Give requests their plans; what is wrong with those of some is added to `errors`, by index."""
         params = {index: one.sampling_params for index, one in requests.items() if index not in errors}
         try:
@@ -126,7 +126,7 @@ class Constraints:
             matchers.sort(key=itemgetter(0))
             self._grammars.library.fill([(matcher, row) for _, matcher, row in matchers], masks)
 
-    def _plan(self, params: SamplingParams, grammar: Grammar | None, token_set: TokenSet | None) -> "Plan":
+    def _plan(self, params: SamplingParams, grammar: Grammar | None, token_set: TokenSet | None) -> "RequestConstraint":
         own = frozenset(token_id for token_id in params.stop_token_ids or () if token_id < self._vocab_size)
         if grammar is not None and (own or token_set is not None):
             first_mask = grammar.first_mask.copy() if token_set is None else grammar.first_mask & token_set.always
@@ -138,7 +138,7 @@ class Constraints:
                 )
         stop_tokens = StopTokens.of(own, params.ignore_eos, self._stop_token_ids)
         own_only = own - self._stop_token_ids  # no mask of a grammar knows of these
-        return Plan(
+        return RequestConstraint(
             grammar=grammar,
             token_set=token_set,
             functions=tuple(params.logits_processors or ()),
@@ -158,7 +158,7 @@ class MaskChanges(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class RequestConstraint:
     """What one request asks for, checked and compiled.
 
     stop_ids: the model's stop tokens and the request's own.
@@ -190,7 +190,7 @@ class SampleConstraint:
 
     __slots__ = ("error", "follows_tokens", "matcher", "plan", "template", "token_ids")
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RequestConstraint) -> None:
         self.plan = plan
         self.matcher: Any = None
         self.template = 0

@@ -39,7 +39,7 @@ KINDS = ("arrived", "admitted", "chunk", "preempted", "paused", "resumed", "fini
 
 
 class EventSource(Protocol):
-    """Has the events and changes that no callback has received yet: a StepEvents, or one for several engines."""
+    """Has the events and changes that no callback has received yet: a StepEventListener, or one for several engines."""
 
     def take(self) -> Iterable[StepEvent]: ...
 

@@ -2,8 +2,8 @@
 
 Counts are read from the scheduler when a step is launched.
 
-A thread may begin to listen in the middle of another thread's step. That step gets no event: StepEvents ignores what
-the engine tells it of a step whose launch it has not seen.
+A thread may begin to listen in the middle of another thread's step. That step gets no event: the listener ignores
+what the engine tells it of a step whose launch it has not seen.
 """
 
 import threading
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.interfaces import SILENT, Listener
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import RequestError
@@ -54,11 +54,13 @@ class StepCallbacks:
 
         return end
 
-    def events(self) -> "StepEvents":
+    def events(self) -> "StepEventListener":
         """Return what makes the events: new, where nobody listens."""
-        if isinstance(self._engine.scheduler.listener, StepEvents):
+        if isinstance(self._engine.scheduler.listener, StepEventListener):
             return self._engine.scheduler.listener
-        return StepEvents(self._engine.scheduler, GpuTimer(self._device) if self._device.type == "cuda" else None)
+        return StepEventListener(
+            self._engine.scheduler, GpuTimer(self._device) if self._device.type == "cuda" else None
+        )
 
 
 def check_callback(callback: object) -> None:
@@ -95,7 +97,7 @@ class OpenStep:
     end: torch.cuda.Event | None = None
 
 
-class StepEvents(Listener):
+class StepEventListener(Listener):
     """Calls `callbacks` with a StepEvent for each step."""
 
     def __init__(self, scheduler: Scheduler, timer: GpuTimer | None) -> None:

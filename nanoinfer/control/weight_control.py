@@ -29,7 +29,7 @@ class WeightControl:
         check_named_tensors(named_tensors)
         with self._lock:
             runner = self._idle_runner("update_weights")
-            if "weights" in runner.asleep:
+            if "weights" in runner.sleeping_tags:
                 raise EngineStateError(
                     "this engine sleeps; call wake_up, or wake_up(tags=['weights']), before update_weights"
                 )
@@ -52,7 +52,7 @@ class WeightControl:
         check_level(level)
         with self._lock:
             runner = self._idle_runner("sleep")
-            if len(runner.asleep) < len(SLEEP_TAGS):
+            if len(runner.sleeping_tags) < len(SLEEP_TAGS):
                 self._engine.reset_prefix_cache()
                 with postponed_interrupt():
                     runner.sleep(level)
@@ -61,9 +61,9 @@ class WeightControl:
         wanted = checked_tags(tags)
         with self._lock:
             runner = self._idle_runner("wake_up")
-            if "weights" in runner.asleep - wanted:
+            if "weights" in runner.sleeping_tags - wanted:
                 raise EngineStateError("the weights sleep; call wake_up(tags=['weights']) before, or wake_up for both")
-            if not runner.asleep & wanted:
+            if not runner.sleeping_tags & wanted:
                 return
             try:
                 with postponed_interrupt():

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import xxhash
 
-from nanoinfer.engine.batch import NewBlock
 from nanoinfer.engine.blocks.block_hooks import BlockHooks
 from nanoinfer.engine.blocks.partial_hits import MIN_COPIED_TOKENS, BlockCopy, CacheEntry, PartialHit, PartialHits
+from nanoinfer.engine.scheduled_batch import NewBlock
 from nanoinfer.engine.sequence import Sequence
 
 ROOT_SERIAL = 0  # the parent of every first block
@@ -81,7 +81,7 @@ class BlockManager(BlockHooks):
         """Blocks with an entry in the prefix cache, whether in use or free."""
         return len(self._entries)
 
-    def holds(self, num_tokens: int) -> bool:
+    def can_hold(self, num_tokens: int) -> bool:
         """Return whether a sequence of so many tokens fits into the pool."""
         return self._num_blocks_for(num_tokens) <= self.num_blocks
 

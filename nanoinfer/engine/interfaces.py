@@ -5,11 +5,11 @@ from collections import deque
 from typing import Any, Protocol
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.limits import RunnerLimits
 from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.reserved_ids import Action, ReservedIds
+from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import Constraint, TokenMasks
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
@@ -35,9 +35,11 @@ class Constraints(Protocol):
         """Compile what these ask for, and keep it. Raises RequestError where that cannot be done."""
 
     def is_asked(self, params: abc.Sequence[SamplingParams]) -> bool:
-        """Return whether any of these ask for something that `compile` or `add_plans` makes."""
+        """Return whether any of these ask for something that `compile` or `add_constraints` makes."""
 
-    def add_plans(self, requests: abc.Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
+    def add_constraints(
+        self, requests: abc.Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False
+    ) -> None:
         """Give requests, by index, their plans; what is wrong with those of some is added to `errors`."""
 
     def masks(self, constraints: abc.Sequence[Constraint | None]) -> TokenMasks:
@@ -72,7 +74,7 @@ class Runner(Protocol):
     limits: RunnerLimits
 
     @property
-    def asleep(self) -> abc.Set[str]:
+    def sleeping_tags(self) -> abc.Set[str]:
         """Which of SLEEP_TAGS sleep: none, both, or "kv_cache" alone, since the weights wake up first."""
 
     @property
@@ -80,13 +82,13 @@ class Runner(Protocol):
         """What replaces the model's weights."""
 
     @property
-    def unready(self) -> str | None:
+    def unready_reason(self) -> str | None:
         """Why no step can run now, and what to do; None if one can."""
 
     def launch(self, packet: Packet) -> Any:
         """Start the forward pass of a step, up to its logits."""
 
-    def sample(self, pending: Any, masks: TokenMasks | None = None) -> SampledStep:
+    def sample(self, launched: Any, masks: TokenMasks | None = None) -> SampledStep:
         """Draw the tokens of the step that was just launched, as the masks that it awaits allow."""
 
     def wait(self, handle: Any) -> list[int]:
@@ -151,7 +153,7 @@ class Engine(Protocol):
 
 
 class Listener:
-    """Is told by the engine and its scheduler what they do, and does nothing; `StepEvents` overrides every method.
+    """Is told by the engine and its scheduler what they do, and does nothing. `StepEventListener` overrides all.
 
     All calls come from the thread that runs the step or queues the request. Times are those of time.perf_counter.
     """

@@ -10,14 +10,14 @@ from itertools import groupby
 from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.batch import ScheduledBatch
-from nanoinfer.engine.blocks.selection import make_block_manager
+from nanoinfer.engine.blocks.block_manager_selection import make_block_manager
 from nanoinfer.engine.extras.extras import Extras
 from nanoinfer.engine.interfaces import Constraints, Runner, SampledStep
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.packet import pack
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.reserved_ids import Action, ReservedIds
+from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus, seed_of
 from nanoinfer.engine.token_masks import TokenMasks
@@ -65,7 +65,7 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=limits.max_model_len,
             stop_token_ids=stop_token_ids,
-            max_group_rows=limits.max_group_rows,
+            max_prefix_group_rows=limits.max_prefix_group_rows,
             whole_prompts=limits.whole_prompts,
             on_finish=self.extras.on_finish,
         )
@@ -123,7 +123,7 @@ class LLMEngine:
         self._requests[request_id] = request
         for completion in request.completions:
             self.scheduler.add(completion.seq)
-            self.scheduler.listener.arrived(completion.seq, request.arrived)
+            self.scheduler.listener.arrived(completion.seq, request.arrival_time)
         self._pending_actions.extend((action, request_id) for action in self.reserved_ids.take(request_id))
 
     def step(self, launch: bool = True) -> None:
@@ -216,8 +216,8 @@ class LLMEngine:
         """Return the runner. Raises EngineClosedError where there is none any more, EngineStateError if it sleeps."""
         if self.runner is None or self.runner.closed:
             raise EngineClosedError("this engine was closed; make a new LLM")
-        if is_for_steps and self.runner.unready:
-            raise EngineStateError(self.runner.unready)
+        if is_for_steps and self.runner.unready_reason:
+            raise EngineStateError(self.runner.unready_reason)
         return self.runner
 
     def _launch(self) -> bool:
@@ -231,9 +231,9 @@ class LLMEngine:
             self._note_admissions(batch, started)
             is_constrained = any(seq.constraint for seq in batch.sampled)
             self.scheduler.listener.launching(batch, started)
-            pending = runner.launch(pack(batch, awaits_masks=is_constrained))
+            launched = runner.launch(pack(batch, awaits_masks=is_constrained))
             masks = self._masks(batch) if is_constrained else None
-            handle = runner.sample(pending, masks)
+            handle = runner.sample(launched, masks)
             self.extras.launched(batch, handle)
             self._in_flight.append(Step(batch, handle, started))
             self.scheduler.listener.launched(batch)
@@ -293,8 +293,8 @@ class LLMEngine:
     def _note_admissions(self, batch: ScheduledBatch, now: float) -> None:
         for seq in batch.admitted:
             completion = self._requests[seq.request_id].completions[seq.sample]
-            if completion.begun is None:
-                completion.begun = now
+            if completion.start_time is None:
+                completion.start_time = now
                 self._watched[seq.seq_id] = completion
                 self.stats.num_prompt_tokens += seq.num_prompt_tokens
                 self.stats.cached_tokens += seq.num_cached_tokens or 0
@@ -306,8 +306,8 @@ class LLMEngine:
             completion = self._watched.get(seq.seq_id)
             if completion is None:
                 continue
-            if completion.first_token is None and len(seq.token_ids) > seq.num_prompt_tokens:
-                completion.first_token = now
+            if completion.first_token_time is None and len(seq.token_ids) > seq.num_prompt_tokens:
+                completion.first_token_time = now
             if not completion.is_followed:
                 del self._watched[seq.seq_id]
             elif seq.status is SequenceStatus.RUNNING and completion.advance():

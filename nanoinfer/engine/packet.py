@@ -13,11 +13,11 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.engine.batch import NewBlock, ScheduledBatch
 from nanoinfer.engine.blocks.partial_hits import BlockCopy
 from nanoinfer.engine.blocks.state_snapshots import StateCopy
-from nanoinfer.engine.extras.prompt_states import HiddenStatesRecord
+from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRecord
 from nanoinfer.engine.row_options import SamplingRecord, TokenBias, sampling_sections
+from nanoinfer.engine.scheduled_batch import NewBlock, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 
 Packet = NDArray[np.int32]
@@ -101,7 +101,7 @@ NUM_COLUMNS = PacketSections(*(dtype.itemsize // 4 for dtype in SECTION_DTYPES))
 
 def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
     """Write `batch` as a packet: the header and its sections."""
-    wanted = [(seq, seq.prompt_states) for seq in batch.admitted if seq.prompt_states is not None]
+    wanted = [(seq, seq.hidden_states_request) for seq in batch.admitted if seq.hidden_states_request is not None]
     sections = PacketSections(
         row_records=[_row_record(seq) for seq in batch.admitted],
         known_tokens=_known_tokens(batch),

@@ -19,12 +19,13 @@ from nanoinfer.text.refusals import Errors, OnError, check_on_error
 class Preparer:
     """Prepares the requests of calls. Any thread may call any method.
 
-    engine: must be open, and awake. prompts: checks and tokenizes prompts. constraints: plans what limits their tokens.
+    engine: must be open, and awake. prompt_processor: checks and tokenizes prompts. constraints: plans what limits
+    their tokens.
     """
 
-    def __init__(self, engine: Engine, prompts: PromptProcessor, constraints: Constraints) -> None:
+    def __init__(self, engine: Engine, prompt_processor: PromptProcessor, constraints: Constraints) -> None:
         self._engine, self._constraints = engine, constraints
-        self.prompts = prompts
+        self.prompt_processor = prompt_processor
         self.portion_size: int | None = PORTION_SIZE * engine.config.data_parallel_size  # of Portions
         if engine.config.distributed_executor_backend == "external_launcher":
             self.portion_size = None  # or ranks would schedule different steps, as their threads get on
@@ -57,7 +58,7 @@ class Preparer:
         **options: Any,
     ) -> Portions:
         """Do as `prepare_portions` with conversations. template_options: of `render_chats`. options: the others."""
-        render = partial(render_chats, self.prompts.require_tokenizer(), **template_options)
+        render = partial(render_chats, self.prompt_processor.require_tokenizer(), **template_options)
         # The template writes the special tokens.
         options |= {"add_special_tokens": False, "render": render}
         return self.prepare_portions(as_conversations(messages), sampling_params, **options)
@@ -90,11 +91,11 @@ class Preparer:
         def prepare(indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
             given = {index: prompts[index] for index in indices}
             given = given if render is None else render(given, errors)
-            requests = self.prompts.prepare(
+            requests = self.prompt_processor.prepare(
                 given, all_params, priorities, errors, add_special_tokens, tokenization_kwargs, are_shared
             )
             if not errors or on_error == "return":
-                self._constraints.add_plans(requests, errors, use_tqdm)
+                self._constraints.add_constraints(requests, errors, use_tqdm)
             return [*requests.values()]
 
         at_once |= priority is not None or self._constraints.is_asked(all_params)

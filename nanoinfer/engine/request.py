@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
 from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs, logprobs_of_tokens
-from nanoinfer.engine.extras.prompt_states import PromptStates
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
@@ -34,8 +34,8 @@ class Completion:
     num_read: int = 0  # tokens of the completion that are in `text`, and in `chunks`
     logprobs: list[TokenLogprobs] | FlatLogprobs = field(default_factory=list)  # where they are asked for
     output: CompletionOutput | None = None  # once it has finished
-    begun: float | None = None  # when its first step was launched (perf_counter)
-    first_token: float | None = None  # when its first token was collected
+    start_time: float | None = None  # when its first step was launched (perf_counter)
+    first_token_time: float | None = None  # when its first token was collected
     routed_experts: Any = None  # the runner's, where they are asked for
     _text: CompletionText | None = None
 
@@ -129,8 +129,8 @@ class Request:
     completions: list[Completion]  # its samples
     outputs_to: list[RequestOutput]  # where its output is put
     prompt_logprobs: PromptLogprobs | None = None
-    prompt_states: PromptStates | None = None
-    arrived: float = field(default_factory=time.perf_counter)
+    hidden_states_request: HiddenStatesRequest | None = None
+    arrival_time: float = field(default_factory=time.perf_counter)
 
     def output(self) -> RequestOutput | None:
         """Return what its user gets, once all its samples have finished."""
@@ -138,7 +138,7 @@ class Request:
         if len(outputs) < len(self.completions):
             return None
         seqs = [completion.seq for completion in self.completions]
-        begun, first_token = self.completions[0].begun, self.completions[0].first_token  # the first to run
+        begun, first_token = self.completions[0].start_time, self.completions[0].first_token_time  # the first to run
         num_later = max(len(seq.token_ids) for seq in seqs) - seqs[0].num_prompt_tokens - 1
         output = RequestOutput(
             request_id=self.request_id,
@@ -146,7 +146,11 @@ class Request:
             prompt_token_ids=seqs[0].prompt_token_ids,
             num_cached_tokens=seqs[0].num_cached_tokens or 0,
             outputs=outputs,
-            metrics=RequestMetrics.of(self.arrived, begun, first_token, num_later),
+            metrics=RequestMetrics.of(self.arrival_time, begun, first_token, num_later),
             prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs.for_user(),
         )
-        return output if self.prompt_states is None else self.prompt_states.to_output(output, self.prompt_states)
+        return (
+            output
+            if self.hidden_states_request is None
+            else self.hidden_states_request.to_output(output, self.hidden_states_request)
+        )

@@ -23,11 +23,11 @@ import heapq
 from collections.abc import Callable
 from itertools import chain
 
-from nanoinfer.engine.batch import NewBlock, PrefillChunk, ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.blocks.partial_hits import MAX_PASSED_OVER, MIN_AWAITED_IN_ALL, MIN_AWAITED_TOKENS, PassedOver
 from nanoinfer.engine.blocks.shared_prefixes import PrefixGrouper
 from nanoinfer.engine.interfaces import SILENT, Listener
+from nanoinfer.engine.scheduled_batch import NewBlock, PrefillChunk, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.stopping import NO_TOKEN, Stopping
 
@@ -43,9 +43,9 @@ class Scheduler:
     max_num_seqs: the most sequences in the running set. max_num_batched_tokens: the most tokens of a prefill step.
     max_model_len: a sequence of so many tokens is finished. stop_token_ids: the model's own, which end a completion.
     reserved_tokens: room in the cache that an admission leaves free for each running sequence to grow into, or less
-    where the sequence will end before. max_group_rows: the most decode rows that attention can read a shared prefix for
-    at once; 0 where it cannot. whole_prompts: whether a prompt is computed in one step, and never in chunks. on_finish:
-    is called with a running sequence that finishes, while it still holds its blocks.
+    where the sequence will end before. max_prefix_group_rows: the most decode rows that attention can read a shared
+    prefix for at once; 0 where it cannot. whole_prompts: whether a prompt is computed in one step, and never in chunks.
+    on_finish: is called with a running sequence that finishes, while it still holds its blocks.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Scheduler:
         max_model_len: int,
         stop_token_ids: frozenset[int] = frozenset(),
         reserved_tokens: int = RESERVED_TOKENS,
-        max_group_rows: int = 0,
+        max_prefix_group_rows: int = 0,
         whole_prompts: bool = False,
         on_finish: Callable[[Sequence], object] | None = None,
     ) -> None:
-        assert block_manager.holds(max_model_len), f"the cache cannot hold a sequence of {max_model_len} tokens"
+        assert block_manager.can_hold(max_model_len), f"the cache cannot hold a sequence of {max_model_len} tokens"
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -72,7 +72,7 @@ class Scheduler:
         self._on_finish = on_finish
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
         self.min_awaited_in_all = MIN_AWAITED_IN_ALL
-        self.prefix_grouper = PrefixGrouper(max_group_rows, block_manager.block_size)
+        self.prefix_grouper = PrefixGrouper(max_prefix_group_rows, block_manager.block_size)
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []  # those with a row still hold their blocks
         self.num_preemptions = 0
@@ -93,7 +93,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence, having found what will end it."""
-        params, pools = seq.sampling_params, seq.prompt_states is not None and seq.prompt_states.pools
+        params, pools = seq.sampling_params, seq.hidden_states_request is not None and seq.hidden_states_request.pools
         seq.stopping = Stopping.of(params, seq.num_prompt_tokens, self.stop_token_ids, self.max_model_len, pools)
         self._enqueue(seq)
 
@@ -252,7 +252,9 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         for seq in self.running.copy():
             num_left = len(seq.token_ids) - seq.num_computed_tokens
-            if num_left == 1 and (seq.prompt_states is None or seq.num_computed_tokens >= seq.num_prompt_tokens):
+            if num_left == 1 and (
+                seq.hidden_states_request is None or seq.num_computed_tokens >= seq.num_prompt_tokens
+            ):
                 continue  # it is in the state of a decoding sequence; only hidden states have to come from prefill
             if num_left > 0 and budget > 0 and seq.row is not None:
                 if not self._make_room(seq, budget, may_preempt=not (batch or in_flight)):
@@ -272,7 +274,7 @@ class Scheduler:
     def _make_room(self, seq: Sequence, budget: int, may_preempt: bool) -> bool:
         """Free blocks for the next chunk of a sequence, which may itself be preempted; False if it has to wait."""
         manager, end = self.block_manager, min(seq.num_computed_tokens + budget, seq.num_tokens)
-        manager.leave_window(seq)
+        manager.free_outside_window(seq)
         while seq.row is not None and manager.num_blocks_for_chunk(seq, end) > manager.num_free_blocks:
             if self.reclaim():
                 continue
@@ -320,7 +322,7 @@ class Scheduler:
         ]
         needy = self.block_manager.needing_block(decode)
         for seq in needy:
-            self.block_manager.leave_window(seq)
+            self.block_manager.free_outside_window(seq)
         while self._is_short(needy) and self.reclaim():
             pass
         if in_flight and self._is_short(needy):

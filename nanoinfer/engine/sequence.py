@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 import xxhash
 
-from nanoinfer.engine.extras.prompt_states import PromptStates
+from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
 from nanoinfer.engine.stopping import Stopping, StopTokens
 from nanoinfer.engine.token_masks import Constraint
 from nanoinfer.sampling_params import SamplingParams
@@ -42,7 +42,7 @@ class Sequence:
     prompt_logprobs_start: int | None = None  # first prompt token whose log-probability is still wanted
     packed_ids: InitVar[bytes | None] = None  # prompt_token_ids as int32, where somebody has packed them
     constraint: Constraint | None = None  # what limits its tokens beside sampling_params
-    prompt_states: PromptStates | None = None  # what is wanted of its hidden states; None once all has come
+    hidden_states_request: HiddenStatesRequest | None = None  # None once all have come
     stopping: Stopping = NOT_QUEUED  # what ends it: `Scheduler.add` sets it
     token_ids: "array[int]" = field(init=False)  # prompt and collected completion, as int32
     status: SequenceStatus = SequenceStatus.WAITING
@@ -87,7 +87,7 @@ class Sequence:
         wanted, all from the token before the first of these is computed; if hidden states, all from their first token.
         """
         most = (self.prompt_logprobs_start or len(self.token_ids)) - 1
-        return most if self.prompt_states is None else min(most, self.prompt_states.first)
+        return most if self.hidden_states_request is None else min(most, self.hidden_states_request.first)
 
     @property
     def completion_token_ids(self) -> list[int]:

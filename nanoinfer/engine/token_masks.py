@@ -42,7 +42,7 @@ class Constraint(Protocol):
         """Take the sample's newest token; return whether the text is complete with it."""
 
 
-class ConstraintPlan(Protocol):
+class CompiledConstraint(Protocol):
     """What one request asks for, checked and compiled."""
 
     def start(self) -> Constraint:

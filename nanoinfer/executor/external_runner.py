@@ -22,7 +22,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel, connect
 from nanoinfer.engine.packet import Packet, read_header
 from nanoinfer.errors import ConfigError, WorkerError
 from nanoinfer.runner.device_runner import DeviceRunner
-from nanoinfer.runner.model_runner import PendingStep
+from nanoinfer.runner.model_runner import LaunchedStep
 
 STORE: Any = torch.distributed.distributed_c10d  # whose stores are hardly typed
 
@@ -41,7 +41,7 @@ class ExternalRunner(DeviceRunner):
         tp = TensorParallel() if size == 1 else join_group(size, device)
         super().__init__(replace(config, device=str(device)), model_config, folder, tp)
 
-    def launch(self, packet: Packet) -> PendingStep:
+    def launch(self, packet: Packet) -> LaunchedStep:
         """Start the forward pass of a step, up to its logits."""
         if self.tp.size > 1 and read_header(packet).counts.row_records:
             self._check_same(packet)

@@ -3,7 +3,7 @@
 Rank 0 is this process; the others are spawned (`processes.py`), and do what `worker.py` says. Rank 0 sends each packet
 through a ring in shared memory (`shm_ring.py`), and all ranks run it, each on its shard of the weights and of the KV
 cache. A step that awaits masks is two messages: the packet, and what the workers must know of the masks
-(`messages.py`). All sample the same tokens, so the workers send nothing back.
+(`worker_messages.py`). All sample the same tokens, so the workers send nothing back.
 """
 
 import logging
@@ -23,18 +23,18 @@ from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.packet import Packet, read_header
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import WorkerError
-from nanoinfer.executor.messages import (
+from nanoinfer.executor.processes import Workers
+from nanoinfer.executor.shm_ring import Ring, RingWriter
+from nanoinfer.executor.worker import ABORT_SECONDS, abort, connect_ranks, run_worker
+from nanoinfer.executor.worker_messages import (
     AllRanksWeights,
     Command,
     barrier,
     pack_command,
     pack_masks,
 )
-from nanoinfer.executor.processes import Workers
-from nanoinfer.executor.shm_ring import Ring, RingWriter
-from nanoinfer.executor.worker import ABORT_SECONDS, abort, connect_ranks, run_worker
 from nanoinfer.runner.device_runner import DeviceRunner
-from nanoinfer.runner.model_runner import PendingStep, StepHandle
+from nanoinfer.runner.model_runner import LaunchedStep, StepHandle
 
 logger = logging.getLogger("nanoinfer")
 
@@ -80,7 +80,7 @@ class ParallelRunner:
         self.limits = self._runner.limits
         self.info = self._runner.info
 
-    def launch(self, packet: Packet) -> PendingStep:
+    def launch(self, packet: Packet) -> LaunchedStep:
         """Start the forward pass of a step on all ranks; the workers sample it at once, unless it awaits masks."""
         with self._all_ranks():
             if self._awaits_sample:
@@ -89,7 +89,7 @@ class ParallelRunner:
             self._awaits_sample, self._awaits_masks = True, bool(read_header(packet).awaits_masks)
             return self._runner.launch(packet)
 
-    def sample(self, pending: PendingStep, masks: TokenMasks | None = None) -> StepHandle:
+    def sample(self, launched: LaunchedStep, masks: TokenMasks | None = None) -> StepHandle:
         """Draw the tokens of the step that was just launched, as the masks allow."""
         with self._all_ranks():
             self._awaits_sample = False
@@ -97,7 +97,7 @@ class ParallelRunner:
                 self._writer.send(pack_masks(masks or TokenMasks()))
             elif masks is not None:
                 raise RuntimeError("a step has masks and was not launched to await them: the workers have sampled it")
-            return self._runner.sample(pending, masks)
+            return self._runner.sample(launched, masks)
 
     def wait(self, handle: StepHandle) -> list[int]:
         """Return the token ids of a sampled step, once they are there."""
@@ -139,12 +139,12 @@ class ParallelRunner:
         return AllRanksWeights(self._runner, self._writer, self._all_ranks)  # not kept: it holds this runner
 
     @property
-    def asleep(self) -> frozenset[str]:
-        return self._runner.asleep
+    def sleeping_tags(self) -> frozenset[str]:
+        return self._runner.sleeping_tags
 
     @property
-    def unready(self) -> str | None:
-        return self._runner.unready
+    def unready_reason(self) -> str | None:
+        return self._runner.unready_reason
 
     def close(self) -> None:
         """End the workers and free this rank's memory. Closing twice is fine; a fork of this process closes nothing."""

@@ -13,9 +13,9 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.device import becomes_idle, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel, connect
 from nanoinfer.engine.packet import read_header
-from nanoinfer.executor.messages import is_command, read_masks, run_command
 from nanoinfer.executor.processes import PASSED
 from nanoinfer.executor.shm_ring import Ring, RingReader
+from nanoinfer.executor.worker_messages import is_command, read_masks, run_command
 from nanoinfer.runner.device_runner import DeviceRunner
 from nanoinfer.runner.memory import max_step_tokens
 
@@ -46,8 +46,8 @@ def run_worker(
             if is_command(packet):
                 run_command(packet, runner, reader)
                 continue
-            pending = runner.launch(packet)
-            runner.sample(pending, read_masks(reader.receive()) if read_header(packet).awaits_masks else None)
+            launched = runner.launch(packet)
+            runner.sample(launched, read_masks(reader.receive()) if read_header(packet).awaits_masks else None)
     if becomes_idle(devices[rank], ABORT_SECONDS):
         runner.close()
         tp.abort()  # the memory that it shares is freed when this process ends

@@ -231,7 +231,7 @@ class EngineActor:
         params = merge_params(self._base, row.get("sampling_params"))
         if name != "messages":  # in a dict, a list is one prompt, whatever is in it
             return {"prompts": {"prompt": as_prompt(row[name])}, "sampling_params": params}
-        tokenizer, tools = self.llm.preparer.prompts.require_tokenizer(), plain(row.get("tools"))
+        tokenizer, tools = self.llm.preparer.prompt_processor.require_tokenizer(), plain(row.get("tools"))
         kwargs = self._chat_template_kwargs
         text = render_chat(tokenizer, plain(row[name]), tools=tools, chat_template_kwargs=kwargs)
         # The template has already written the special tokens.

@@ -1,4 +1,4 @@
-"""Products by a weight in 4 bits for Hopper GPUs, in Gluon, up to 1,024 rows. Twin: `quantization/int4/numbers.py`.
+"""Products by a weight in 4 bits for Hopper GPUs, in Gluon, up to 1,024 rows. Twin: `quantization/int4/packing.py`.
 
 The transposed product is computed, outputs by rows: so the weight is the operand that the tensor cores take from
 registers, where its numbers are widened, and x comes from shared memory. Bulk copies (TMA) bring blocks of the weight,

@@ -1,4 +1,4 @@
-"""Products of few rows by a weight in 4 bits, and widening it for more. Twins: `quantization/int4/numbers.py`.
+"""Products of few rows by a weight in 4 bits, and widening it for more. Twins: `quantization/int4/packing.py`.
 
 A product of few rows is bound by reading the weight, so its 4 bits are read, and widened in registers. Hopper has a
 kernel of its own (`hopper_int4.py`).

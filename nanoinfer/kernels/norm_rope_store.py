@@ -6,7 +6,7 @@ tiles (heads, head_dim / 2), one for each of the halves that RoPE mixes. So only
 threads. Where only the first dimensions are rotated, the tiles hold the halves of these and the halves of the others,
 which are turned by nothing. Where RoPE turns neighbouring dimensions, the tiles hold the even and the odd ones.
 
-For a cache in 8 bits, keys and values are rounded as `round_vectors` in `layers/attention/kv_rounding.py` says.
+For a cache in 8 bits, keys and values are rounded as `quantize_vectors` in `layers/attention/kv_quantization.py` says.
 """
 
 import triton

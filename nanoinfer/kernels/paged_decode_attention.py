@@ -477,8 +477,8 @@ def shared_prefix_attention(
     """Attend from the rows of each group to the group's shared blocks, which are read once for all of them.
 
     A group is a run of rows. group_rows: (num_rows,) int32: at the first row of each group, how many rows it has, at
-    most `max_group_rows`; 0 at other rows. tiles, row_starts, tile_size: from a `plan_decode` in which the first row
-    of a group has the shared blocks, and other rows have no tokens. For the rest, see `paged_decode_attention`.
+    most `max_prefix_group_rows`; 0 at other rows. tiles, row_starts, tile_size: from a `plan_decode` in which the first
+    row of a group has the shared blocks, and other rows have no tokens. For the rest, see `paged_decode_attention`.
     """
     out = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     lse = out.new_empty(out.shape[:2])
@@ -487,7 +487,7 @@ def shared_prefix_attention(
     return PrefixResult(out, lse)
 
 
-def max_group_rows(group_size: int) -> int:
+def max_prefix_group_rows(group_size: int) -> int:
     """Return how many rows can read a shared prefix together, with `group_size` query heads for each KV head."""
     return GROUP_QUERIES // group_size
 

@@ -4,8 +4,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer import kernels
-from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.quantization.fp8 import quantize_rows
 
 

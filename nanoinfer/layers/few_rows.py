@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nanoinfer import kernels
 from nanoinfer.device import import_error
-from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.programmatic_launch import overlap_options
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.layernorm import rms_norm
 

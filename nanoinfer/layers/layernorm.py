@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer import kernels
-from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import QuantizedRows, RowFormat
 from nanoinfer.kernels.symmetric_buffers import SymmetricBuffers
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.quantization.fp8 import quantize_rows
 

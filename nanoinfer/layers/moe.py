@@ -16,8 +16,8 @@ from nanoinfer import kernels
 from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.linear import PartialSum, sum_buffers, wide_rows
 from nanoinfer.layers.shared_expert import SharedExpert, SharedExpertGate
 from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod, ParamSpec

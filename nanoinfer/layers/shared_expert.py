@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from nanoinfer import kernels
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import Activations
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.linear import MergedColumnParallelLinear, RowParallelLinear, wide_rows
 

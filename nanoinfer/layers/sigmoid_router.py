@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from nanoinfer import kernels
 from nanoinfer.checkpoint.moe_config import MoEConfig
-from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.moe import Router, Routing
 
 EPS = 1e-20  # so that scores that are all 0 have a quotient

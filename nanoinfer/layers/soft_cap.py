@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from nanoinfer import kernels
-from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 
 
 @triton_on_cuda(lambda: kernels.soft_cap.cap_logits)

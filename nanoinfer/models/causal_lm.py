@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.layers.attention.selection import AttentionBackends
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.embed_head import NoHead, ParallelLMHead
 from nanoinfer.layers.score_head import ScoreHead, score_head
 from nanoinfer.layers.soft_cap import cap_logits

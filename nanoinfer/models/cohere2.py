@@ -2,13 +2,13 @@
 
 from typing import ClassVar
 
-from nanoinfer.layers.centred_norm import CentredNorm
+from nanoinfer.layers.cohere_layer_norm import CohereLayerNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.decoder_spec import DecoderSpec
 
 
 class Cohere2ForCausalLM(DecoderForCausalLM):
-    spec: ClassVar = DecoderSpec(is_parallel=True, interleaves_rotary=True, norm=CentredNorm)
+    spec: ClassVar = DecoderSpec(has_parallel_block=True, interleaves_rotary=True, norm=CohereLayerNorm)
     config_defaults: ClassVar = {
         "layer_norm_eps": 1e-5,
         "logit_scale": 0.0625,

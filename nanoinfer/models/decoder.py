@@ -17,9 +17,9 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.layers.attention.backend import AttentionSpec
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
+from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
 from nanoinfer.layers.attention.layer import Attention
-from nanoinfer.layers.attention.layer_groups import LayerGroups, LayerPlace
-from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.layers.attention.sinks import AttentionSinks
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
@@ -28,7 +28,7 @@ from nanoinfer.layers.whole_norm import ResidualSum, WholeNorm, normalise_wholly
 from nanoinfer.models.decoder_spec import DecoderSpec, LayerTraits
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.linear_attention import DecoderLinearAttention
-from nanoinfer.quantization.selection import with_quantization
+from nanoinfer.quantization.method_selection import with_quantization
 
 
 class DecoderAttention(nn.Module):
@@ -140,7 +140,7 @@ class DecoderLayer(nn.Module):
         spec: DecoderSpec,
         index: int,
         window: int | None,
-        groups: LayerGroups,
+        groups: KVCacheGroups,
         rotary_emb: RotaryEmbedding,
         backends: AttentionBackends,
         tp: TensorParallel,
@@ -161,13 +161,13 @@ class DecoderLayer(nn.Module):
         of_mlp = replace(tp, share_multiple=config.mlp_multiple)
         self.mlp = DecoderMLP(config, spec, of_mlp) if moe is None else spec.experts(config.hidden_size, moe, of_mlp)
         norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)
-        self.input_layernorm = norm() if spec.norms_inputs else ResidualSum(config.hidden_size, config.rms_norm_eps)
-        if spec.is_parallel:
+        self.input_layernorm = norm() if spec.has_pre_norms else ResidualSum(config.hidden_size, config.rms_norm_eps)
+        if spec.has_parallel_block:
             return
-        self.post_attention_layernorm = norm()  # of the MLP's input; with `norms_sums`, of attention's output
+        self.post_attention_layernorm = norm()  # of the MLP's input; with `has_post_norms`, of attention's output
         self.norms = LayerNorms(None, self.post_attention_layernorm, None)
-        if spec.norms_sums:
-            self.pre_feedforward_layernorm = norm() if spec.norms_inputs else self.input_layernorm
+        if spec.has_post_norms:
+            self.pre_feedforward_layernorm = norm() if spec.has_pre_norms else self.input_layernorm
             self.post_feedforward_layernorm = norm()
             self.norms = LayerNorms(
                 self.post_attention_layernorm, self.pre_feedforward_layernorm, self.post_feedforward_layernorm
@@ -190,7 +190,7 @@ class DecoderLayer(nn.Module):
 
         hidden: what the layer before adds; None for nothing. residual: (num_tokens, hidden_size).
         """
-        if self.spec.is_parallel:
+        if self.spec.has_parallel_block:
             return self._forward_in_parallel(hidden, residual, step)
         normed, residual = self.input_layernorm(hidden, residual, self.mixer.input_format)
         return self.after_mixer(self.mixer(normed, step), residual, step.row_mask, step.routed)
@@ -244,7 +244,7 @@ class Decoder(nn.Module):
         self.tp = tp
         self.embedding_multiplier = config.embedding_multiplier
         self.embed_tokens = spec.embedding(config.vocab_size, config.hidden_size, tp)
-        windows, groups = config.windows_within(max_positions), LayerGroups.of(config, max_positions)
+        windows, groups = config.windows_within(max_positions), KVCacheGroups.of(config, max_positions)
         embeddings = rotary_embeddings(config, max_positions, spec.interleaves_rotary)
         layers = (
             DecoderLayer(config, spec, index, window, groups, embedding, backends, tp)

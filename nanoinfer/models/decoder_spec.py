@@ -12,14 +12,15 @@ from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.quantization.linear_method import ProductKind
 
-# Fields of DecoderSpec that a fast way through a layer serves; any other keeps an architecture off it. `few_rows.py`
-# serves those that differ within attention, or outside of the layers; layers with experts it never serves.
+# Fields of DecoderSpec that a fast way through a layer serves; any other keeps an architecture off it.
+# `few_rows_layer.py` serves those that differ within attention, or outside of the layers; layers with experts it never
+# serves.
 SERVED_FOR_FEW_ROWS = frozenset(
     {"qkv_bias", "qk_norm", "whole_qk_norm", "interleaves_rotary", "o_bias", "has_sinks"}
     | {"interleaves_linear", "embedding", "experts"}
 )
 # `prefill_graphs.py` and `sliced_prefill.py` call the layer's own norms and MLP.
-SERVED_IN_PIECES = SERVED_FOR_FEW_ROWS | {"norms_sums", "norm", "activation"}
+SERVED_IN_PIECES = SERVED_FOR_FEW_ROWS | {"has_post_norms", "norm", "activation"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +31,24 @@ class DecoderSpec:
     biases to them and to the output product.
     qk_norm: whether each head of the queries and keys is normalised before its rotation.
     whole_qk_norm: whether all queries of a token are normalised together, and all keys.
-    norms_sums: whether what attention and MLP add to the residual stream is normalised before it is added.
-    norms_inputs: whether the inputs of attention and MLP are normalised.
-    is_parallel: whether attention and MLP have the same normalised inputs, and both are added to the residual stream at
-    once.
-    interleaves_rotary: whether RoPE turns neighbouring dimensions of a head together, in place of its halves.
-    o_bias: whether the output product of attention has a bias if config.json has attention_bias.
-    has_sinks: whether each query head has a sink, see `AttentionSpec`.
-    has_gates: whether attention's output is multiplied by the sigmoid of gates, which q_proj computes too.
-    interleaves_linear: whether checkpoints interleave the weights of linear attention by key heads.
-    norm, embedding, activation, experts: the classes of all norms and of the embedding, the function between the two
-    products of a dense MLP, and the class of an MLP of experts, called as `SparseMoE(hidden_size, moe, tp)`.
+    has_post_norms: whether what attention and MLP add to the residual stream is normalised before it is added.
+    has_pre_norms: whether the inputs of attention and MLP are normalised.
+    has_parallel_block: whether attention and MLP have the same normalised inputs, and both are added to the residual
+    stream at once. interleaves_rotary: whether RoPE turns neighbouring dimensions of a head together, in place of its
+    halves. o_bias: whether the output product of attention has a bias if config.json has attention_bias. has_sinks:
+    whether each query head has a sink, see `AttentionSpec`. has_gates: whether attention's output is multiplied by the
+    sigmoid of gates, which q_proj computes too. interleaves_linear: whether checkpoints interleave the weights of
+    linear attention by key heads. norm, embedding, activation, experts: the classes of all norms and of the embedding,
+    the function between the two products of a dense MLP, and the class of an MLP of experts, called as
+    `SparseMoE(hidden_size, moe, tp)`.
     """
 
     qkv_bias: bool = False
     qk_norm: bool = False
     whole_qk_norm: bool = False
-    norms_sums: bool = False
-    norms_inputs: bool = True
-    is_parallel: bool = False
+    has_post_norms: bool = False
+    has_pre_norms: bool = True
+    has_parallel_block: bool = False
     interleaves_rotary: bool = False
     o_bias: bool = True
     has_sinks: bool = False
@@ -71,7 +71,7 @@ class DecoderSpec:
     @property
     def adds_whole_sums(self) -> bool:
         """Whether what attention and MLP add is all-reduced before the next norm, see `RowParallelLinear`."""
-        return self.is_parallel or not self.norms_inputs
+        return self.has_parallel_block or not self.has_pre_norms
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
 from nanoinfer.layers.few_rows import few_rows_kernels_serve
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import Decoder, DecoderLayer
-from nanoinfer.models.few_rows import few_rows_layer, few_rows_products
+from nanoinfer.models.few_rows_layer import few_rows_layer, few_rows_products
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.prefill_graphs import SmallPrefills, padded_sizes
+from nanoinfer.models.prefill_graphs import SmallPrefillGraphs, padded_sizes
 from nanoinfer.models.sliced_prefill import SlicedPrefillGraphs, sliced_prefill
 from nanoinfer.quantization.linear_method import ProductKind
 
@@ -115,7 +115,7 @@ def sizes_to_measure(max_step_tokens: int, tp: TensorParallel) -> list[int]:
 class PrefillGraphs:
     """What computes the prefill steps that have CUDA graphs: small ones, and the largest if it has slices."""
 
-    small: SmallPrefills | None = None
+    small: SmallPrefillGraphs | None = None
     largest: SlicedPrefillGraphs | None = None
 
     @classmethod
@@ -136,7 +136,7 @@ class PrefillGraphs:
         return self.largest if self.largest is not None and num_tokens == self.largest.num_tokens else None
 
 
-def small_prefills(decoder: Decoder, max_step_tokens: int, only_pools: bool) -> SmallPrefills | None:
+def small_prefills(decoder: Decoder, max_step_tokens: int, only_pools: bool) -> SmallPrefillGraphs | None:
     """Return what computes small prefill steps, where CUDA graphs pay for them: on one GPU, without experts.
 
     A few tokens go to nearly all experts, and reading these takes longer than launching the step.
@@ -145,4 +145,4 @@ def small_prefills(decoder: Decoder, max_step_tokens: int, only_pools: bool) -> 
         return None
     sizes = sorted({min(size, max_step_tokens) for size in padded_sizes(decoder, only_pools)})
     few_tokens = max(padded_sizes(decoder, only_pools=False), default=0)
-    return SmallPrefills(decoder, sizes, min(few_tokens, max_step_tokens)) if sizes else None
+    return SmallPrefillGraphs(decoder, sizes, min(few_tokens, max_step_tokens)) if sizes else None

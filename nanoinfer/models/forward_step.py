@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nanoinfer.layers.attention.metadata import KVCache, Metadata
-from nanoinfer.layers.linear_attention.states import RecurrentStates
+from nanoinfer.layers.linear_attention.recurrent_states import RecurrentStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class ForwardStep:
     kv_cache: KVCache
     attention: Metadata  # of a prefill step or of a decode step: lengths, slots, block tables
     outputs: Tensor | None = None  # (num_outputs,) int64: the tokens whose hidden states become logits; None for all
-    states: RecurrentStates | None = None  # of layers with linear attention; None where there are none
+    recurrent_states: RecurrentStates | None = None  # of layers with linear attention; None where there are none
     rows: Tensor | None = None  # (num_chunks,) or (num_rows,) int32: whose states they are; None where there are none
     windowed_attention: tuple[Metadata, ...] = ()  # of the groups of layers beside the first: other slots and tables
     token_types: Tensor | None = None  # (num_tokens,) int32: 1 in the second text of a pair; None where all are 0
@@ -29,5 +29,5 @@ class ForwardStep:
     routed: list[Tensor] | None = None  # layers add the experts of each token, (num_tokens, k); None: nobody asks
 
     def attention_of(self, group: int) -> Metadata:
-        """Return the metadata of a group of layers: see `layer_groups.py`."""
+        """Return the metadata of a group of layers: see `kv_cache_groups.py`."""
         return self.windowed_attention[group - 1] if group else self.attention

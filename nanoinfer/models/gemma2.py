@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from nanoinfer.layers.activation import gelu_tanh_and_mul
-from nanoinfer.layers.offset_norm import OffsetNorm
+from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.gemma3 import Gemma3Embedding
@@ -11,7 +11,7 @@ from nanoinfer.models.gemma3 import Gemma3Embedding
 
 class Gemma2ForCausalLM(DecoderForCausalLM):
     spec: ClassVar = DecoderSpec(
-        norms_sums=True, norm=OffsetNorm, embedding=Gemma3Embedding, activation=gelu_tanh_and_mul
+        has_post_norms=True, norm=GemmaRMSNorm, embedding=Gemma3Embedding, activation=gelu_tanh_and_mul
     )
     config_defaults: ClassVar = {
         "vocab_size": 256000,

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.activation import gelu_tanh_and_mul
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
-from nanoinfer.layers.offset_norm import OffsetNorm
+from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.decoder_spec import DecoderSpec
 
@@ -30,8 +30,8 @@ class Gemma3Embedding(VocabParallelEmbedding):
 class Gemma3ForCausalLM(DecoderForCausalLM):
     spec: ClassVar = DecoderSpec(
         qk_norm=True,
-        norms_sums=True,
-        norm=OffsetNorm,
+        has_post_norms=True,
+        norm=GemmaRMSNorm,
         embedding=Gemma3Embedding,
         activation=gelu_tanh_and_mul,
     )

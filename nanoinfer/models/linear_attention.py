@@ -17,6 +17,6 @@ class DecoderLinearAttention(GatedDeltaNet):
         self.index = index
 
     def forward(self, hidden: Activations, step: ForwardStep) -> PartialSum:
-        assert step.states is not None, "a model with linear attention gets states with each step"
+        assert step.recurrent_states is not None, "a model with linear attention gets states with each step"
         assert step.rows is not None, "a model with linear attention gets the rows of the states with each step"
-        return self.compute(hidden, step.rows, step.positions, step.attention, step.states.layer(self.index))
+        return self.compute(hidden, step.rows, step.positions, step.attention, step.recurrent_states.layer(self.index))

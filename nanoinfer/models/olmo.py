@@ -7,7 +7,7 @@ from nanoinfer.models.decoder_spec import DecoderSpec
 
 
 class Olmo2ForCausalLM(DecoderForCausalLM):
-    spec: ClassVar = DecoderSpec(whole_qk_norm=True, norms_sums=True, norms_inputs=False)
+    spec: ClassVar = DecoderSpec(whole_qk_norm=True, has_post_norms=True, has_pre_norms=False)
     config_defaults: ClassVar = {"rms_norm_eps": 1e-5}
 
 

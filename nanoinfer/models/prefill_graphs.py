@@ -125,7 +125,7 @@ def padded_sizes(decoder: Decoder, only_pools: bool) -> list[int]:
     return [size for size in sizes if size <= most]
 
 
-class SmallPrefills:
+class SmallPrefillGraphs:
     """Computes prefill steps of at most `sizes[-1]` tokens, each padded to one of `sizes`.
 
     The first steps of a size run without graphs; then the size is captured, but the largest size before all others.

@@ -5,14 +5,14 @@ The classes for text and images have the same text model. Their vision model is 
 
 from typing import ClassVar
 
-from nanoinfer.layers.offset_norm import OffsetNorm
+from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.qwen3_next import LINEAR_FIELDS
 
 
 class Qwen3_5ForCausalLM(DecoderForCausalLM):  # noqa: N801 (as in config.json)
-    spec: ClassVar = DecoderSpec(qk_norm=True, has_gates=True, norm=OffsetNorm)
+    spec: ClassVar = DecoderSpec(qk_norm=True, has_gates=True, norm=GemmaRMSNorm)
     config_defaults: ClassVar = {
         **LINEAR_FIELDS,
         "num_key_value_heads": 4,

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from nanoinfer.layers.offset_norm import OffsetNorm
+from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.decoder_spec import DecoderSpec
 
@@ -17,7 +17,7 @@ LINEAR_FIELDS = {
 
 
 class Qwen3NextForCausalLM(DecoderForCausalLM):
-    spec: ClassVar = DecoderSpec(qk_norm=True, has_gates=True, interleaves_linear=True, norm=OffsetNorm)
+    spec: ClassVar = DecoderSpec(qk_norm=True, has_gates=True, interleaves_linear=True, norm=GemmaRMSNorm)
     config_defaults: ClassVar = {
         **LINEAR_FIELDS,
         "num_key_value_heads": 2,

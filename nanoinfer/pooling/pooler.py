@@ -12,13 +12,13 @@ from torch import Tensor
 
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.device import numbers_to_device
-from nanoinfer.engine.extras.prompt_states import Found, FoundStates, FoundVectors, HiddenStatesRecord
+from nanoinfer.engine.extras.hidden_states_request import ChunkStates, HiddenStatesRecord, PooledVectors, PoolerOutput
 from nanoinfer.engine.packet import Header, PacketSections, column
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.pooling.captured_layers import captured_layers
 from nanoinfer.pooling.dense import DenseLayer
+from nanoinfer.pooling.hidden_state_hooks import forward_with_hidden_states
 
 Chunks = list[list[int]]  # (row, start, length) of each chunk of a step
 # (index, offset, start, length, ends) of each chunk that is pooled: its place in the list, that of its first token in
@@ -54,7 +54,7 @@ class Pooler:
 
     def run(
         self, forward: Callable[[ForwardStep], Tensor], step: ForwardStep, chunks: Chunks
-    ) -> tuple[Tensor, list[Found]]:
+    ) -> tuple[Tensor, list[PoolerOutput]]:
         """Run a prefill step; return its hidden states (num_tokens, hidden_size), and what its chunks want of them.
 
         forward: the fastest way to run the model; it is not used where hidden states of single layers are wanted.
@@ -62,10 +62,10 @@ class Pooler:
         if not self._records:
             return forward(step), []
         step = self._with_token_types(step, chunks)
-        found: list[Found] = []
+        found: list[PoolerOutput] = []
         layers = {layer for row, _, _ in chunks if row in self._records for layer in self._layers[row]}
         if layers:
-            hidden, states = captured_layers(self._model.model, step, layers)
+            hidden, states = forward_with_hidden_states(self._model.model, step, layers)
             found += self._states(states, chunks)
         else:
             hidden = forward(step)
@@ -83,7 +83,7 @@ class Pooler:
         second_texts = numbers[0].repeat_interleave(numbers[1], output_size=num_tokens)
         return replace(step, token_types=(step.positions >= second_texts).int())
 
-    def _states(self, states: dict[int, Tensor], chunks: Chunks) -> list[FoundStates]:
+    def _states(self, states: dict[int, Tensor], chunks: Chunks) -> list[ChunkStates]:
         """Return the hidden states that are wanted as they are, most on their way to the host. states: by layer."""
         found, offset = [], 0
         for index, (row, start, length) in enumerate(chunks):
@@ -94,27 +94,27 @@ class Pooler:
                     part = states[layer][offset + first - start : offset + end - start]
                     if not record.keeps_on_device:
                         part = part.to("cpu", non_blocking=True)
-                    found.append(FoundStates(index, layer, first, part))
+                    found.append(ChunkStates(index, layer, first, part))
             offset += length
         return found
 
     # -------- Pooling: a method for each value of PoolingConfig.method ------------------------------------------------
 
-    def _pool(self, hidden: Tensor, chunks: Chunks) -> Sequence[Found]:
+    def _pool(self, hidden: Tensor, chunks: Chunks) -> Sequence[PoolerOutput]:
         by_method = {"last": self._last_tokens, "cls": self._first_tokens, "mean": self._means, "all": self._each_token}
         return by_method[self._config.method](hidden, chunks)
 
-    def _last_tokens(self, hidden: Tensor, chunks: Chunks) -> Sequence[Found]:
+    def _last_tokens(self, hidden: Tensor, chunks: Chunks) -> Sequence[PoolerOutput]:
         pooled = self._pooled(chunks)
         places = [offset + length - 1 for _, offset, _, length, ends in pooled if ends]
         return self._vectors_at(places, hidden, [index for index, _, _, _, ends in pooled if ends])
 
-    def _first_tokens(self, hidden: Tensor, chunks: Chunks) -> Sequence[Found]:
+    def _first_tokens(self, hidden: Tensor, chunks: Chunks) -> Sequence[PoolerOutput]:
         pooled = self._pooled(chunks)
         places = [offset for _, offset, start, _, _ in pooled if start == 0]
         return self._vectors_at(places, hidden, [index for index, _, start, _, _ in pooled if start == 0])
 
-    def _means(self, hidden: Tensor, chunks: Chunks) -> Sequence[Found]:
+    def _means(self, hidden: Tensor, chunks: Chunks) -> Sequence[PoolerOutput]:
         pooled = self._pooled(chunks)
         if not pooled:
             return []
@@ -133,9 +133,9 @@ class Pooler:
                 self._sums[row] = total
         return self._vectors(torch.stack(means), ended) if ended else []
 
-    def _each_token(self, hidden: Tensor, chunks: Chunks) -> Sequence[Found]:
+    def _each_token(self, hidden: Tensor, chunks: Chunks) -> Sequence[PoolerOutput]:
         return [
-            FoundStates(index, None, start, self._to_host(hidden[offset : offset + length]))
+            ChunkStates(index, None, start, self._to_host(hidden[offset : offset + length]))
             for index, offset, start, length, _ in self._pooled(chunks)
         ]
 
@@ -148,12 +148,12 @@ class Pooler:
             offset += length
         return pooled
 
-    def _vectors_at(self, places: list[int], hidden: Tensor, indices: list[int]) -> Sequence[Found]:
+    def _vectors_at(self, places: list[int], hidden: Tensor, indices: list[int]) -> Sequence[PoolerOutput]:
         """Return what is made of the hidden states at these places, one for each of the chunks at `indices`."""
         return self._vectors(hidden[numbers_to_device(places, hidden.device)], indices) if places else []
 
-    def _vectors(self, vectors: Tensor, indices: list[int]) -> Sequence[Found]:
-        return [FoundVectors(indices, self._to_host(vectors))]
+    def _vectors(self, vectors: Tensor, indices: list[int]) -> Sequence[PoolerOutput]:
+        return [PooledVectors(indices, self._to_host(vectors))]
 
     def _to_host(self, vectors: Tensor) -> Tensor:
         """Return what is made of pooled vectors (num_vectors, hidden_size), on its way to the host."""

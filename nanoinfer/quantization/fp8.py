@@ -17,7 +17,6 @@ from torch import Tensor
 
 from nanoinfer import kernels
 from nanoinfer.device import compute_capability, import_error
-from nanoinfer.kernels.dispatch import triton_on_cuda
 from nanoinfer.kernels.fp8_format import (
     FP8,
     FP8_MAX,
@@ -28,6 +27,7 @@ from nanoinfer.kernels.fp8_format import (
     RowFormat,
     group_size_of,
 )
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 
 NUM_SCALES = 8  # that are tried for a row of a weight
 MAX_FITTED_ROWS = 1024  # at a time, to bound the memory that this takes

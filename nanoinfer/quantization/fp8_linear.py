@@ -48,7 +48,7 @@ class Fp8WeightOnlyMethod(LinearMethod):
         with layer.weight.device:
             layer.weight = stored(torch.empty(shape, dtype=FP8), WEIGHT)
             *experts, num_outputs, num_inputs = shape
-            spec = ParamSpec(0, 1, BLOCK_SIZE, BLOCK_SIZE) if self.config.weights == "block" else PER_OUTPUT
+            spec = ParamSpec(0, 1, BLOCK_SIZE, BLOCK_SIZE) if self.config.weight_granularity == "block" else PER_OUTPUT
             scales = torch.empty(*experts, *spec.shape(num_outputs, num_inputs), dtype=torch.float32)
             if self.config.in_checkpoint:
                 setattr(layer, self.config.scale_name, stored(scales, spec))
@@ -73,7 +73,7 @@ class Fp8WeightOnlyMethod(LinearMethod):
         if param is getattr(layer, "input_scale", None):
             if full.numel() != 1:
                 raise ModelError(f"it has shape {tuple(full.shape)}, and one scale for all inputs is known")
-        elif self.config.weights == "block" or param is not self.scales(layer):
+        elif self.config.weight_granularity == "block" or param is not self.scales(layer):
             super().check(layer, param, full, shape)
         elif full.numel() != 1:
             super().check(layer, param, full.reshape(-1), shape)
@@ -89,7 +89,7 @@ class Fp8WeightOnlyMethod(LinearMethod):
             param[0 if shard is None else layer.shards.index(shard)] = full.float().item()
             layer.largest_input_scale.copy_(param.max())
             return []
-        if self.config.weights == "block" or param is not self.scales(layer):
+        if self.config.weight_granularity == "block" or param is not self.scales(layer):
             return [(param, full)]
         if full.numel() == 1:
             full = full.reshape(1).expand(layer.num_outputs(shard))
@@ -99,7 +99,7 @@ class Fp8WeightOnlyMethod(LinearMethod):
         """Draw what would be drawn in 16 bits, and round it. Static scales are for inputs of up to 8."""
         wide = torch.empty(layer.weight.shape, dtype=self.dtype, device=layer.weight.device)
         wide.normal_(0.0, std, generator=generator)
-        block_size = BLOCK_SIZE if self.config.weights == "block" else None
+        block_size = BLOCK_SIZE if self.config.weight_granularity == "block" else None
         whole = wide, layer.weight, self.scales(layer)
         for part, weight, scales in zip(*whole, strict=True) if wide.dim() == 3 else (whole,):  # an expert at a time
             rounded, its_scales = quantize_weight(part, block_size)
@@ -119,7 +119,7 @@ class Fp8LinearMethod(Fp8WeightOnlyMethod):
         super().create_weights(layer, *shape)
         if self.config.static_inputs:
             self.input_format = RowFormat(scale=layer.largest_input_scale)
-        elif self.config.weights == "block" or layer.is_row_parallel:
+        elif self.config.weight_granularity == "block" or layer.is_row_parallel:
             self.input_format = RowFormat(group_size=self._group_size(layer))
         else:
             self.input_format = RowFormat()
@@ -147,7 +147,7 @@ class Fp8LinearMethod(Fp8WeightOnlyMethod):
 
     def _group_size(self, layer: Any) -> int:
         """Return how many inputs share a scale: an eighth of all ranks' inputs if no share cuts it, or GROUP_SIZE."""
-        if self.config.weights == "block" or layer.weight.dim() == 3:
+        if self.config.weight_granularity == "block" or layer.weight.dim() == 3:
             return GROUP_SIZE
         num_inputs, share = layer.full_shape[1], layer.weight.shape[1]
         has_eighths = num_inputs % (8 * GROUP_SIZE) == 0 and share % (num_inputs // 8) == 0

@@ -13,7 +13,7 @@ from nanoinfer.checkpoint.weights import check_plain
 from nanoinfer.control.weight_control import check_level, check_named_tensors, check_pair, checked_tags
 from nanoinfer.errors import EngineStateError, ModelError, WorkerError
 from nanoinfer.executor.shm_ring import RingWriter
-from nanoinfer.replicas.messages import Call
+from nanoinfer.replicas.replica_messages import Call
 from nanoinfer.replicas.replicated_engine import ReplicatedEngine
 
 CLOSED = "this engine is closed; make a new LLM"

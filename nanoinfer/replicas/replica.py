@@ -27,9 +27,10 @@ from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.errors import NanoinferError, WorkerError
 from nanoinfer.executor.shm_ring import Ring, RingReader
 from nanoinfer.garbage import rare_collections
-from nanoinfer.loading import FoundModel, Loaded, load_engine
+from nanoinfer.loading import FoundModel, LoadedEngine, load_engine
 from nanoinfer.outputs import RequestOutput, StepEvent, StreamChunk
-from nanoinfer.replicas.messages import (
+from nanoinfer.replicas.packed_states import keep_states
+from nanoinfer.replicas.replica_messages import (
     Act,
     Call,
     Changes,
@@ -46,7 +47,6 @@ from nanoinfer.replicas.messages import (
     pack_outputs,
     unpack_requests,
 )
-from nanoinfer.replicas.states import keep_states
 from nanoinfer.text.refusals import Errors
 
 logger = logging.getLogger("nanoinfer")
@@ -122,7 +122,7 @@ class LogSender(logging.Handler):
 class Replica:
     """Serves the parent's messages between the steps of an engine."""
 
-    def __init__(self, loaded: Loaded, connection: Connection, sender: Sender, weights: RingReader) -> None:
+    def __init__(self, loaded: LoadedEngine, connection: Connection, sender: Sender, weights: RingReader) -> None:
         self._loaded, self._weights = loaded, weights
         self._engine: Any = loaded.engine
         self._connection, self._send = connection, sender.send
@@ -150,7 +150,7 @@ class Replica:
         engine = self._engine
         while self._serve(wait=engine.is_finished() or engine.num_only_paused() > 0):
             if not engine.is_finished():
-                engine.step(launch=engine.runner.unready is None)  # one that sleeps still ends what is aborted
+                engine.step(launch=engine.runner.unready_reason is None)  # one that sleeps still ends what is aborted
             self._report()
 
     def _read(self) -> None:
@@ -186,7 +186,7 @@ class Replica:
         """Compile grammars and the like. The parent has found them all to be right."""
         requests = {index: one.prepared for index, one in enumerate(received)}
         errors: Errors = {index: one.error for index, one in requests.items() if one.error is not None}
-        self._loaded.constraints.add_plans(requests, errors)
+        self._loaded.constraints.add_constraints(requests, errors)
         for index, error in errors.items():
             requests[index].error = error
 
@@ -244,7 +244,7 @@ class Replica:
             raised.__cause__ = raised.__context__ = raised.__traceback__ = None
             error = raised
         runner = self._engine.runner
-        self._send(Reply(error, None if runner is None else runner.unready))
+        self._send(Reply(error, None if runner is None else runner.unready_reason))
 
     def _limit(self, max_model_len: int) -> None:
         """Let no sequence have more tokens than the replica with the least memory can hold."""

@@ -1,7 +1,8 @@
 """Several engines behind the interface of one: `LLM(..., data_parallel_size=N)`.
 
 This process computes nothing. It numbers requests as one engine would, so that their seeds and tokens are the same, and
-gives them to replicas as these run short (`replicas/dispatch.py`). What comes back goes to the inboxes of the callers.
+gives them to replicas as these run short (`replicas/dispatcher.py`). What comes back goes to the inboxes of the
+callers.
 """
 
 import logging
@@ -24,8 +25,8 @@ from nanoinfer.executor.processes import EXIT_SECONDS, EXPLANATION_SECONDS, Fail
 from nanoinfer.executor.shm_ring import Ring
 from nanoinfer.outputs import CompletionOutput, EngineMetrics, RequestOutput, StreamChunk, failed_chunks, refused
 from nanoinfer.replicas.callbacks import ReplicaCallbacks
-from nanoinfer.replicas.dispatch import Dispatcher, QueuedRequest, expected_work
-from nanoinfer.replicas.messages import (
+from nanoinfer.replicas.dispatcher import Dispatcher, QueuedRequest, expected_work
+from nanoinfer.replicas.replica_messages import (
     Act,
     Call,
     Changes,
@@ -61,7 +62,7 @@ class ReplicaHandle:
     workers: Workers
     connection: Connection
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
-    unready: str | None = None
+    unready_reason: str | None = None
     is_alive: bool = True
     replies: deque[Reply] = field(default_factory=deque)
     active: float = field(default_factory=time.monotonic)  # when the last message came or went
@@ -81,7 +82,7 @@ class ReplicaHandle:
 
 
 @dataclass(slots=True, eq=False)
-class Unfinished:
+class UnfinishedRequest:
     """A request that was not returned, and where its output goes."""
 
     queued: QueuedRequest
@@ -134,7 +135,7 @@ class ReplicatedEngine:
         self.ring = ring
         self._max_model_len = max_model_len
         self.reserved_ids = ReservedIds()
-        self._requests: dict[int, Unfinished] = {}
+        self._requests: dict[int, UnfinishedRequest] = {}
         self._paused: set[int] = set()  # unfinished requests
         self._held_back: dict[int, QueuedRequest] = {}  # those among them that no replica has
         self._aborting: set[int] = set()
@@ -162,7 +163,7 @@ class ReplicatedEngine:
             self.reserved_ids.take(request_id)
             return
         queued = QueuedRequest(request_id, prepared, expected_work(prepared, self._max_model_len))
-        self._requests[request_id] = Unfinished(queued, outputs_to, chunks, index)
+        self._requests[request_id] = UnfinishedRequest(queued, outputs_to, chunks, index)
         self.dispatcher.add(queued)
         self._marked.extend((action, request_id) for action in self.reserved_ids.take(request_id))
 
@@ -224,8 +225,10 @@ class ReplicatedEngine:
         """Raise EngineClosedError where the engine was closed, EngineStateError if no replica can run a step."""
         if self._is_closed or not self._finalizer.alive:
             raise EngineClosedError("this engine was closed; make a new LLM")
-        if is_for_steps and (unready := next((one.unready for one in self.alive() if one.unready), None)):
-            raise EngineStateError(unready)
+        if is_for_steps and (
+            unready_reason := next((one.unready_reason for one in self.alive() if one.unready_reason), None)
+        ):
+            raise EngineStateError(unready_reason)
 
     # -------- What the rest of this folder asks for -------------------------------------------------------------------
 
@@ -245,7 +248,7 @@ class ReplicatedEngine:
         errors = []
         for replica in self.alive():
             reply = replica.replies.popleft()
-            replica.unready = reply.unready
+            replica.unready_reason = reply.unready_reason
             if reply.error is not None:
                 errors.append(reply.error)
         return errors
@@ -299,14 +302,16 @@ class ReplicatedEngine:
 
     def _feed(self) -> None:
         """Send requests to the replicas that run short."""
-        taken: dict[int, list[Unfinished]] = {}
+        taken: dict[int, list[UnfinishedRequest]] = {}
         while found := self.dispatcher.take():
             replica, queued = found
             taken.setdefault(replica, []).append(self._requests[queued.request_id])
         for index, requests in taken.items():
             self._send_requests(self.replicas[index], requests)
 
-    def _send_requests(self, replica: ReplicaHandle, requests: list[Unfinished], are_aborted: bool = False) -> None:
+    def _send_requests(
+        self, replica: ReplicaHandle, requests: list[UnfinishedRequest], are_aborted: bool = False
+    ) -> None:
         now = time.perf_counter()
         for request in requests:
             request.sent = now
@@ -376,7 +381,7 @@ class ReplicatedEngine:
             if found.chunks is not None:
                 found.chunks.append(chunk)
 
-    def _forget(self, request: Unfinished) -> None:
+    def _forget(self, request: UnfinishedRequest) -> None:
         request_id = request.queued.request_id
         del self._requests[request_id]
         self._paused.discard(request_id)
@@ -434,7 +439,7 @@ class ReplicatedEngine:
         logger.warning("%s", loss)
         self._losses.append(loss)
 
-    def _end_with_error(self, request: Unfinished, error: str) -> None:
+    def _end_with_error(self, request: UnfinishedRequest, error: str) -> None:
         prepared, request_id = request.queued.prepared, request.queued.request_id
         samples = range(prepared.sampling_params.n)
         if request.chunks is not None:

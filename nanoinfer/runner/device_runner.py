@@ -23,7 +23,7 @@ from nanoinfer.layers.routing_table import RoutingOnHost
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_graph_sizes
 from nanoinfer.runner.device_state import StepBuffers
-from nanoinfer.runner.model_runner import ModelRunner, PendingStep, StepHandle
+from nanoinfer.runner.model_runner import LaunchedStep, ModelRunner, StepHandle
 from nanoinfer.runner.setup import RunnerInfo, Setup
 
 
@@ -42,7 +42,7 @@ class DeviceRunner:
         self.device = self.setup.device
         self._model_runner: ModelRunner | None = None  # None while the cache sleeps
         self.closed = False
-        self.asleep: frozenset[str] = frozenset()  # empty, {"kv_cache"}, or both "weights" and "kv_cache"
+        self.sleeping_tags: frozenset[str] = frozenset()  # empty, {"kv_cache"}, or both "weights" and "kv_cache"
         self._sleep_level = 1  # of the last sleep
         try:
             with computing(self.device, num_threads=None):
@@ -61,13 +61,13 @@ class DeviceRunner:
         assert self._model_runner is not None, "a runner that sleeps, or is closed, has nothing on its device"
         return self._model_runner
 
-    def launch(self, packet: Packet) -> PendingStep:
+    def launch(self, packet: Packet) -> LaunchedStep:
         """Start the forward pass of a step, up to its logits."""
         return self.model_runner.launch(packet)
 
-    def sample(self, pending: PendingStep, masks: TokenMasks | None = None) -> StepHandle:
+    def sample(self, launched: LaunchedStep, masks: TokenMasks | None = None) -> StepHandle:
         """Draw the tokens of a launched step, as the masks allow."""
-        return self.model_runner.sample(pending, masks)
+        return self.model_runner.sample(launched, masks)
 
     def wait(self, handle: StepHandle) -> list[int]:
         """Return the token ids of a sampled step, once they are there."""
@@ -83,10 +83,10 @@ class DeviceRunner:
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
         with computing(self.device, num_threads=None):
-            if "weights" not in self.asleep:
+            if "weights" not in self.sleeping_tags:
                 self.weights.leave_device(keep=level == 1)
                 self._sleep_level = level
-        self.asleep = frozenset(("weights", "kv_cache"))
+        self.sleeping_tags = frozenset(("weights", "kv_cache"))
         self._free_all_but_weights()
 
     def wake_up(self, tags: Set[str]) -> None:
@@ -94,29 +94,29 @@ class DeviceRunner:
 
         If memory is short this raises, and all that slept before sleeps again.
         """
-        slept = self.asleep
+        slept = self.sleeping_tags
         try:
             with computing(self.device, num_threads=None):
                 if "weights" in slept & tags:
                     self.weights.return_to_device()
-                    self.asleep -= {"weights"}
+                    self.sleeping_tags -= {"weights"}
                 if "kv_cache" in slept & tags:
                     self._allocate(self.setup.allocate_buffers(self.model, self.limits))
                     self._capture_graphs(is_warm=True)
-                    self.asleep -= {"kv_cache"}
+                    self.sleeping_tags -= {"kv_cache"}
         except BaseException:
             if "weights" in slept:
-                self.asleep -= {"weights"}  # some of them may be awake
+                self.sleeping_tags -= {"weights"}  # some of them may be awake
                 self.sleep(self._sleep_level)
             self._free_all_but_weights()
             raise
 
     @property
-    def unready(self) -> str | None:
+    def unready_reason(self) -> str | None:
         """Why no step can run now, and what to do; None if one can."""
-        if self.asleep == {"kv_cache"}:
+        if self.sleeping_tags == {"kv_cache"}:
             return "the KV cache of this engine sleeps; call wake_up(tags=['kv_cache']) first"
-        return "this engine sleeps; call wake_up first" if self.asleep else self.weights.explain_missing()
+        return "this engine sleeps; call wake_up first" if self.sleeping_tags else self.weights.explain_missing()
 
     def close(self) -> None:
         """Give the device's memory back. The runner cannot be used any more; closing twice is fine."""

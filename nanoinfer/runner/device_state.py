@@ -52,6 +52,6 @@ class DeviceState:
             if self.routing_table is not None:
                 self.routing_table.copy_blocks(on_device.block_copies)
         if header.counts.kept_states or header.counts.restored_states:
-            assert self.tables.states is not None, "states are copied for a model that has none"
+            assert self.tables.recurrent_states is not None, "states are copied for a model that has none"
             # Saved to snapshots before others are restored from them.
-            self.tables.states.copy(on_host.kept_states.tolist() + on_host.restored_states.tolist())
+            self.tables.recurrent_states.copy(on_host.kept_states.tolist() + on_host.restored_states.tolist())

@@ -10,8 +10,8 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.device import zeros
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
-from nanoinfer.layers.attention.kv_rounding import num_cache_bytes, tensors_of_cache
-from nanoinfer.layers.attention.layer_groups import LayerGroups
+from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups
+from nanoinfer.layers.attention.kv_quantization import num_cache_bytes, tensors_of_cache
 from nanoinfer.layers.attention.metadata import KVCache
 
 CPU_CACHE_BYTES = 4 * 2**30  # the cache's size on a CPU unless num_kvcache_blocks says otherwise; taken as it is used
@@ -76,7 +76,7 @@ def grantable_bytes(share: float, free_at_start: int, device: torch.device) -> i
 def num_blocks_in(
     free_bytes: int,
     config: ModelConfig,
-    groups: LayerGroups,
+    groups: KVCacheGroups,
     block_size: int,
     dtype: torch.dtype,
     tp: TensorParallel,

@@ -15,25 +15,25 @@ from torch import Tensor
 
 from nanoinfer.device import computing, record_event, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.extras.prompt_states import Found
+from nanoinfer.engine.extras.hidden_states_request import PoolerOutput
 from nanoinfer.engine.packet import Header, Packet, PacketSections, column, read_header, split_packet
 from nanoinfer.engine.token_masks import TokenMasks
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.metadata import SharedPrefixes
-from nanoinfer.layers.attention.selection import AttentionBackends
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.runner.device_state import DeviceState
-from nanoinfer.sampling.drawn_logprobs import SampleLogprobs
+from nanoinfer.sampling.sample_logprobs import SampleLogprobs
 from nanoinfer.sampling.sampler import Sampled, SpanLogprobs
 
 
-class PendingStep(NamedTuple):
+class LaunchedStep(NamedTuple):
     """A step whose logits are being computed. It must be sampled before the next one is launched."""
 
     rows: Tensor  # (num_sampled,) int64
     host_rows: list[int]  # the same on the host
     prompt_logprobs: list[SpanLogprobs]
-    hidden_states: list[Found]
+    hidden_states: list[PoolerOutput]
 
 
 class StepHandle(NamedTuple):
@@ -42,7 +42,7 @@ class StepHandle(NamedTuple):
     token_ids: Tensor  # (num_sampled,) int32
     logprobs: list[SampleLogprobs]
     prompt_logprobs: list[SpanLogprobs]
-    hidden_states: list[Found]
+    hidden_states: list[PoolerOutput]
     errors: dict[int, str]  # by batch_idx: why a logits processor failed; that sample gets no token
     event: torch.cuda.Event | None  # None on a CPU, where a sampled step is done
 
@@ -69,7 +69,7 @@ class ModelRunner:
         self.model, self.state, self.tp, self.device = model, state, tp, device
         self._backends, self._num_threads = backends, num_threads
 
-    def launch(self, packet: Packet) -> PendingStep:
+    def launch(self, packet: Packet) -> LaunchedStep:
         """Start the forward pass of a step, up to its logits."""
         with computing(self.device, self._num_threads):
             header = read_header(packet)
@@ -80,45 +80,45 @@ class ModelRunner:
                 return self._launch_prefill(header, on_host, on_device)
             return self._launch_decode(on_host, on_device)
 
-    def _launch_prefill(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> PendingStep:
+    def _launch_prefill(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> LaunchedStep:
         assert not header.counts.decode_rows, "both prefill and decode would write the first logits"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
         step = self.planned(self.state.tables.prefill_step(header, on_device.chunks, chunks))
         forward = self.state.buffers.prefill_graphs.choose(len(step.token_ids), len(chunks)) or self.model
         hidden, hidden_states = self.state.pooler.run(forward, step, chunks)
         self._write_logits(step, hidden)
-        return PendingStep(
+        return LaunchedStep(
             rows=column(on_device, "chunks", "row")[:num_samples].long(),
             host_rows=[row for row, _, _ in chunks[:num_samples]],
             prompt_logprobs=self.state.sampler.prompt_logprobs(self.model, hidden, chunks),
             hidden_states=hidden_states,
         )
 
-    def _launch_decode(self, on_host: PacketSections, on_device: PacketSections) -> PendingStep:
+    def _launch_decode(self, on_host: PacketSections, on_device: PacketSections) -> LaunchedStep:
         rows, num_shared_blocks, num_group_rows = on_device.decode_rows.unbind(1)
         shares = column(on_host, "decode_rows", "num_shared_blocks").any()
         forward = self.state.decode_graphs.replay if self.state.decode_graphs else self.decode
         forward(rows, SharedPrefixes(num_shared_blocks, num_group_rows) if shares else None)
         host_rows = column(on_host, "decode_rows", "row").tolist()
-        return PendingStep(rows.long(), host_rows, prompt_logprobs=[], hidden_states=[])
+        return LaunchedStep(rows.long(), host_rows, prompt_logprobs=[], hidden_states=[])
 
-    def sample(self, pending: PendingStep, masks: TokenMasks | None = None) -> StepHandle:
+    def sample(self, launched: LaunchedStep, masks: TokenMasks | None = None) -> StepHandle:
         """Draw the tokens of a launched step, as the masks allow, and start their copy to the host.
 
         They come in the packet's order: chunks that sample, or decode rows.
         """
         with computing(self.device, self._num_threads):
             if self.model.generates:
-                logits = self.state.buffers.logits[: len(pending.host_rows)]
+                logits = self.state.buffers.logits[: len(launched.host_rows)]
                 first_id = self.model.lm_head.vocab.start
-                sampled = self.state.sampler.sample(logits, first_id, pending.rows, pending.host_rows, masks)
+                sampled = self.state.sampler.sample(logits, first_id, launched.rows, launched.host_rows, masks)
             else:
                 sampled = Sampled(torch.empty(0, dtype=torch.int32), [], {})
             return StepHandle(
                 token_ids=sampled.token_ids.to("cpu", non_blocking=True),  # into pinned memory
                 logprobs=sampled.logprobs,
-                prompt_logprobs=pending.prompt_logprobs,
-                hidden_states=pending.hidden_states,
+                prompt_logprobs=launched.prompt_logprobs,
+                hidden_states=launched.hidden_states,
                 errors=sampled.errors,
                 event=record_event(self.device),
             )

@@ -14,11 +14,11 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.device import default_dtype, select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.limits import RunnerLimits
-from nanoinfer.layers.attention.kv_rounding import is_rounded, select_kv_cache_dtype
-from nanoinfer.layers.attention.layer_groups import LayerGroups
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
+from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups
+from nanoinfer.layers.attention.kv_quantization import is_8_bit, select_kv_cache_dtype
 from nanoinfer.layers.attention.metadata import KVCache, PrefillMetadata
-from nanoinfer.layers.attention.selection import AttentionBackends
-from nanoinfer.layers.linear_attention.states import StateShape
+from nanoinfer.layers.linear_attention.recurrent_states import StateShape
 from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models import get_model_class
 from nanoinfer.models.causal_lm import DecoderForCausalLM
@@ -29,7 +29,7 @@ from nanoinfer.pooling.pooler import Pooler
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, Forward, graph_sizes, sharing_graph_sizes
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
-from nanoinfer.runner.model_runner import ModelRunner, PendingStep
+from nanoinfer.runner.model_runner import LaunchedStep, ModelRunner
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
 
@@ -66,7 +66,7 @@ class Setup:
         device = select_device(config.device)
         dtype = select_dtype(config.dtype, model_config.dtype, device)
         kv_cache_dtype = select_kv_cache_dtype(config.kv_cache_dtype, dtype, device)
-        block_size, in_8_bits = config.kvcache_block_size, is_rounded(kv_cache_dtype)
+        block_size, in_8_bits = config.kvcache_block_size, is_8_bit(kv_cache_dtype)
         backends = AttentionBackends(config.attention_backend, device, dtype, block_size, in_8_bits)
         return cls(config, model_config, tp, device, dtype, kv_cache_dtype, backends)
 
@@ -76,8 +76,8 @@ class Setup:
         return self.model_config.longest_sequence(self.config.max_model_len)
 
     @property
-    def groups(self) -> LayerGroups:
-        return LayerGroups.of(self.model_config, self.longest)
+    def groups(self) -> KVCacheGroups:
+        return KVCacheGroups.of(self.model_config, self.longest)
 
     @property
     def recurrent(self) -> StateShape | None:
@@ -138,7 +138,7 @@ class Setup:
             num_snapshots=num_snapshots,
             window=self.groups.window,
             num_windowed_groups=self.groups.num_groups - 1,
-            max_group_rows=self.backends.max_group_rows,
+            max_prefix_group_rows=self.backends.max_prefix_group_rows,
             whole_prompts=self.model_config.encoder is not None,
             computes_beside_host=self.device.type != "cpu",
         )
@@ -196,14 +196,14 @@ class Setup:
             step = runner.planned(largest_prefill(runner.state.tables, rows, num_tokens))
             hidden = runner.forward(step)
             if runner.model.generates:
-                runner.sample(PendingStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), [], []))
+                runner.sample(LaunchedStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), [], []))
             # Allocate the sampler's scratch memory without running what needs it: its kernels would have to be compiled
             # for users who never ask for it.
             torch.empty(runner.state.sampler.scratch_bytes, dtype=torch.uint8, device=self.device)
             del step, hidden  # until here, as in a step of a user's
 
     def _measure_decode_graphs(self, limits: RunnerLimits, decode: Forward) -> int:
-        shares_prefixes = limits.max_group_rows > 1 and self.config.enable_prefix_caching
+        shares_prefixes = limits.max_prefix_group_rows > 1 and self.config.enable_prefix_caching
         capture = partial(DecodeGraphs, decode, sharing_sizes=[], device=self.device)
         sizes = graph_sizes(limits.max_num_seqs)
         count = len(sizes) + shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
@@ -260,5 +260,5 @@ def largest_prefill(tables: StepTables, rows: Tensor, num_tokens: int) -> Forwar
         kv_cache=tables.kv_cache,
         attention=attention,
         windowed_attention=tuple(windowed),
-        states=tables.states,
+        recurrent_states=tables.recurrent_states,
     )

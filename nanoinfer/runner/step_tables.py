@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoinfer import kernels
 from nanoinfer.engine.packet import Header, PacketSections, column
-from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.attention.metadata import (
     DecodeMetadata,
     KVCache,
@@ -21,7 +21,7 @@ from nanoinfer.layers.attention.metadata import (
     ragged_indices,
     slots_of,
 )
-from nanoinfer.layers.linear_attention.states import RecurrentStates
+from nanoinfer.layers.linear_attention.recurrent_states import RecurrentStates
 from nanoinfer.models.forward_step import ForwardStep
 
 PADDING_ROW = -1  # indexes the last row, a spare one whose context stays empty
@@ -34,7 +34,7 @@ class StepTables:
     context_lens: (rows,) int32, known tokens: those whose keys and values are computed, and the newest.
     block_tables: (num_groups * rows, max_blocks) int32, which blocks of `kv_cache` a row has; those of one group of
     layers after those of another.
-    states: what layers with linear attention remember of the rows; None without such layers.
+    recurrent_states: what layers with linear attention remember of the rows; None without such layers.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class StepTables:
         max_num_seqs: int,
         max_model_len: int,
         kv_cache: KVCache,
-        states: RecurrentStates | None = None,
+        recurrent_states: RecurrentStates | None = None,
         num_groups: int = 1,
     ) -> None:
         rows, max_blocks, device = max_num_seqs + 1, -(-max_model_len // kv_cache.block_size), kv_cache.k.device
-        self.kv_cache, self.states = kv_cache, states
+        self.kv_cache, self.recurrent_states = kv_cache, recurrent_states
         self.token_ids = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
         self.context_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(num_groups * rows, max_blocks, dtype=torch.int32, device=device)
@@ -99,7 +99,7 @@ class StepTables:
             kv_cache=self.kv_cache,
             attention=attention,
             outputs=last_tokens,
-            states=self.states,
+            recurrent_states=self.recurrent_states,
             rows=chunks[:, 0],
             windowed_attention=windowed,
         )
@@ -117,7 +117,7 @@ class StepTables:
             positions=positions,
             kv_cache=self.kv_cache,
             attention=DecodeMetadata(slots, context_lens, blocks, shared_prefixes),
-            states=self.states,
+            recurrent_states=self.recurrent_states,
             rows=rows,
             windowed_attention=tuple(DecodeMetadata(slots, lens, blocks) for _, _, slots, lens, blocks in read[1:]),
         )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer import kernels
-from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 
 SORTED_ROWS = 32  # at once
 FILTERS = ("top_k", "top_p", "min_p")  # the options of a row, in the order of the limits

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanoinfer import kernels
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.sampling.philox import exponential, philox
 
 GROUP_SIZE = 16  # neighbouring ids that compete as one before they compete with each other; as in the kernel

@@ -2,7 +2,7 @@
 
 A processor remembers what each row asks for. It learns of that when a sequence is admitted, and works on the rows of
 one step at a time. To add one, write a class with the methods of `RowProcessor`, give it a `Stage`, and list it in
-`row_processors`. What holds for one step only is in `sampling/token_masks.py`.
+`row_processors`. What holds for one step only is in `sampling/mask_processors.py`.
 """
 
 from collections.abc import Sequence

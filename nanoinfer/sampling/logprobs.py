@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanoinfer import kernels
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 
 MAX_SCANNED = 20  # the kernel reads all logits once for each of the likeliest; to find more than so many, sorting wins
 

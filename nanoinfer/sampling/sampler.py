@@ -22,12 +22,12 @@ from nanoinfer.engine.packet import SECTION_DTYPES, Header, PacketSections, colu
 from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.models.causal_lm import DecoderForCausalLM
-from nanoinfer.sampling.drawn_logprobs import DrawnLogprobs, SampleLogprobs
 from nanoinfer.sampling.filter_threshold import FILTERS, thresholds
 from nanoinfer.sampling.gumbel_max import sample_and_append, sample_and_append_across_ranks
 from nanoinfer.sampling.logits_processors import LogitsProcessor, read_field, read_options, row_processors
 from nanoinfer.sampling.logprobs import MAX_SCANNED, LogprobsTensors, compute_logprobs
-from nanoinfer.sampling.token_masks import Grammars, MaskSender, TokenSets, UserFunctions
+from nanoinfer.sampling.mask_processors import GrammarProcessor, MaskSender, TokenSetProcessor, UserFunctionProcessor
+from nanoinfer.sampling.sample_logprobs import SampleLogprobs, SampleLogprobsReader
 
 ROWS_AT_ONCE = 64  # rows whose logits are copied at the same time
 NUM_COPIES = 12  # float32 copies of these logits that exist at the same time: penalties alone make eight
@@ -85,7 +85,7 @@ class Sampler:
         self.limits = torch.zeros(num_rows, 1 + len(FILTERS), dtype=torch.float32, device=self.device)
         self.processors = row_processors(token_ids, context_lens, vocab_size)
         self._mask_sender = MaskSender(vocab_size, self.device, tp)
-        self._logprobs = DrawnLogprobs(logprobs_mode, self.device)
+        self._logprobs = SampleLogprobsReader(logprobs_mode, self.device)
         self._records: dict[int, SamplingRecord] = {}  # by row: what it asks for beyond temperature and seed
         self._filtered: set[int] = set()  # rows with top_k, top_p or min_p
         self._may_need_copy: set[int] = set()  # rows whose logits may need a copy: with min_tokens only for a while
@@ -132,10 +132,10 @@ class Sampler:
         masked: set[int] = set()  # rows that need a copy because of masks
         errors: dict[int, str] = {}
         if masks is not None:
-            grammars = Grammars(masks.grammars, host_rows, self._mask_sender)
+            grammars = GrammarProcessor(masks.grammars, host_rows, self._mask_sender)
             grammars.forbid_in_place(logits, first_id, spared={*filter(self._logprobs.wants_raw, grammars.masks)})
-            functions = UserFunctions(masks, host_rows, self.tp)
-            token_sets = TokenSets(masks.token_sets, host_rows, self._mask_sender)
+            functions = UserFunctionProcessor(masks, host_rows, self.tp)
+            token_sets = TokenSetProcessor(masks.token_sets, host_rows, self._mask_sender)
             processors = sorted([*self.processors, grammars, functions, token_sets], key=lambda one: one.stage)
             masked, errors = functions.batch_idx_of.keys() | token_sets.masks.keys(), functions.errors
         copied = []

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer import kernels
-from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 
 
 @triton_on_cuda(lambda: kernels.token_bitmask.forbid_tokens)

@@ -35,8 +35,8 @@ class PreparedRequest:
     packed_ids: bytes | None = None  # the token ids as int32, where they were packed to be checked
     priority: int = 0  # higher runs first
     prompt_logprobs_start: int = 1  # the first prompt token whose log-probability is wanted, if any are
-    constraint: Any = None  # a ConstraintPlan: what else limits its tokens
-    prompt_states: Any = None  # PromptStates: what is wanted of its prompt's hidden states
+    constraint: Any = None  # a CompiledConstraint: what else limits its tokens
+    hidden_states_request: Any = None  # HiddenStatesRequest: what is wanted of its prompt's hidden states
     error: RequestError | None = None
 
 
@@ -54,8 +54,8 @@ class PromptProcessor:
 
     tokenizer: None where the model has none; prompts must then be token ids. model: its name, for messages.
     stop_token_ids: the model's own. max_logprobs: the engine's option. min_new_tokens: room that prompts leave for a
-    completion. refusal: why the model completes none; None if it does. limit: the option that sets max_model_len, for
-    messages. Any thread may call any method.
+    completion. refusal_reason: why the model completes none; None if it does. limit: the option that sets
+    max_model_len, for messages. Any thread may call any method.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class PromptProcessor:
         stop_token_ids: frozenset[int] = frozenset(),
         max_logprobs: int = -1,
         min_new_tokens: int = 1,
-        refusal: str | None = None,
+        refusal_reason: str | None = None,
         limit: str = "max_model_len",
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.longest_prompt = max_model_len - min_new_tokens
-        self._refusal, self._limit = refusal, limit
+        self._refusal_reason, self._limit = refusal_reason, limit
         self._model = model
         self.stop_token_ids = stop_token_ids
         self._max_logprobs = max_logprobs
@@ -262,8 +262,8 @@ class PromptProcessor:
 
     def check_completes(self) -> None:
         """Raise RequestError where the model generates nothing."""
-        if self._refusal is not None:
-            raise RequestError(self._refusal)
+        if self._refusal_reason is not None:
+            raise RequestError(self._refusal_reason)
 
     def _check_token_ids(self, token_ids: list[int], which: str) -> list[int]:
         """Return the ids of "prompt 0", say, as ints. Raises RequestError for what cannot be served."""

@@ -8,7 +8,7 @@ import torch
 from nanoinfer.bench import fp8_kernels
 from nanoinfer.errors import ConfigError
 from nanoinfer.kernels.fp8_format import QuantizedRows
-from nanoinfer.quantization import selection
+from nanoinfer.quantization import method_selection
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         calls[0]()
         return 1.0
 
-    monkeypatch.setattr(selection, "has_fp8_products", lambda device: True)
+    monkeypatch.setattr(method_selection, "has_fp8_products", lambda device: True)
     monkeypatch.setattr(fp8_kernels, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(fp8_kernels, "microseconds", microseconds)
     monkeypatch.setattr(fp8_kernels, "randn", lambda *shape: torch.randn(*shape).bfloat16())

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from nanoinfer.bench import kernels
 from nanoinfer.layers.attention.backend import AttentionSpec
-from nanoinfer.layers.attention.kv_rounding import num_cache_bytes, tensors_of_cache
+from nanoinfer.layers.attention.kv_quantization import num_cache_bytes, tensors_of_cache
 from nanoinfer.layers.attention.metadata import LayerCache
 
 pytest.importorskip("triton")

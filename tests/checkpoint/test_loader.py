@@ -15,7 +15,7 @@ from nanoinfer.checkpoint.loader import fill_with_random_weights, iterate_weight
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
-from nanoinfer.layers.attention.selection import AttentionBackends
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.models import REGISTRY
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from nanoinfer import LLM, SamplingParams, StepEvent, StreamChunk
-from nanoinfer.control.step_events import StepEvents
-from nanoinfer.engine.batch import ScheduledBatch
+from nanoinfer.control.step_events import StepEventListener
 from nanoinfer.engine.interfaces import SILENT, Listener
+from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from tests.control.test_run_trace import OPTIONS, PARAMS, read_page
 from tests.engine.helpers import add_prompts, make_scheduler
 
@@ -96,7 +96,7 @@ def test_other_threads_begin_and_end_while_one_generates(random_checkpoint: Chec
 def test_a_step_whose_launch_failed_is_never_taken_for_another() -> None:
     scheduler = make_scheduler()
     add_prompts(scheduler, [1, 2, 3])
-    events = StepEvents(scheduler, None)
+    events = StepEventListener(scheduler, None)
     got: list[StepEvent] = []
     events.callbacks.append(got.append)
     stale, unseen, seen = scheduler.schedule(), ScheduledBatch(), ScheduledBatch()
@@ -132,7 +132,7 @@ def test_a_callback_that_was_registered_twice_ends_twice(random_checkpoint: Chec
 def test_the_events_are_made_of_all_that_the_engine_tells() -> None:
     told = {name for name in vars(Listener) if not name.startswith("_")}
     assert len(told) == 10
-    assert told <= {*vars(StepEvents)}, "it overrides every method"
+    assert told <= {*vars(StepEventListener)}, "it overrides every method"
 
 
 # --- Counts ---
@@ -142,7 +142,7 @@ def test_a_preempted_sequence_counts_as_such_while_it_is_in_the_queue() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=4)
     scheduler.reserved_tokens = 0  # so that blocks run short
     first, second = add_prompts(scheduler, [1] * 7, [2] * 7, max_tokens=8)
-    scheduler.listener = events = StepEvents(scheduler, None)
+    scheduler.listener = events = StepEventListener(scheduler, None)
     got: list[StepEvent] = []
     events.callbacks.append(got.append)
 

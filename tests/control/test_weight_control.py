@@ -377,7 +377,7 @@ def test_weights_wake_up_first_and_take_new_values_before_the_cache_has_memory(
             generate(llm)
         llm.load_weights(iterate_weights(pair[2 - level]))
         llm.reset_prefix_cache()
-        assert llm.engine.runner.asleep == {"kv_cache"}  # type: ignore[union-attr]
+        assert llm.engine.runner.sleeping_tags == {"kv_cache"}  # type: ignore[union-attr]
         llm.wake_up(tags=["kv_cache"])
         assert generate(llm) == expected[2 - level]
 

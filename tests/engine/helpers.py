@@ -5,12 +5,12 @@ from collections.abc import Iterable, Set
 from itertools import accumulate
 from random import Random
 
-from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.blocks.partial_hits import MIN_COPIED_TOKENS, BlockCopy
 from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
 from nanoinfer.engine.packet import pack, read_header, split_packet
+from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.sampling_params import SamplingParams
@@ -34,7 +34,7 @@ def make_scheduler(
     max_num_batched_tokens: int = 100,
     max_model_len: int | None = None,
     stop_token_ids: frozenset[int] = frozenset(),
-    max_group_rows: int = 0,
+    max_prefix_group_rows: int = 0,
 ) -> Scheduler:
     scheduler = Scheduler(
         BlockManager(num_blocks, block_size),
@@ -43,7 +43,7 @@ def make_scheduler(
         max_model_len=max_model_len or num_blocks * block_size,
         stop_token_ids=stop_token_ids,
         reserved_tokens=block_size,  # a block for each running sequence
-        max_group_rows=max_group_rows,
+        max_prefix_group_rows=max_prefix_group_rows,
     )
     scheduler.prefix_grouper.min_saved_tokens = 0  # tests share a few blocks
     return scheduler

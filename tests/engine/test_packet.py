@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from nanoinfer.engine.batch import NewBlock, PrefillChunk, PrefixGroup, ScheduledBatch
 from nanoinfer.engine.blocks.partial_hits import BlockCopy
 from nanoinfer.engine.blocks.state_snapshots import StateCopy
 from nanoinfer.engine.packet import PacketSections, pack, read_header, split_packet
 from nanoinfer.engine.row_options import SamplingRecord
+from nanoinfer.engine.scheduled_batch import NewBlock, PrefillChunk, PrefixGroup, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.stopping import Stopping
 from nanoinfer.sampling.sampler import read_sampling_records

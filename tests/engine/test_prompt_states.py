@@ -1,6 +1,6 @@
 """How the scheduler runs prompts that are pooled, beside those that generate. No model and no device."""
 
-from nanoinfer.engine.extras.prompt_states import FoundStates, PromptStates
+from nanoinfer.engine.extras.hidden_states_request import ChunkStates, HiddenStatesRequest
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from tests.engine.helpers import FakeDevice, make_scheduler, make_sequence
@@ -8,7 +8,9 @@ from tests.engine.helpers import FakeDevice, make_scheduler, make_sequence
 
 def pooled(seq_id: int, prompt: list[int]) -> Sequence:
     seq = make_sequence(seq_id, prompt)
-    seq.prompt_states = PromptStates(pools=True, first=len(prompt) - 1, to_output=lambda output, _: output)
+    seq.hidden_states_request = HiddenStatesRequest(
+        pools=True, first=len(prompt) - 1, to_output=lambda output, _: output
+    )
     return seq
 
 
@@ -73,7 +75,7 @@ def test_whole_prompts_are_never_cut() -> None:
 
 
 def test_parts_that_are_computed_again_in_other_chunks_take_the_place_of_the_first_ones() -> None:
-    states = PromptStates(pools=False, first=0, to_output=lambda output, _: output, layers=(1,))
+    states = HiddenStatesRequest(pools=False, first=0, to_output=lambda output, _: output, layers=(1,))
     for start, values in ((0, "abc"), (3, "de"), (0, "ab"), (2, "cde")):
-        states.add(FoundStates(0, 1, start, values))
+        states.add(ChunkStates(0, 1, start, values))
     assert "".join(states.parts(1)) == "abcde"

@@ -6,10 +6,10 @@ from random import Random
 import pytest
 import xxhash
 
-from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
+from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from tests.engine.helpers import (
@@ -52,7 +52,7 @@ class History:
                 min_copied_tokens=random.choice([1, 1, 2, 100]),
                 **groups,
             )
-            while not self.manager.holds(max_model_len):
+            while not self.manager.can_hold(max_model_len):
                 max_model_len -= 1
         elif kind == "hybrid":
             self.manager = HybridBlockManager(
@@ -75,7 +75,7 @@ class History:
             max_model_len=max_model_len,
             stop_token_ids=frozenset({STOP_TOKEN_ID}),
             reserved_tokens=random.randint(0, 4),
-            max_group_rows=random.choice([0, 2, 3, 64]),
+            max_prefix_group_rows=random.choice([0, 2, 3, 64]),
         )
         self.scheduler.min_awaited_tokens = random.choice([1, 3, 1000])
         self.scheduler.min_awaited_in_all = random.choice([1, 8])

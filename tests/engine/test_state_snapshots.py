@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
-from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.blocks.queued_prompts import QueuedPrompts
+from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.stopping import NO_TOKEN

@@ -9,10 +9,10 @@ import pytest
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
-from nanoinfer.engine.extras.prompt_states import PromptStates
+from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import ConfigError
-from nanoinfer.layers.attention.layer_groups import LayerGroups, LayerPlace
+from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
 from nanoinfer.models import REGISTRY
 from tests.engine.helpers import add_prompts, make_sequence, run_to_the_end, step
 from tests.models.test_architectures import checkpoint, draw_prompts, reference_tokens
@@ -36,7 +36,7 @@ def windowed_scheduler(
         manager,
         max_num_seqs=8,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max(length for length in range(1000) if manager.holds(length)),
+        max_model_len=max(length for length in range(1000) if manager.can_hold(length)),
         reserved_tokens=block_size,
     )
     return scheduler, manager
@@ -62,7 +62,7 @@ def test_sequences_that_gave_their_blocks_back_with_their_prompts_are_queued_aga
     scheduler, manager = windowed_scheduler(max_num_batched_tokens=4)
     seqs = [make_sequence(index, [1, 2, 3, 4]) for index in range(2)]
     for seq in seqs:
-        seq.prompt_states = PromptStates(pools=True, first=0, to_output=lambda output, _: output)
+        seq.hidden_states_request = HiddenStatesRequest(pools=True, first=0, to_output=lambda output, _: output)
         scheduler.add(seq)
     scheduler.max_num_seqs = 1
     batches = [scheduler.schedule(), scheduler.schedule(in_flight=True)]
@@ -76,11 +76,11 @@ def test_sequences_that_gave_their_blocks_back_with_their_prompts_are_queued_aga
 def test_what_is_promised_at_load_is_what_admission_holds(window: int, num_groups: int, chunk: int) -> None:
     """The length of the longest sequence is read from the groups of layers, and the manager has a rule of its own."""
     for num_pages in (12, 40, 41, 150):
-        groups = LayerGroups(window, 1 + num_groups, 1, ())
+        groups = KVCacheGroups(window, 1 + num_groups, 1, ())
         longest = groups.max_tokens(num_pages, 4, chunk)
         _, manager = windowed_scheduler(num_pages, window, num_groups, 4, chunk)
-        assert manager.holds(longest)
-        assert not manager.holds(longest + 1)
+        assert manager.can_hold(longest)
+        assert not manager.can_hold(longest + 1)
 
 
 def test_asking_what_a_chunk_takes_gives_nothing_back_and_leaving_the_window_does() -> None:
@@ -90,7 +90,7 @@ def test_asking_what_a_chunk_takes_gives_nothing_back_and_leaving_the_window_doe
     for asked in (21, 24, 25):
         assert manager.num_blocks_for_chunk(seq, asked) == (asked > 24)
         assert manager.num_used_blocks == 2 * 6
-    manager.leave_window(seq)
+    manager.free_outside_window(seq)
     assert manager.num_used_blocks == 6 + 3, "the 22nd token attends to tokens from 14 on, so to blocks 3, 4 and 5"
 
 
@@ -169,16 +169,16 @@ def test_gemma_3_has_a_group_of_full_layers_and_windowed_groups_as_large(
     num_layers: int, num_full: int, num_groups: int
 ) -> None:
     fields = {"num_hidden_layers": num_layers, "sliding_window": 1024, "sliding_window_pattern": 6}
-    groups = LayerGroups.of(config_of("Gemma3ForCausalLM", max_position_embeddings=32768, **fields), 32768)
+    groups = KVCacheGroups.of(config_of("Gemma3ForCausalLM", max_position_embeddings=32768, **fields), 32768)
     assert (groups.window, groups.num_groups, groups.layers_per_page) == (1024, num_groups, num_full)
     assert len({*groups.places}) == num_layers, "no two layers share a place"
     assert groups.places[5] == LayerPlace(0, 0)
-    assert LayerGroups.of(config_of("Gemma3ForCausalLM", **fields), 1024).num_groups == 1, "no sequence outgrows it"
+    assert KVCacheGroups.of(config_of("Gemma3ForCausalLM", **fields), 1024).num_groups == 1, "no sequence outgrows it"
 
 
 def test_gemma_3_27b_holds_more_sequences_of_32k_tokens() -> None:
     fields = {"num_hidden_layers": 62, "sliding_window": 1024, "sliding_window_pattern": 6}
-    groups = LayerGroups.of(config_of("Gemma3ForCausalLM", max_position_embeddings=65536, **fields), 65536)
+    groups = KVCacheGroups.of(config_of("Gemma3ForCausalLM", max_position_embeddings=65536, **fields), 65536)
     # In steady state: all blocks of one group, and of six others those that a window of 1,024 tokens can lie in.
     steady = 10 * (128 + 6 * (1024 // 256 + 1))
     assert 62 * 128 / steady > 4.5
@@ -189,7 +189,7 @@ def test_gemma_3_27b_holds_more_sequences_of_32k_tokens() -> None:
 def test_models_of_one_kind_have_one_group() -> None:
     plain = config_of("Qwen3ForCausalLM", num_hidden_layers=3)
     for config in (plain, config_of("MistralForCausalLM", num_hidden_layers=3, sliding_window=16)):
-        groups = LayerGroups.of(config, 4096)
+        groups = KVCacheGroups.of(config, 4096)
         assert (groups.window, groups.num_groups) == (None, 1)
         assert groups.layers_per_page == config.num_hidden_layers
         assert groups.max_tokens(num_pages=7, block_size=16, max_chunk_tokens=4) == 7 * 16

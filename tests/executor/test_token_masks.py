@@ -16,10 +16,10 @@ from nanoinfer import LLM, EngineClosedError, SamplingParams
 from nanoinfer.engine.packet import Header, Packet
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.executor import processes
-from nanoinfer.executor.messages import pack_masks, read_masks
 from nanoinfer.executor.parallel_runner import ParallelRunner
+from nanoinfer.executor.worker_messages import pack_masks, read_masks
 from nanoinfer.runner.device_runner import DeviceRunner
-from nanoinfer.runner.model_runner import PendingStep, StepHandle
+from nanoinfer.runner.model_runner import LaunchedStep, StepHandle
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="several ranks need Linux")
 
@@ -76,12 +76,12 @@ class UnderMasks:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         launch, sample = self.runner.launch, self.runner.sample
 
-        def launch_awaiting(packet: Packet) -> PendingStep:
+        def launch_awaiting(packet: Packet) -> LaunchedStep:
             packet[Header._fields.index("awaits_masks")] = 1
             return launch(packet)
 
-        def sample_under_masks(pending: PendingStep, masks: TokenMasks | None = None) -> StepHandle:
-            self.handles.append(sample(pending, self.make_masks(pending.host_rows)))
+        def sample_under_masks(launched: LaunchedStep, masks: TokenMasks | None = None) -> StepHandle:
+            self.handles.append(sample(launched, self.make_masks(launched.host_rows)))
             return self.handles[-1]
 
         patch.setattr(self.runner, "launch", launch_awaiting)
@@ -237,6 +237,6 @@ def test_rules_for_a_step_that_the_workers_have_sampled_are_refused(random_check
         assert isinstance(llm.engine.runner, ParallelRunner)
         sample = llm.engine.runner.sample
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm.engine.runner, "sample", lambda pending, _: sample(pending, TokenMasks()))
+            patch.setattr(llm.engine.runner, "sample", lambda launched, _: sample(launched, TokenMasks()))
             with pytest.raises(RuntimeError, match="was not launched to await them"):
                 llm.generate([[1]], GREEDY, use_tqdm=False)

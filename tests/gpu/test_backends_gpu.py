@@ -5,9 +5,9 @@ import torch
 
 from nanoinfer.device import import_error
 from nanoinfer.errors import ConfigError
-from nanoinfer.layers.attention import selection
+from nanoinfer.layers.attention import backend_selection
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
-from nanoinfer.layers.attention.selection import FLASH_ATTN, select_backend
+from nanoinfer.layers.attention.backend_selection import FLASH_ATTN, select_backend
 from tests.attention_cases import Layer, random_step
 
 pytestmark = pytest.mark.gpu
@@ -77,5 +77,7 @@ def test_auto_takes_our_kernels_and_before_hopper_flash_attn_in_prefill_where_it
     if torch.cuda.get_device_capability() < (9, 0):
         expected.add("triton, flash_attn in prefill")
     assert select_backend("auto", CUDA, BF16, spec, BLOCK_SIZE).name in expected
-    monkeypatch.setattr(selection, "import_error", lambda name: ImportError("hidden") if name == FLASH_ATTN else None)
+    monkeypatch.setattr(
+        backend_selection, "import_error", lambda name: ImportError("hidden") if name == FLASH_ATTN else None
+    )
     assert select_backend("auto", CUDA, BF16, spec, BLOCK_SIZE).name == "triton"

@@ -18,7 +18,7 @@ from transformers import Qwen3ForCausalLM
 
 from nanoinfer import LLM, RequestOutput, SamplingParams, tiny_model_path
 from nanoinfer.device import import_error
-from nanoinfer.layers.attention import selection
+from nanoinfer.layers.attention import backend_selection
 from nanoinfer.models import prefill_graphs
 from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE
 from tests.models.test_architectures import checkpoint  # noqa: F401 (a fixture)
@@ -160,7 +160,7 @@ def test_the_engine_runs_without_flash_attn_where_it_is_installed(monkeypatch: p
     def hide_flash_attn(name: str) -> ImportError | None:
         return ImportError("it is hidden by this test") if name.endswith("flash_attn") else import_error(name)
 
-    monkeypatch.setattr(selection, "import_error", hide_flash_attn)
+    monkeypatch.setattr(backend_selection, "import_error", hide_flash_attn)
     with LLM(tiny_model_path()) as llm:
         assert llm.engine.runner is not None
         assert llm.engine.runner.setup.backends.name == "triton"
@@ -330,9 +330,13 @@ class Answers(NamedTuple):
 
 
 def answers_of_families(
-    folder: Path, prompts: list[list[int]], params: list[SamplingParams], max_group_rows: int | None, **options: object
+    folder: Path,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    max_prefix_group_rows: int | None,
+    **options: object,
 ) -> Answers:
-    """max_group_rows: 0 to have each row read its prefix for itself; None for what the kernels can."""
+    """max_prefix_group_rows: 0 to have each row read its prefix for itself; None for what the kernels can."""
     from nanoinfer.layers.attention import triton
 
     num_passes = 0
@@ -350,10 +354,10 @@ def answers_of_families(
         patch.setattr(triton, "shared_prefix_attention", count)
         llm.generate(prompts, replace(GREEDY, max_tokens=1), use_tqdm=False)  # from here on, prefixes are cached
         grouper = llm.engine.scheduler.prefix_grouper
-        assert grouper.max_group_rows == 64 // 4
+        assert grouper.max_prefix_group_rows == 64 // 4
         grouper.min_saved_tokens = 0
-        if max_group_rows is not None:
-            grouper.max_group_rows = max_group_rows
+        if max_prefix_group_rows is not None:
+            grouper.max_prefix_group_rows = max_prefix_group_rows
         outputs = llm.generate(prompts, params, use_tqdm=False)
         graphs = llm.engine.runner.model_runner.state.decode_graphs
         num_graphs = sum(shares for _, shares in graphs._graphs) if graphs else 0
@@ -529,7 +533,7 @@ def test_recurrent_states_as_large_as_the_cache_find_room(tmp_path: Path) -> Non
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with LLM(tmp_path, load_format="dummy", dtype="bfloat16", max_num_seqs=2048) as llm:
-        states = llm.engine.runner.model_runner.state.tables.states
+        states = llm.engine.runner.model_runner.state.tables.recurrent_states
         assert states.num_bytes > 0.4 * torch.cuda.mem_get_info()[1] * 0.9
         assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids
 

@@ -12,7 +12,7 @@ from nanoinfer import LLM, SamplingParams, tiny_model_path
 from nanoinfer.kernels.programmatic_launch import overlap_options
 from nanoinfer.layers import few_rows as layers
 from nanoinfer.layers.few_rows import few_rows_product
-from nanoinfer.models import few_rows
+from nanoinfer.models import few_rows_layer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -111,9 +111,11 @@ def test_a_chain_in_a_cuda_graph_equals_one_that_waits_for_each_kernel(num_rows:
 def answers(monkeypatch: pytest.MonkeyPatch, max_few_rows: int, enforce_eager: bool) -> list[tuple[list[int], float]]:
     """Return what three greedy requests got in bfloat16, with the sums of their log-probabilities."""
     calls = []
-    path = few_rows.few_rows_product
+    path = few_rows_layer.few_rows_product
     monkeypatch.setattr(layers, "MAX_FEW_ROWS", max_few_rows)
-    monkeypatch.setattr(few_rows, "few_rows_product", lambda *args, **kwargs: calls.append(1) or path(*args, **kwargs))
+    monkeypatch.setattr(
+        few_rows_layer, "few_rows_product", lambda *args, **kwargs: calls.append(1) or path(*args, **kwargs)
+    )
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
     prompts = [[*range(5, 45)], [9, 8, 7], [*range(100, 117)]]
     with LLM(Path(tiny_model_path()), dtype="bfloat16", enforce_eager=enforce_eager) as llm:

@@ -27,7 +27,7 @@ from nanoinfer.quantization.fp8 import (
     quantize_rows,
     quantize_weight,
 )
-from nanoinfer.quantization.selection import with_quantization
+from nanoinfer.quantization.method_selection import with_quantization
 from tests.fp8_cases import (
     assert_experts_are_as_good_as_their_twin,
     assert_few_differ,
@@ -154,7 +154,7 @@ def test_a_product_equals_its_twin(
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 100, 256])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(2048, 1024), (3072, 1024), (4096, 4096), (12288, 4096)])
-@pytest.mark.parametrize("options", [{}, {"weights": "block", "in_checkpoint": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"weight_granularity": "block", "in_checkpoint": True}], ids=str)
 def test_a_row_parallel_product_of_few_tokens_is_split_over_k(
     options: dict[str, Any], num_inputs: int, num_outputs: int, num_tokens: int
 ) -> None:

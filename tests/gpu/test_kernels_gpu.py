@@ -27,8 +27,8 @@ from nanoinfer.runner.step_tables import read_rows
 from nanoinfer.sampling.filter_threshold import thresholds
 from nanoinfer.sampling.gumbel_max import best_candidates, sample, sample_and_append
 from nanoinfer.sampling.logprobs import logit_statistics
+from nanoinfer.sampling.mask_processors import MaskSender
 from nanoinfer.sampling.token_bitmask import forbid_tokens
-from nanoinfer.sampling.token_masks import MaskSender
 from tests.attention_cases import (
     DECODE_CASES,
     PREFILL_CASES,
@@ -414,7 +414,7 @@ def test_256_rows_that_share_2048_tokens_get_what_each_gets_alone(
     """Eight blocks are shared by as many rows as a group may have, and the last rows share nothing."""
     layer = on_gpu(group_size, head_dim)
     num_rows, backend = 256, triton_backend(layer.spec)
-    most = backend.max_group_rows
+    most = backend.max_prefix_group_rows
     assert most == 64 // group_size
     groups = [PrefixGroup(first, min(most, 250 - first), 8) for first in range(0, 250, most)]
     own_lens = torch.randint(1, 600, (num_rows,), generator=torch.Generator().manual_seed(0))

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from nanoinfer import LLM, ConfigError, SamplingParams, tiny_model_path
 from nanoinfer.device import import_error
 from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
-from nanoinfer.layers.attention.kv_rounding import round_vectors
+from nanoinfer.layers.attention.backend_selection import FLASH_ATTN
+from nanoinfer.layers.attention.kv_quantization import quantize_vectors
 from nanoinfer.layers.attention.layer import norm_rope_store
 from nanoinfer.layers.attention.metadata import DecodeMetadata
-from nanoinfer.layers.attention.selection import FLASH_ATTN
 from tests.attention_cases import FP8, INT8, Layer, Step, random_step, shared_prefixes
 from tests.gpu.test_engine_gpu import assert_answers_right, assert_part_at_near_ties, num_equal, tokens
 
@@ -85,7 +85,7 @@ def test_keys_and_values_are_written_as_the_twin_rounds_them(
     kept = slots >= 0
     blocks, offsets = slots[kept] // 16, slots[kept] % 16
     for x, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
-        values, expected_scales = round_vectors(x[kept], cache_dtype)
+        values, expected_scales = quantize_vectors(x[kept], cache_dtype)
         torch.testing.assert_close(scales[blocks, :, offsets], expected_scales, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(cache[blocks, :, offsets].float(), values.float())
         assert (scales == -7).sum() == (320 * 16 - kept.sum()) * num_kv_heads, "nothing else is written"
@@ -102,7 +102,7 @@ def test_slots_past_two_to_the_31_elements_are_reached(cache_dtype: torch.dtype)
     position, slot = torch.tensor([0], device="cuda"), torch.tensor([num_blocks * 256 - 1], device="cuda")
     _, k, v = norm_rope_store(qkv, None, 1e-6, position, table, k_cache, v_cache, slot, k_scales, v_scales)
     for x, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
-        values, expected = round_vectors(x[0], cache_dtype)
+        values, expected = quantize_vectors(x[0], cache_dtype)
         assert torch.equal(cache[-1, :, -1].float(), values.float())
         assert torch.equal(scales[-1, :, -1], expected)
         assert scales.count_nonzero() == 8

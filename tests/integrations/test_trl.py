@@ -109,7 +109,7 @@ def test_a_row_has_one_completion_and_the_trainers_own_log_probabilities(
     first = calls[0]
     assert [first.prompts[i : i + 4] for i in range(0, 16, 4)] == [[first.prompts[i]] * 4 for i in range(0, 16, 4)]
     assert len({str(ids) for ids in first.completion_ids}) > 8, "rows of one prompt draw different tokens"
-    assert llm.engine.runner.asleep == ({"weights", "kv_cache"} if sleep_level else set())  # type: ignore[union-attr]
+    assert llm.engine.runner.sleeping_tags == ({"weights", "kv_cache"} if sleep_level else set())  # type: ignore[union-attr]
 
 
 def test_weights_are_pushed_when_the_step_has_changed_and_evaluation_gets_one_completion_a_row(

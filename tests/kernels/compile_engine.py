@@ -26,7 +26,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nanoinfer.device import computing
-from nanoinfer.kernels import device_properties, dispatch, programmatic_launch
+from nanoinfer.kernels import device_properties, programmatic_launch, triton_twins
 from nanoinfer.layers.attention.metadata import SharedPrefixes
 
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132}  # of an A100, an RTX 3090, an RTX 4090, an H200
@@ -76,7 +76,7 @@ def pretend(capability: int) -> None:
     """Have our code believe that it is on a GPU. Must come before the kernels and their twins are imported."""
     driver.set_active(AbsentGpu(capability))
     compile_instead_of_launching()
-    dispatch.triton_on_cuda = with_twins
+    triton_twins.triton_on_cuda = with_twins
     on_hopper = capability >= 90
     programmatic_launch.overlap_options = lambda _device: (
         {"OVERLAP": True, "launch_pdl": True} if on_hopper else {"OVERLAP": False}
@@ -85,10 +85,10 @@ def pretend(capability: int) -> None:
     device_properties.has_large_shared_memory = lambda _device: on_hopper
     device_properties.has_hopper_kernels = lambda _device: on_hopper
 
-    from nanoinfer.layers.attention import selection
-    from nanoinfer.quantization import selection as methods
+    from nanoinfer.layers.attention import backend_selection
+    from nanoinfer.quantization import method_selection as methods
 
-    selection.select_backend = partial(select_backend, capability)
+    backend_selection.select_backend = partial(select_backend, capability)
     methods.has_fp8_products = lambda _device: capability >= 89
     # What PyTorch has on GPUs only.
     bmm, mm = torch.bmm, torch.mm
@@ -130,7 +130,7 @@ def run_steps(runner: Any, max_num_seqs: int) -> None:
             copy_cached_tokens(steps.state.kv_cache, torch.zeros(1, 3, dtype=torch.int32))
             for num_best in (0, 1, MAX_SCANNED):
                 compute_logprobs(steps.state.buffers.logits[:1], torch.zeros(1, dtype=torch.int32), num_best)
-            if runner.limits.max_group_rows > 1:
+            if runner.limits.max_prefix_group_rows > 1:
                 steps.decode(rows, SharedPrefixes(torch.zeros_like(rows), torch.zeros_like(rows)))
     finally:
         del torch.Tensor.is_cuda

@@ -29,7 +29,7 @@ pytest.importorskip("triton")
 
 from nanoinfer.kernels import paged_decode_attention as decode_kernels
 from nanoinfer.kernels import paged_prefill_attention as prefill_kernels
-from nanoinfer.kernels.paged_decode_attention import max_group_rows, paged_decode_attention, plan_decode
+from nanoinfer.kernels.paged_decode_attention import max_prefix_group_rows, paged_decode_attention, plan_decode
 from nanoinfer.kernels.paged_prefill_attention import TILE_ROWS, plan_prefill
 from nanoinfer.layers.attention.triton import TritonBackend
 from tests.kernels.helpers import exact_fp8, loops_are_interpreted
@@ -237,7 +237,7 @@ def test_a_prefix_read_together_in_16_bits_equals_the_twin() -> None:
 
 
 def test_the_largest_groups_have_64_queries() -> None:
-    assert [max_group_rows(size) for size in (1, 2, 7, 16, 33, 64)] == [64, 32, 9, 4, 1, 1]
+    assert [max_prefix_group_rows(size) for size in (1, 2, 7, 16, 33, 64)] == [64, 32, 9, 4, 1, 1]
 
 
 def test_a_step_whose_groups_are_all_empty_is_a_step_without_groups() -> None:
@@ -263,7 +263,7 @@ def test_a_row_of_nan_spoils_no_other_row_of_its_group() -> None:
 
 def test_windowed_layers_read_each_row_for_itself_and_ignore_groups() -> None:
     case = Case(Layer(num_kv_heads=1, window=20), (40, 33, 50), prefix_groups=(PrefixGroup(0, 3, 2),))
-    assert TritonBackend(case.layer.spec).max_group_rows == 0
+    assert TritonBackend(case.layer.spec).max_prefix_group_rows == 0
     assert_equals_twin(case)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.layers.attention import selection
+from nanoinfer.layers.attention import backend_selection
 
 pytest.importorskip("triton")
 
@@ -67,7 +67,7 @@ def test_samples_that_read_their_prompt_together_are_those_of_plain_attention(
 
     monkeypatch.setattr(decode_kernels, "num_multiprocessors", lambda device: 2)
     monkeypatch.setattr(triton_backend, "shared_prefix_attention", note)
-    monkeypatch.setattr(selection, "select_backend", lambda *args: triton_backend.TritonBackend(args[3]))
+    monkeypatch.setattr(backend_selection, "select_backend", lambda *args: triton_backend.TritonBackend(args[3]))
     assert draw(folder, 10**9, kv_cache_dtype) == expected
     assert not passes
     assert draw(folder, 0, kv_cache_dtype) == expected

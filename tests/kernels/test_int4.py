@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from nanoinfer.layers import moe
-from nanoinfer.quantization.int4 import numbers as twins
+from nanoinfer.quantization.int4 import packing as twins
 from nanoinfer.quantization.int4.linear import num_splits
-from nanoinfer.quantization.int4.numbers import PackedWeight, block_size, dequantize, pack
+from nanoinfer.quantization.int4.packing import PackedWeight, block_size, dequantize, pack
 
 pytest.importorskip("triton")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.layers.attention import layer as attention_layer
 from nanoinfer.layers.attention import widened_blocks
-from nanoinfer.layers.attention.kv_rounding import round_vectors
+from nanoinfer.layers.attention.kv_quantization import quantize_vectors
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata
 from nanoinfer.layers.attention.torch_reference import TorchBackend
 from tests.attention_cases import FP8, INT8, Case, Layer, assert_close, random_step
@@ -81,7 +81,7 @@ class Write:
         offsets = torch.tensor([self.slots[token] % self.block_size for token in kept])
         for x, values, scales in ((k, cache.k, cache.k_scales), (v, cache.v, cache.v_scales)):
             assert scales is not None
-            expected_values, expected_scales = round_vectors(x[kept], self.cache_dtype)
+            expected_values, expected_scales = quantize_vectors(x[kept], self.cache_dtype)
             assert torch.equal(values[blocks, :, offsets].float(), expected_values.float())
             torch.testing.assert_close(scales[blocks, :, offsets], expected_scales, rtol=0, atol=0, equal_nan=True)
             untouched = torch.ones(scales.shape[0], scales.shape[2], dtype=torch.bool)
@@ -145,7 +145,7 @@ def test_small_values_keep_their_digits_in_float16(dtype: torch.dtype) -> None:
     for case in (Case(Layer(cache_dtype=dtype), (33, 70)), Case(Layer(cache_dtype=dtype), (33, 70), (33, 5))):
         step = case.step(dtype=torch.float16)
         values = (step.cache.v.float() / 127 * 1e-3).unbind()
-        v, scales = round_vectors(torch.stack(values), dtype)
+        v, scales = quantize_vectors(torch.stack(values), dtype)
         step.cache = replace(step.cache, v=v, v_scales=torch.where(step.cache.v_scales.isnan(), torch.nan, scales))
         actual, expected = step.run(TritonBackend(step.spec)).float(), step.run_twin()
         assert (actual - expected).abs().max() < 4e-3 * expected.abs().max()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoinfer.layers.attention import selection
+from nanoinfer.layers.attention import backend_selection
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata
 
@@ -105,6 +105,6 @@ def test_a_build_without_windows_says_so_in_its_own_words(
     monkeypatch.setitem(sys.modules, NAME, module)
     monkeypatch.setattr(module, "_varlen_fwd", without_windows)
     cpu = torch.device("cpu")
-    assert selection._flash_attn_lacks(FULL, cpu, torch.bfloat16) is None
-    reason = selection._flash_attn_lacks(WINDOWED, cpu, torch.bfloat16)
+    assert backend_selection._flash_attn_lacks(FULL, cpu, torch.bfloat16) is None
+    reason = backend_selection._flash_attn_lacks(WINDOWED, cpu, torch.bfloat16)
     assert reason == "This flash attention build does not support local attention."

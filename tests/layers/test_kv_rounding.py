@@ -6,9 +6,9 @@ from torch import Tensor
 
 from nanoinfer.errors import ConfigError
 from nanoinfer.kernels.kv_cache_format import LARGEST
-from nanoinfer.layers.attention.kv_rounding import (
+from nanoinfer.layers.attention.kv_quantization import (
     num_cache_bytes,
-    round_vectors,
+    quantize_vectors,
     select_kv_cache_dtype,
     tensors_of_cache,
 )
@@ -23,7 +23,7 @@ def randn(*shape: int) -> Tensor:
 
 
 def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
-    values, scales = round_vectors(x, dtype)
+    values, scales = quantize_vectors(x, dtype)
     return values.float() * scales.unsqueeze(-1)
 
 
@@ -39,7 +39,7 @@ def test_each_vector_takes_all_of_the_format_and_errs_by_half_a_step(
     dtype: torch.dtype, input_dtype: torch.dtype
 ) -> None:
     x = (randn(50, 3, 64) * torch.logspace(-6, 6, 50).view(50, 1, 1)).to(input_dtype)
-    values, scales = round_vectors(x, dtype)
+    values, scales = quantize_vectors(x, dtype)
     assert (values.dtype, values.shape) == (dtype, x.shape)
     assert (scales.dtype, scales.shape) == (torch.float32, x.shape[:-1])
     assert (values.float().abs().amax(dim=-1) == LARGEST[dtype]).all()
@@ -47,17 +47,17 @@ def test_each_vector_takes_all_of_the_format_and_errs_by_half_a_step(
 
 
 def test_values_by_hand() -> None:
-    values, scales = round_vectors(torch.tensor([[254.0, -254.0, 1.0, -1.0, 3.0, 100.2]]), INT8)
+    values, scales = quantize_vectors(torch.tensor([[254.0, -254.0, 1.0, -1.0, 3.0, 100.2]]), INT8)
     assert values.tolist() == [[127, -127, 1, 0, 2, 50]], "halves go up"
     assert scales.tolist() == [2.0]
-    values, scales = round_vectors(torch.tensor([[896.0, -448.0, 2.2, 0.0]]), FP8)
+    values, scales = quantize_vectors(torch.tensor([[896.0, -448.0, 2.2, 0.0]]), FP8)
     assert values.float().tolist() == [[448.0, -224.0, 1.125, 0.0]]
     assert scales.tolist() == [2.0]
 
 
 @FORMATS
 def test_zeros_stay_zeros_and_so_does_what_is_too_small_for_a_scale(dtype: torch.dtype) -> None:
-    values, scales = round_vectors(torch.tensor([[0.0, -0.0], [1e-40, -3e-45]]), dtype)
+    values, scales = quantize_vectors(torch.tensor([[0.0, -0.0], [1e-40, -3e-45]]), dtype)
     assert not values.float().any()
     assert not scales[0]
     assert not (values.float() * scales.unsqueeze(-1)).any()
@@ -88,12 +88,12 @@ def test_a_channel_a_thousand_times_as_large_as_the_rest_errs_by_half_a_step_of_
     """In e4m3 the others keep their digits; in int8 they fall to a few steps. Other vectors do not notice."""
     x = randn(4, 2, 64)
     x[1, 1, 7] = 1000.0
-    values, scales = round_vectors(x, dtype)
+    values, scales = quantize_vectors(x, dtype)
     error = (widened(x, dtype) - x).abs()
     assert (error <= most_error(x, scales, dtype)).all()
     rest = torch.arange(64) != 7
     assert (error[1, 1, rest] <= (x[1, 1, rest].abs() / 16 + 0.01 if dtype == FP8 else 1000 / 254 + 1e-3)).all()
-    assert torch.equal(round_vectors(x[0], dtype)[0], values[0])
+    assert torch.equal(quantize_vectors(x[0], dtype)[0], values[0])
 
 
 @FORMATS
@@ -104,7 +104,7 @@ def test_tokens_without_a_slot_are_not_written(dtype: torch.dtype) -> None:
     store(k, v, k_cache, v_cache, torch.tensor([5, -1, 2]), k_scales, v_scales)
     for token, (block, offset) in {0: (1, 1), 2: (0, 2)}.items():
         for x, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
-            values, own_scales = round_vectors(x[token], dtype)
+            values, own_scales = quantize_vectors(x[token], dtype)
             assert torch.equal(cache[block, :, offset].float(), values.float())
             assert torch.equal(scales[block, :, offset], own_scales)
     assert k_scales.count_nonzero() == v_scales.count_nonzero() == 2 * 2

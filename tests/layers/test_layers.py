@@ -15,14 +15,14 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from nanoinfer.device import import_error
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
-from nanoinfer.kernels import dispatch as kernel
-from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels import triton_twins as kernel
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.activation import silu_and_mul
-from nanoinfer.layers.attention import selection, torch_reference
+from nanoinfer.layers.attention import backend_selection, torch_reference
 from nanoinfer.layers.attention.backend import AttentionSpec
+from nanoinfer.layers.attention.backend_selection import AttentionBackends, select_backend
 from nanoinfer.layers.attention.layer import Attention, store
 from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, PrefillMetadata, ragged_indices
-from nanoinfer.layers.attention.selection import AttentionBackends, select_backend
 from nanoinfer.layers.attention.torch_reference import TorchBackend
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
@@ -454,8 +454,8 @@ def pretend_installed(monkeypatch: pytest.MonkeyPatch, *packages: str, flash_att
     def import_error(module: str) -> ImportError | None:
         return None if module.rpartition(".")[2] in packages else ImportError("not there")
 
-    monkeypatch.setattr(selection, "import_error", import_error)
-    monkeypatch.setattr(selection, "_flash_attn_lacks", lambda spec, device, dtype: flash_attn_lacks)
+    monkeypatch.setattr(backend_selection, "import_error", import_error)
+    monkeypatch.setattr(backend_selection, "_flash_attn_lacks", lambda spec, device, dtype: flash_attn_lacks)
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
@@ -607,9 +607,9 @@ def test_only_before_hopper_prefill_is_by_flash_attn_where_its_build_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
-    stand_in: Any = ModuleType(selection.FLASH_ATTN)
+    stand_in: Any = ModuleType(backend_selection.FLASH_ATTN)
     stand_in.FlashAttentionBackend = lambda spec: SimpleNamespace(name="flash_attn", spec=spec)
-    monkeypatch.setitem(sys.modules, selection.FLASH_ATTN, stand_in)
+    monkeypatch.setitem(sys.modules, backend_selection.FLASH_ATTN, stand_in)
     pretend_installed(monkeypatch, *installed, flash_attn_lacks=lacks)
     pretend_gpu(monkeypatch, capability)
     for requested in ("auto", "triton"):
@@ -631,7 +631,7 @@ def test_hoppers_own_prefill_kernel_serves_plain_layers_alone(
     pytest.importorskip("triton", minversion="3.6")
     monkeypatch.setattr("nanoinfer.kernels.device_properties.has_hopper_kernels", lambda _device: True)
     spec = replace(FULL, head_dim=128, **changes)
-    assert selection._has_hopper_kernel(CUDA, SIXTEEN, spec, 256) == expected
+    assert backend_selection._has_hopper_kernel(CUDA, SIXTEEN, spec, 256) == expected
 
 
 def test_layers_of_the_same_kind_share_a_backend_and_a_model_has_one_for_each_kind() -> None:
@@ -640,7 +640,7 @@ def test_layers_of_the_same_kind_share_a_backend_and_a_model_has_one_for_each_ki
     assert backends.for_layer(FULL) is backends.for_layer(replace(FULL))
     assert backends.for_layer(windowed) is not backends.for_layer(FULL)
     assert backends.for_layer(windowed).spec == windowed
-    assert (backends.name, backends.needs_host, backends.max_group_rows) == ("torch", True, 0)
+    assert (backends.name, backends.needs_host, backends.max_prefix_group_rows) == ("torch", True, 0)
 
 
 def test_backends_of_several_kinds_plan_each_its_own_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -650,7 +650,7 @@ def test_backends_of_several_kinds_plan_each_its_own_part_of_a_step(monkeypatch:
     backends = AttentionBackends("auto", CUDA, torch.bfloat16, block_size=16)
     for spec in (FULL, replace(FULL, window=7), replace(FULL, window=9), replace(FULL, head_dim=512)):
         backends.for_layer(spec)
-    assert (backends.name, backends.needs_host, backends.max_group_rows) == ("torch and triton", True, 32)
+    assert (backends.name, backends.needs_host, backends.max_prefix_group_rows) == ("torch and triton", True, 32)
     metadata = PrefillMetadata((3,), (3,), *cumulated([3]).repeat(2, 1), torch.arange(3), torch.zeros(1, 1).int())
     planned = backends.plan(metadata, KVCache(*torch.zeros(2, 1, 1, 8, 16, 128)))
     assert {spec.window: plan.tiles.tolist() for spec, plan in planned.plans.items()} == {

@@ -17,7 +17,7 @@ from transformers.models.cohere2.modeling_cohere2 import (
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.device import default_dtype
-from nanoinfer.layers.centred_norm import CentredNorm
+from nanoinfer.layers.cohere_layer_norm import CohereLayerNorm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, rotate
 from nanoinfer.models import REGISTRY
@@ -62,10 +62,10 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def norms(dtype: torch.dtype, size: int = 96) -> tuple[CentredNorm, Cohere2LayerNorm]:
+def norms(dtype: torch.dtype, size: int = 96) -> tuple[CohereLayerNorm, Cohere2LayerNorm]:
     """Ours and theirs, with the same random weights."""
     with default_dtype(dtype):
-        ours, theirs = CentredNorm(size, eps=1e-5), Cohere2LayerNorm(size, eps=1e-5)
+        ours, theirs = CohereLayerNorm(size, eps=1e-5), Cohere2LayerNorm(size, eps=1e-5)
     weight = (1 + 0.3 * randn(size)).to(dtype)
     ours.weight.data.copy_(weight)
     theirs.weight.data.copy_(weight)

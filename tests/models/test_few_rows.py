@@ -11,10 +11,10 @@ import torch
 from nanoinfer import LLM
 from nanoinfer.layers import few_rows as layers
 from nanoinfer.layers.activation import gelu_tanh_and_mul
-from nanoinfer.layers.centred_norm import CentredNorm
+from nanoinfer.layers.cohere_layer_norm import CohereLayerNorm
+from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.layers.layernorm import RMSNorm
-from nanoinfer.layers.offset_norm import OffsetNorm
-from nanoinfer.models import execution, few_rows
+from nanoinfer.models import execution, few_rows_layer
 from nanoinfer.models.decoder import DecoderLayer
 from nanoinfer.models.decoder_spec import DecoderSpec
 from tests.models.test_architectures import ARCHITECTURES, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
@@ -31,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         function = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, **kwargs: names.append(name) or function(*args, **kwargs))
 
-    note(few_rows, "few_rows_product")
+    note(few_rows_layer, "few_rows_product")
     monkeypatch.setattr(execution, "few_rows_kernels_serve", lambda num_rows, _: 0 < num_rows <= layers.MAX_FEW_ROWS)
     return names
 
@@ -90,13 +90,13 @@ def test_every_architecture_gives_the_same_tokens_with_few_rows(
     [
         ({}, True, True),
         ({"qk_norm": True, "has_sinks": True, "interleaves_rotary": True}, True, True),
-        ({"norms_sums": True}, False, True),
-        ({"norm": OffsetNorm}, False, True),
+        ({"has_post_norms": True}, False, True),
+        ({"norm": GemmaRMSNorm}, False, True),
         ({"activation": gelu_tanh_and_mul}, False, True),
-        ({"norm": CentredNorm}, False, False),
+        ({"norm": CohereLayerNorm}, False, False),
         ({"norm": type("ANewNorm", (RMSNorm,), {})}, False, False),
-        ({"norms_inputs": False, "norms_sums": True}, False, False),
-        ({"is_parallel": True}, False, False),
+        ({"has_pre_norms": False, "has_post_norms": True}, False, False),
+        ({"has_parallel_block": True}, False, False),
         ({"has_gates": True}, False, False),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_kernel_that_does_not_compile_is_an_error(
 
     with LLM(checkpoint("LlamaForCausalLM", 0), device="cpu", max_model_len=64) as llm:
         decoder = llm.engine.runner.model.model
-    monkeypatch.setattr(few_rows, "few_rows_product", fail)
+    monkeypatch.setattr(few_rows_layer, "few_rows_product", fail)
     with pytest.raises(RuntimeError, match="no compiler"), execution.compiling_few_rows(decoder, [1]):
         pass
 

@@ -17,8 +17,8 @@ from nanoinfer.device import default_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.activation import gelu_tanh_and_mul
+from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.layers.linear import PartialSum
-from nanoinfer.layers.offset_norm import OffsetNorm
 from nanoinfer.models import REGISTRY
 from nanoinfer.models.gemma3 import Gemma3Embedding
 
@@ -63,10 +63,10 @@ def read(raw: dict[str, Any]) -> ModelConfig:
 # --- layers ---
 
 
-def norms(dtype: torch.dtype, seed: int) -> tuple[OffsetNorm, Gemma3RMSNorm]:
+def norms(dtype: torch.dtype, seed: int) -> tuple[GemmaRMSNorm, Gemma3RMSNorm]:
     """Ours and theirs, with the same random weights."""
     with default_dtype(dtype):
-        ours, theirs = OffsetNorm(96, eps=1e-5), Gemma3RMSNorm(96, eps=1e-5)
+        ours, theirs = GemmaRMSNorm(96, eps=1e-5), Gemma3RMSNorm(96, eps=1e-5)
     weight = (0.3 * randn(96, seed=seed)).to(dtype)
     ours.weight_loader(ours.weight, weight)
     theirs.weight.data.copy_(weight)

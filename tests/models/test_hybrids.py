@@ -13,7 +13,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ConfigError, ModelError
 from nanoinfer.layers.linear_attention import delta_rule
-from nanoinfer.layers.linear_attention.states import LayerStates
+from nanoinfer.layers.linear_attention.recurrent_states import LayerStates
 from nanoinfer.models import REGISTRY
 from tests.models.test_architectures import (
     GREEDY,

@@ -13,7 +13,7 @@ from torch import Tensor
 from nanoinfer.models import execution, prefill_graphs
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE, SmallPrefills, padded_sizes
+from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE, SmallPrefillGraphs, padded_sizes
 from nanoinfer.quantization.linear_method import ProductKind
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
@@ -32,10 +32,10 @@ WITHOUT_GRAPHS = (*HYBRIDS, *NOT_PLAIN, *WITH_EXPERTS)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """The padded sizes of the steps of at most 24 tokens, and whether graphs would have computed them."""
     found: list[tuple[int, bool]] = []
-    of_decoders: dict[int, SmallPrefills | None] = {}
+    of_decoders: dict[int, SmallPrefillGraphs | None] = {}
     forward = execution.forward
 
-    def graphs_of(self: SmallPrefills, sizes: list[int], pool: Any) -> dict[int, Any]:
+    def graphs_of(self: SmallPrefillGraphs, sizes: list[int], pool: Any) -> dict[int, Any]:
         assert (pool is None) == (not self._graphs)
         assert self._graphs or sizes[0] == 24, "the largest comes first, so that the others fit into its memory"
 
@@ -56,7 +56,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
         found.append((min(size for size in small.sizes if size >= num_tokens), False))
         return small(step)
 
-    monkeypatch.setattr(SmallPrefills, "graphs_of", graphs_of)
+    monkeypatch.setattr(SmallPrefillGraphs, "graphs_of", graphs_of)
     monkeypatch.setattr(execution, "padded_sizes", lambda _decoder, only_pools: [8, 16, 24, 32])
     monkeypatch.setattr(execution, "forward", small_steps)
     return found
@@ -112,7 +112,7 @@ def test_models_that_only_pool_have_larger_sizes() -> None:
 
 
 def test_graphs_of_large_sizes_are_for_short_texts() -> None:
-    small = SmallPrefills.__new__(SmallPrefills)
+    small = SmallPrefillGraphs.__new__(SmallPrefillGraphs)
     small.sizes, small._few_tokens, small._has_failed = [256, 1024, 2048, 4096, 16384], 256, False
     served = [(256, 1), (257, 3), (2048, 16), (12800, 100), (16384, 128)]
     others = [(257, 2), (2048, 15), (12801, 100), (16384, 127), (16385, 512)]
@@ -152,7 +152,9 @@ def test_one_gpu_has_graphs_of_small_steps_of_plain_layers(
     given = SimpleNamespace(**{**found, "products": {ProductKind.PLAIN}, **changes})
     decoder: Any = SimpleNamespace(tp=given, has_experts=given.has_experts, layers=[SimpleNamespace(traits=given)])
     monkeypatch.setattr(execution, "padded_sizes", lambda _decoder, only_pools: [64, 128, 192])
-    monkeypatch.setattr(execution, "SmallPrefills", lambda _decoder, sizes, _few_tokens: SimpleNamespace(sizes=sizes))
+    monkeypatch.setattr(
+        execution, "SmallPrefillGraphs", lambda _decoder, sizes, _few_tokens: SimpleNamespace(sizes=sizes)
+    )
     small: Any = execution.small_prefills(decoder, given.max_step_tokens, only_pools=False)
     assert (small and small.sizes) == sizes
 
@@ -185,7 +187,7 @@ def test_where_a_capture_fails_steps_go_on_without(
 
     monkeypatch.setattr(prefill_graphs, "PieceGraphs", fail)
     monkeypatch.setattr(prefill_graphs, "plain_pieces", lambda _decoder, _buffers: iter([None, None]))
-    small = SmallPrefills(decoder, [8, 16], few_tokens=16)
+    small = SmallPrefillGraphs(decoder, [8, 16], few_tokens=16)
     for _ in range(2 * STEPS_BEFORE_CAPTURE):
         step: Any = SimpleNamespace(token_ids=torch.arange(5))
         assert small(step).shape == (5, 4)

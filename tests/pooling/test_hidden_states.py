@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from nanoinfer import LLM, RequestError, SamplingParams
-from nanoinfer.engine.extras.prompt_states import FoundStates
-from nanoinfer.one_pass import hidden_states as module
+from nanoinfer.engine.extras.hidden_states_request import ChunkStates
 from nanoinfer.outputs import refused
+from nanoinfer.pooling_calls import hidden_states as module
 from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts
@@ -147,12 +147,12 @@ def test_layers_may_be_numpys_integers(checkpoint: Checkpoint) -> None:
 
 def test_states_are_held_once_when_their_output_is_made() -> None:
     request = PreparedRequest(prompt=None, token_ids=[1, 2], sampling_params=GREEDY)
-    wanted = module.HiddenStates.of([0], "prompt", None, num_layers=2, row_bytes=8, num_replicas=1)
+    wanted = module.HiddenStatesOptions.of([0], "prompt", None, num_layers=2, row_bytes=8, num_replicas=1)
     assert wanted is not None
     wanted.add_to(Portions.of([request]))
-    states = request.prompt_states
+    states = request.hidden_states_request
     for start in (0, 1):
-        states.add(FoundStates(0, 0, start, torch.full((1, 4), float(start))))
+        states.add(ChunkStates(0, 0, start, torch.full((1, 4), float(start))))
     output = states.to_output(refused(0, None, 1, ""), states)
     assert output.hidden_states[0][:, 0].tolist() == [0, 1]
     assert states.found == {}

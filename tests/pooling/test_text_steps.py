@@ -15,9 +15,9 @@ import torch
 
 from nanoinfer import LLM, PoolingParams
 from nanoinfer.engine.request_queue import Inbox
-from nanoinfer.one_pass import text_steps
-from nanoinfer.one_pass.calls import activate
-from nanoinfer.one_pass.text_steps import TextSteps
+from nanoinfer.pooling_calls import pooling_steps
+from nanoinfer.pooling_calls.calls import activate
+from nanoinfer.pooling_calls.pooling_steps import PoolingSteps
 from nanoinfer.text.portions import Portions
 from tests.models.test_architectures import draw_options, save_random_model
 from tests.pooling.test_decoders import SMALL
@@ -40,13 +40,13 @@ def watched(llm: LLM, call: Callable[[], list[Any]]) -> list[Any]:
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many texts each step of whole texts has had."""
     counts: list[int] = []
-    pack = text_steps.pack_texts
+    pack = pooling_steps.pack_texts
 
     def count(requests: list[Any], block_size: int) -> Any:
         counts.append(len(requests))
         return pack(requests, block_size)
 
-    monkeypatch.setattr(text_steps, "pack_texts", count)
+    monkeypatch.setattr(pooling_steps, "pack_texts", count)
     return counts
 
 
@@ -145,13 +145,13 @@ def test_a_text_that_is_aborted_has_no_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
     save_encoder(tmp_path, architecture, num_labels=1)
-    launch = TextSteps._launch
+    launch = PoolingSteps._launch
 
-    def launch_and_abort(self: TextSteps, *args: Any) -> Any:
+    def launch_and_abort(self: PoolingSteps, *args: Any) -> Any:
         llm.abort(3)
         return launch(self, *args)
 
-    monkeypatch.setattr(TextSteps, "_launch", launch_and_abort)
+    monkeypatch.setattr(PoolingSteps, "_launch", launch_and_abort)
     with LLM(tmp_path, **ENCODERS) as llm, warnings.catch_warnings():
         warnings.simplefilter("error")
         probs = {output.request_id: output.outputs.probs for output in llm.classify(PROMPTS, use_tqdm=False)}
@@ -162,13 +162,13 @@ def test_a_text_that_is_aborted_has_no_class(
 def test_a_text_that_is_aborted_has_no_values(encoder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(encoder("Bert"), **ENCODERS) as llm:
         [first] = llm.embed(PROMPTS[:1], use_tqdm=False)
-        launch = TextSteps._launch
+        launch = PoolingSteps._launch
 
         def launch_and_abort(*args: Any) -> Any:
             llm.abort(first.request_id + 1)
             return launch(*args)
 
-        monkeypatch.setattr(TextSteps, "_launch", launch_and_abort)
+        monkeypatch.setattr(PoolingSteps, "_launch", launch_and_abort)
         outputs = llm.embed(PROMPTS, use_tqdm=False)
         monkeypatch.undo()
         assert [bool(np.isnan(one.outputs.embedding).all()) for one in outputs].count(True) == 1
@@ -261,13 +261,13 @@ def test_others_end_before_their_rows_are_taken(decoder: Path, packed: list[int]
 def test_what_others_cache_between_two_steps_is_forgotten(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(decoder, **{**DECODER, "num_kvcache_blocks": 24}) as llm:
         expected, before = llm.embed(MANY, use_tqdm=False), llm.embed(ALIKE, use_tqdm=False)
-        pack, between = text_steps.pack_texts, []
+        pack, between = pooling_steps.pack_texts, []
 
         def pack_after_others(*args: Any) -> Any:
             between.append(is_close(llm.embed(ALIKE, use_tqdm=False), before))
             return pack(*args)
 
-        monkeypatch.setattr(text_steps, "pack_texts", pack_after_others)
+        monkeypatch.setattr(pooling_steps, "pack_texts", pack_after_others)
         assert is_close(llm.embed(MANY, use_tqdm=False), expected)
     assert all(between)
     assert len(between) > 3
@@ -278,10 +278,10 @@ def test_a_long_text_among_later_ones_goes_through_the_scheduler(decoder: Path, 
     with LLM(decoder, **DECODER) as llm:
         expected = watched(llm, lambda: llm.embed(texts, use_tqdm=False))
         assert not packed
-        prepared = llm.one_pass.prepare_embeddings(texts).take()
+        prepared = llm.pooling_calls.prepare_embeddings(texts).take()
         portions = Portions(lambda indices, _: [prepared[index] for index in indices], range(len(texts)), 256)
-        found = llm.one_pass.text_steps.complete(portions, llm.one_pass.outputs_of_texts, lambda _: None)
-        order = llm.one_pass.prepare_embeddings(texts).order
+        found = llm.pooling_calls.pooling_steps.complete(portions, llm.pooling_calls.outputs_of_texts, lambda _: None)
+        order = llm.pooling_calls.prepare_embeddings(texts).order
     assert is_close([found[order.index(index)] for index in range(len(texts))], expected)
     assert sum(packed) == 2 * len(MANY)
 
@@ -289,7 +289,7 @@ def test_a_long_text_among_later_ones_goes_through_the_scheduler(decoder: Path, 
 def test_requests_of_others_that_are_paused_give_up_their_rows(decoder: Path, packed: list[int]) -> None:
     with LLM(decoder, **DECODER) as llm:
         expected, expected_alike = llm.embed(MANY, use_tqdm=False), llm.embed(ALIKE, use_tqdm=False)
-        portions, inbox = llm.one_pass.prepare_embeddings(ALIKE), Inbox()
+        portions, inbox = llm.pooling_calls.prepare_embeddings(ALIKE), Inbox()
         ids = llm.queue.add_requests(portions.take(), inbox)
         llm.pause(ids)
         assert is_close(llm.embed(MANY, use_tqdm=False), expected)
@@ -316,7 +316,7 @@ def test_an_interrupt_leaves_nothing_behind(encoder: Callable[[str], Path], monk
                     raise KeyboardInterrupt
 
             with monkeypatch.context() as patch:
-                patch.setattr(text_steps, "postponed_interrupt", interrupted)
+                patch.setattr(pooling_steps, "postponed_interrupt", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     llm.embed(MANY, use_tqdm=False)
             assert llm.queue.engine.is_finished()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.quantization import selection
+from nanoinfer.quantization import method_selection
 from nanoinfer.quantization.fp8 import dequantize_weight, fit_weight
 from tests.models.test_architectures import ARCHITECTURES, SMALL_WEIGHTS, checkpoint, draw_prompts, generate
 
@@ -46,7 +46,7 @@ def test_weights_that_are_rounded_while_they_are_loaded(
     wide = rounded(folder, tmp_path)
     assert generate(folder, prompts, quantization="fp8") == generate(wide, prompts)
 
-    monkeypatch.setattr(selection, "has_fp8_products", lambda device: True)
+    monkeypatch.setattr(method_selection, "has_fp8_products", lambda device: True)
     params, found = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), []
     for model, options in ((folder, {"quantization": "fp8"}), (wide, {})):
         with LLM(model, device="cpu", dtype="float32", **options) as llm:

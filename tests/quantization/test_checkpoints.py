@@ -20,7 +20,7 @@ from nanoinfer.checkpoint.quantization_config import read_quantization
 from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
 from nanoinfer.kernels.fp8_format import FP8
 from nanoinfer.models import REGISTRY
-from nanoinfer.quantization import selection
+from nanoinfer.quantization import method_selection
 from nanoinfer.quantization.fp8 import dequantize_weight, fit_weight, quantize_weight
 
 Tensors = dict[str, Tensor]
@@ -173,7 +173,7 @@ def test_a_checkpoint_in_fp8_gives_the_tokens_of_its_weights_in_float32(
 def test_products_of_fp8_are_near_those_of_widened_weights(
     name: str, sparse: bool, plain_folder: Callable[[bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection, "has_fp8_products", lambda device: True)
+    monkeypatch.setattr(method_selection, "has_fp8_products", lambda device: True)
     fp8, wide = write_pair(plain_folder(sparse), tmp_path, FORMATS[name])
     token_ids, params = prompts()[-1], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     found = []
@@ -267,7 +267,7 @@ def test_random_weights_need_no_checkpoint(
         plain, expected = run(tmp_path, load_format="dummy")
         assert sum(a == b for one, two in zip(tokens, plain, strict=True) for a, b in zip(one, two, strict=True)) > 0
         assert logprobs != expected
-    monkeypatch.setattr(selection, "has_fp8_products", lambda device: True)
+    monkeypatch.setattr(method_selection, "has_fp8_products", lambda device: True)
     assert all(map(math.isfinite, run(tmp_path, **options)[1]))
 
 

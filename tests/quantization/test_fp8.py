@@ -17,7 +17,7 @@ from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.moe import SparseMoE
-from nanoinfer.quantization import selection
+from nanoinfer.quantization import method_selection
 from nanoinfer.quantization.fp8 import (
     dequantize_rows,
     dequantize_weight,
@@ -29,7 +29,7 @@ from nanoinfer.quantization.fp8 import (
     quantize_weight,
 )
 from nanoinfer.quantization.fp8_linear import Fp8LinearMethod, Fp8WeightOnlyMethod
-from nanoinfer.quantization.selection import with_quantization
+from nanoinfer.quantization.method_selection import with_quantization
 from tests.fp8_cases import assert_experts_are_as_good_as_their_twin, unrounded_expert_mlp
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -45,7 +45,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 @pytest.fixture
 def fp8_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the twins of the FP8 products run on the CPU."""
-    monkeypatch.setattr(selection, "has_fp8_products", lambda device: True)
+    monkeypatch.setattr(method_selection, "has_fp8_products", lambda device: True)
 
 
 # --- rows ---
@@ -236,7 +236,7 @@ def test_updated_weights_take_the_same_way() -> None:
 def test_scalar_scales_are_spread_and_the_largest_scale_of_inputs_counts() -> None:
     layer = quantized(
         ColumnParallelLinear(32, {"a": 2, "b": 3}, bias=False, tp=WHOLE),
-        weights="tensor",
+        weight_granularity="tensor",
         static_inputs=True,
         in_checkpoint=True,
     )
@@ -311,7 +311,7 @@ def test_experts_in_fp8_are_near_those_with_widened_weights(monkeypatch: pytest.
     widened = build_experts(WHOLE)
     expected = widened(x).terms.sum(0)
     assert widened.input_format is None
-    monkeypatch.setattr(selection, "has_fp8_products", lambda device: True)
+    monkeypatch.setattr(method_selection, "has_fp8_products", lambda device: True)
     layer = build_experts(WHOLE)
     rows = quantize_rows(x, layer.input_format or RowFormat())
     assert rows.wide is x, "the router reads what was not rounded"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanoinfer import LLM, ModelError
 from nanoinfer.quantization.int4.formats import read_mxfp4
-from nanoinfer.quantization.int4.numbers import dequantize
+from nanoinfer.quantization.int4.packing import dequantize
 from tests.models.test_architectures import draw_prompts, generate
 
 SIZES = {

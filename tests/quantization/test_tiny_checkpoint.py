@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from nanoinfer import LLM, tiny_model_path
-from nanoinfer.quantization import selection
+from nanoinfer.quantization import method_selection
 from tests.checkpoint.test_tiny_checkpoint import share_right
 from tests.tiny_checkpoint.tasks import TASKS, held_out_examples, held_out_sums
 
@@ -13,7 +13,7 @@ from tests.tiny_checkpoint.tasks import TASKS, held_out_examples, held_out_sums
 @pytest.fixture(scope="module", params=[True, False], ids=["fp8 products", "weights only"])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "has_fp8_products", lambda device: request.param)
+        patch.setattr(method_selection, "has_fp8_products", lambda device: request.param)
         with LLM(tiny_model_path(), device="cpu", quantization="fp8") as llm:
             yield llm
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.quantization import selection
+from nanoinfer.quantization import method_selection
 from tests.real.test_smollm2 import PIECE, folder
 
 __all__ = ["folder"]
@@ -89,14 +89,14 @@ def measure_loss(folder: Path, num_tokens: int, quantization: str) -> Loss:
 def test_perplexity_with_fp8_weights_is_within_three_percent(
     multiplies_fp8: bool, num_tokens: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection, "has_fp8_products", lambda device: multiplies_fp8)
+    monkeypatch.setattr(method_selection, "has_fp8_products", lambda device: multiplies_fp8)
     loss = measure_loss(folder, num_tokens, "fp8")
     assert abs(loss.rise) < 0.03
     assert loss.divergence < 0.05
 
 
 def test_it_still_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "has_fp8_products", lambda device: True)
+    monkeypatch.setattr(method_selection, "has_fp8_products", lambda device: True)
     with LLM(folder, device="cpu", dtype="float32", quantization="fp8") as llm:
         question = [{"role": "user", "content": "What is gravity?"}]
         [answer] = llm.chat(question, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)

@@ -22,7 +22,7 @@ import torch
 
 from nanoinfer import LLM, ConfigError, EngineClosedError, ModelError, SamplingParams, WorkerError
 from nanoinfer.executor.processes import Workers
-from nanoinfer.replicas import loading, replicated_engine
+from nanoinfer.replicas import replicated_engine, start_replicas
 from tests.executor.test_processes import start_script
 from tests.executor.test_tensor_parallel import is_running, private_folder, remains  # noqa: F401 (a fixture)
 from tests.pooling.test_decoders import assert_close
@@ -250,15 +250,15 @@ def test_replicas_take_as_many_gpus_as_they_have_ranks(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("this makes a context on a GPU"))
-    config = loading.EngineConfig("tiny", data_parallel_size=2, tensor_parallel_size=2)
-    assert loading.choose_devices(config) == ["cuda:0", "cuda:2"]
-    config = loading.EngineConfig("tiny", data_parallel_size=3, tensor_parallel_size=2, device="cuda:2")
-    assert loading.choose_devices(config) == ["cuda:2", "cuda:4", "cuda:6"]
-    config = loading.EngineConfig("tiny", data_parallel_size=4, tensor_parallel_size=2, device="cuda:1")
+    config = start_replicas.EngineConfig("tiny", data_parallel_size=2, tensor_parallel_size=2)
+    assert start_replicas.choose_devices(config) == ["cuda:0", "cuda:2"]
+    config = start_replicas.EngineConfig("tiny", data_parallel_size=3, tensor_parallel_size=2, device="cuda:2")
+    assert start_replicas.choose_devices(config) == ["cuda:2", "cuda:4", "cuda:6"]
+    config = start_replicas.EngineConfig("tiny", data_parallel_size=4, tensor_parallel_size=2, device="cuda:1")
     with pytest.raises(
         ConfigError, match="needs 8 GPUs, and PyTorch sees 8; cuda:1 is the first to use; use at most 7"
     ):
-        loading.choose_devices(config)
+        start_replicas.choose_devices(config)
 
 
 @pytest.mark.slow

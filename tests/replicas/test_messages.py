@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from nanoinfer.replicas.dispatch import PREFIX_TOKENS, QueuedRequest
-from nanoinfer.replicas.messages import common_prefixes, pack_requests, unpack_requests
+from nanoinfer.replicas.dispatcher import PREFIX_TOKENS, QueuedRequest
+from nanoinfer.replicas.replica_messages import common_prefixes, pack_requests, unpack_requests
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest, pack_ids
 

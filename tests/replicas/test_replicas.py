@@ -26,7 +26,7 @@ from nanoinfer.batch.batch_job import run_batch
 from nanoinfer.engine.reserved_ids import ReservedIds
 from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, StepEvent
-from nanoinfer.replicas.messages import Call
+from nanoinfer.replicas.replica_messages import Call
 
 PROMPTS = [f"{a}+{b}=?" for a in range(7) for b in range(2)]
 LONG = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
@@ -431,7 +431,7 @@ def test_weights_that_only_some_replicas_can_take_leave_none_waiting_for_them(tw
     with pytest.raises(EngineStateError, match="this engine sleeps; call wake_up"):
         two.update_weights(load_file(tiny_model_path() / "model.safetensors").items())
     two.sleep()
-    assert all(replica.unready for replica in two.engine.replicas)
+    assert all(replica.unready_reason for replica in two.engine.replicas)
     two.wake_up()
     assert two.generate("1+1=?", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0].text
 

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, PoolingParams, RequestError, SamplingParams, tiny_model_path
-from nanoinfer.engine.extras.prompt_states import FoundStates, PromptStates
+from nanoinfer.engine.extras.hidden_states_request import ChunkStates, HiddenStatesRequest
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.outputs import refused
 from nanoinfer.pooling_outputs import PoolingRequestOutput
-from nanoinfer.replicas.states import keep_states, unpack_states
+from nanoinfer.replicas.packed_states import keep_states, unpack_states
 from tests.pooling.test_decoders import assert_close, embeddings
 from tests.pooling.test_encoders import ENCODERS, PAIRS, save_encoder, write_tokenizer
 from tests.pooling.test_ways_to_call import run as run_job
@@ -135,7 +135,7 @@ def test_what_cannot_be_served_is_refused(two: LLM) -> None:
 
 def test_aborted_texts_have_values_of_nan(two: LLM) -> None:
     inbox = Inbox()
-    ids = two.queue.add_requests(two.one_pass.prepare_embeddings(["1", "2"], at_once=True).take(), inbox)
+    ids = two.queue.add_requests(two.pooling_calls.prepare_embeddings(["1", "2"], at_once=True).take(), inbox)
     two.abort(ids[:1])
     while not inbox.is_complete:
         two.queue.step()
@@ -157,11 +157,11 @@ def test_a_model_whose_values_are_nan_says_so_for_each_request(two: LLM, caplog:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_states_of_every_dtype_come_out_of_a_message_as_they_went_in(dtype: torch.dtype) -> None:
-    states = PromptStates(pools=True, first=0, to_output=partial(pytest.fail, "made in the parent"))
+    states = HiddenStatesRequest(pools=True, first=0, to_output=partial(pytest.fail, "made in the parent"))
     values = torch.arange(12.0).view(3, 4)
-    states.add(FoundStates(0, 2, 0, values[:2].to(dtype)))
-    states.add(FoundStates(0, 2, 2, values[2:].to(dtype)))  # the second chunk
-    states.add(FoundStates(0, None, 0, values[:1]))
+    states.add(ChunkStates(0, 2, 0, values[:2].to(dtype)))
+    states.add(ChunkStates(0, 2, 2, values[2:].to(dtype)))  # the second chunk
+    states.add(ChunkStates(0, None, 0, values[:1]))
     output = keep_states(refused(0, None, 1, ""), states)
     found = unpack_states(pickle.loads(pickle.dumps(output.hidden_states, pickle.HIGHEST_PROTOCOL)))
     assert torch.equal(torch.cat([*found[2].values()]), values.to(dtype))

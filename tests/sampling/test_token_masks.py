@@ -13,8 +13,8 @@ from torch._subclasses import FakeTensorMode
 
 from nanoinfer import SamplingParams
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.packet import pack, read_header, split_packet
+from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.sampling.logprobs import PositionLogprobs

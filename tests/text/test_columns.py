@@ -73,7 +73,7 @@ def test_a_column_of_texts_or_of_ids_is_a_list_of_them(kind: str, prompts: list[
 def test_a_column_of_conversations_is_a_list_of_them(kind: str, llm: LLM) -> None:
     if kind == "datasets of arrays":
         pytest.skip("NumPy has no array of dicts that `datasets` would make")
-    tokenizer = llm.preparer.prompts.require_tokenizer()
+    tokenizer = llm.preparer.prompt_processor.require_tokenizer()
     found = [render_chat(tokenizer, conversation) for conversation in as_conversations(KINDS[kind](CHATS))]
     assert found == [render_chat(tokenizer, conversation) for conversation in CHATS]
 

@@ -105,14 +105,14 @@ def test_portions_give_the_tokens_and_the_order_of_prompts_that_are_prepared_at_
 
 
 def test_steps_run_before_the_last_prompts_are_tokenized(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_finished, original = threading.Event(), llm.preparer.prompts.prepare
+    has_finished, original = threading.Event(), llm.preparer.prompt_processor.prepare
 
     def wait_for_a_step(prompts: dict[int, Any], *arguments: Any) -> Any:
         assert 9 not in prompts or has_finished.wait(20), "no step has run before the last portion is prepared"
         return original(prompts, *arguments)
 
     callback = llm.on_step(lambda event: has_finished.set())
-    monkeypatch.setattr(llm.preparer.prompts, "prepare", wait_for_a_step)
+    monkeypatch.setattr(llm.preparer.prompt_processor, "prepare", wait_for_a_step)
     assert len(llm.generate(PROMPTS, DRAWN, use_tqdm=False)) == 11
     callback()
 
@@ -170,14 +170,14 @@ def test_ids_of_a_call_follow_each_other_while_another_thread_queues_its_own(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others: list[int] = []
-    original = llm.preparer.prompts.prepare
+    original = llm.preparer.prompt_processor.prepare
 
     def add_between(prompts: dict[int, Any], *arguments: Any) -> Any:
         if 3 in prompts and threading.current_thread() is not threading.main_thread():
             others.append(llm.add_request("1 + 1 =", SamplingParams(max_tokens=1)))
         return original(prompts, *arguments)
 
-    monkeypatch.setattr(llm.preparer.prompts, "prepare", add_between)
+    monkeypatch.setattr(llm.preparer.prompt_processor, "prepare", add_between)
     ids = [output.request_id for output in llm.generate(PROMPTS, DRAWN, use_tqdm=False)]
     assert ids == [*range(ids[0], ids[0] + 11)]
     while not llm.is_finished():
@@ -189,7 +189,7 @@ def test_ids_of_a_call_follow_each_other_while_another_thread_queues_its_own(
 @pytest.fixture
 def paused_portions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Events: that the second portion is about to be prepared, and that it may be."""
-    is_there, may_go_on, original = threading.Event(), threading.Event(), llm.preparer.prompts.prepare
+    is_there, may_go_on, original = threading.Event(), threading.Event(), llm.preparer.prompt_processor.prepare
 
     def wait(prompts: dict[int, Any], *arguments: Any) -> Any:
         if 3 in prompts:
@@ -197,7 +197,7 @@ def paused_portions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
             assert may_go_on.wait(20)
         return original(prompts, *arguments)
 
-    monkeypatch.setattr(llm.preparer.prompts, "prepare", wait)
+    monkeypatch.setattr(llm.preparer.prompt_processor, "prepare", wait)
     yield is_there, may_go_on
     may_go_on.set()
 

@@ -3,15 +3,15 @@
 The scheduler calls these hooks for every model, and they do nothing where all layers attend to all tokens.
 """
 
-from nanoinfer.engine.batch import NewBlock
 from nanoinfer.engine.blocks.state_snapshots import StateCopy
+from nanoinfer.engine.scheduled_batch import NewBlock
 from nanoinfer.engine.sequence import Sequence
 
 
 class BlockHooks:
     """The hooks as `BlockManager` has them.
 
-    `hybrid_blocks.py` overrides those before `leave_window`, to keep recurrent states and find them again, and
+    `hybrid_blocks.py` overrides those before `free_outside_window`, to keep recurrent states and find them again, and
     `windowed_blocks.py` those from there on: its sequences take blocks and give them back while they run. They also
     override public methods of `BlockManager`, and private ones: both `_find_partial_hit` and `_remove_entry`, and the
     second one `_take_block`, `_is_cached` and `_hold_source`. Who changes one of these changes all three files.
@@ -41,7 +41,7 @@ class BlockHooks:
         """Return the copies of recurrent states that the scheduled step begins with: to snapshots, then from them."""
         return [], []
 
-    def leave_window(self, seq: Sequence) -> None:
+    def free_outside_window(self, seq: Sequence) -> None:
         """Take back the blocks that no token after the computed ones attends to."""
 
     def num_blocks_for_chunk(self, seq: Sequence, end: int) -> int:

@@ -1,7 +1,7 @@
 """Gives blocks to the sequences of models that have layers with a window beside others.
 
-Layers are grouped (`layers/attention/layer_groups.py`), and each group has a block table. All take blocks from one pool
-of equal pages. The first group attends to all tokens: its blocks are those of the BlockManager, and find cached
+Layers are grouped (`layers/attention/kv_cache_groups.py`), and each group has a block table. All take blocks from one
+pool of equal pages. The first group attends to all tokens: its blocks are those of the BlockManager, and find cached
 prefixes. In the other groups, a sequence holds only the blocks that its window still reaches. It gives the others back
 while it runs, and their table entries then point to page 0, which is never handed out.
 
@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from nanoinfer.engine.batch import NewBlock
 from nanoinfer.engine.block_manager import Block, BlockManager, last_serial
 from nanoinfer.engine.blocks.partial_hits import MIN_COPIED_TOKENS, BlockCopy, PartialHit
+from nanoinfer.engine.scheduled_batch import NewBlock
 from nanoinfer.engine.sequence import Sequence
 
 Column = tuple[int, ...]  # the blocks of a place in all tables but the first
-NOBODY = 0  # the page that table entries point to where no block is held any more
+NULL_BLOCK = 0  # the page that table entries point to where no block is held any more
 
 
 @dataclass(slots=True)
@@ -72,13 +72,13 @@ class WindowedBlockManager(BlockManager):
         self._tables: dict[Sequence, WindowTables] = {}
         self._cached_columns: dict[int, Column] = {}  # by the block of the first group that has the same tokens
         self._owners: dict[int, int] = {}  # by block of such a column: that block
-        del self._free[NOBODY]
+        del self._free[NULL_BLOCK]
 
     @property
     def num_blocks(self) -> int:
         return len(self._blocks) - 1
 
-    def holds(self, num_tokens: int) -> bool:
+    def can_hold(self, num_tokens: int) -> bool:
         num_columns = self._num_blocks_for(num_tokens)
         needed = num_columns + self.num_windowed_groups * min(num_columns, self._max_columns)
         return needed <= self.num_blocks
@@ -107,7 +107,7 @@ class WindowedBlockManager(BlockManager):
             copies += [BlockCopy(source, target, copy.num_tokens) for source, target in pairs]
         return copies
 
-    def leave_window(self, seq: Sequence) -> None:
+    def free_outside_window(self, seq: Sequence) -> None:
         tables = self._tables[seq]
         first = max(0, seq.num_computed_tokens - self.window + 1) // self.block_size
         while tables.first < first and tables.columns:
@@ -119,7 +119,7 @@ class WindowedBlockManager(BlockManager):
 
     def take_chunk_blocks(self, seq: Sequence, end: int) -> list[NewBlock]:
         tables = self._tables[seq]
-        self.leave_window(seq)
+        self.free_outside_window(seq)
         while tables.end < self._num_blocks_for(end):
             self._append_column(tables)
         return self._new_entries(seq, tables)
@@ -190,7 +190,7 @@ class WindowedBlockManager(BlockManager):
         row, distance = seq.held_row, self._num_rows
         rows = range(row + distance, row + distance * (self.num_windowed_groups + 1), distance)
         return [
-            *(NewBlock(row, place, NOBODY) for place in left for row in rows),
+            *(NewBlock(row, place, NULL_BLOCK) for place in left for row in rows),
             *(
                 NewBlock(row, place, block_id)
                 for place in new

@@ -6,12 +6,12 @@ The loop calls these methods in the order in which they stand; the file of each 
 from collections.abc import Mapping
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.batch import ScheduledBatch
+from nanoinfer.engine.extras.hidden_states_request import collect_states, hand_over_states
 from nanoinfer.engine.extras.logprobs import collect_logprobs, end_texts, make_room
-from nanoinfer.engine.extras.prompt_states import collect_states, hand_over_states
 from nanoinfer.engine.extras.routed_experts import RoutedExperts
 from nanoinfer.engine.interfaces import Runner, SampledStep
 from nanoinfer.engine.request import Completion, Request
+from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer
@@ -29,7 +29,9 @@ class Extras:
     def start(self, request: Request, prepared: PreparedRequest) -> None:
         """Note what a request wants that is about to be queued."""
         make_room(request, prepared, self._tokenizer)
-        request.prompt_states = request.completions[0].seq.prompt_states = prepared.prompt_states
+        request.hidden_states_request = request.completions[0].seq.hidden_states_request = (
+            prepared.hidden_states_request
+        )
 
     def launched(self, batch: ScheduledBatch, handle: SampledStep) -> None:
         """Hand over what a step brings on the device."""

@@ -6,10 +6,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs, add_position, token_logprobs
 from nanoinfer.engine.interfaces import SampledStep
 from nanoinfer.engine.request import Completion, Request
+from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer, prompt_texts

@@ -1,4 +1,4 @@
-"""The interface that attention backends implement; `selection.py` chooses one for each kind of layer."""
+"""The interface that attention backends implement; `backend_selection.py` chooses one for each kind of layer."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,7 +45,7 @@ class AttentionBackend(Protocol):
     name: str
     spec: AttentionSpec
     needs_host: bool  # whether decode reads lengths on the host, so that a CUDA graph cannot capture it
-    max_group_rows: int = 0  # the most decode rows that it can read a shared prefix for at once; 0 if it reads for each
+    max_prefix_group_rows: int = 0  # that it can read a shared prefix for at once; 0: it reads one for each
 
     def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
         """Return `metadata` with what this backend prepares once for all layers of the step; by default nothing."""

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer import kernels
-from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.attention.backend import AttentionBackend
-from nanoinfer.layers.attention.kv_rounding import round_vectors
+from nanoinfer.layers.attention.kv_quantization import quantize_vectors
 from nanoinfer.layers.attention.metadata import LayerCache, Metadata, PrefillMetadata
 from nanoinfer.layers.layernorm import rms_norm
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, rotate
@@ -73,7 +73,7 @@ def store(
         if scales is None:
             cache[blocks, :, offsets] = x[kept]
         else:
-            cache[blocks, :, offsets], scales[blocks, :, offsets] = round_vectors(x[kept], cache.dtype)
+            cache[blocks, :, offsets], scales[blocks, :, offsets] = quantize_vectors(x[kept], cache.dtype)
 
 
 @triton_on_cuda(lambda: kernels.norm_rope_store.norm_rope_store)
@@ -98,7 +98,7 @@ def norm_rope_store(
     cos_sin_cache: (max_positions, rotary_dim) float32; the first rotary_dim dimensions of each head are rotated.
     k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim). slot_mapping: (num_tokens,) int64; -1 skips the
     write. k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits, to which keys and
-    values are rounded as by `round_vectors`. interleaved: see `rotate`.
+    values are rounded as by `quantize_vectors`. interleaved: see `rotate`.
     Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim), not rounded to 8 bits.
     """
     _, num_kv_heads, _, head_dim = k_cache.shape

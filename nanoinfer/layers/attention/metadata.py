@@ -16,7 +16,7 @@ class LayerCache:
     """Holds one layer's keys and values, each (num_blocks, num_kv_heads, block_size, head_dim).
 
     A cache in 8 bits also has their scales, each (num_blocks, num_kv_heads, block_size) float32, which they are to be
-    multiplied by: see `kv_rounding.py`.
+    multiplied by: see `kv_quantization.py`.
     """
 
     k: Tensor

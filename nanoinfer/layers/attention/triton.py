@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.paged_decode_attention import (
     has_large_tiles,
-    max_group_rows,
+    max_prefix_group_rows,
     paged_decode_attention,
     plan_decode,
     shared_prefix_attention,
@@ -56,7 +56,9 @@ class TritonBackend(AttentionBackend):
         self.for_prefill = for_prefill
         self.has_hopper_kernel = has_hopper_kernel
         self.name = f"triton, {for_prefill.name} in prefill" if for_prefill else "triton"
-        self.max_group_rows = max_group_rows(spec.group_size) if spec.window is None and spec.causal else 0
+        self.max_prefix_group_rows = (
+            max_prefix_group_rows(spec.group_size) if spec.window is None and spec.causal else 0
+        )
 
     def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
         if isinstance(metadata, PrefillMetadata):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer import kernels
-from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.attention.metadata import LayerCache, PrefillMetadata
 
 MAX_TOKENS = 2**15  # that are widened at a time: 134 MB of keys and values, for 8 KV heads of 128

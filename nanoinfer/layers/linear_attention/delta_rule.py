@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer import kernels
-from nanoinfer.kernels.dispatch import triton_on_cuda
-from nanoinfer.layers.linear_attention.states import LayerStates
+from nanoinfer.kernels.triton_twins import triton_on_cuda
+from nanoinfer.layers.linear_attention.recurrent_states import LayerStates
 
 CHUNK = 64
 L2_EPS = 1e-6

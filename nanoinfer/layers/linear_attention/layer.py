@@ -13,7 +13,7 @@ from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
 from nanoinfer.layers.linear import PartialSum, RowParallelLinear, wide_rows
 from nanoinfer.layers.linear_attention.delta_rule import DeltaWeights, gated_delta_prefill, gated_delta_step
 from nanoinfer.layers.linear_attention.projections import CausalConvolution, ba_projection, qkvz_projection
-from nanoinfer.layers.linear_attention.states import LayerStates
+from nanoinfer.layers.linear_attention.recurrent_states import LayerStates
 
 
 class GatedNorm(nn.Module):

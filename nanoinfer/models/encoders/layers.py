@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer import kernels
-from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,

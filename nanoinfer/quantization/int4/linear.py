@@ -1,4 +1,4 @@
-"""Linear layers with weights in 4 bits: how they are made, loaded and multiplied. The numbers: `numbers.py`."""
+"""Linear layers with weights in 4 bits: how they are made, loaded and multiplied. The numbers: `packing.py`."""
 
 from math import gcd
 from typing import Any, cast
@@ -24,7 +24,7 @@ from nanoinfer.kernels.int4_format import (
     ROWS,
 )
 from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, readers
-from nanoinfer.quantization.int4.numbers import (
+from nanoinfer.quantization.int4.packing import (
     BLOCK,
     GROUP_SIZE,
     PACKED,

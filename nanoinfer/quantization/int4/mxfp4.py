@@ -12,7 +12,7 @@ from nanoinfer.device import import_error
 from nanoinfer.errors import ModelError
 from nanoinfer.kernels.fp8_format import Activations
 from nanoinfer.quantization.int4.formats import SCALES, WEIGHT, mxfp4_numbers
-from nanoinfer.quantization.int4.numbers import BLOCK, PACKED, PackedWeight, dequantize, pack
+from nanoinfer.quantization.int4.packing import BLOCK, PACKED, PackedWeight, dequantize, pack
 from nanoinfer.quantization.linear_method import LinearMethod, ParamSpec, ProductKind, stored
 
 MAX_EXPONENT = 128  # of a scale, with 127 added; larger ones do not fit into the kernel's bfloat16

@@ -1,7 +1,7 @@
 """Requests that read a text once and generate nothing: embeddings, classes, rewards.
 
 This prepares them, and makes their outputs from the vectors and logits that steps bring: the scheduler's steps, or
-steps of whole texts (`text_steps.py`).
+steps of whole texts (`pooling_steps.py`).
 """
 
 import logging
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.extras.prompt_states import PromptStates
+from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
 from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import RequestError, check_names
-from nanoinfer.one_pass.hidden_states import HiddenStates, raising_errors
-from nanoinfer.one_pass.text_steps import PooledTexts, TextSteps
 from nanoinfer.outputs import RequestOutput
+from nanoinfer.pooling_calls.hidden_states import HiddenStatesOptions, raising_errors
+from nanoinfer.pooling_calls.pooling_steps import PooledTexts, PoolingSteps
 from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, RewardOutput
 from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.progress import Progress
@@ -44,25 +44,25 @@ MIN_NORM = 1e-12  # a vector of zeros stays one
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """Makes the user's output for a text: `PromptStates.to_output`.
+    """Makes the user's output for a text: `HiddenStatesRequest.to_output`.
 
     make: makes the contents of several outputs at once, from the pooled values of their texts: (num_texts, ...).
     """
 
-    one_pass: "OnePass"
+    pooling_calls: "PoolingCalls"
     make: Callable[[Values, PoolingParams], list[Any]]
     params: PoolingParams
 
-    def __call__(self, output: RequestOutput, states: PromptStates) -> PoolingRequestOutput:
-        return self.one_pass.output(self, output, states)
+    def __call__(self, output: RequestOutput, states: HiddenStatesRequest) -> PoolingRequestOutput:
+        return self.pooling_calls.output(self, output, states)
 
 
-class OnePass:
+class PoolingCalls:
     """Prepares requests that are pooled, and runs them.
 
     preparer: prepares requests that generate; here it tells the size of portions. config: how the model pools. size:
     the number of values in an embedding, or of logits. prompts: checks texts, which may leave no room for a completion.
-    model: its name, for messages. text_steps: runs whole texts; None if nothing does.
+    model: its name, for messages. pooling_steps: runs whole texts; None if nothing does.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class OnePass:
         size: int,
         prompts: PromptProcessor,
         model: str,
-        text_steps: TextSteps | None,
+        pooling_steps: PoolingSteps | None,
     ) -> None:
-        self._queue, self._config, self._size, self._prompts = queue, config, size, prompts
-        self._preparer, self._model, self.text_steps = preparer, model, text_steps
+        self._queue, self._config, self._size, self._prompt_processor = queue, config, size, prompts
+        self._preparer, self._model, self.pooling_steps = preparer, model, pooling_steps
 
     @classmethod
     def of(
@@ -86,13 +86,13 @@ class OnePass:
         model_config: ModelConfig,
         options: EngineConfig,
         max_model_len: int,
-        text_steps: TextSteps | None,
-    ) -> "OnePass":
+        pooling_steps: PoolingSteps | None,
+    ) -> "PoolingCalls":
         """Return that of an engine: texts may be as long as the model and sentence-transformers' files allow.
 
         An encoder's have to fit into one step, too.
         """
-        tokenizer, model, vocab_size = preparer.prompts.tokenizer, options.model, model_config.vocab_size
+        tokenizer, model, vocab_size = preparer.prompt_processor.tokenizer, options.model, model_config.vocab_size
         config = model_config.pooling
         assert config is not None, "the folder was read, and with it how the model pools"
         limits = {"max_model_len": max_model_len}
@@ -103,7 +103,7 @@ class OnePass:
         limit = min(limits, key=lambda name: limits[name])
         prompts = PromptProcessor(tokenizer, model, vocab_size, limits[limit], min_new_tokens=0, limit=limit)
         sizes = [model_config.hidden_size, *(layer.out_features for layer in config.dense)]
-        return cls(queue, preparer, config, len(config.labels) or sizes[-1], prompts, model, text_steps)
+        return cls(queue, preparer, config, len(config.labels) or sizes[-1], prompts, model, pooling_steps)
 
     def prepare_embeddings(
         self,
@@ -111,7 +111,7 @@ class OnePass:
         params: PoolingArguments = None,
         prompt_name: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        wanted: HiddenStates | None = None,
+        wanted: HiddenStatesOptions | None = None,
         at_once: bool = False,
     ) -> Portions:
         """Prepare the requests of `LLM.embed`. wanted: hidden states that are wanted, too.
@@ -169,13 +169,13 @@ class OnePass:
         """Prepare a request for each prompt, the longest first. Raises RequestError for what cannot be served."""
         self._queue.engine.check_open()
         options = check_names("tokenization_kwargs", tokenization_kwargs or {}, POOLING_TOKENIZATION_OPTIONS, {})
-        max_tokens = self._prompts.most_tokens(options.get("truncate_prompt_tokens"))
+        max_tokens = self._prompt_processor.most_tokens(options.get("truncate_prompt_tokens"))
         to_outputs: dict[int, PooledOutput] = {}  # texts with the same parameters share one
 
         def prepare(indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
             given = {index: prompts[index] for index in indices}
             ids, second_texts = self._tokenize(given, pairs, max_tokens, errors)
-            encoded, packed = self._prompts.encode(ids, errors, add_special_tokens=False)
+            encoded, packed = self._prompt_processor.encode(ids, errors, add_special_tokens=False)
             requests = []
             for index, token_ids in encoded.items():
                 first = self._config.first_wanted(len(token_ids))
@@ -189,7 +189,9 @@ class OnePass:
                         token_ids=token_ids,
                         packed_ids=packed.get(index),
                         sampling_params=SAMPLES_NOTHING,
-                        prompt_states=PromptStates(True, first, to_output, second_text=second_texts.get(index)),
+                        hidden_states_request=HiddenStatesRequest(
+                            True, first, to_output, second_text=second_texts.get(index)
+                        ),
                     )
                 )
             return requests
@@ -206,7 +208,7 @@ class OnePass:
         texts = {index: text for index, text in prompts.items() if isinstance(text, str)}
         longest = sys.maxsize
         if texts and max_tokens is None:
-            longest = self._prompts.longest_text
+            longest = self._prompt_processor.longest_text
         errors |= find_bad_texts(texts, longest)
         errors |= find_bad_texts({index: pairs[index] for index in texts if index in pairs}, longest)
         ids: dict[int, Any] = {
@@ -222,14 +224,16 @@ class OnePass:
             others = [pairs[index] for index in indices] if is_pair else None
             if self._config.lower_cases:
                 given, others = [text.lower() for text in given], others and [text.lower() for text in others]
-            found = self._prompts.require_tokenizer().encode_whole(given, others, max_tokens)
+            found = self._prompt_processor.require_tokenizer().encode_whole(given, others, max_tokens)
             for index, token_ids, second_text in zip(indices, *found, strict=True):
                 ids[index], second_texts[index] = token_ids, second_text
         return ids, second_texts
 
-    def run(self, portions: Portions, use_tqdm: bool, wanted: HiddenStates | None = None) -> list[PoolingRequestOutput]:
+    def run(
+        self, portions: Portions, use_tqdm: bool, wanted: HiddenStatesOptions | None = None
+    ) -> list[PoolingRequestOutput]:
         """Run requests to their end; outputs come in the order of the prompts. wanted: hidden states, too."""
-        steps = self.text_steps if wanted is None else None
+        steps = self.pooling_steps if wanted is None else None
         outputs: list[Any]
         with Progress(self._queue.engine.metrics, portions.num_requests, use_tqdm, generates=False) as progress:
             if steps is not None and steps.serves(portions.first):
@@ -266,7 +270,7 @@ class OnePass:
 
     # -------- What users get ------------------------------------------------------------------------------------------
 
-    def output(self, how: "PooledOutput", output: RequestOutput, states: PromptStates) -> PoolingRequestOutput:
+    def output(self, how: "PooledOutput", output: RequestOutput, states: HiddenStatesRequest) -> PoolingRequestOutput:
         """Make the output of a request that has ended."""
         parts = [part.numpy() for part in states.parts(None)]
         if parts and output.finish_reason != "abort":
@@ -290,7 +294,7 @@ class OnePass:
         for place in aborted:
             values[place] = np.full_like(values[place][:1], np.nan)
         made: list[Any] = []
-        for how, group in groupby(request.prompt_states.to_output for request in requests):
+        for how, group in groupby(request.hidden_states_request.to_output for request in requests):
             start, size = len(made), len(list(group))
             made += self._made(how, values[start : start + size])
         return [

@@ -11,7 +11,7 @@ from nanoinfer.layers.linear import PartialSum
 from nanoinfer.quantization.fp8 import quantize_rows
 
 
-class CentredNorm(RMSNorm):
+class CohereLayerNorm(RMSNorm):
     """Adds to the residual stream and normalises it: (x - mean) / std * weight, in float32, and so is the weight."""
 
     def __init__(self, size: int, eps: float) -> None:

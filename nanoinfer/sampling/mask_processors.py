@@ -50,7 +50,7 @@ class MaskSender:
         return self._tp.broadcast(on_device)
 
 
-class UserFunctions:
+class UserFunctionProcessor:
     """Runs users' functions on rank 0, each on a copy of its row's logits.
 
     errors: by batch_idx, why a function failed. Its row becomes NaN, so that no token is drawn. Others do not notice.
@@ -93,7 +93,7 @@ class UserFunctions:
             logits.fill_(torch.nan)
 
 
-class TokenSets:
+class TokenSetProcessor:
     """Forbids what allowed_token_ids and bad_words leave out."""
 
     stage: ClassVar = Stage.TOKEN_SETS
@@ -116,7 +116,7 @@ class TokenSets:
         return logits
 
 
-class Grammars(TokenSets):
+class GrammarProcessor(TokenSetProcessor):
     """Forbids what grammars forbid, of most rows in place."""
 
     stage: ClassVar = Stage.GRAMMARS

@@ -58,9 +58,9 @@ class AttentionBackends:
         return any(backend.needs_host for backend in self._backends.values())
 
     @property
-    def max_group_rows(self) -> int:
+    def max_prefix_group_rows(self) -> int:
         """The most decode rows that layers can read a shared prefix for at once; 0 if none can."""
-        return min((rows for backend in self._backends.values() if (rows := backend.max_group_rows)), default=0)
+        return min((rows for backend in self._backends.values() if (rows := backend.max_prefix_group_rows)), default=0)
 
 
 def select_backend(

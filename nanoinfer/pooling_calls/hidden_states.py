@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.engine.extras.prompt_states import PromptStates
+from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import is_whole_number
 from nanoinfer.text.portions import Portions
@@ -25,7 +25,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenStates:
+class HiddenStatesOptions:
     """The hidden states that a call asks for.
 
     layers: maps each layer as the user gave it to its number from 0. only_last: only the last token's states. errors:
@@ -41,7 +41,7 @@ class HiddenStates:
     @classmethod
     def reader(
         cls, model_config: ModelConfig, dtype: torch.dtype, num_replicas: int
-    ) -> "Callable[..., HiddenStates | None]":
+    ) -> "Callable[..., HiddenStatesOptions | None]":
         """Return `of` for a model: what reads the arguments of calls."""
         return partial(
             cls.of,
@@ -60,7 +60,7 @@ class HiddenStates:
         num_layers: int,
         row_bytes: int,
         num_replicas: int,
-    ) -> "HiddenStates | None":
+    ) -> "HiddenStatesOptions | None":
         """Return what is asked for; None for nothing. num_layers: of the model.
 
         Raises RequestError for layers, positions or a callback that cannot be served.
@@ -111,14 +111,14 @@ class HiddenStates:
     def _add(self, request: PreparedRequest, index: int) -> None:
         start = len(request.token_ids) - 1 if self.only_last else 0
         layers = tuple(dict.fromkeys(self.layers.values()))
-        states: PromptStates | None = request.prompt_states
+        states: HiddenStatesRequest | None = request.hidden_states_request
         if states is None:
-            states = PromptStates(pools=False, first=start, to_output=lambda output, _: output)
+            states = HiddenStatesRequest(pools=False, first=start, to_output=lambda output, _: output)
         states.layers, states.layers_from, states.first = layers, start, min(start, states.first)
         states.take = None if self.callback is None else partial(self._hand_over, index)
         if self.callback is None:
             states.to_output = partial(self._with_states, states.to_output)
-        request.prompt_states = states
+        request.hidden_states_request = states
 
     def _hand_over(self, index: int, layer: int, start: int, states: torch.Tensor) -> None:
         assert self.callback is not None
@@ -133,7 +133,7 @@ class HiddenStates:
         if self.errors:
             raise self.errors[0]
 
-    def _with_states(self, to_output: Callable[..., Any], output: Any, states: PromptStates) -> Any:
+    def _with_states(self, to_output: Callable[..., Any], output: Any, states: HiddenStatesRequest) -> Any:
         """Return the output of a request, with the states of each layer in one tensor, on the host."""
         parts = {given: states.parts(counted) for given, counted in self.layers.items()}
         whole = {given: torch.cat(found) for given, found in parts.items() if found}  # none of what was aborted
@@ -143,7 +143,9 @@ class HiddenStates:
 
 
 @contextmanager
-def raising_errors(wanted: HiddenStates | None, show: Callable[[int], object]) -> Iterator[Callable[[int], object]]:
+def raising_errors(
+    wanted: HiddenStatesOptions | None, show: Callable[[int], object]
+) -> Iterator[Callable[[int], object]]:
     """Give what a call is to do after each step: show how far it is, or raise what a callback of its own has raised."""
     if wanted is None:
         yield show

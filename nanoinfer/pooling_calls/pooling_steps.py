@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.engine.extras.prompt_states import FoundVectors
+from nanoinfer.engine.extras.hidden_states_request import PooledVectors
 from nanoinfer.engine.interfaces import SILENT, SampledStep
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -46,7 +46,7 @@ class PooledTexts(NamedTuple):
     metrics: RequestMetrics
 
 
-class TextStep(NamedTuple):
+class PoolingStep(NamedTuple):
     """A step in flight. started: perf_counter."""
 
     requests: list[PreparedRequest]
@@ -55,7 +55,7 @@ class TextStep(NamedTuple):
     started: float
 
 
-class TextSteps:
+class PoolingSteps:
     """Runs the texts of a call in steps of their own. Any thread may call it.
 
     lock: that of the engine's queue, whose steps and these take turns. keeps_nothing: whether the model generates
@@ -88,7 +88,7 @@ class TextSteps:
         reserved, ids = self._engine.reserved_ids, range(0)
         done: list[Any] = []
         waiting: deque[PreparedRequest] = deque()
-        in_flight: deque[TextStep] = deque()
+        in_flight: deque[PoolingStep] = deque()
         arrived = time.perf_counter()
         try:
             with self._lock, postponed_interrupt():  # ids that are reserved must be released
@@ -117,7 +117,7 @@ class TextSteps:
         """Return whether a step takes all of a text."""
         return len(request.token_ids) <= self._engine.config.max_num_batched_tokens
 
-    def _launch(self, waiting: deque[PreparedRequest]) -> TextStep:
+    def _launch(self, waiting: deque[PreparedRequest]) -> PoolingStep:
         """Start a step of the first texts that wait, as many as it takes."""
         engine = self._engine
         budget, num_blocks = engine.config.max_num_batched_tokens, engine.block_manager.num_blocks
@@ -139,7 +139,7 @@ class TextSteps:
                     with engine.guard:
                         handle = runner.sample(runner.launch(packet))
                     engine.stats.num_prompt_tokens += num_tokens
-                    return TextStep(requests, handle, num_tokens, started)
+                    return PoolingStep(requests, handle, num_tokens, started)
                 engine.step()
 
     def _in_chunks(self, request: PreparedRequest, request_id: int) -> Any:
@@ -174,14 +174,14 @@ class TextSteps:
         engine.reset_prefix_cache()
         return True
 
-    def _collect(self, step: TextStep) -> Any:
+    def _collect(self, step: PoolingStep) -> Any:
         """Wait for a step; return the values of its texts, see PooledTexts."""
         engine = self._engine
         with self._lock, postponed_interrupt(), engine.guard:
             engine.check_open().wait(step.handle)
             engine.count_step(step.started, time.perf_counter(), True, step.num_tokens, 0)
         found = step.handle.hidden_states  # one of all texts, or one of each
-        if isinstance(found[0], FoundVectors):
+        if isinstance(found[0], PooledVectors):
             return found[0].values.numpy()
         return [one.values.numpy() for one in found]
 
@@ -204,7 +204,7 @@ def pack_texts(requests: list[PreparedRequest], block_size: int) -> Packet:
         new_blocks=new_blocks,
         chunks=chunks,
         hidden_states_records=[
-            request.prompt_states.record(row, size)
+            request.hidden_states_request.record(row, size)
             for row, (request, size) in enumerate(zip(requests, sizes.tolist(), strict=True))
         ],
     )

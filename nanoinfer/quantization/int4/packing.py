@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer import kernels
-from nanoinfer.kernels.dispatch import triton_on_cuda
+from nanoinfer.kernels.triton_twins import triton_on_cuda
 
 PACKED = 8  # numbers in an int32
 BLOCK = 128  # inputs that are packed together

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.engine.blocks.partial_hits import num_common
+from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
 from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs
-from nanoinfer.engine.extras.prompt_states import PromptStates
 from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.errors import RequestError
 from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
@@ -31,7 +31,7 @@ from nanoinfer.outputs import (
     StreamChunk,
     TokenLogprobs,
 )
-from nanoinfer.replicas.dispatch import PREFIX_TOKENS, QueuedRequest
+from nanoinfer.replicas.dispatcher import PREFIX_TOKENS, QueuedRequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 
@@ -51,7 +51,7 @@ class Requests(NamedTuple):
     token_ids: NDArray[np.int32]  # of all prompts after their prefix, one after the other
     params: list[bytes]  # each pickled by itself: a replica may not be able to read functions, and classes of users
     which_params: NDArray[np.int32]  # (num_requests,) index in `params`
-    states: dict[int, PromptStates]  # of requests that want hidden states or are pooled, by their line
+    states: dict[int, HiddenStatesRequest]  # of requests that want hidden states or are pooled, by their line
     are_aborted: bool  # before they have computed anything
 
 
@@ -96,10 +96,10 @@ class Ready(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """Answers a Call. error: what it raised, or None. unready: why no step can run from now on, or None if one can."""
+    """Answers a Call. error: what it raised, or None. unready_reason: why no step can run now, if none can."""
 
     error: Exception | None
-    unready: str | None
+    unready_reason: str | None
 
 
 class Logged(NamedTuple):
@@ -187,9 +187,9 @@ def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool],
         [pickle.dumps(params, pickle.HIGHEST_PROTOCOL) for params in distinct],
         np.array(which_params, np.int32),
         {
-            line: replace(request.prepared.prompt_states, to_output=None)  # which stays here
+            line: replace(request.prepared.hidden_states_request, to_output=None)  # which stays here
             for line, request in enumerate(queued)
-            if request.prepared.prompt_states is not None
+            if request.prepared.hidden_states_request is not None
         },
         are_aborted,
     )
@@ -248,7 +248,7 @@ class ReceivedRequest(NamedTuple):
 def unpack_requests(message: Requests, to_output: Callable[..., Any]) -> list[ReceivedRequest]:
     """Return the requests; those whose sampling parameters cannot be read here have an error.
 
-    to_output: what the requests' PromptStates get as `to_output`.
+    to_output: what the requests' HiddenStatesRequest get as `to_output`.
     """
     for states in message.states.values():
         states.to_output = to_output
@@ -278,7 +278,7 @@ def unpack_requests(message: Requests, to_output: Callable[..., Any]) -> list[Re
             packed_ids=packed_prefix + packed[4 * start : 4 * end],
             priority=priority,
             prompt_logprobs_start=logprobs_start,
-            prompt_states=message.states.get(line),
+            hidden_states_request=message.states.get(line),
             error=errors.get(index),
         )
         received.append(ReceivedRequest(request_id, prepared, bool(is_streamed), message.are_aborted))
@@ -350,14 +350,14 @@ def unpack_outputs(
             prompt_logprobs=unpack_logprobs(of_prompt),
         )
         if row in message.states:
-            output = with_states(output, request.prepared.prompt_states, message.states[row])
+            output = with_states(output, request.prepared.hidden_states_request, message.states[row])
         found.append(output)
     return found
 
 
-def with_states(output: RequestOutput, states: PromptStates, packed: Any) -> Any:
+def with_states(output: RequestOutput, states: HiddenStatesRequest, packed: Any) -> Any:
     """Return what the user gets: an output together with the hidden states that came with it."""
-    from nanoinfer.replicas.states import unpack_states  # PyTorch, without which `nanoinfer bench host` does
+    from nanoinfer.replicas.packed_states import unpack_states  # PyTorch, without which `nanoinfer bench host` does
 
     return states.to_output(output, replace(states, found=unpack_states(packed)))
 

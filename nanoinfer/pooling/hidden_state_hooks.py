@@ -10,7 +10,9 @@ from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.forward_step import ForwardStep
 
 
-def captured_layers(decoder: Decoder, step: ForwardStep, layers: Set[int]) -> tuple[Tensor, dict[int, Tensor]]:
+def forward_with_hidden_states(
+    decoder: Decoder, step: ForwardStep, layers: Set[int]
+) -> tuple[Tensor, dict[int, Tensor]]:
     """Run a step the common way; return its hidden states, and those of some layers, (num_tokens, hidden_size) each.
 
     layers: counted as in transformers' output_hidden_states: 0 is the embedding, i is what layer i - 1 hands on, and

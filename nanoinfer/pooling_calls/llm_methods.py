@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from nanoinfer.aio import AsyncCalls
 from nanoinfer.garbage import rare_collections
-from nanoinfer.one_pass.calls import OnePass, PoolingArguments
-from nanoinfer.one_pass.hidden_states import HiddenStates, OnHiddenStates
+from nanoinfer.pooling_calls.calls import PoolingArguments, PoolingCalls
+from nanoinfer.pooling_calls.hidden_states import HiddenStatesOptions, OnHiddenStates
 from nanoinfer.pooling_outputs import PoolingRequestOutput
 from nanoinfer.text.arguments import Prompts
 
@@ -15,9 +15,9 @@ from nanoinfer.text.arguments import Prompts
 class PoolingMethods:
     """A base of `LLM`, which sets these fields."""
 
-    one_pass: OnePass
+    pooling_calls: PoolingCalls
     _async_calls: AsyncCalls
-    _wanted_states: Callable[..., HiddenStates | None]
+    _wanted_states: Callable[..., HiddenStatesOptions | None]
 
     @rare_collections()
     def embed(
@@ -43,8 +43,10 @@ class PoolingMethods:
         model is a classifier.
         """
         wanted = self._wanted_states(hidden_states, hidden_state_positions, on_hidden_states)
-        portions = self.one_pass.prepare_embeddings(prompts, pooling_params, prompt_name, tokenization_kwargs, wanted)
-        return self.one_pass.run(portions, use_tqdm, wanted)
+        portions = self.pooling_calls.prepare_embeddings(
+            prompts, pooling_params, prompt_name, tokenization_kwargs, wanted
+        )
+        return self.pooling_calls.run(portions, use_tqdm, wanted)
 
     @rare_collections()
     def classify(
@@ -61,8 +63,8 @@ class PoolingMethods:
         probabilities by softmax or sigmoid, as config.json says; with PoolingParams(use_activation=False) they stay
         as they are. A model of ...ForTokenClassification has a row for each token. The rest is as in `embed`.
         """
-        portions = self.one_pass.prepare_classes(prompts, pooling_params, tokenization_kwargs)
-        return self.one_pass.run(portions, use_tqdm)
+        portions = self.pooling_calls.prepare_classes(prompts, pooling_params, tokenization_kwargs)
+        return self.pooling_calls.run(portions, use_tqdm)
 
     @rare_collections()
     def reward(
@@ -78,21 +80,21 @@ class PoolingMethods:
         It is an array with a value for each token where the model rewards tokens. The value is that of the head as it
         is, unless use_activation is True. The rest is as in `classify`.
         """
-        portions = self.one_pass.prepare_classes(prompts, pooling_params, tokenization_kwargs, rewards=True)
-        return self.one_pass.run(portions, use_tqdm)
+        portions = self.pooling_calls.prepare_classes(prompts, pooling_params, tokenization_kwargs, rewards=True)
+        return self.pooling_calls.run(portions, use_tqdm)
 
     async def aembed(
         self, prompts: Prompts, pooling_params: PoolingArguments = None, **options: Any
     ) -> list[PoolingRequestOutput]:
         """Do as `embed`, with prompt_name and tokenization_kwargs, while other tasks of the event loop run."""
-        prepare = partial(self.one_pass.prepare_embeddings, prompts, pooling_params, at_once=True, **options)
+        prepare = partial(self.pooling_calls.prepare_embeddings, prompts, pooling_params, at_once=True, **options)
         return await self._async_calls.complete(lambda: prepare().take())
 
     async def aclassify(
         self, prompts: Any, pooling_params: PoolingArguments = None, **options: Any
     ) -> list[PoolingRequestOutput]:
         """Do as `classify`, with tokenization_kwargs, while other tasks of the event loop run."""
-        prepare = partial(self.one_pass.prepare_classes, prompts, pooling_params, at_once=True, **options)
+        prepare = partial(self.pooling_calls.prepare_classes, prompts, pooling_params, at_once=True, **options)
         return await self._async_calls.complete(lambda: prepare().take())
 
     async def areward(

@@ -21,7 +21,7 @@ class LayerPlace(NamedTuple):
     layer: int
 
 
-class LayerGroups(NamedTuple):
+class KVCacheGroups(NamedTuple):
     """How the layers with attention share the pool.
 
     window: the window of all groups but the first; None if there is only one group. num_groups: how many groups, the
@@ -34,7 +34,7 @@ class LayerGroups(NamedTuple):
     places: tuple[LayerPlace, ...]
 
     @classmethod
-    def of(cls, config: ModelConfig, max_positions: int) -> "LayerGroups":
+    def of(cls, config: ModelConfig, max_positions: int) -> "KVCacheGroups":
         """Return the groups of a model whose sequences have so many tokens at most; one group where more do not pay."""
         windows = [
             window for index, window in enumerate(config.windows_within(max_positions)) if not config.is_linear(index)

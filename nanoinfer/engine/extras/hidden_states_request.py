@@ -18,7 +18,7 @@ class HiddenStatesRecord(NamedTuple):
     num_layers: int  # hidden states of so many layers are wanted; their numbers follow in the packet
 
 
-class FoundStates(NamedTuple):
+class ChunkStates(NamedTuple):
     """Hidden states of one prompt, or what pooling made of them, from one step.
 
     chunk: index of the prompt's chunk in the step. layer: whose hidden states these are; None for pooled values. start:
@@ -31,23 +31,23 @@ class FoundStates(NamedTuple):
     values: Any  # a tensor on the host
 
 
-class FoundVectors(NamedTuple):
+class PooledVectors(NamedTuple):
     """What pooling has made of the prompts that a step completes, a vector of each. chunks: which of the step's."""
 
     chunks: list[int]
     values: Any  # (num_chunks, size), a tensor on the host
 
     @property
-    def each(self) -> list[FoundStates]:
+    def each(self) -> list[ChunkStates]:
         """The same, one by one."""
-        return [FoundStates(chunk, None, 0, self.values[place : place + 1]) for place, chunk in enumerate(self.chunks)]
+        return [ChunkStates(chunk, None, 0, self.values[place : place + 1]) for place, chunk in enumerate(self.chunks)]
 
 
-Found = FoundStates | FoundVectors
+PoolerOutput = ChunkStates | PooledVectors
 
 
 @dataclass(slots=True, eq=False)
-class PromptStates:
+class HiddenStatesRequest:
     """What a request wants of its prompt's hidden states, and what has come so far.
 
     pools: whether the states are pooled; the request then ends with its prompt. first: the first token whose states are
@@ -73,7 +73,7 @@ class PromptStates:
         pools, keeps, num_layers = int(self.pools), int(self.take is not None), len(self.layers)
         return HiddenStatesRecord(row, num_prompt_tokens, pools, self.layers_from, keeps, second_text, num_layers)
 
-    def add(self, found: FoundStates) -> None:
+    def add(self, found: ChunkStates) -> None:
         first = 0 if found.layer is None else self.layers_from
         if found.start <= first:  # the prompt is computed again, maybe in other chunks
             self.found.pop(found.layer, None)
@@ -85,25 +85,25 @@ class PromptStates:
         return [found[start] for start in sorted(found)]
 
 
-def hand_over_states(chunks: Sequence[Any], found: Sequence[Found]) -> None:
+def hand_over_states(chunks: Sequence[Any], found: Sequence[PoolerOutput]) -> None:
     """Call users' functions with the hidden states of a step that was launched."""
     for one in found:
-        if isinstance(one, FoundVectors):
+        if isinstance(one, PooledVectors):
             continue
-        states = chunks[one.chunk].seq.prompt_states
+        states = chunks[one.chunk].seq.hidden_states_request
         if one.layer is not None and states is not None and states.take is not None:
             states.take(one.layer, one.start, one.values)
 
 
-def collect_states(chunks: Sequence[Any], found: Sequence[Found]) -> None:
+def collect_states(chunks: Sequence[Any], found: Sequence[PoolerOutput]) -> None:
     """Give the sequences of a step's chunks what the step has found of them."""
-    for one in chain.from_iterable(one.each if isinstance(one, FoundVectors) else (one,) for one in found):
-        states = chunks[one.chunk].seq.prompt_states
+    for one in chain.from_iterable(one.each if isinstance(one, PooledVectors) else (one,) for one in found):
+        states = chunks[one.chunk].seq.hidden_states_request
         if states is not None and one.layer is None:
             states.add(one)
         elif states is not None and states.take is None:
             states.add(one._replace(values=one.values.clone()))  # the memory that they came in is wanted again
     for seq, start, length, _ in chunks:
-        states = seq.prompt_states
+        states = seq.hidden_states_request
         if states is not None and not states.pools and start + length >= seq.num_prompt_tokens:
-            seq.prompt_states = None  # all have come; they are not wanted again if the prompt is computed again
+            seq.hidden_states_request = None  # all have come; they are not wanted again if the prompt is computed again

@@ -20,10 +20,10 @@ from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import ConfigError, RequestError, WorkerError
 from nanoinfer.executor.processes import Workers
 from nanoinfer.executor.shm_ring import Ring
-from nanoinfer.loading import FoundModel, Loaded
+from nanoinfer.loading import FoundModel, LoadedEngine
 from nanoinfer.replicas.control import ReplicaControl
-from nanoinfer.replicas.messages import Logged, Ready, Reply
 from nanoinfer.replicas.replica import run_replica
+from nanoinfer.replicas.replica_messages import Logged, Ready, Reply
 from nanoinfer.replicas.replicated_engine import ReplicaHandle, ReplicatedEngine, end_replicas, explain_end
 from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.sampling_params import SamplingParams
@@ -38,10 +38,10 @@ RING_SLOTS, RING_SLOT_SIZE = 16, 2**18  # 16 MiB for new weights
 class CheckedConstraints(Constraints):
     """Finds what is wrong with what requests ask for; replicas compile it for themselves."""
 
-    def add_plans(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
+    def add_constraints(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
         params = {index: one.sampling_params for index, one in requests.items() if index not in errors}
         for_each_params(check_functions, {i: one for i, one in params.items() if one.logits_processors}, errors)
-        super().add_plans(requests, errors, use_tqdm)
+        super().add_constraints(requests, errors, use_tqdm)
         for request in requests.values():
             request.constraint = None
 
@@ -76,7 +76,7 @@ def choose_devices(config: EngineConfig) -> list[str]:
     return [f"cuda:{index}" for index in range(first.index, first.index + count, config.tensor_parallel_size)]
 
 
-def load_replicas(found: FoundModel) -> Loaded:
+def load_replicas(found: FoundModel) -> LoadedEngine:
     """Start the replicas, which load the model side by side. Raises what `LLM` raises."""
     config, model_config = found.config, found.model_config
     size, started = config.data_parallel_size, time.perf_counter()
@@ -104,7 +104,7 @@ def load_replicas(found: FoundModel) -> Loaded:
     max_model_len = min(one.max_model_len for one in ready)
     engine = ReplicatedEngine(config, replicas, ring, max_model_len, torch.device(devices[0]).type)
     engine.call("limit", max_model_len)
-    prompts = found.make_prompts(tokenizer, max_model_len)
+    prompts = found.make_prompt_processor(tokenizer, max_model_len)
     constraints = CheckedConstraints(tokenizer, model_config.vocab_size, prompts.stop_token_ids)
     queue = RequestQueue(engine)
     info = RunnerInfo(
@@ -113,7 +113,7 @@ def load_replicas(found: FoundModel) -> Loaded:
         f"{size} replicas, each with {ready[0].description}",
         max((one.seconds for one in ready), key=lambda seconds: sum(seconds.values())),
     )
-    return Loaded(
+    return LoadedEngine(
         engine=engine,
         queue=queue,
         preparer=Preparer(engine, prompts, constraints),

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.engine.extras.prompt_states import PromptStates
+from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
 from nanoinfer.outputs import RequestOutput
 
 # By layer, or None for what pooling made: the values of each part of the prompt, and their dtype.
 PackedStates = dict[int | None, list[tuple[torch.dtype, Any]]]
 
 
-def keep_states(output: RequestOutput, states: PromptStates) -> RequestOutput:
+def keep_states(output: RequestOutput, states: HiddenStatesRequest) -> RequestOutput:
     """Return the output of a request with all that it wants of hidden states, for a message: `to_output` in a replica.
 
     The parts are not joined, which would copy them.
@@ -23,7 +23,7 @@ def keep_states(output: RequestOutput, states: PromptStates) -> RequestOutput:
 
 
 def unpack_states(packed: PackedStates) -> dict[int | None, dict[int, Tensor]]:
-    """Return the states of a message as `PromptStates.found`; the parts are numbered."""
+    """Return the states of a message as `HiddenStatesRequest.found`; the parts are numbered."""
     return {
         layer: {index: torch.from_numpy(values).view(dtype) for index, (dtype, values) in enumerate(parts)}
         for layer, parts in packed.items()

@@ -7,7 +7,7 @@ from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.layers.layernorm import RMSNorm
 
 
-class OffsetNorm(RMSNorm):
+class GemmaRMSNorm(RMSNorm):
     """RMSNorm whose checkpoint holds the weight less 1. The product is in float32, and so is the weight."""
 
     only_scales = True

@@ -19,7 +19,7 @@ class SampleLogprobs(NamedTuple):
     logprobs: LogprobsTensors
 
 
-class DrawnLogprobs:
+class SampleLogprobsReader:
     """Remembers which rows want log-probabilities, and reads them off the logits.
 
     mode: the engine's `logprobs_mode`. "processed" ones are of the distribution that the token was drawn from, "raw"

@@ -31,12 +31,12 @@ def select_kv_cache_dtype(requested: str, dtype: torch.dtype, device: torch.devi
     return FP8
 
 
-def is_rounded(dtype: torch.dtype) -> bool:
+def is_8_bit(dtype: torch.dtype) -> bool:
     """Return whether a cache of this dtype is in 8 bits, and has scales."""
     return dtype in LARGEST
 
 
-def round_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round vectors, (..., head_dim), to `dtype`; return them and their scales, (...) float32.
 
     Zeros stay zeros. A vector with NaN or infinity becomes NaN as a whole, by its scale: int8 has no value for that.
@@ -51,7 +51,7 @@ def round_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def tensors_of_cache(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of the keys, of the values and, in 8 bits, of their scales. shape: that of the keys."""
-    scales = [(shape[:-1], torch.float32)] * 2 if is_rounded(dtype) else []
+    scales = [(shape[:-1], torch.float32)] * 2 if is_8_bit(dtype) else []
     return [(shape, dtype)] * 2 + scales
 
 
