@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nanoinfer import SamplingParams, __version__
-from nanoinfer.bench import cli as bench
+from nanoinfer.bench import commands as bench
 from nanoinfer.cli import Parser, add_engine_options, add_sampling_options, given_options, json_object
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import JobError, NanoinferError

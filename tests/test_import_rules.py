@@ -138,6 +138,15 @@ def test_imports_go_down_from_part_to_part(name: str) -> None:
     assert forbidden_imports(name, MODULES[name].read_text(encoding="utf-8")) == []
 
 
+def test_no_two_files_have_one_name_but_a_kernel_and_its_twin() -> None:
+    """A file is found by its name alone."""
+    folders: dict[str, set[str]] = {}
+    for path in MODULES.values():
+        folders.setdefault(path.name, set()).add(path.parent.name)
+    twice = {name for name, found in folders.items() if len(found) > 1 and not ("kernels" in found and len(found) == 2)}
+    assert twice == {"__init__.py"}
+
+
 def imported_parts(name: str) -> set[str]:
     """The parts that a module imports something of, anywhere in it, also only for its types."""
     parts = {name.partition(".")[0] for name in MODULES}

@@ -1,10 +1,10 @@
 """Fuses what happens between the packed QKV projection and attention: q/k norm, RoPE, and the KV-cache write.
 
-The twin is `norm_rope_store` in `layers/attention/layer.py`. Heads of queries and keys are normalised and rotated in
-place. Keys and values are copied to their slots of the paged cache. A program holds a few heads of one token as two
-tiles (heads, head_dim / 2), one for each of the halves that RoPE mixes. So only the sum of squares moves data between
-threads. Where only the first dimensions are rotated, the tiles hold the halves of these and the halves of the others,
-which are turned by nothing. Where RoPE turns neighbouring dimensions, the tiles hold the even and the odd ones.
+The twin is `norm_rope_store` in `layers/attention/attention_layer.py`. Heads of queries and keys are normalised and
+rotated in place. Keys and values are copied to their slots of the paged cache. A program holds a few heads of one token
+as two tiles (heads, head_dim / 2), one for each of the halves that RoPE mixes. So only the sum of squares moves data
+between threads. Where only the first dimensions are rotated, the tiles hold the halves of these and the halves of the
+others, which are turned by nothing. Where RoPE turns neighbouring dimensions, the tiles hold the even and the odd ones.
 
 For a cache in 8 bits, keys and values are rounded as `quantize_vectors` in `layers/attention/kv_quantization.py` says.
 """

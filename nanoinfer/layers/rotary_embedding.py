@@ -1,6 +1,7 @@
 """Rotary position embedding (RoPE, Su et al. 2021), and the scaling methods by which checkpoints reach longer contexts.
 
-The rotation is fused with the q/k norms and the KV-cache write: see `norm_rope_store` in `layers/attention/layer.py`.
+The rotation is fused with the q/k norms and the KV-cache write: see `norm_rope_store` in
+`layers/attention/attention_layer.py`.
 """
 
 import math

@@ -16,7 +16,7 @@ import bench
 import nanoinfer
 from nanoinfer.__main__ import main
 from nanoinfer.bench import host, text
-from nanoinfer.bench.cli import WHICH_LOADS
+from nanoinfer.bench.commands import WHICH_LOADS
 from nanoinfer.bench.workloads import LOADS, Load
 
 SMALL = ["--num-seqs", "3", "--input-len", "8", "--output-len", "5"]

@@ -7,7 +7,7 @@ import pytest
 
 from nanoinfer.__main__ import main
 from nanoinfer.bench import embed
-from nanoinfer.bench.cli import EMBEDDERS
+from nanoinfer.bench.commands import EMBEDDERS
 from nanoinfer.bench.embed import TextLoad, draw_texts, prefill_flops
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.models import SUPPORTED

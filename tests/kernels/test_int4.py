@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nanoinfer.layers import moe
 from nanoinfer.quantization.int4 import packing as twins
-from nanoinfer.quantization.int4.linear import num_splits
+from nanoinfer.quantization.int4.int4_linear import num_splits
 from nanoinfer.quantization.int4.packing import PackedWeight, block_size, dequantize, pack
 
 pytest.importorskip("triton")

@@ -18,8 +18,7 @@ from torch import Tensor
 from nanoinfer.distributed.cuda_ipc import RELEASED
 from nanoinfer.kernels.symmetric_buffers import BITS, SymmetricBuffers, empty_bits
 from nanoinfer.layers import activation, layernorm, soft_cap
-from nanoinfer.layers.attention import block_copies, widened_blocks
-from nanoinfer.layers.attention import layer as attention_layer
+from nanoinfer.layers.attention import attention_layer, block_copies, widened_blocks
 from nanoinfer.layers.linear_attention import delta_rule
 from nanoinfer.models.encoders import layers as encoder_layers
 from nanoinfer.runner import step_tables

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers.attention import layer as attention_layer
-from nanoinfer.layers.attention import widened_blocks
+from nanoinfer.layers.attention import attention_layer, widened_blocks
 from nanoinfer.layers.attention.kv_quantization import quantize_vectors
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata
 from nanoinfer.layers.attention.torch_reference import TorchBackend

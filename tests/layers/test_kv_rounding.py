@@ -6,13 +6,13 @@ from torch import Tensor
 
 from nanoinfer.errors import ConfigError
 from nanoinfer.kernels.kv_cache_format import LARGEST
+from nanoinfer.layers.attention.attention_layer import store
 from nanoinfer.layers.attention.kv_quantization import (
     num_cache_bytes,
     quantize_vectors,
     select_kv_cache_dtype,
     tensors_of_cache,
 )
-from nanoinfer.layers.attention.layer import store
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 FORMATS = pytest.mark.parametrize("dtype", [INT8, FP8], ids=["int8", "fp8"])

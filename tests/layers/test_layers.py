@@ -19,9 +19,9 @@ from nanoinfer.kernels import triton_twins as kernel
 from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.attention import backend_selection, torch_reference
+from nanoinfer.layers.attention.attention_layer import Attention, store
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends, select_backend
-from nanoinfer.layers.attention.layer import Attention, store
 from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, PrefillMetadata, ragged_indices
 from nanoinfer.layers.attention.torch_reference import TorchBackend
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding

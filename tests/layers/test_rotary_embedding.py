@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ModelError
-from nanoinfer.layers.attention.layer import norm_rope_store
+from nanoinfer.layers.attention.attention_layer import norm_rope_store
 from nanoinfer.layers.rotary_embedding import ROPE_TYPES, RotaryEmbedding, rope_frequencies, rotate
 from nanoinfer.models import REGISTRY
 

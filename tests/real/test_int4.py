@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.quantization.int4 import linear
+from nanoinfer.quantization.int4 import int4_linear
 from tests.real.test_fp8 import measure_loss
 from tests.real.test_smollm2 import folder
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.real
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_perplexity_with_weights_in_4_bits(group_size: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of SmolLM2's sizes, 576 and 1,536 inputs, 128 divides the second alone; the first then has groups of 64."""
-    monkeypatch.setattr(linear, "GROUP_SIZE", group_size)
+    monkeypatch.setattr(int4_linear, "GROUP_SIZE", group_size)
     assert 0 < measure_loss(folder, 20000, "int4").rise < 0.5
 
 

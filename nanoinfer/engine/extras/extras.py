@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.extras.hidden_states_request import collect_states, hand_over_states
-from nanoinfer.engine.extras.logprobs import collect_logprobs, end_texts, make_room
+from nanoinfer.engine.extras.request_logprobs import collect_logprobs, end_texts, make_room
 from nanoinfer.engine.extras.routed_experts import RoutedExperts
 from nanoinfer.engine.interfaces import Runner, SampledStep
 from nanoinfer.engine.request import Completion, Request

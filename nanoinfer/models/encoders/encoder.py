@@ -18,9 +18,9 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.rope_config import RopeConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.activation import gelu_and_mul
+from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
-from nanoinfer.layers.attention.layer import Attention
 from nanoinfer.layers.embed_head import NoHead, VocabParallelEmbedding
 from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
