@@ -76,9 +76,7 @@ class LLM(PoolingMethods, AsyncMethods):
         self.pooling_calls = PoolingCalls.of(
             self.queue, self.preparer, found.model_config, self.config, self.max_model_len, loaded.pooling_steps
         )
-        self._wanted_states = HiddenStatesOptions.reader(
-            found.model_config, loaded.info.dtype, self.config.data_parallel_size
-        )
+        self._wanted_states = HiddenStatesOptions.reader(found.model_config, self.config, loaded.info.dtype)
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._control, self._step_callbacks = loaded.control, loaded.callbacks
         self._async_calls = AsyncCalls(self.queue, self.preparer)

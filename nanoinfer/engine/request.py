@@ -149,8 +149,5 @@ class Request:
             metrics=RequestMetrics.of(self.arrival_time, begun, first_token, num_later),
             prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs.for_user(),
         )
-        return (
-            output
-            if self.hidden_states_request is None
-            else self.hidden_states_request.to_output(output, self.hidden_states_request)
-        )
+        wanted = self.hidden_states_request
+        return output if wanted is None else wanted.to_output(output, wanted)

@@ -252,9 +252,8 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         for seq in self.running.copy():
             num_left = len(seq.token_ids) - seq.num_computed_tokens
-            if num_left == 1 and (
-                seq.hidden_states_request is None or seq.num_computed_tokens >= seq.num_prompt_tokens
-            ):
+            has_prompt = seq.hidden_states_request is None or seq.num_computed_tokens >= seq.num_prompt_tokens
+            if num_left == 1 and has_prompt:
                 continue  # it is in the state of a decoding sequence; only hidden states have to come from prefill
             if num_left > 0 and budget > 0 and seq.row is not None:
                 if not self._make_room(seq, budget, may_preempt=not (batch or in_flight)):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.config import EngineConfig
 from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import is_whole_number
@@ -40,14 +41,14 @@ class HiddenStatesOptions:
 
     @classmethod
     def reader(
-        cls, model_config: ModelConfig, dtype: torch.dtype, num_replicas: int
+        cls, model_config: ModelConfig, config: EngineConfig, dtype: torch.dtype
     ) -> "Callable[..., HiddenStatesOptions | None]":
         """Return `of` for a model: what reads the arguments of calls."""
         return partial(
             cls.of,
             num_layers=model_config.num_hidden_layers,
             row_bytes=model_config.hidden_size * dtype.itemsize,
-            num_replicas=num_replicas,
+            num_replicas=config.data_parallel_size,
         )
 
     @classmethod

@@ -29,9 +29,8 @@ class Extras:
     def start(self, request: Request, prepared: PreparedRequest) -> None:
         """Note what a request wants that is about to be queued."""
         make_room(request, prepared, self._tokenizer)
-        request.hidden_states_request = request.completions[0].seq.hidden_states_request = (
-            prepared.hidden_states_request
-        )
+        request.hidden_states_request = prepared.hidden_states_request
+        request.completions[0].seq.hidden_states_request = prepared.hidden_states_request
 
     def launched(self, batch: ScheduledBatch, handle: SampledStep) -> None:
         """Hand over what a step brings on the device."""

@@ -56,9 +56,8 @@ class TritonBackend(AttentionBackend):
         self.for_prefill = for_prefill
         self.has_hopper_kernel = has_hopper_kernel
         self.name = f"triton, {for_prefill.name} in prefill" if for_prefill else "triton"
-        self.max_prefix_group_rows = (
-            max_prefix_group_rows(spec.group_size) if spec.window is None and spec.causal else 0
-        )
+        reads_prefixes_once = spec.window is None and spec.causal
+        self.max_prefix_group_rows = max_prefix_group_rows(spec.group_size) if reads_prefixes_once else 0
 
     def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
         if isinstance(metadata, PrefillMetadata):
