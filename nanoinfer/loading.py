@@ -153,10 +153,10 @@ def load_engine(found: FoundModel) -> LoadedEngine:
             on_failure.callback(runner.close)
             loaded = time.perf_counter()
             tokenizer = loading.result()
-        prompts = found.make_prompt_processor(tokenizer, runner.limits.max_model_len)
+        prompt_processor = found.make_prompt_processor(tokenizer, runner.limits.max_model_len)
         new_bits = partial(host_array, device=runner.info.device)
-        constraints = Constraints(tokenizer, model_config.vocab_size, prompts.stop_token_ids, new_bits)
-        engine = LLMEngine(config, runner, tokenizer, prompts.stop_token_ids, constraints)
+        constraints = Constraints(tokenizer, model_config.vocab_size, prompt_processor.stop_token_ids, new_bits)
+        engine = LLMEngine(config, runner, tokenizer, prompt_processor.stop_token_ids, constraints)
         if isinstance(runner, ParallelRunner):
             weakref.finalize(engine, runner.close)  # when the engine is forgotten, and when the script ends
         on_failure.pop_all()
@@ -166,7 +166,7 @@ def load_engine(found: FoundModel) -> LoadedEngine:
     return LoadedEngine(
         engine=engine,
         queue=queue,
-        preparer=Preparer(engine, prompts, constraints),
+        preparer=Preparer(engine, prompt_processor, constraints),
         constraints=constraints,
         control=WeightControl(engine, queue.lock),
         callbacks=callbacks,

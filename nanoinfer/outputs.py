@@ -150,17 +150,19 @@ class RequestMetrics:
     __repr__ = short_repr
 
     @classmethod
-    def of(cls, arrived: float, begun: float | None, first_token: float | None, num_later: int) -> "RequestMetrics":
+    def of(
+        cls, arrival_time: float, start_time: float | None, first_token_time: float | None, num_later: int
+    ) -> "RequestMetrics":
         """Return those of a request that ends now.
 
-        begun: when its first step was launched. first_token: when the host had that. num_later: how many tokens came
-        after it. Times are of perf_counter; None for what did not happen.
+        start_time: when its first step was launched. first_token_time: when the host had that. num_later: how many
+        tokens came after it. Times are of perf_counter; None for what did not happen.
         """
-        queue_time = None if begun is None else begun - arrived
-        if first_token is None:
+        queue_time = None if start_time is None else start_time - arrival_time
+        if first_token_time is None:
             return cls(queue_time)
-        time_per_token = (perf_counter() - first_token) / num_later if num_later > 0 else None
-        return cls(queue_time, first_token - arrived, time_per_token)
+        time_per_token = (perf_counter() - first_token_time) / num_later if num_later > 0 else None
+        return cls(queue_time, first_token_time - arrival_time, time_per_token)
 
 
 @dataclass(slots=True)

@@ -103,7 +103,7 @@ CUDA_ONLY = ("kernels.", "distributed.copy_engines", "layers.attention.flash_att
 
 
 def module_name(path: Path) -> str:
-    """nanoinfer/engine/scheduled_batch.py -> engine.batch; nanoinfer/engine/__init__.py -> engine."""
+    """nanoinfer/engine/packet.py -> engine.packet; nanoinfer/engine/__init__.py -> engine."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 

@@ -29,8 +29,9 @@ class Fp8Config(QuantizationConfig):
     """Describes the weights of linear layers in FP8 (e4m3) and the activations that they are multiplied by.
 
     weight_granularity: what shares a scale: an output channel; a block of 128 x 128; or a whole tensor of the
-    checkpoint. static_inputs: whether activations have one scale that the checkpoint gives; else each token's is
-    computed. scale_name: what the checkpoint calls the scales of a `weight`.
+    checkpoint.
+    static_inputs: whether activations have one scale that the checkpoint gives; else each token's is computed.
+    scale_name: what the checkpoint calls the scales of a `weight`.
     """
 
     weight_granularity: Literal["channel", "block", "tensor"] = "channel"

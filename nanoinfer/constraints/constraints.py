@@ -42,7 +42,7 @@ class Constraints:
         )
 
     def compile(self, params: Sequence[SamplingParams], use_tqdm: bool = False) -> list[CompiledConstraint | None]:
-        """Return a plan for each request, or None where it asks for nothing. Safe to call from several threads.
+        """Return the compiled constraint of each request, or None where it asks for nothing. Any thread may call it.
 
         Grammars are compiled in threads, each once; a bar shows that if it takes half a second. Raises RequestError for
         what is wrong, does not fit the model's tokenizer, or leaves no token to begin with.
@@ -69,7 +69,7 @@ class Constraints:
         return any(map(_asks, {id(one): one for one in params}.values()))
 
     def add_constraints(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
-        """Give requests their plans; what is wrong with those of some is added to `errors`, by index."""
+        """Give requests their constraints; what is wrong with those of some is added to `errors`, by index."""
         params = {index: one.sampling_params for index, one in requests.items() if index not in errors}
         try:
             plans = dict(zip(params, self.compile([*params.values()], use_tqdm), strict=True))

@@ -56,11 +56,10 @@ class StepCallbacks:
 
     def events(self) -> "StepEventListener":
         """Return what makes the events: new, where nobody listens."""
-        if isinstance(self._engine.scheduler.listener, StepEventListener):
-            return self._engine.scheduler.listener
-        return StepEventListener(
-            self._engine.scheduler, GpuTimer(self._device) if self._device.type == "cuda" else None
-        )
+        scheduler = self._engine.scheduler
+        if isinstance(scheduler.listener, StepEventListener):
+            return scheduler.listener
+        return StepEventListener(scheduler, GpuTimer(self._device) if self._device.type == "cuda" else None)
 
 
 def check_callback(callback: object) -> None:

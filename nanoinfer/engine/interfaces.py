@@ -40,7 +40,7 @@ class Constraints(Protocol):
     def add_constraints(
         self, requests: abc.Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False
     ) -> None:
-        """Give requests, by index, their plans; what is wrong with those of some is added to `errors`."""
+        """Give requests, by index, their constraints; what is wrong with those of some is added to `errors`."""
 
     def masks(self, constraints: abc.Sequence[Constraint | None]) -> TokenMasks:
         """Return which tokens a step may draw. constraints: of each token that it draws, or None."""
@@ -153,7 +153,7 @@ class Engine(Protocol):
 
 
 class Listener:
-    """Is told by the engine and its scheduler what they do, and does nothing. `StepEventListener` overrides all.
+    """Is told by the engine and its scheduler what they do, and does nothing; `StepEventListener` does something.
 
     All calls come from the thread that runs the step or queues the request. Times are those of time.perf_counter.
     """

@@ -41,7 +41,7 @@ class LLMEngine:
     """Holds the requests and drives scheduler and runner. Most users want `LLM`, which wraps it.
 
     runner: runs the steps. tokenizer: makes text of tokens; None where the model has none. stop_token_ids: the model's
-    own, which end a completion. constraints: makes the token masks of steps; it also compiled the requests' plans.
+    own, which end a completion. constraints: makes the token masks of steps; it has compiled what requests ask for.
     """
 
     def __init__(

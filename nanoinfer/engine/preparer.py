@@ -19,7 +19,7 @@ from nanoinfer.text.refusals import Errors, OnError, check_on_error
 class Preparer:
     """Prepares the requests of calls. Any thread may call any method.
 
-    engine: must be open, and awake. prompt_processor: checks and tokenizes prompts. constraints: plans what limits
+    engine: must be open, and awake. prompt_processor: checks and tokenizes prompts. constraints: compiles what limits
     their tokens.
     """
 

@@ -138,7 +138,7 @@ class Request:
         if len(outputs) < len(self.completions):
             return None
         seqs = [completion.seq for completion in self.completions]
-        begun, first_token = self.completions[0].start_time, self.completions[0].first_token_time  # the first to run
+        first = self.completions[0]  # the first to run
         num_later = max(len(seq.token_ids) for seq in seqs) - seqs[0].num_prompt_tokens - 1
         output = RequestOutput(
             request_id=self.request_id,
@@ -146,7 +146,7 @@ class Request:
             prompt_token_ids=seqs[0].prompt_token_ids,
             num_cached_tokens=seqs[0].num_cached_tokens or 0,
             outputs=outputs,
-            metrics=RequestMetrics.of(self.arrival_time, begun, first_token, num_later),
+            metrics=RequestMetrics.of(self.arrival_time, first.start_time, first.first_token_time, num_later),
             prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs.for_user(),
         )
         wanted = self.hidden_states_request

@@ -1,4 +1,4 @@
-"""Chooses what runs next, by sequence lengths: no model and no device. Only `update` looks at tokens: which end one?
+"""Chooses what runs next, by sequence lengths: no model and no device. Only `update` looks at tokens: some end one.
 
 A step is either prefill (prompts are computed, whole or in chunks) or decode (every running sequence gets one token).
 Prefill goes first, so that the decode batch is as full as it can be. A sequence is
@@ -252,9 +252,9 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         for seq in self.running.copy():
             num_left = len(seq.token_ids) - seq.num_computed_tokens
-            has_prompt = seq.hidden_states_request is None or seq.num_computed_tokens >= seq.num_prompt_tokens
-            if num_left == 1 and has_prompt:
-                continue  # it is in the state of a decoding sequence; only hidden states have to come from prefill
+            is_decoding = seq.hidden_states_request is None or seq.num_computed_tokens >= seq.num_prompt_tokens
+            if num_left == 1 and is_decoding:
+                continue  # decode computes its newest token; only hidden states have to come from prefill
             if num_left > 0 and budget > 0 and seq.row is not None:
                 if not self._make_room(seq, budget, may_preempt=not (batch or in_flight)):
                     return batch, True

@@ -42,7 +42,7 @@ class Sequence:
     prompt_logprobs_start: int | None = None  # first prompt token whose log-probability is still wanted
     packed_ids: InitVar[bytes | None] = None  # prompt_token_ids as int32, where somebody has packed them
     constraint: Constraint | None = None  # what limits its tokens beside sampling_params
-    hidden_states_request: HiddenStatesRequest | None = None  # None once all have come
+    hidden_states_request: HiddenStatesRequest | None = None  # what is wanted of its hidden states; None once all came
     stopping: Stopping = NOT_QUEUED  # what ends it: `Scheduler.add` sets it
     token_ids: "array[int]" = field(init=False)  # prompt and collected completion, as int32
     status: SequenceStatus = SequenceStatus.WAITING

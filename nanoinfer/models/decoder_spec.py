@@ -13,8 +13,7 @@ from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.quantization.linear_method import ProductKind
 
 # Fields of DecoderSpec that a fast way through a layer serves; any other keeps an architecture off it.
-# `few_rows_layer.py` serves those that differ within attention, or outside of the layers; layers with experts it never
-# serves.
+# `few_rows_layer.py` serves those that differ within attention, or outside of the layers; never layers with experts.
 SERVED_FOR_FEW_ROWS = frozenset(
     {"qkv_bias", "qk_norm", "whole_qk_norm", "interleaves_rotary", "o_bias", "has_sinks"}
     | {"interleaves_linear", "embedding", "experts"}
@@ -34,13 +33,14 @@ class DecoderSpec:
     has_post_norms: whether what attention and MLP add to the residual stream is normalised before it is added.
     has_pre_norms: whether the inputs of attention and MLP are normalised.
     has_parallel_block: whether attention and MLP have the same normalised inputs, and both are added to the residual
-    stream at once. interleaves_rotary: whether RoPE turns neighbouring dimensions of a head together, in place of its
-    halves. o_bias: whether the output product of attention has a bias if config.json has attention_bias. has_sinks:
-    whether each query head has a sink, see `AttentionSpec`. has_gates: whether attention's output is multiplied by the
-    sigmoid of gates, which q_proj computes too. interleaves_linear: whether checkpoints interleave the weights of
-    linear attention by key heads. norm, embedding, activation, experts: the classes of all norms and of the embedding,
-    the function between the two products of a dense MLP, and the class of an MLP of experts, called as
-    `SparseMoE(hidden_size, moe, tp)`.
+    stream at once.
+    interleaves_rotary: whether RoPE turns neighbouring dimensions of a head together, in place of its halves.
+    o_bias: whether the output product of attention has a bias if config.json has attention_bias.
+    has_sinks: whether each query head has a sink, see `AttentionSpec`.
+    has_gates: whether attention's output is multiplied by the sigmoid of gates, which q_proj computes too.
+    interleaves_linear: whether checkpoints interleave the weights of linear attention by key heads.
+    norm, embedding, activation, experts: the classes of all norms and of the embedding, the function between the two
+    products of a dense MLP, and the class of an MLP of experts, called as `SparseMoE(hidden_size, moe, tp)`.
     """
 
     qkv_bias: bool = False

@@ -127,7 +127,7 @@ class PrefillGraphs:
         """
         has_slices = captures_largest and not only_pools and suits_slices(decoder, max_step_tokens)
         largest = SlicedPrefillGraphs(decoder, max_step_tokens) if has_slices else None
-        return cls(small_prefills(decoder, max_step_tokens, only_pools), largest)
+        return cls(small_prefill_graphs(decoder, max_step_tokens, only_pools), largest)
 
     def choose(self, num_tokens: int, num_chunks: int) -> Callable[[ForwardStep], Tensor] | None:
         """Return what computes a step of so many tokens by graphs; None if the model is to compute it."""
@@ -136,7 +136,7 @@ class PrefillGraphs:
         return self.largest if self.largest is not None and num_tokens == self.largest.num_tokens else None
 
 
-def small_prefills(decoder: Decoder, max_step_tokens: int, only_pools: bool) -> SmallPrefillGraphs | None:
+def small_prefill_graphs(decoder: Decoder, max_step_tokens: int, only_pools: bool) -> SmallPrefillGraphs | None:
     """Return what computes small prefill steps, where CUDA graphs pay for them: on one GPU, without experts.
 
     A few tokens go to nearly all experts, and reading these takes longer than launching the step.

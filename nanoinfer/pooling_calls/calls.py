@@ -88,7 +88,7 @@ class PoolingCalls:
         max_model_len: int,
         pooling_steps: PoolingSteps | None,
     ) -> "PoolingCalls":
-        """Return that of an engine: texts may be as long as the model and sentence-transformers' files allow.
+        """Return those of an engine: texts may be as long as the model and sentence-transformers' files allow.
 
         An encoder's have to fit into one step, too.
         """

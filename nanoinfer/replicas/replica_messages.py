@@ -248,7 +248,7 @@ class ReceivedRequest(NamedTuple):
 def unpack_requests(message: Requests, to_output: Callable[..., Any]) -> list[ReceivedRequest]:
     """Return the requests; those whose sampling parameters cannot be read here have an error.
 
-    to_output: what the requests' HiddenStatesRequest get as `to_output`.
+    to_output: what each HiddenStatesRequest gets as its `to_output`.
     """
     for states in message.states.values():
         states.to_output = to_output

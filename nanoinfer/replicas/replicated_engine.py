@@ -89,7 +89,7 @@ class UnfinishedRequest:
     outputs_to: list[RequestOutput]
     chunks: deque[StreamChunk] | None
     index: int  # of its prompt in the stream
-    arrived: float = field(default_factory=time.perf_counter)
+    arrival_time: float = field(default_factory=time.perf_counter)
     sent: float = 0.0
     streamed: dict[int, bool] = field(default_factory=dict)  # sample -> whether the stream has its last chunk
 
@@ -139,7 +139,7 @@ class ReplicatedEngine:
         self._paused: set[int] = set()  # unfinished requests
         self._held_back: dict[int, QueuedRequest] = {}  # those among them that no replica has
         self._aborting: set[int] = set()
-        self._marked: deque[tuple[Action, int]] = deque()
+        self._pending_actions: deque[tuple[Action, int]] = deque()
         self._losses: deque[str] = deque()  # what is to be warned of
         self._listens = self._is_closed = False
         self._checked = 0.0  # when it was looked for replicas that hang
@@ -165,14 +165,14 @@ class ReplicatedEngine:
         queued = QueuedRequest(request_id, prepared, expected_work(prepared, self._max_model_len))
         self._requests[request_id] = UnfinishedRequest(queued, outputs_to, chunks, index)
         self.dispatcher.add(queued)
-        self._marked.extend((action, request_id) for action in self.reserved_ids.take(request_id))
+        self._pending_actions.extend((action, request_id) for action in self.reserved_ids.take(request_id))
 
     def step(self) -> None:
         """Send requests to replicas that run short, and hand over what has come back; wait a moment if nothing has."""
         self.check_open()
         with self.guard, self.whole_messages():
             self._listen()
-            self._act_on_marked()
+            self._apply_actions()
             self._feed()
             self.receive(SHORT_TURN_SECONDS if self.reserved_ids else TURN_SECONDS)
             self._lose_hanging()
@@ -198,7 +198,7 @@ class ReplicatedEngine:
         """Have the next step begin with this action. Safe at any moment."""
         for request_id in request_ids:
             if not self.reserved_ids.defer(action, request_id) and request_id in self._requests:
-                self._marked.append((action, request_id))
+                self._pending_actions.append((action, request_id))
 
     def is_finished(self) -> bool:
         return not (self.reserved_ids or self._requests)  # a request enters the second before it leaves the first
@@ -269,11 +269,11 @@ class ReplicatedEngine:
 
     def settle(self) -> int:
         """Wait for the outputs of aborted requests; return how many requests are still unfinished."""
-        self._act_on_marked()
+        self._apply_actions()
         while self._aborting:
             self.receive(TURN_SECONDS)
             self._lose_hanging()
-            self._act_on_marked()  # of a replica that has ended
+            self._apply_actions()  # of a replica that has ended
         return len(self._requests) + len(self.reserved_ids)
 
     def receive(self, seconds: float, replicas: list[ReplicaHandle] | None = None) -> None:
@@ -317,10 +317,10 @@ class ReplicatedEngine:
         queued = [request.queued for request in requests]
         replica.send(pack_requests(queued, [request.chunks is not None for request in requests], are_aborted))
 
-    def _act_on_marked(self) -> None:
+    def _apply_actions(self) -> None:
         """Do what was asked for by `act_later`, in its order."""
-        while self._marked:
-            action, request_id = self._marked.popleft()
+        while self._pending_actions:
+            action, request_id = self._pending_actions.popleft()
             found = self._requests.get(request_id)
             if found is None:
                 continue
@@ -353,7 +353,7 @@ class ReplicatedEngine:
                 found = [self._requests.get(request_id) for request_id in message.requests[:, 0].tolist()]
                 ours = [one if one and one.queued.replica == replica.index else None for one in found]
                 queued = [one.queued if one else None for one in ours]
-                waited = [one.sent - one.arrived if one else 0.0 for one in ours]
+                waited = [one.sent - one.arrival_time if one else 0.0 for one in ours]
                 for one, output in zip(ours, unpack_outputs(message, queued, waited), strict=True):
                     if one is not None and output is not None:
                         one.outputs_to.append(output)
@@ -431,7 +431,7 @@ class ReplicatedEngine:
             else:
                 self.dispatcher.add(queued)
                 if queued.request_id in self._aborting:
-                    self._marked.append((Action.ABORT, queued.request_id))
+                    self._pending_actions.append((Action.ABORT, queued.request_id))
         ended = f", and {num_ended} streams end with an error" if num_ended else ""
         others = "the other one" if len(self.alive()) == 1 else f"the {len(self.alive())} others"
         loss = f"{end.ended}; {len(lost) - num_ended} of its requests go to {others}{ended}{end.details}"

@@ -104,8 +104,8 @@ def load_replicas(found: FoundModel) -> LoadedEngine:
     max_model_len = min(one.max_model_len for one in ready)
     engine = ReplicatedEngine(config, replicas, ring, max_model_len, torch.device(devices[0]).type)
     engine.call("limit", max_model_len)
-    prompts = found.make_prompt_processor(tokenizer, max_model_len)
-    constraints = CheckedConstraints(tokenizer, model_config.vocab_size, prompts.stop_token_ids)
+    prompt_processor = found.make_prompt_processor(tokenizer, max_model_len)
+    constraints = CheckedConstraints(tokenizer, model_config.vocab_size, prompt_processor.stop_token_ids)
     queue = RequestQueue(engine)
     info = RunnerInfo(
         torch.device(ready[0].device),
@@ -116,7 +116,7 @@ def load_replicas(found: FoundModel) -> LoadedEngine:
     return LoadedEngine(
         engine=engine,
         queue=queue,
-        preparer=Preparer(engine, prompts, constraints),
+        preparer=Preparer(engine, prompt_processor, constraints),
         constraints=constraints,
         control=ReplicaControl(engine, queue.lock),
         callbacks=engine.callbacks,

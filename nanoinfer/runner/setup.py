@@ -182,9 +182,9 @@ class Setup:
         with compiling_few_rows(runner.model.model, graph_sizes(limits.max_num_seqs) if has_decode_graphs else []):
             step_bytes = memory.measure_peak_bytes(lambda: self.run_largest_prefills(runner, limits), self.device)
         graph_bytes = self._measure_decode_graphs(limits, runner.decode) if has_decode_graphs else 0
-        small_prefills = runner.state.buffers.prefill_graphs.small
-        if small_prefills is not None:
-            capture, sizes = small_prefills.graphs_of, small_prefills.sizes
+        small_prefill_graphs = runner.state.buffers.prefill_graphs.small
+        if small_prefill_graphs is not None:
+            capture, sizes = small_prefill_graphs.graphs_of, small_prefill_graphs.sizes
             graph_bytes += memory.measure_graph_bytes(capture, sizes, len(sizes), self.device)
         granted = memory.grantable_bytes(self.config.gpu_memory_utilization, free_at_start, self.device)
         return granted - step_bytes - graph_bytes

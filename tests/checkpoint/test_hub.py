@@ -14,7 +14,7 @@ from nanoinfer.checkpoint.hub import resolve_model_folder
 from nanoinfer.errors import ConfigError, ModelError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-NULL_BLOCK = "http://127.0.0.1:9"  # where no hub answers
+NOBODY = "http://127.0.0.1:9"  # where no hub answers
 
 
 def test_a_local_folder_comes_before_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def cached_model(cache: Path, revision: str = "main", commit: str = COMMIT) -> P
     return snapshot
 
 
-@pytest.mark.parametrize("settings", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": NULL_BLOCK}])
+@pytest.mark.parametrize("settings", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": NOBODY}])
 def test_a_cached_hub_id_is_found_offline_and_when_the_hub_cannot_be_reached(
     settings: dict[str, str], tmp_path: Path
 ) -> None:
@@ -129,7 +129,7 @@ def test_a_cached_hub_id_is_found_offline_and_when_the_hub_cannot_be_reached(
     assert resolve_elsewhere("org/name", tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"), **settings) == str(snapshot)
 
 
-@pytest.mark.parametrize("settings", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": NULL_BLOCK}])
+@pytest.mark.parametrize("settings", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": NOBODY}])
 def test_a_hub_id_that_is_neither_cached_nor_reachable_is_an_error_with_the_remedy(
     settings: dict[str, str], tmp_path: Path
 ) -> None:
@@ -158,7 +158,7 @@ def test_a_folder_of_downloads_or_a_revision_that_cannot_be_is_a_model_error(
     options: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    said = resolve_elsewhere("org/name", tmp_path, options, HF_HUB_CACHE=str(tmp_path), HF_ENDPOINT=NULL_BLOCK)
+    said = resolve_elsewhere("org/name", tmp_path, options, HF_HUB_CACHE=str(tmp_path), HF_ENDPOINT=NOBODY)
     assert said.startswith("ModelError: model='org/name' is no folder here, and could not be fetched from the hub")
 
 

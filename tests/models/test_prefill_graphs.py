@@ -47,7 +47,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
     def small_steps(decoder: Decoder, step: ForwardStep) -> Tensor:
         if id(decoder) not in of_decoders:
-            of_decoders[id(decoder)] = execution.small_prefills(decoder, 24, only_pools=False)
+            of_decoders[id(decoder)] = execution.small_prefill_graphs(decoder, 24, only_pools=False)
         small, num_tokens = of_decoders[id(decoder)], len(step.token_ids)
         if small is None or not step.attention.is_prefill or num_tokens > 24:
             return forward(decoder, step)
@@ -127,7 +127,7 @@ def test_models_that_only_pool_have_no_graphs_of_slices(
 ) -> None:
     monkeypatch.setattr(execution, "suits_slices", lambda *_: True)
     monkeypatch.setattr(execution, "SlicedPrefillGraphs", lambda *_: "in slices")
-    monkeypatch.setattr(execution, "small_prefills", lambda *_: None)
+    monkeypatch.setattr(execution, "small_prefill_graphs", lambda *_: None)
     decoder: Any = None
     assert execution.PrefillGraphs.of(decoder, 16384, only_pools, captures_largest=True).largest == largest
 
@@ -155,7 +155,7 @@ def test_one_gpu_has_graphs_of_small_steps_of_plain_layers(
     monkeypatch.setattr(
         execution, "SmallPrefillGraphs", lambda _decoder, sizes, _few_tokens: SimpleNamespace(sizes=sizes)
     )
-    small: Any = execution.small_prefills(decoder, given.max_step_tokens, only_pools=False)
+    small: Any = execution.small_prefill_graphs(decoder, given.max_step_tokens, only_pools=False)
     assert (small and small.sizes) == sizes
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, ConfigError, ModelError, PoolingParams, RequestError
 from nanoinfer.checkpoint.weights import ModelWeights
-from nanoinfer.models.execution import PrefillGraphs, small_prefills
+from nanoinfer.models.execution import PrefillGraphs, small_prefill_graphs
 from tests.models.test_architectures import save_random_model
 from tests.pooling.test_decoders import SMALL, assert_close, embeddings, normalized, write_modules
 
@@ -87,7 +87,7 @@ def test_padded_pieces_give_the_embeddings_of_whole_steps(encoder: Callable[[str
     with LLM(encoder(family), **ENCODERS) as llm:
         expected = embeddings(llm, PROMPTS)
         runner: Any = llm.engine.runner
-        small = small_prefills(runner.model.model, 96, only_pools=True)
+        small = small_prefill_graphs(runner.model.model, 96, only_pools=True)
         assert small is not None
         small._has_failed = True
         runner.model_runner.state.buffers.prefill_graphs = PrefillGraphs(small)

@@ -36,7 +36,7 @@ class Wanted:
     finish_reason: str
 
 
-def make_prompt_processor(llm: LLM) -> list[str]:
+def make_prompts(llm: LLM) -> list[str]:
     """Questions of all kinds; many begin with the same system prompt, or a turn that was answered before."""
     random = Random(1)
     examples: list[Example] = [held_out_examples(task, 40, seed=1)[index] for task in TASKS for index in range(20)]
@@ -58,7 +58,7 @@ class Requests:
         self.random = random
         options = {**OPTIONS, "num_kvcache_blocks": 300, "enable_prefix_caching": False}
         with LLM(tiny_model_path(), device=DEVICE, **options) as llm:
-            self.prompts = make_prompt_processor(llm)
+            self.prompts = make_prompts(llm)
             greedy = SamplingParams(temperature=0, max_tokens=LONGEST)
             self.answers = llm.generate(self.prompts, greedy, use_tqdm=False)
             self.words = [[llm.decode([token_id]) for token_id in output.token_ids] for output in self.answers]

@@ -45,7 +45,7 @@ class AttentionBackend(Protocol):
     name: str
     spec: AttentionSpec
     needs_host: bool  # whether decode reads lengths on the host, so that a CUDA graph cannot capture it
-    max_prefix_group_rows: int = 0  # that it can read a shared prefix for at once; 0: it reads one for each
+    max_prefix_group_rows: int = 0  # the most decode rows that read a shared prefix at once; 0: each reads it
 
     def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
         """Return `metadata` with what this backend prepares once for all layers of the step; by default nothing."""

@@ -1,4 +1,4 @@
-"""Linear layers with weights in 4 bits: how they are made, loaded and multiplied. The numbers: `packing.py`."""
+"""Linear layers with weights in 4 bits: how they are made, loaded and multiplied. How they are packed: `packing.py`."""
 
 from math import gcd
 from typing import Any, cast
