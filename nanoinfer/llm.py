@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from nanoinfer.aio import AsyncCalls, AsyncMethods
 from nanoinfer.config import EngineConfig, describe_options
 from nanoinfer.control.step_events import StepCallback
+from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.engine_options import EngineOptions
@@ -69,7 +70,7 @@ class LLM(PoolingMethods, AsyncMethods):
         self.config = found.config
         self._default_sampling_params = found.default_sampling_params
         loaded = load_engine(found) if self.config.data_parallel_size == 1 else load_replicas(found)
-        self.engine: Any = loaded.engine  # an LLMEngine, or ReplicatedEngine
+        self.engine: Engine = loaded.engine  # an LLMEngine, or ReplicatedEngine
         self.queue, self.preparer = loaded.queue, loaded.preparer
         self.max_model_len = loaded.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = loaded.info

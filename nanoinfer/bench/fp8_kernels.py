@@ -21,7 +21,7 @@ from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.layernorm import add_rms_norm, add_rms_norm_to_fp8
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoinfer.layers.moe import Experts, Routing
-from nanoinfer.quantization.fp8 import has_fp8_products, quantize_rows
+from nanoinfer.quantization.fp8_numbers import has_fp8_products, quantize_rows
 from nanoinfer.quantization.method_selection import with_quantization
 
 DEVICE = torch.device("cuda")

@@ -51,7 +51,10 @@ UNSUPPORTED_UNLESS = {
 
 
 class Architecture(Protocol):
-    """What reading a config.json needs to know of an architecture; a model class has it."""
+    """What reading a config.json needs to know of an architecture; a model class has it.
+
+    What reading its weights needs is in `CheckpointNames`, in `weights.py`.
+    """
 
     config_defaults: Mapping[str, Any]  # what config.json may leave out, by the values that transformers then takes
     special_fields: Set[str]  # those of SPECIAL_FIELDS that count for it

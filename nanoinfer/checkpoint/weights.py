@@ -6,8 +6,8 @@ pack, shard and quantize alike. Everything happens in place.
 
 import difflib
 import re
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,19 @@ Place = tuple[str, str | None]  # a parameter's name, and the shard of it that o
 NOT_NEEDED = re.compile(r"rotary_emb\.inv_freq$|self_attn\.(\w+\.)?(q|k|v|kv|output)_scale$")
 SHOWN = 8  # names listed in a message
 NUM_CLOSE = 5  # names suggested for one that is not known
+
+
+class CheckpointNames(Protocol):
+    """What a model says of the names of tensors in its checkpoints."""
+
+    ignored_weights: Collection[str]  # tensors to skip
+    unused_prefixes: tuple[str, ...]  # how the names of others to skip begin
+
+    def locate(self, name: str) -> Place:
+        """Return which parameter, or shard of one, a checkpoint's tensor fills."""
+
+    def checkpoint_name(self, place: Place) -> str:
+        """Return the name of a tensor that fills a place."""
 
 
 class FoundName(NamedTuple):
@@ -35,15 +48,13 @@ class FoundName(NamedTuple):
 class ModelWeights:
     """Knows where each tensor of a checkpoint goes.
 
-    model: an nn.Module. `model.locate(name)` says which parameter, or shard of one, a tensor fills, and
-    `model.checkpoint_name(place)` names a tensor that does; `model.ignored_weights` lists tensors to skip, and
-    `model.unused_prefixes` how the names of others begin. A module with a `weight_loader(param, tensor[, shard])`
-    places its own share; its `check_weight`, with the same arguments, raises ModelError for a tensor that does not fit.
+    model: an nn.Module with `CheckpointNames`. A module of it that has a `weight_loader(param, tensor[, shard])` places
+    its own share; its `check_weight`, with the same arguments, raises ModelError for a tensor that does not fit.
     missing: the places that are still to be filled, in the model's order.
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self._model, self._names = model, cast(CheckpointNames, model)
         self._homes: dict[Place, tuple[Any, Tensor]] = {}  # the module, and its parameter
         for name, param in model.named_parameters():
             module = model.get_submodule(name.rpartition(".")[0])
@@ -69,9 +80,9 @@ class ModelWeights:
         """Look up a checkpoint's name, once: trainers send the same ones again and again."""
         found = self._found.get(name)
         if found is None:
-            is_unused = name in self._model.ignored_weights or name.startswith(self._model.unused_prefixes)
+            is_unused = name in self._names.ignored_weights or name.startswith(self._names.unused_prefixes)
             is_needed = not is_unused and not NOT_NEEDED.search(name)
-            target, shard = self._model.locate(name)
+            target, shard = self._names.locate(name)
             path, _, kind = target.rpartition(".")
             try:
                 module = self._model.get_submodule(path)
@@ -158,7 +169,7 @@ class ModelWeights:
     def names(self) -> list[str]:
         """Return the names under which checkpoints hold the weights, packed ones under both their names."""
         whole = [(name, None) for name, shard in self._homes if shard]
-        return [*dict.fromkeys(map(self._model.checkpoint_name, [*self._homes, *whole]))]
+        return [*dict.fromkeys(map(self._names.checkpoint_name, [*self._homes, *whole]))]
 
     # -------- Off the device, and back --------------------------------------------------------------------------------
 

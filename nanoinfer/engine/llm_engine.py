@@ -103,21 +103,13 @@ class LLMEngine:
             self.reserved_ids.take(request_id)
             return
         request = Request(request_id, prepared.prompt, [], outputs_to)
+        ids, packed, priority = prepared.token_ids, prepared.packed_ids, prepared.priority
         for sample in range(params.n):
             seed = seed_of(params, self.config.seed, request_id, sample)
-            seq = Sequence(
-                self._num_sequences,
-                prepared.token_ids,
-                params,
-                seed,
-                prepared.priority,
-                request_id,
-                sample,
-                packed_ids=prepared.packed_ids,
-            )
+            seq = Sequence(self._num_sequences, ids, params, seed, priority, request_id, sample, packed_ids=packed)
             seq.constraint = prepared.constraint.start() if prepared.constraint else None
             self._num_sequences += 1
-            new_text = partial(completion_text, self.tokenizer, params, prepared.token_ids)
+            new_text = partial(completion_text, self.tokenizer, params, ids)
             request.completions.append(Completion(seq, new_text, chunks, index))
         self.extras.start(request, prepared)
         self._requests[request_id] = request

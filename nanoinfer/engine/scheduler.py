@@ -93,7 +93,8 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence, having found what will end it."""
-        params, pools = seq.sampling_params, seq.hidden_states_request is not None and seq.hidden_states_request.pools
+        params, wanted = seq.sampling_params, seq.hidden_states_request
+        pools = wanted is not None and wanted.pools
         seq.stopping = Stopping.of(params, seq.num_prompt_tokens, self.stop_token_ids, self.max_model_len, pools)
         self._enqueue(seq)
 

@@ -1,4 +1,4 @@
-"""The experts' MLPs with weights and activations in FP8. Twin: `quantization/fp8.py`.
+"""The experts' MLPs with weights and activations in FP8. Twin: `quantization/fp8_numbers.py`.
 
 As in `moe_experts.py` the pairs of a token and an expert are sorted into tiles of one expert each, and each of the two
 grouped products is one kernel. The first one ends in SwiGLU and rounds its result: a program has 128 columns of the

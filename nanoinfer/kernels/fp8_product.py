@@ -1,4 +1,4 @@
-"""The product of FP8 activations and FP8 weights. Twin: `quantization/fp8.py`.
+"""The product of FP8 activations and FP8 weights. Twin: `quantization/fp8_numbers.py`.
 
 - Few tokens are bound by reading the weight, with many loads in flight. The weight is then the left operand: x W^T is
   computed as (W x^T)^T. Hopper's tensor cores take 64 rows of the left operand at least, and as few as 8 columns of the

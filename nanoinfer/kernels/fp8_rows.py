@@ -1,4 +1,4 @@
-"""Rounds rows of activations to FP8, by itself and at the end of kernels that make them. Twin: `quantization/fp8.py`.
+"""Rounds rows of activations to FP8, by itself and at the end of kernels. Twin: `quantization/fp8_numbers.py`.
 
 A norm holds a whole row, so one scale for the row costs it one reduction. SwiGLU is cut into tiles of whole groups.
 """

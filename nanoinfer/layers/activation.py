@@ -6,7 +6,7 @@ from torch import Tensor
 from nanoinfer import kernels
 from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.kernels.triton_twins import triton_on_cuda
-from nanoinfer.quantization.fp8 import quantize_rows
+from nanoinfer.quantization.fp8_numbers import quantize_rows
 
 
 @triton_on_cuda(lambda: kernels.gated_activation.silu_and_mul)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from nanoinfer.kernels.fp8_format import RowFormat
 from nanoinfer.layers.layernorm import RMSNorm, add_rms_norm, rms_norm
 from nanoinfer.layers.linear import PartialSum
-from nanoinfer.quantization.fp8 import quantize_rows
+from nanoinfer.quantization.fp8_numbers import quantize_rows
 
 
 class CohereLayerNorm(RMSNorm):

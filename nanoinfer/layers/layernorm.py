@@ -11,7 +11,7 @@ from nanoinfer.kernels.fp8_format import QuantizedRows, RowFormat
 from nanoinfer.kernels.symmetric_buffers import SymmetricBuffers
 from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.linear import PartialSum
-from nanoinfer.quantization.fp8 import quantize_rows
+from nanoinfer.quantization.fp8_numbers import quantize_rows
 
 
 @triton_on_cuda(lambda: kernels.rms_norm.rms_norm)

@@ -10,7 +10,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.kernels.fp8_format import RowFormat
 from nanoinfer.layers.layernorm import RMSNorm, rms_norm
 from nanoinfer.layers.linear import PartialSum
-from nanoinfer.quantization.fp8 import quantize_rows
+from nanoinfer.quantization.fp8_numbers import quantize_rows
 
 
 class WholeNorm(nn.Module):

@@ -31,7 +31,7 @@ class DecoderForCausalLM(nn.Module):
     """A decoder and its head: the whole model, or one rank's share of it. The head may score texts, or be absent.
 
     An architecture is a subclass that says what is special: in its layers by a `spec`, in its config.json and the names
-    of its weights by what `Architecture` in `checkpoint/model_config.py` lists.
+    of its weights by what `Architecture` in `checkpoint/model_config.py` and `CheckpointNames` in `weights.py` list.
 
     max_positions: positions that the rotary tables cover. backends: how attention is computed, layer by layer.
     """

@@ -21,7 +21,7 @@ from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import Decoder, DecoderLayer
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.prefill_graphs import Buffers, PieceGraphs, run_pieces
-from nanoinfer.quantization.fp8 import quantize_rows
+from nanoinfer.quantization.fp8_numbers import quantize_rows
 
 if TYPE_CHECKING:
     from nanoinfer.distributed.copy_engines import CopyEngines

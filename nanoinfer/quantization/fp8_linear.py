@@ -1,4 +1,4 @@
-"""Linear layers with weights in FP8: how they are made, loaded and multiplied. The numbers: `fp8.py`."""
+"""Linear layers with weights in FP8: how they are made, loaded and multiplied. The numbers: `fp8_numbers.py`."""
 
 from typing import Any, cast
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, Fp8Config
 from nanoinfer.errors import ModelError
 from nanoinfer.kernels.fp8_format import FEW_TOKENS, FP8, FP8_MAX, GROUP_SIZE, Activations, QuantizedRows, RowFormat
-from nanoinfer.quantization.fp8 import (
+from nanoinfer.quantization.fp8_numbers import (
     dequantize_weight,
     fit_weight,
     fp8_expert_mlp,

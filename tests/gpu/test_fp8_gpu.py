@@ -18,7 +18,7 @@ from nanoinfer.layers.activation import gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.layers.layernorm import RMSNorm, add_rms_norm, add_rms_norm_to_fp8
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, RowParallelLinear
 from nanoinfer.layers.moe import SparseMoE
-from nanoinfer.quantization.fp8 import (
+from nanoinfer.quantization.fp8_numbers import (
     dequantize_rows,
     dequantize_weight,
     fp8_expert_mlp,

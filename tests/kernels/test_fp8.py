@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8_format import FP8, QuantizedRows, RowFormat
 from nanoinfer.layers import activation, layernorm
-from nanoinfer.quantization import fp8
-from nanoinfer.quantization.fp8 import dequantize_rows, quantize_weight
+from nanoinfer.quantization import fp8_numbers as fp8
+from nanoinfer.quantization.fp8_numbers import dequantize_rows, quantize_weight
 
 triton = pytest.importorskip("triton")
 

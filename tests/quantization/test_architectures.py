@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.quantization import method_selection
-from nanoinfer.quantization.fp8 import dequantize_weight, fit_weight
+from nanoinfer.quantization.fp8_numbers import dequantize_weight, fit_weight
 from tests.models.test_architectures import ARCHITECTURES, SMALL_WEIGHTS, checkpoint, draw_prompts, generate
 
 __all__ = ["checkpoint"]

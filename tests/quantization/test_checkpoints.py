@@ -21,7 +21,7 @@ from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
 from nanoinfer.kernels.fp8_format import FP8
 from nanoinfer.models import REGISTRY
 from nanoinfer.quantization import method_selection
-from nanoinfer.quantization.fp8 import dequantize_weight, fit_weight, quantize_weight
+from nanoinfer.quantization.fp8_numbers import dequantize_weight, fit_weight, quantize_weight
 
 Tensors = dict[str, Tensor]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
