@@ -21,9 +21,9 @@ class PausedWait:
             self._since, self._has_warned = None, False
             return
         time.sleep(seconds)
-        now = time.perf_counter()
-        if self._since is None:
+        now, since = time.perf_counter(), self._since  # read once: other threads wait, too
+        if since is None:
             self._since = now
-        elif not self._has_warned and now - self._since > PATIENCE_SECONDS:
+        elif not self._has_warned and now - since > PATIENCE_SECONDS:
             self._has_warned = True
             logger.warning("only paused requests are left (%d); resume or abort them", num_only_paused)

@@ -58,7 +58,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotary_embeddings(config: ModelConfig, max_positions: int, is_interleaved: bool) -> list[RotaryEmbedding]:
-    """Return that of each layer; equal ones are one module."""
+    """Return that of each layer; equal ones are one module. A model that scales queries has no RoPE of local layers."""
     rotary = partial(RotaryEmbedding, max_positions=max_positions, is_interleaved=is_interleaved)
     common = local = rotary(config)
     if config.local_rope is not None:

@@ -225,9 +225,9 @@ class ReplicatedEngine:
         """Raise EngineClosedError where the engine was closed, EngineStateError if no replica can run a step."""
         if self._is_closed or not self._finalizer.alive:
             raise EngineClosedError("this engine was closed; make a new LLM")
-        reasons = [one.unready_reason for one in self.alive() if one.unready_reason]
-        if is_for_steps and reasons:
-            raise EngineStateError(reasons[0])
+        reason = next(filter(None, (one.unready_reason for one in self.alive())), None)
+        if is_for_steps and reason:
+            raise EngineStateError(reason)
 
     # -------- What the rest of this folder asks for -------------------------------------------------------------------
 
