@@ -153,7 +153,7 @@ class Engine(Protocol):
 
 
 class Listener:
-    """Is told by the engine and its scheduler what they do, and does nothing; `StepEventListener` does something.
+    """Is told what the engine and its scheduler do, and does nothing; `StepEventListener` overrides every method.
 
     All calls come from the thread that runs the step or queues the request. Times are those of time.perf_counter.
     """

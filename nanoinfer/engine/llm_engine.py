@@ -310,9 +310,9 @@ class LLMEngine:
         self._collect_until(max_in_flight=0)  # a step that fails must find its sequences as it left them
         scheduler = self.scheduler
         methods = {Action.ABORT: scheduler.abort, Action.PAUSE: scheduler.pause, Action.RESUME: scheduler.resume}
-        marked = [self._pending_actions.popleft() for _ in range(len(self._pending_actions))]
-        for action, marks in groupby(marked, key=lambda mark: mark[0]):
-            request_ids = sorted({request_id for _, request_id in marks})
+        pending = [self._pending_actions.popleft() for _ in range(len(self._pending_actions))]
+        for action, its_pairs in groupby(pending, key=lambda pair: pair[0]):
+            request_ids = sorted({request_id for _, request_id in its_pairs})
             requests = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
             seqs = [completion.seq for request in requests for completion in request.completions]
             unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]

@@ -101,7 +101,7 @@ NUM_COLUMNS = PacketSections(*(dtype.itemsize // 4 for dtype in SECTION_DTYPES))
 
 def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
     """Write `batch` as a packet: the header and its sections."""
-    wanted = [(seq, seq.hidden_states_request) for seq in batch.admitted if seq.hidden_states_request is not None]
+    asking = [(seq, seq.hidden_states_request) for seq in batch.admitted if seq.hidden_states_request is not None]
     sections = PacketSections(
         row_records=[_row_record(seq) for seq in batch.admitted],
         known_tokens=_known_tokens(batch),
@@ -111,8 +111,8 @@ def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
         restored_states=batch.restored_states,
         chunks=[ChunkRecord(chunk.seq.held_row, chunk.start, chunk.length) for chunk in batch.prefill],
         decode_rows=_decode_rows(batch),
-        hidden_states_records=[states.record(seq.held_row, seq.num_prompt_tokens) for seq, states in wanted],
-        wanted_layers=[layer for _, states in wanted for layer in states.layers],
+        hidden_states_records=[request.record(seq.held_row, seq.num_prompt_tokens) for seq, request in asking],
+        wanted_layers=[layer for _, request in asking for layer in request.layers],
         **sampling_sections(batch.admitted),
     )
     num_samples = sum(chunk.samples for chunk in batch.prefill)

@@ -1,10 +1,12 @@
 """The way to the engine: `LLM`, asyncio and batch jobs add requests, run steps and collect outputs.
 
-inbox = Inbox()
-queue.add_requests(preparer.prepare(["Hello"]), inbox)
-while not inbox.is_complete:
-    queue.step()
-outputs = queue.collect(inbox)
+What a caller does, `RequestQueue.complete` for one:
+
+    inbox = Inbox()
+    queue.add_requests(preparer.prepare(["Hello"]), inbox)
+    while not inbox.is_complete:
+        queue.step()
+    outputs = queue.collect(inbox)
 """
 
 import threading
