@@ -25,8 +25,13 @@ NUM_CLOSE = 5  # names suggested for one that is not known
 class CheckpointNames(Protocol):
     """What a model says of the names of tensors in its checkpoints."""
 
-    ignored_weights: Collection[str]  # tensors to skip
-    unused_prefixes: tuple[str, ...]  # how the names of others to skip begin
+    @property
+    def ignored_weights(self) -> Collection[str]:
+        """The tensors to skip."""
+
+    @property
+    def unused_prefixes(self) -> tuple[str, ...]:
+        """How the names of others to skip begin."""
 
     def locate(self, name: str) -> Place:
         """Return which parameter, or shard of one, a checkpoint's tensor fills."""

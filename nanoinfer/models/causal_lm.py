@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Set
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
@@ -15,6 +15,7 @@ from nanoinfer.models import execution
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.native_model import NativeModel
 
 # How names begin in checkpoints of models for text and images -> how they begin here.
 TEXT_MODELS = (
@@ -27,7 +28,7 @@ TEXT_MODELS = (
 BARE_PARTS = ("embed_tokens", "layers", "norm")  # how names begin in checkpoints of the decoder alone
 
 
-class DecoderForCausalLM(nn.Module):
+class DecoderForCausalLM(NativeModel):
     """A decoder and its head: the whole model, or one rank's share of it. The head may score texts, or be absent.
 
     An architecture is a subclass that says what is special: in its layers by a `spec`, in its config.json and the names
