@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.weights import ModelWeights
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import computing, is_out_of_memory
@@ -35,7 +35,7 @@ class DeviceRunner:
     """
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TensorParallel | None = None
+        self, config: EngineConfig, model_config: BaseModelConfig, folder: Path, tp: TensorParallel | None = None
     ) -> None:
         self.tp = tp or TensorParallel()
         self.setup = Setup.of(config, model_config, self.tp)

@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoinfer.checkpoint.loader import fill_with_random_weights, load_model
-from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
-from nanoinfer.device import default_dtype, select_device, select_dtype
+from nanoinfer.device import select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.limits import RunnerLimits
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
@@ -20,9 +19,9 @@ from nanoinfer.layers.attention.kv_quantization import is_8_bit, select_kv_cache
 from nanoinfer.layers.attention.metadata import KVCache, PrefillMetadata
 from nanoinfer.layers.linear_attention.recurrent_states import StateShape
 from nanoinfer.layers.routing_table import RoutingTable
-from nanoinfer.models import get_model_class
 from nanoinfer.models.execution import PrefillGraphs, sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.implementations import load
 from nanoinfer.models.interface import Model
 from nanoinfer.pooling.dense import DenseLayer, load_dense
 from nanoinfer.pooling.pooler import Pooler
@@ -53,7 +52,7 @@ class Setup:
     """Holds the user's options and the model's sizes, resolved for a device, and makes by them what a runner needs."""
 
     config: EngineConfig
-    model_config: ModelConfig
+    model_config: BaseModelConfig
     tp: TensorParallel
     device: torch.device
     dtype: torch.dtype
@@ -61,7 +60,7 @@ class Setup:
     backends: AttentionBackends
 
     @classmethod
-    def of(cls, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel) -> "Setup":
+    def of(cls, config: EngineConfig, model_config: BaseModelConfig, tp: TensorParallel) -> "Setup":
         """Resolve the options. Raises ConfigError for one that the device cannot have."""
         device = select_device(config.device)
         dtype = select_dtype(config.dtype, model_config.dtype, device)
@@ -94,15 +93,8 @@ class Setup:
 
     def load_model(self, folder: Path) -> Model:
         """Return the model with its weights, or random ones, on the device."""
-        config, model_config = self.config, self.model_config
-        with torch.device(self.device), default_dtype(self.dtype):
-            model_class = get_model_class(model_config.architecture)
-            model = model_class(model_config, self.longest, self.backends, self.tp)
-        if config.load_format == "dummy":
-            fill_with_random_weights(model, model_config.initializer_range, config.seed + self.tp.rank)
-        else:
-            load_model(model, folder)
-        return model.eval()
+        of_device = self.backends, self.tp, self.device, self.dtype
+        return load(self.model_config, self.config, folder, self.longest, *of_device)
 
     def load_dense(self) -> list[DenseLayer]:
         """Return the layers after pooling."""
@@ -139,7 +131,7 @@ class Setup:
             window=self.groups.window,
             num_windowed_groups=self.groups.num_groups - 1,
             max_prefix_group_rows=self.backends.max_prefix_group_rows,
-            whole_prompts=self.model_config.encoder is not None,
+            whole_prompts=self.model_config.is_encoder,
             computes_beside_host=self.device.type != "cpu",
         )
 

@@ -1,0 +1,55 @@
+"""Refuses a loaded model whose tokens reach each other, or find their places, elsewhere than in its attention.
+
+Batches put tokens of many sequences side by side, and prompts are cut into chunks. So what a token becomes may depend
+on its id, its position and attention alone: not on a convolution, a recurrence, or positions that a model counts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from nanoinfer.errors import ModelError
+from nanoinfer.models.transformers.attention_interface import handling_attention
+from nanoinfer.models.transformers.forward import run
+from nanoinfer.models.transformers.probe import seen_alone
+
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}  # of the largest hidden state
+
+
+def check_mixing(model: PreTrainedModel, vocab_size: int) -> None:
+    """Raise ModelError where, with attention in which each token sees itself alone, others still matter."""
+    name = type(model).__name__
+    first, second, third, fourth = (index % vocab_size for index in (5, 9, 17, 23))
+    whole = _run_alone(model, [first, second, third, fourth], [0, 1, 2, 3])
+
+    def differs(other: Tensor, expected: Tensor = whole) -> bool:
+        largest = whole.abs().max().item() + 1e-9
+        return (expected - other).abs().max().item() > TOLERANCE[next(model.parameters()).dtype] * largest
+
+    if differs(_run_alone(model, [first, second, third, fourth], None)):
+        raise ModelError(f"{name} counts the positions of a prompt otherwise than from 0, which is not supported")
+    if differs(_run_alone(model, [fourth, second, first, fourth], [0, 1, 2, 3])[3], whole[3]):
+        raise ModelError(
+            f"tokens of {name} reach each other outside attention (by a convolution or a recurrent state), which is "
+            "not supported; run it with transformers"
+        )
+    halves = [([first, second], [0, 1]), ([third], [2]), ([fourth], [3])]
+    if differs(torch.cat([_run_alone(model, ids, positions) for ids, positions in halves])):
+        raise ModelError(f"what a token of {name} becomes depends on how its prompt is cut, which is not supported")
+    if differs(_run_alone(model, [fourth, first, second, third], [3, 0, 1, 2])[[1, 2, 3, 0]]):
+        raise ModelError(f"sequences of {name} that are computed together reach each other, which is not supported")
+
+
+@torch.inference_mode()
+def _run_alone(model: PreTrainedModel, token_ids: Sequence[int], positions: Sequence[int] | None) -> Tensor:
+    device = next(model.parameters()).device
+    places = None if positions is None else torch.tensor(positions, device=device)
+    with handling_attention(_attend_alone):
+        return run(model, torch.tensor(token_ids, device=device), places).float()
+
+
+def _attend_alone(_module: nn.Module, query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return seen_alone(query, value)

@@ -1,0 +1,178 @@
+"""Makes the config that the engine asks, of what transformers makes of a config.json and of what a probe sees."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from nanoinfer.checkpoint.base_config import BaseModelConfig
+from nanoinfer.checkpoint.hub import read_json
+from nanoinfer.checkpoint.other_models import explain_architecture
+from nanoinfer.checkpoint.overrides import override
+from nanoinfer.checkpoint.pooling_config import HeadConfig, choose_head, read_pooling
+from nanoinfer.config import DTYPES
+from nanoinfer.errors import ConfigError, ModelError
+from nanoinfer.models.transformers.attention_interface import ATTENTION
+from nanoinfer.models.transformers.forward import compute_logits, run
+from nanoinfer.models.transformers.probe import AttentionCall, Probed, probe
+
+# The names of the longest position in configs of transformers; most have the first.
+MAX_POSITIONS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "max_sequence_length"),
+)
+DEFAULT_MAX_POSITIONS = 2048
+ALIGNMENT = 8  # the kernels' head sizes are multiples of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersConfig(BaseModelConfig):
+    """Describes a model that transformers computes.
+
+    Its layers are its attention calls. head_dim, num_key_value_heads: the most of any call; the cache has as many for
+    each. class_name: of the class in transformers. fields: of config.json, with the user's own. captures_decode:
+    whether its forward pass reads nothing back from the device, so that a CUDA graph can hold it.
+    """
+
+    class_name: str
+    fields: Mapping[str, Any]
+    calls: tuple[AttentionCall, ...]
+    captures_decode: bool
+    num_modules: int  # with hidden states of their own: layers as transformers counts them
+
+    @property
+    def is_encoder(self) -> bool:
+        return not self.calls[0].sight.causal
+
+    @property
+    def has_dynamic_rope(self) -> bool:
+        return "dynamic" in str(self.fields.get("rope_parameters") or self.fields.get("rope_scaling"))
+
+    def check_tensor_parallel_size(self, size: int) -> None:
+        if size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={size} cannot split {self.architecture}, whose layers are transformers'; use "
+                f"data_parallel_size={size}"
+            )
+
+
+def read_transformers_config(
+    folder: Path, overrides: Mapping[str, Any] | None = None, quantization: str | None = None, runner: str = "auto"
+) -> TransformersConfig:
+    """Read `folder`/config.json and probe its model. Raises ModelError, ConfigError for what is not supported."""
+    fields = read_json(folder / "config.json")
+    fields = override(fields, overrides) if overrides else fields
+    model_class = find_class(fields)
+    if quantization is not None:
+        raise ConfigError(
+            f"quantization={quantization!r} rounds the layers that are nanoinfer's own, and those of "
+            f"{model_class.__name__} are transformers'; leave it out"
+        )
+    if fields.get("quantization_config"):
+        method = dict(fields["quantization_config"]).get("quant_method")
+        raise ModelError(
+            f"{model_class.__name__} runs by transformers' layers, with weights of 16 or 32 bits, and quant_method="
+            f"{method!r} has others; use the checkpoint in 16 bits"
+        )
+    config = make_config(fields)
+    text = config.get_text_config(decoder=True)
+    max_positions = next((int(size) for name in MAX_POSITIONS if (size := getattr(text, name, None))), None)
+    max_positions = max_positions or DEFAULT_MAX_POSITIONS
+    model, probed, reads_host = _probe(model_class, config, max_positions)
+    calls = probed.calls
+    _check_calls(calls)
+    num_kv_heads = max(call.num_kv_heads for call in calls)
+    head_dim = max(max(call.head_dim, call.value_dim) for call in calls)
+    is_encoder = not calls[0].sight.causal
+    hidden_size = probed.hidden.shape[-1]
+    head = choose_head(HeadConfig("none") if is_encoder or not generates(model_class) else None, runner, folder)
+    with torch.no_grad():
+        vocab_size = text.vocab_size if head else compute_logits(model, probed.hidden).shape[-1]
+    return TransformersConfig(
+        architecture=model_class.__name__,
+        class_name=model_class.__name__,
+        fields=fields,
+        calls=calls,
+        captures_decode=not reads_host,
+        num_modules=getattr(text, "num_hidden_layers", len(calls)),
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_hidden_layers=getattr(text, "num_hidden_layers", len(calls)),
+        num_attention_heads=calls[0].num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim + -head_dim % ALIGNMENT,
+        max_position_embeddings=max_positions,
+        initializer_range=float(getattr(text, "initializer_range", None) or 0.02),
+        dtype=_dtype(config),
+        windows=tuple(call.sight.window for call in calls),
+        head=head,
+        pooling=read_pooling(folder, head, hidden_size, is_encoder),
+    )
+
+
+def find_class(fields: Mapping[str, Any]) -> type[PreTrainedModel]:
+    """Return the class of transformers for a config.json. Raises ModelError where none can run here, with the reason."""
+    name = str((fields.get("architectures") or ["(none)"])[0])
+    found = getattr(transformers, name, None)
+    version = transformers.__version__
+    if found is None or fields.get("is_encoder_decoder") is True:
+        why = explain_architecture(fields, name, ())
+        remote = "; its own code (auto_map) is not run" if "auto_map" in fields else ""
+        raise ModelError(why if found else f"{why}; transformers {version} has no such class either{remote}")
+    if not getattr(found, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{name} has no attention interface in transformers {version}, so that its attention cannot be replaced; "
+            "run it with transformers, or try a newer version of it"
+        )
+    model_class: type[PreTrainedModel] = found
+    return model_class
+
+
+def generates(model_class: type[PreTrainedModel]) -> bool:
+    """Whether a class has a language-model head: it takes which logits to keep, or labels of tokens."""
+    return model_class.__name__.endswith(
+        ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "GenerationDecoder")
+    )
+
+
+def make_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return transformers' config of the fields of a config.json. Raises ModelError for what it refuses."""
+    model_type = fields.get("model_type")
+    try:
+        config = AutoConfig.for_model(**copy.deepcopy(dict(fields)))
+    except Exception as error:  # each class checks in its own way
+        raise ModelError(
+            f"transformers {transformers.__version__} refuses config.json ({model_type}): {error}"
+        ) from None
+    config.use_cache = False
+    return config
+
+
+def _probe(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, max_positions: int
+) -> tuple[PreTrainedModel, Probed, bool]:
+    """Return a model without weights, what a probe of it saw, and whether it reads values back from the device."""
+    with torch.device("meta"):
+        model = model_class._from_config(config, attn_implementation=ATTENTION, dtype=torch.bfloat16).eval()
+    return model, probe(model, max_positions, run), False
+
+
+def _check_calls(calls: tuple[AttentionCall, ...]) -> None:
+    """Raise ModelError for calls that cannot share a cache, or a step."""
+    if len({call.sight.causal for call in calls}) > 1:
+        raise ModelError("some of its layers attend to later tokens, and others do not, which is not supported")
+    most = max(call.num_kv_heads for call in calls)
+    for call in calls:
+        if most % call.num_kv_heads or call.num_heads % most:
+            raise ModelError(f"{call.name} has {call.num_kv_heads} KV heads, and others {most}; supported are divisors")
+
+
+def _dtype(config: PreTrainedConfig) -> str:
+    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ModelError(f"config.json has dtype={dtype!r}; supported are {', '.join(DTYPES)}")
+    return dtype

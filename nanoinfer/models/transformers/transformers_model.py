@@ -1,0 +1,248 @@
+"""A model of transformers as the runner runs it: see `Model` in `models/interface.py`."""
+
+import inspect
+from collections.abc import Set
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from nanoinfer.checkpoint.loader import fill_with_random_weights
+from nanoinfer.checkpoint.weights import listed
+from nanoinfer.device import default_dtype
+from nanoinfer.distributed.tensor_parallel import VocabShard
+from nanoinfer.errors import ModelError
+from nanoinfer.layers.attention.attention_layer import store
+from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
+from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
+from nanoinfer.layers.attention.metadata import PrefillMetadata
+from nanoinfer.models.execution import PrefillGraphs
+from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.transformers.attention_interface import ATTENTION, base_model, handling_attention, name_attention
+from nanoinfer.models.transformers.forward import compute_logits, run, run_whole
+from nanoinfer.models.transformers.guards import check_mixing
+from nanoinfer.models.transformers.probe import AttentionCall
+from nanoinfer.models.transformers.transformers_config import TransformersConfig, make_config
+
+
+class CachedAttention:
+    """Computes one attention call of each step, over the paged cache.
+
+    place: its part of the cache. num_kv_heads, head_dim: those of the cache, to which the call's own are filled up.
+    """
+
+    def __init__(
+        self, call: AttentionCall, place: LayerPlace, num_kv_heads: int, head_dim: int, backend: AttentionBackend
+    ) -> None:
+        self._place, self._num_kv_heads, self._head_dim, self._backend = place, num_kv_heads, head_dim, backend
+        self._value_dim = call.value_dim
+
+    def __call__(self, step: ForwardStep, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        """(1, heads, num_tokens, size) each -> the heads' outputs (1, num_tokens, num_heads, the values' size)."""
+        q, k, v = (self._padded(x[0].transpose(0, 1)) for x in (query, key, value))
+        if k.shape[1] != self._num_kv_heads:
+            k, v = (x.repeat_interleave(self._num_kv_heads // x.shape[1], dim=1) for x in (k, v))
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        cache, metadata = step.kv_cache.layer(self._place.layer), step.attention_of(self._place.group)
+        store(k, v, cache.k, cache.v, metadata.slot_mapping, cache.k_scales, cache.v_scales)
+        sinks = None if sinks is None else sinks.flatten().to(q.dtype)
+        if isinstance(metadata, PrefillMetadata):
+            heads = self._backend.prefill(q, k, v, cache, metadata, sinks)
+        else:
+            heads = self._backend.decode(q, cache, metadata, sinks)
+        return heads[:, :, : self._value_dim][None]
+
+    def _padded(self, x: Tensor) -> Tensor:
+        missing = self._head_dim - x.shape[2]
+        return F.pad(x, (0, missing)) if missing else x.contiguous()
+
+
+class TransformersModel(nn.Module):
+    """Runs the layers of a model of transformers with our attention, and its own head.
+
+    max_positions: the longest sequence. backends: how attention is computed, call by call.
+    """
+
+    ignored_weights: tuple[str, ...] = ()
+    unused_prefixes: tuple[str, ...] = ()
+    score = None
+
+    def __init__(
+        self, model: PreTrainedModel, config: TransformersConfig, max_positions: int, backends: AttentionBackends
+    ) -> None:
+        super().__init__()
+        self.hf_model = model
+        self.generates = config.head is None or config.head.kind == "vocabulary"
+        self.captures_decode = config.captures_decode
+        self.has_token_types = "token_type_ids" in inspect.signature(base_model(model).forward).parameters
+        self.vocab = VocabShard(0, config.vocab_size if self.generates else 0)
+        self.logits_dtype = next(model.parameters()).dtype
+        self._attentions = _cached_attentions(config, max_positions, backends)
+        stored = {name for name, _ in self.named_parameters()}
+        self.ignored_weights = tuple(  # a weight that is tied has its own name once
+            name for name in model.state_dict() if f"hf_model.{name}" not in stored
+        )
+
+    @classmethod
+    def load(
+        cls,
+        config: TransformersConfig,
+        folder: Path,
+        max_positions: int,
+        backends: AttentionBackends,
+        device: torch.device,
+        dtype: torch.dtype,
+        random_seed: int | None,
+    ) -> "TransformersModel":
+        """Return the model on its device, with its weights, or random ones if there is a seed.
+
+        Raises ModelError for weights that are missing, left over or of another shape, and for a model that `guards.py`
+        refuses.
+        """
+        model_class = getattr(transformers, config.class_name)
+        if random_seed is None:
+            model = _load_weights(model_class, config, folder, dtype).to(device)
+        else:
+            with torch.device(device), default_dtype(dtype):
+                model = model_class._from_config(make_config(config.fields), attn_implementation=ATTENTION, dtype=dtype)
+            fill_with_random_weights(model, config.initializer_range, random_seed)
+        name_attention(model, ATTENTION)
+        _keep_buffers_as_weights(model)
+        freeze_rope(model, max_positions)
+        model.eval().requires_grad_(False)
+        check_mixing(model, config.vocab_size)
+        return cls(model, config, max_positions, backends).eval()
+
+    def locate(self, name: str) -> tuple[str, str | None]:
+        return f"hf_model.{name}", None
+
+    def checkpoint_name(self, place: tuple[str, str | None]) -> str:
+        return place[0].removeprefix("hf_model.")
+
+    def forward(self, step: ForwardStep) -> Tensor:
+        """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
+        with handling_attention(_StepAttention(self._attentions, step)):
+            return run(self.hf_model, step.token_ids, step.positions, **self._options(step))
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """(num_rows, hidden_size) -> logits (num_rows, vocab.size), in `out` if it is given."""
+        logits = compute_logits(self.hf_model, hidden)
+        return logits if out is None else out.copy_(logits)
+
+    def logits_of_tokens(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """(num_rows, hidden_size), (num_ids,) -> float32 logits of these tokens alone, (num_rows, num_ids)."""
+        return compute_logits(self.hf_model, hidden)[:, token_ids].float()
+
+    def forward_with_hidden_states(self, step: ForwardStep, layers: Set[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return what `forward` does, and the hidden states of some layers, (num_tokens, hidden_size) each."""
+        with handling_attention(_StepAttention(self._attentions, step)):
+            output = run_whole(
+                self.hf_model, step.token_ids, step.positions, output_hidden_states=True, **self._options(step)
+            )
+        return output[0][0], {layer: output.hidden_states[layer][0] for layer in layers}
+
+    def prefill_graphs(self, max_step_tokens: int, captures_largest: bool) -> PrefillGraphs:
+        return PrefillGraphs()
+
+    def compiling_few_rows(self, sizes: list[int]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _options(self, step: ForwardStep) -> dict[str, Tensor]:
+        return {} if step.token_types is None else {"token_type_ids": step.token_types[None].long()}
+
+
+class _StepAttention:
+    """Answers the attention calls of one step, in order."""
+
+    def __init__(self, attentions: list[CachedAttention], step: ForwardStep) -> None:
+        self._attentions, self._step = iter(attentions), step
+
+    def __call__(
+        self,
+        _module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        assert mask is None, "a mask was made, though none was asked for"
+        return next(self._attentions)(self._step, query, key, value, options.get("s_aux"))
+
+
+def _cached_attentions(
+    config: TransformersConfig, max_positions: int, backends: AttentionBackends
+) -> list[CachedAttention]:
+    heads = config.num_key_value_heads, config.head_dim
+    windows, places = config.windows_within(max_positions), KVCacheGroups.of(config, max_positions).places
+    found = []
+    for call, window, place in zip(config.calls, windows, places, strict=True):
+        spec = AttentionSpec(
+            num_heads=call.num_heads,
+            num_kv_heads=heads[0],
+            head_dim=heads[1],
+            scale=call.scale,
+            window=window,
+            has_sinks=call.has_sinks,
+            causal=call.sight.causal,
+            soft_cap=call.soft_cap,
+        )
+        place = LayerPlace(0, 0) if config.is_encoder else place
+        found.append(CachedAttention(call, place, *heads, backends.for_layer(spec)))
+    return found
+
+
+def _load_weights(
+    model_class: type[PreTrainedModel], config: TransformersConfig, folder: Path, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Return a model with the weights of a folder, on the CPU: transformers knows what to rename and to merge."""
+    model, found = model_class.from_pretrained(
+        folder,
+        config=make_config(config.fields),
+        dtype=dtype,
+        attn_implementation=ATTENTION,
+        output_loading_info=True,
+        local_files_only=True,
+        use_safetensors=True,
+    )
+    for kind, what in (("missing_keys", "lacks weights for"), ("unexpected_keys", "has weights that nobody knows:")):
+        if names := sorted(map(str, found.get(kind) or ())):
+            raise ModelError(f"{folder} {what} {listed(names)}; download the checkpoint again")
+    if mismatched := found.get("mismatched_keys"):
+        raise ModelError(f"{folder} has weights of other shapes than config.json implies: {sorted(mismatched)!r:.300}")
+    return model
+
+
+def _keep_buffers_as_weights(model: nn.Module) -> None:
+    """Make parameters of the buffers that checkpoints hold, so that they sleep and are updated as other weights."""
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                del module._buffers[name]
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+
+
+def freeze_rope(model: nn.Module, max_positions: int) -> None:
+    """Fix rotations that depend on the longest position of a step, as for the longest sequence.
+
+    Keys of one sequence must agree whatever runs beside it, and finding the longest position waits for the device.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds is None:
+            continue
+        by_type = kinds if isinstance(kinds, dict) else {None: kinds}
+        changing = [layer_type for layer_type, kind in by_type.items() if kind in ("dynamic", "longrope")]
+        buffer = next(module.buffers(), None)
+        for layer_type in changing if buffer is not None else ():
+            positions = torch.tensor([[max_positions - 1]], device=buffer.device)
+            options = {} if layer_type is None else {"layer_type": layer_type}
+            module.forward(buffer, positions, **options)
+        if changing:
+            module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
