@@ -51,13 +51,8 @@ def probing_masks(model: PreTrainedModel, handler: MaskHandler) -> Iterator[None
 
 def name_attention(model: PreTrainedModel, name: str) -> None:
     """Set the attention function of a model's text part; what sees or hears keeps transformers' own."""
-    text = text_part(model)
-    configs = [
-        model.config,
-        model.config.get_text_config(),
-        *(getattr(part, "config", None) for part in text.modules()),
-    ]
-    for config in configs:
+    of_parts = (getattr(part, "config", None) for part in text_part(model).modules())
+    for config in (model.config, model.config.get_text_config(), *of_parts):
         if config is not None:
             config._attn_implementation_internal = name
 

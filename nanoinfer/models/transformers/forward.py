@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from nanoinfer.models.transformers.attention_interface import base_model
@@ -41,7 +41,8 @@ def compute_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     So scales, soft caps and biases come along. Its layers are left out: their forward returns `hidden`.
     """
     given = GivenStates(hidden[None])
-    parts = {id(part): part for part in (base_model(model), model.get_decoder()) if _is_part(part, model)}
+    found = (base_model(model), model.get_decoder())
+    parts = {id(part): part for part in found if isinstance(part, PreTrainedModel) and part is not model}
     for part in parts.values():
         part.forward = lambda *_, **__: given
     try:
@@ -51,7 +52,3 @@ def compute_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
         for part in parts.values():
             del part.forward
     return (output[0] if isinstance(output, tuple) else output.logits)[0]
-
-
-def _is_part(part: Any, model: PreTrainedModel) -> bool:
-    return isinstance(part, nn.Module) and part is not model

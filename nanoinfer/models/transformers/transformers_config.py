@@ -1,9 +1,10 @@
 """Makes the config that the engine asks, of what transformers makes of a config.json and of what a probe sees."""
 
-import copy
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ MAX_POSITIONS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "max_sequence_length"),
 )
 DEFAULT_MAX_POSITIONS = 2048
+GENERATING = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "GenerationDecoder")  # ends of classes
 ALIGNMENT = 8  # the kernels' head sizes are multiples of it
 
 
@@ -115,7 +117,7 @@ def read_transformers_config(
 
 
 def find_class(fields: Mapping[str, Any]) -> type[PreTrainedModel]:
-    """Return the class of transformers for a config.json. Raises ModelError where none can run here, with the reason."""
+    """Return the class of transformers for a config.json. Raises ModelError where it cannot run here, with why."""
     name = str((fields.get("architectures") or ["(none)"])[0])
     found = getattr(transformers, name, None)
     version = transformers.__version__
@@ -133,21 +135,18 @@ def find_class(fields: Mapping[str, Any]) -> type[PreTrainedModel]:
 
 
 def generates(model_class: type[PreTrainedModel]) -> bool:
-    """Whether a class has a language-model head: it takes which logits to keep, or labels of tokens."""
-    return model_class.__name__.endswith(
-        ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "GenerationDecoder")
-    )
+    """Whether a class has a language-model head."""
+    return model_class.__name__.endswith(GENERATING)
 
 
 def make_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
     """Return transformers' config of the fields of a config.json. Raises ModelError for what it refuses."""
-    model_type = fields.get("model_type")
-    try:
-        config = AutoConfig.for_model(**copy.deepcopy(dict(fields)))
-    except Exception as error:  # each class checks in its own way
-        raise ModelError(
-            f"transformers {transformers.__version__} refuses config.json ({model_type}): {error}"
-        ) from None
+    with TemporaryDirectory() as folder:  # whose reader knows what else a file may hold, such as infinity
+        (Path(folder) / "config.json").write_text(json.dumps(dict(fields)))
+        try:
+            config: PreTrainedConfig = AutoConfig.from_pretrained(folder)
+        except Exception as error:  # each class checks in its own way
+            raise ModelError(f"transformers {transformers.__version__} refuses this config.json: {error}") from None
     config.use_cache = False
     return config
 

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.loader import fill_with_random_weights
 from nanoinfer.checkpoint.weights import listed
 from nanoinfer.device import default_dtype
@@ -92,7 +93,7 @@ class TransformersModel(nn.Module):
     @classmethod
     def load(
         cls,
-        config: TransformersConfig,
+        config: BaseModelConfig,
         folder: Path,
         max_positions: int,
         backends: AttentionBackends,
@@ -105,6 +106,7 @@ class TransformersModel(nn.Module):
         Raises ModelError for weights that are missing, left over or of another shape, and for a model that `guards.py`
         refuses.
         """
+        assert isinstance(config, TransformersConfig), f"{config.architecture} was not read as a model of transformers"
         model_class = getattr(transformers, config.class_name)
         if random_seed is None:
             model = _load_weights(model_class, config, folder, dtype).to(device)
@@ -183,6 +185,7 @@ def _cached_attentions(
     windows, places = config.windows_within(max_positions), KVCacheGroups.of(config, max_positions).places
     found = []
     for call, window, place in zip(config.calls, windows, places, strict=True):
+        chunk = call.sight.chunk
         spec = AttentionSpec(
             num_heads=call.num_heads,
             num_kv_heads=heads[0],
@@ -192,6 +195,7 @@ def _cached_attentions(
             has_sinks=call.has_sinks,
             causal=call.sight.causal,
             soft_cap=call.soft_cap,
+            chunk=chunk if chunk is not None and chunk < max_positions else None,
         )
         place = LayerPlace(0, 0) if config.is_encoder else place
         found.append(CachedAttention(call, place, *heads, backends.for_layer(spec)))
@@ -234,15 +238,16 @@ def freeze_rope(model: nn.Module, max_positions: int) -> None:
     Keys of one sequence must agree whatever runs beside it, and finding the longest position waits for the device.
     """
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
+        kinds: Any = getattr(module, "rope_type", None)
         if kinds is None:
             continue
         by_type = kinds if isinstance(kinds, dict) else {None: kinds}
         changing = [layer_type for layer_type, kind in by_type.items() if kind in ("dynamic", "longrope")]
-        buffer = next(module.buffers(), None)
-        for layer_type in changing if buffer is not None else ():
+        for layer_type in changing:
+            buffer = next(module.buffers())
             positions = torch.tensor([[max_positions - 1]], device=buffer.device)
             options = {} if layer_type is None else {"layer_type": layer_type}
             module.forward(buffer, positions, **options)
         if changing:
-            module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
+            unchanging = dict.fromkeys(by_type, "default")
+            module.__dict__["rope_type"] = unchanging if isinstance(kinds, dict) else "default"
