@@ -9,25 +9,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from nanoinfer.errors import ModelError
 from nanoinfer.models.transformers.attention_interface import handling_attention
-from nanoinfer.models.transformers.forward import run
 from nanoinfer.models.transformers.probe import seen_alone
+from nanoinfer.models.transformers.split_model import SplitModel
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}  # of the largest hidden state
 
 
-def check_mixing(model: PreTrainedModel, vocab_size: int) -> None:
+def check_mixing(model: SplitModel, vocab_size: int) -> None:
     """Raise ModelError where, with attention in which each token sees itself alone, others still matter."""
-    name = type(model).__name__
+    name, dtype = type(model.model).__name__, next(model.model.parameters()).dtype
     first, second, third, fourth = (index % vocab_size for index in (5, 9, 17, 23))
     whole = _run_alone(model, [first, second, third, fourth], [0, 1, 2, 3])
 
     def differs(other: Tensor, expected: Tensor = whole) -> bool:
         largest = whole.abs().max().item() + 1e-9
-        return (expected - other).abs().max().item() > TOLERANCE[next(model.parameters()).dtype] * largest
+        return (expected - other).abs().max().item() > TOLERANCE[dtype] * largest
 
     if differs(_run_alone(model, [first, second, third, fourth], None)):
         raise ModelError(f"{name} counts the positions of a prompt otherwise than from 0, which is not supported")
@@ -44,11 +43,11 @@ def check_mixing(model: PreTrainedModel, vocab_size: int) -> None:
 
 
 @torch.inference_mode()
-def _run_alone(model: PreTrainedModel, token_ids: Sequence[int], positions: Sequence[int] | None) -> Tensor:
-    device = next(model.parameters()).device
+def _run_alone(model: SplitModel, token_ids: Sequence[int], positions: Sequence[int] | None) -> Tensor:
+    device = next(model.model.parameters()).device
     places = None if positions is None else torch.tensor(positions, device=device)
     with handling_attention(_attend_alone):
-        return run(model, torch.tensor(token_ids, device=device), places).float()
+        return model.run(torch.tensor(token_ids, device=device), places)[0][0].float()
 
 
 def _attend_alone(_module: nn.Module, query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:

@@ -4,7 +4,7 @@ A cache layer is an attention *call*, in order, not a module: some models call o
 sees is read off its mask: the function that transformers would fill the mask by is asked instead.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel, masking_utils
 
 from nanoinfer.errors import ModelError
 from nanoinfer.models.transformers.attention_interface import MaskFunction, handling_attention, probing_masks
+from nanoinfer.models.transformers.split_model import SplitModel
 
 NUM_PROBED_TOKENS = 3
 MAX_PROBED_POSITIONS = 2**17  # where masks are asked at most
@@ -63,10 +65,15 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Holds what a probe saw. hidden: the model's hidden states, (num_tokens, hidden_size), of the probe's device."""
+    """Holds what a probe saw.
+
+    hidden: the model's hidden states, (num_tokens, hidden_size), on meta. reads_host: whether the model reads values
+    back from its device, so that no CUDA graph can hold its steps.
+    """
 
     calls: tuple[AttentionCall, ...]
     hidden: Tensor
+    reads_host: bool
 
 
 class Probe:
@@ -146,24 +153,55 @@ class Probe:
         return sight
 
 
-def probe(model: PreTrainedModel, max_positions: int, run: Any) -> Probed:
-    """Run a few tokens through a model; return its attention calls. Raises ModelError for one that is not supported.
-
-    run: (model, token_ids, positions) -> hidden states.
-    """
-    device = next(model.parameters()).device
-    probing = Probe(model, max_positions)
-    ids = torch.arange(NUM_PROBED_TOKENS, device=device)
+def probe(model: SplitModel, max_positions: int) -> Probed:
+    """Run a few tokens through a model; return its attention calls. Raises ModelError for one that is not supported."""
+    probing, reads = Probe(model.model, max_positions), HostReads()
+    ids = torch.arange(NUM_PROBED_TOKENS, device="meta")
     with (
+        reads,
         _without_packing(),
-        probing_masks(model, probing.make_mask),
+        probing_masks(model.model, probing.make_mask),
         handling_attention(probing.attend),
         torch.no_grad(),
     ):
-        hidden = run(model, ids, ids)
+        hidden = model.run(ids, ids)[0][0]
     if not probing.calls:
-        raise ModelError(f"{type(model).__name__} calls no attention")
-    return Probed(tuple(probing.calls), hidden)
+        raise ModelError(f"{type(model.model).__name__} calls no attention")
+    return Probed(tuple(probing.calls), hidden, reads.found)
+
+
+class HostReads(TorchFunctionMode):
+    """Answers with zeros, or with no indices, where a model on meta reads values back, and remembers that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = HOST_READS.get(func)
+        if answer is None or not args[0].is_meta or (func is torch.where and len(args) > 1):
+            return func(*args, **(kwargs or {}))
+        self.found = True
+        return answer(*args, **(kwargs or {}))
+
+
+def _no_indices(x: Tensor, as_tuple: bool = False, **_: Any) -> Any:
+    found = torch.empty(0, x.dim(), dtype=torch.long, device=x.device)
+    return found.unbind(1) if as_tuple else found
+
+
+HOST_READS: Mapping[Any, Callable[..., Any]] = {
+    Tensor.item: lambda x: 0,
+    Tensor.tolist: lambda x: torch.zeros(x.shape, dtype=torch.long).tolist(),
+    Tensor.__bool__: lambda x: False,
+    Tensor.__int__: lambda x: 0,
+    Tensor.__index__: lambda x: 0,
+    Tensor.__float__: lambda x: 0.0,
+    Tensor.nonzero: _no_indices,
+    torch.nonzero: _no_indices,
+    torch.where: lambda x: _no_indices(x, as_tuple=True),
+    Tensor.__contains__: lambda x, _: False,
+}
 
 
 def seen_alone(query: Tensor, value: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from nanoinfer.checkpoint.pooling_config import HeadConfig, choose_head, read_po
 from nanoinfer.config import DTYPES
 from nanoinfer.errors import ConfigError, ModelError
 from nanoinfer.models.transformers.attention_interface import ATTENTION
-from nanoinfer.models.transformers.forward import compute_logits, run
-from nanoinfer.models.transformers.probe import AttentionCall, Probed, probe
+from nanoinfer.models.transformers.probe import AttentionCall, probe
+from nanoinfer.models.transformers.split_model import SplitModel
 
 # The names of the longest position in configs of transformers; most have the first.
 MAX_POSITIONS = (
@@ -84,7 +84,11 @@ def read_transformers_config(
     text = config.get_text_config(decoder=True)
     max_positions = next((int(size) for name in MAX_POSITIONS if (size := getattr(text, name, None))), None)
     max_positions = max_positions or DEFAULT_MAX_POSITIONS
-    model, probed, reads_host = _probe(model_class, config, max_positions)
+    with torch.device("meta"):
+        whole = model_class._from_config(config, attn_implementation=ATTENTION, dtype=torch.bfloat16).eval()
+    model = SplitModel(whole)
+    max_positions -= model.first_position
+    probed = probe(model, max_positions)
     calls = probed.calls
     _check_calls(calls)
     num_kv_heads = max(call.num_kv_heads for call in calls)
@@ -93,13 +97,13 @@ def read_transformers_config(
     hidden_size = probed.hidden.shape[-1]
     head = choose_head(HeadConfig("none") if is_encoder or not generates(model_class) else None, runner, folder)
     with torch.no_grad():
-        vocab_size = text.vocab_size if head else compute_logits(model, probed.hidden).shape[-1]
+        vocab_size = text.vocab_size if head else model.compute_logits(probed.hidden).shape[-1]
     return TransformersConfig(
         architecture=model_class.__name__,
         class_name=model_class.__name__,
         fields=fields,
         calls=calls,
-        captures_decode=not reads_host,
+        captures_decode=not probed.reads_host,
         num_modules=getattr(text, "num_hidden_layers", len(calls)),
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -149,15 +153,6 @@ def make_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
             raise ModelError(f"transformers {transformers.__version__} refuses this config.json: {error}") from None
     config.use_cache = False
     return config
-
-
-def _probe(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, max_positions: int
-) -> tuple[PreTrainedModel, Probed, bool]:
-    """Return a model without weights, what a probe of it saw, and whether it reads values back from the device."""
-    with torch.device("meta"):
-        model = model_class._from_config(config, attn_implementation=ATTENTION, dtype=torch.bfloat16).eval()
-    return model, probe(model, max_positions, run), False
 
 
 def _check_calls(calls: tuple[AttentionCall, ...]) -> None:

@@ -25,10 +25,10 @@ from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
 from nanoinfer.layers.attention.metadata import PrefillMetadata
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.transformers.attention_interface import ATTENTION, base_model, handling_attention, name_attention
-from nanoinfer.models.transformers.forward import compute_logits, run, run_whole
+from nanoinfer.models.transformers.attention_interface import ATTENTION, handling_attention, name_attention
 from nanoinfer.models.transformers.guards import check_mixing
 from nanoinfer.models.transformers.probe import AttentionCall
+from nanoinfer.models.transformers.split_model import SplitModel
 from nanoinfer.models.transformers.transformers_config import TransformersConfig, make_config
 
 
@@ -75,19 +75,19 @@ class TransformersModel(nn.Module):
     score = None
 
     def __init__(
-        self, model: PreTrainedModel, config: TransformersConfig, max_positions: int, backends: AttentionBackends
+        self, model: SplitModel, config: TransformersConfig, max_positions: int, backends: AttentionBackends
     ) -> None:
         super().__init__()
-        self.hf_model = model
+        self.hf_model, self._split = model.model, model
         self.generates = config.head is None or config.head.kind == "vocabulary"
         self.captures_decode = config.captures_decode
-        self.has_token_types = "token_type_ids" in inspect.signature(base_model(model).forward).parameters
+        self.has_token_types = "token_type_ids" in inspect.signature(model.layers.forward).parameters
         self.vocab = VocabShard(0, config.vocab_size if self.generates else 0)
-        self.logits_dtype = next(model.parameters()).dtype
+        self.logits_dtype = next(self.parameters()).dtype
         self._attentions = _cached_attentions(config, max_positions, backends)
         stored = {name for name, _ in self.named_parameters()}
         self.ignored_weights = tuple(  # a weight that is tied has its own name once
-            name for name in model.state_dict() if f"hf_model.{name}" not in stored
+            name for name in model.model.state_dict() if f"hf_model.{name}" not in stored
         )
 
     @classmethod
@@ -118,8 +118,9 @@ class TransformersModel(nn.Module):
         _keep_buffers_as_weights(model)
         freeze_rope(model, max_positions)
         model.eval().requires_grad_(False)
-        check_mixing(model, config.vocab_size)
-        return cls(model, config, max_positions, backends).eval()
+        split = SplitModel(model)
+        check_mixing(split, config.vocab_size)
+        return cls(split, config, max_positions, backends).eval()
 
     def locate(self, name: str) -> tuple[str, str | None]:
         return f"hf_model.{name}", None
@@ -130,23 +131,22 @@ class TransformersModel(nn.Module):
     def forward(self, step: ForwardStep) -> Tensor:
         """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
         with handling_attention(_StepAttention(self._attentions, step)):
-            return run(self.hf_model, step.token_ids, step.positions, **self._options(step))
+            return self._split.run(step.token_ids, step.positions, **self._options(step))[0][0]
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """(num_rows, hidden_size) -> logits (num_rows, vocab.size), in `out` if it is given."""
-        logits = compute_logits(self.hf_model, hidden)
+        logits = self._split.compute_logits(hidden)
         return logits if out is None else out.copy_(logits)
 
     def logits_of_tokens(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(num_rows, hidden_size), (num_ids,) -> float32 logits of these tokens alone, (num_rows, num_ids)."""
-        return compute_logits(self.hf_model, hidden)[:, token_ids].float()
+        return self._split.compute_logits(hidden)[:, token_ids].float()
 
     def forward_with_hidden_states(self, step: ForwardStep, layers: Set[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """Return what `forward` does, and the hidden states of some layers, (num_tokens, hidden_size) each."""
         with handling_attention(_StepAttention(self._attentions, step)):
-            output = run_whole(
-                self.hf_model, step.token_ids, step.positions, output_hidden_states=True, **self._options(step)
-            )
+            options = self._options(step)
+            output = self._split.run(step.token_ids, step.positions, output_hidden_states=True, **options)
         return output[0][0], {layer: output.hidden_states[layer][0] for layer in layers}
 
     def prefill_graphs(self, max_step_tokens: int, captures_largest: bool) -> PrefillGraphs:

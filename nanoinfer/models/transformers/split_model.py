@@ -1,0 +1,73 @@
+"""A model of transformers in two halves: its layers, and what its own head makes of hidden states."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from nanoinfer.models.transformers.attention_interface import base_model
+
+
+class SplitModel:
+    """Runs the layers of a model, and its head, apart from each other.
+
+    layers: the model without its head. first_position: what it calls the place of a text's first token; RoBERTa and
+    its like begin after the row of their table that padding has.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.layers = model, base_model(model)
+        self.first_position = _first_position(self.layers)
+        # Without an id for padding, nothing looks for any among the inputs, which would wait for the device.
+        for config in (model.config, model.config.get_text_config()):
+            config.__dict__["pad_token_id"] = None
+
+    def run(self, token_ids: Tensor, positions: Tensor | None, **options: Any) -> Any:
+        """Return what the layers return of a step: first of all its hidden states, (1, num_tokens, hidden_size).
+
+        token_ids, positions: (num_tokens,) each. positions: from 0 on; None lets the model count them itself.
+        """
+        if positions is not None:
+            positions = (positions + self.first_position if self.first_position else positions)[None]
+        return self.layers(input_ids=token_ids[None].long(), position_ids=positions, use_cache=False, **options)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """(num_rows, hidden_size) -> logits (num_rows, vocab_size), by the model's own forward.
+
+        So scales, soft caps and biases come along. Its layers are left out: their forward returns `hidden`.
+        """
+        given = GivenStates(hidden[None])
+        found = (self.layers, self.model.get_decoder())
+        parts = {id(part): part for part in found if isinstance(part, PreTrainedModel) and part is not self.model}
+        for part in parts.values():
+            part.forward = lambda *_, **__: given
+        try:
+            ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+            output = self.model(input_ids=ids, position_ids=ids, use_cache=False)
+        finally:
+            for part in parts.values():
+                del part.forward
+        return (output[0] if isinstance(output, tuple) else output.logits)[0]
+
+
+class GivenStates:
+    """Stands for the output of a model without its head: hidden states that are there already."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden  # (1, num_rows, hidden_size)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.last_hidden_state if index == 0 else () if isinstance(index, slice) else None
+
+
+def _first_position(layers: nn.Module) -> int:
+    for name, module in layers.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            return module.padding_idx + 1
+    return 0
