@@ -1,5 +1,7 @@
 """Refuses a loaded model whose tokens reach each other, or find their places, elsewhere than in its attention.
 
+Also finds out whether CUDA graphs can hold its steps.
+
 Batches put tokens of many sequences side by side, and prompts are cut into chunks. So what a token becomes may depend
 on its id, its position and attention alone: not on a convolution, a recurrence, or positions that a model counts.
 """
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.device import capturing
 from nanoinfer.errors import ModelError
 from nanoinfer.models.transformers.attention_interface import handling_attention
 from nanoinfer.models.transformers.probe import seen_alone
@@ -40,6 +43,32 @@ def check_mixing(model: SplitModel, vocab_size: int) -> None:
         raise ModelError(f"what a token of {name} becomes depends on how its prompt is cut, which is not supported")
     if differs(_run_alone(model, [fourth, first, second, third], [3, 0, 1, 2])[[1, 2, 3, 0]]):
         raise ModelError(f"sequences of {name} that are computed together reach each other, which is not supported")
+
+
+@torch.inference_mode()
+def why_not_captured(model: SplitModel) -> str | None:
+    """Return why a CUDA graph of a model's step is not what the step itself is; None if it is.
+
+    Two tokens are captured, and replayed as two others.
+    """
+    device = next(model.model.parameters()).device
+    token_ids, positions = torch.tensor([5, 9], device=device), torch.tensor([0, 1], device=device)
+
+    def step() -> Tensor:
+        with handling_attention(_attend_alone):
+            return model.compute_logits(model.run(token_ids, positions)[0][0])
+
+    graph = torch.cuda.CUDAGraph()
+    try:
+        step()  # compiles and warms up outside the capture
+        with capturing(graph, None):
+            captured = step()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    token_ids.copy_(torch.tensor([17, 23]))
+    positions.copy_(torch.tensor([3, 2]))
+    graph.replay()
+    return None if torch.equal(captured, step()) else "its captured step gives other logits"
 
 
 @torch.inference_mode()

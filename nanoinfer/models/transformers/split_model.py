@@ -19,9 +19,9 @@ class SplitModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.layers = model, base_model(model)
         self.first_position = _first_position(self.layers)
-        # Without an id for padding, nothing looks for any among the inputs, which would wait for the device.
-        for config in (model.config, model.config.get_text_config()):
-            config.__dict__["pad_token_id"] = None
+        for part in model.modules():  # to look for padding among the inputs, GPT-2 would wait for the device
+            if isinstance(part, PreTrainedModel):
+                part.__dict__["warn_if_padding_and_no_attention_mask"] = lambda *_: None
 
     def run(self, token_ids: Tensor, positions: Tensor | None, **options: Any) -> Any:
         """Return what the layers return of a step: first of all its hidden states, (1, num_tokens, hidden_size).

@@ -88,7 +88,10 @@ def read_transformers_config(
         whole = model_class._from_config(config, attn_implementation=ATTENTION, dtype=torch.bfloat16).eval()
     model = SplitModel(whole)
     max_positions -= model.first_position
-    probed = probe(model, max_positions)
+    try:
+        probed = probe(model, max_positions)
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, NotImplementedError) as error:
+        raise ModelError(f"{model_class.__name__} does not compute a text's tokens alone: {error!r:.300}") from error
     calls = probed.calls
     _check_calls(calls)
     num_kv_heads = max(call.num_kv_heads for call in calls)

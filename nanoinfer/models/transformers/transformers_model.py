@@ -1,6 +1,7 @@
 """A model of transformers as the runner runs it: see `Model` in `models/interface.py`."""
 
 import inspect
+import logging
 from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -26,10 +27,12 @@ from nanoinfer.layers.attention.metadata import PrefillMetadata
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.transformers.attention_interface import ATTENTION, handling_attention, name_attention
-from nanoinfer.models.transformers.guards import check_mixing
+from nanoinfer.models.transformers.guards import check_mixing, why_not_captured
 from nanoinfer.models.transformers.probe import AttentionCall
 from nanoinfer.models.transformers.split_model import SplitModel
 from nanoinfer.models.transformers.transformers_config import TransformersConfig, make_config
+
+logger = logging.getLogger("nanoinfer")
 
 
 class CachedAttention:
@@ -49,7 +52,7 @@ class CachedAttention:
         q, k, v = (self._padded(x[0].transpose(0, 1)) for x in (query, key, value))
         if k.shape[1] != self._num_kv_heads:
             k, v = (x.repeat_interleave(self._num_kv_heads // x.shape[1], dim=1) for x in (k, v))
-        q, k = q.to(v.dtype), k.to(v.dtype)
+        q, k = q.to(v.dtype).contiguous(), k.to(v.dtype)
         cache, metadata = step.kv_cache.layer(self._place.layer), step.attention_of(self._place.group)
         store(k, v, cache.k, cache.v, metadata.slot_mapping, cache.k_scales, cache.v_scales)
         sinks = None if sinks is None else sinks.flatten().to(q.dtype)
@@ -61,7 +64,7 @@ class CachedAttention:
 
     def _padded(self, x: Tensor) -> Tensor:
         missing = self._head_dim - x.shape[2]
-        return F.pad(x, (0, missing)) if missing else x.contiguous()
+        return F.pad(x, (0, missing)) if missing else x
 
 
 class TransformersModel(nn.Module):
@@ -120,7 +123,11 @@ class TransformersModel(nn.Module):
         model.eval().requires_grad_(False)
         split = SplitModel(model)
         check_mixing(split, config.vocab_size)
-        return cls(split, config, max_positions, backends).eval()
+        loaded = cls(split, config, max_positions, backends).eval()
+        if loaded.captures_decode and loaded.generates and device.type == "cuda" and (why := why_not_captured(split)):
+            loaded.captures_decode = False
+            logger.info("%s decodes without CUDA graphs: %s", config.architecture, why)
+        return loaded
 
     def locate(self, name: str) -> tuple[str, str | None]:
         return f"hf_model.{name}", None
