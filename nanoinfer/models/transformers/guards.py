@@ -79,5 +79,7 @@ def _run_alone(model: SplitModel, token_ids: Sequence[int], positions: Sequence[
         return model.run(torch.tensor(token_ids, device=device), places)[0][0].float()
 
 
-def _attend_alone(_module: nn.Module, query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    return seen_alone(query, value)
+def _attend_alone(_module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    """Return what a token makes of itself, so that its query and its key show too."""
+    size = query.mean(-1).mean(1) + key.mean(-1).mean(1)  # (1, num_tokens)
+    return seen_alone(query, value) + size[:, :, None, None].to(value.dtype)

@@ -84,6 +84,9 @@ def read_transformers_config(
     text = config.get_text_config(decoder=True)
     max_positions = next((int(size) for name in MAX_POSITIONS if (size := getattr(text, name, None))), None)
     max_positions = max_positions or DEFAULT_MAX_POSITIONS
+    if getattr(text, "attn_temperature_tuning", False):
+        # Queries grow with their place in the step, not with their position: by nothing before this place.
+        max_positions = min(max_positions, int(text.floor_scale) - 1)
     with torch.device("meta"):
         whole = model_class._from_config(config, attn_implementation=ATTENTION, dtype=torch.bfloat16).eval()
     model = SplitModel(whole)
