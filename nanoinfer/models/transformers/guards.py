@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nanoinfer.device import capturing
 from nanoinfer.errors import ModelError
-from nanoinfer.models.transformers.attention_interface import handling_attention
+from nanoinfer.models.transformers.attention_interface import ATTENTION, handling_attention, name_attention
 from nanoinfer.models.transformers.probe import seen_alone
 from nanoinfer.models.transformers.split_model import SplitModel
 
@@ -23,26 +23,54 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}  # o
 
 def check_mixing(model: SplitModel, vocab_size: int) -> None:
     """Raise ModelError where, with attention in which each token sees itself alone, others still matter."""
-    name, dtype = type(model.model).__name__, next(model.model.parameters()).dtype
+    name = type(model.model).__name__
     first, second, third, fourth = (index % vocab_size for index in (5, 9, 17, 23))
     whole = _run_alone(model, [first, second, third, fourth], [0, 1, 2, 3])
 
-    def differs(other: Tensor, expected: Tensor = whole) -> bool:
-        largest = whole.abs().max().item() + 1e-9
-        return (expected - other).abs().max().item() > TOLERANCE[dtype] * largest
-
-    if differs(_run_alone(model, [first, second, third, fourth], None)):
+    if _differ(_run_alone(model, [first, second, third, fourth], None), whole):
         raise ModelError(f"{name} counts the positions of a prompt otherwise than from 0, which is not supported")
-    if differs(_run_alone(model, [fourth, second, first, fourth], [0, 1, 2, 3])[3], whole[3]):
+    if _differ(_run_alone(model, [fourth, second, first, fourth], [0, 1, 2, 3])[3], whole[3]):
         raise ModelError(
             f"tokens of {name} reach each other outside attention (by a convolution or a recurrent state), which is "
             "not supported; run it with transformers"
         )
     halves = [([first, second], [0, 1]), ([third], [2]), ([fourth], [3])]
-    if differs(torch.cat([_run_alone(model, ids, positions) for ids, positions in halves])):
+    if _differ(torch.cat([_run_alone(model, ids, positions) for ids, positions in halves]), whole):
         raise ModelError(f"what a token of {name} becomes depends on how its prompt is cut, which is not supported")
-    if differs(_run_alone(model, [fourth, first, second, third], [3, 0, 1, 2])[[1, 2, 3, 0]]):
+    if _differ(_run_alone(model, [fourth, first, second, third], [3, 0, 1, 2])[[1, 2, 3, 0]], whole):
         raise ModelError(f"sequences of {name} that are computed together reach each other, which is not supported")
+
+
+@torch.inference_mode()
+def check_cache(model: SplitModel) -> None:
+    """Raise ModelError where transformers itself answers otherwise with its cache than without: which would be right?
+
+    It computes the last of four tokens both ways, by its own attention.
+    """
+    name, device = type(model.model).__name__, next(model.model.parameters()).device
+    ids, positions = torch.tensor([5, 9, 17, 23], device=device), torch.arange(4, device=device)
+    name_attention(model.model, "eager")
+    try:
+        whole = model.run(ids, positions)[0][0, -1]
+        before = model.run(ids[:3], positions[:3], use_cache=True)
+        kept = {cache: before[cache] for cache in ("cache", "past_key_values") if before.get(cache) is not None}
+        last = model.run(ids[3:], positions[3:], use_cache=True, **kept)[0][0, -1]
+        is_same = bool(kept) and not _differ(last, whole)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):  # models fail in their own ways
+        is_same = False
+    finally:
+        name_attention(model.model, ATTENTION)
+    if not is_same:
+        raise ModelError(
+            f"{name} answers otherwise with transformers' cache than without, so there is no right answer to follow; "
+            "run it with transformers"
+        )
+
+
+def _differ(found: Tensor, expected: Tensor) -> bool:
+    """Return whether hidden states differ by more than rounding, measured by the largest one."""
+    largest = expected.float().abs().max().item() + 1e-9
+    return (found.float() - expected.float()).abs().max().item() > TOLERANCE[expected.dtype] * largest
 
 
 @torch.inference_mode()
@@ -76,7 +104,7 @@ def _run_alone(model: SplitModel, token_ids: Sequence[int], positions: Sequence[
     device = next(model.model.parameters()).device
     places = None if positions is None else torch.tensor(positions, device=device)
     with handling_attention(_attend_alone):
-        return model.run(torch.tensor(token_ids, device=device), places)[0][0].float()
+        return model.run(torch.tensor(token_ids, device=device), places)[0][0]
 
 
 def _attend_alone(_module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:

@@ -30,7 +30,7 @@ class SplitModel:
         """
         if positions is not None:
             positions = (positions + self.first_position if self.first_position else positions)[None]
-        return self.layers(input_ids=token_ids[None].long(), position_ids=positions, use_cache=False, **options)
+        return self.layers(input_ids=token_ids[None].long(), position_ids=positions, **{"use_cache": False, **options})
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """(num_rows, hidden_size) -> logits (num_rows, vocab_size), by the model's own forward.

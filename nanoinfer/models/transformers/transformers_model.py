@@ -27,7 +27,7 @@ from nanoinfer.layers.attention.metadata import PrefillMetadata
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.transformers.attention_interface import ATTENTION, handling_attention, name_attention
-from nanoinfer.models.transformers.guards import check_mixing, why_not_captured
+from nanoinfer.models.transformers.guards import check_cache, check_mixing, why_not_captured
 from nanoinfer.models.transformers.probe import AttentionCall
 from nanoinfer.models.transformers.split_model import SplitModel
 from nanoinfer.models.transformers.transformers_config import TransformersConfig, make_config
@@ -123,6 +123,8 @@ class TransformersModel(nn.Module):
         model.eval().requires_grad_(False)
         split = SplitModel(model)
         check_mixing(split, config.vocab_size)
+        if not config.is_encoder:
+            check_cache(split)
         loaded = cls(split, config, max_positions, backends).eval()
         if loaded.captures_decode and loaded.generates and device.type == "cuda" and (why := why_not_captured(split)):
             loaded.captures_decode = False
