@@ -36,6 +36,7 @@ POSITIONS_FROM_PADDING = "without position_ids, they are counted from padding; g
 OTHER_WITH_A_CACHE = {
     "CamembertForCausalLM": POSITIONS_FROM_PADDING,
     "Data2VecTextForCausalLM": POSITIONS_FROM_PADDING,
+    "DogeForCausalLM": "keeps other keys with a cache",
     "DoryForCausalLM": "fails with a cache",
     "MoshiForCausalLM": "differs with a cache",
     "RobertaForCausalLM": POSITIONS_FROM_PADDING,

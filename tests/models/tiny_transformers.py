@@ -16,11 +16,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 # Classes beside AutoModelForCausalLM's that see or hear, and whose text part answers text alone.
-CLASSES_WITH_TEXT_PARTS = [
-    name + "ForConditionalGeneration"
-    for name in "Aria Cohere2Vision Ernie4_5_VLMoe Glm4v Idefics3 InternVL Llama4 LlavaNext Mistral3 PaliGemma Qwen2VL "
-    "Qwen3VLMoe".split()
-]
+SEEING = """
+    Aria Cohere2Vision Ernie4_5_VLMoe Glm4v Idefics3 InternVL Llama4 LlavaNext Mistral3 PaliGemma Qwen2VL Qwen3VLMoe
+"""
 
 VOCAB_SIZE = 256
 # Small values of fields by their names. A field that is smaller by default, or None, stays as it is.
@@ -28,27 +26,28 @@ SIZES = {
     name: value
     for value, names in {
         VOCAB_SIZE: "vocab_size vocab_size_per_layer_input shape_vocab_size pronunciation_vocab_size",
-        512: "max_position_embeddings original_max_position_embeddings n_positions n_ctx max_seq_len index_topk",
-        96: "intermediate_size intermediate_size_mlp ffn_dim n_inner dff hidden_dim ffn_hidden_size block_ff_dim mlp_dim "
+        512: "max_position_embeddings original_max_position_embeddings n_positions n_ctx max_seq_len",
+        96: "intermediate_size intermediate_size_mlp ffn_dim n_inner dff hidden_dim ffn_hidden_size mlp_dim "
         "dense_intermediate_size alignment_intermediate_size",
-        64: "hidden_size d_model n_embd dim embed_dim word_embed_proj_dim embedding_size lru_width keep_window_size "
-        "out_hidden_size output_channels projection_dim position_embedding_size num_position_embeddings "
-        "vision_output_dim projector_input_dim projector_output_dim ext_pw_out_channel nemo_conv_channels mm_embed_dim "
-        "output_proj_dims mm_posemb_size",
+        64: "hidden_size d_model n_embd dim embed_dim word_embed_proj_dim embedding_size lru_width "
+        "out_hidden_size output_channels output_proj_dims projection_dim projector_input_dim projector_output_dim "
+        "vision_output_dim position_embedding_size num_position_embeddings mm_embed_dim mm_posemb_size "
+        "ext_pw_out_channel nemo_conv_channels",
         48: "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
         "shared_intermediate_size expert_ffn_hidden_size",
-        32: "q_lora_rank o_lora_rank mamba_d_head mamba_chunk_size block_size block_multiple_of router_hidden_size "
-        "dim_model_base backbone_hidden_size image_size num_centroids pronunciation_embed_dim shape_embed_dim",
+        32: "q_lora_rank o_lora_rank mamba_chunk_size block_size block_multiple_of router_hidden_size dim_model_base "
+        "backbone_hidden_size image_size num_centroids pronunciation_embed_dim shape_embed_dim",
         24: "attention_chunk_size",
-        20: "sliding_window local_attention attention_window_size",
-        16: "head_dim kv_lora_rank qk_nope_head_dim v_head_dim kv_channels index_head_dim floor_scale",
-        8: "qk_rope_head_dim rotary_dim hidden_size_per_layer_input laurel_rank mamba_d_state gated_norm_rank patch_size "
-        "centroid_intermediate_top_k",
+        20: "keep_window_size sliding_window local_attention attention_window_size",
+        16: "head_dim kv_lora_rank qk_nope_head_dim v_head_dim kv_channels index_head_dim index_n_heads index_topk "
+        "floor_scale",
+        8: "qk_rope_head_dim rotary_dim hidden_size_per_layer_input laurel_rank mamba_d_state gated_norm_rank "
+        "patch_size index_block_size centroid_intermediate_top_k",
         5.0: "attn_logit_softcapping",
-        4: "query_pre_attn_scalar num_attention_heads n_head n_heads num_heads num_experts num_local_experts n_routed_experts moe_num_experts "
-        "mamba_n_heads",
-        2: "num_hidden_layers n_layer n_layers num_layers num_blocks depth num_key_value_heads num_experts_per_tok moe_k "
-        "moe_topk index_n_heads n_group num_kv_shared_layers",
+        4: "num_attention_heads n_head n_heads num_heads num_experts num_local_experts n_routed_experts "
+        "moe_num_experts mamba_n_heads query_pre_attn_scalar",
+        2: "num_hidden_layers n_layer n_layers num_layers num_blocks depth num_key_value_heads num_experts_per_tok "
+        "moe_k moe_topk index_topk_blocks n_group",
         1.5: "final_logit_softcapping logits_soft_cap",
         1: "topk_group n_shared_experts first_k_dense_replace zero_expert_num max_window_layers",
         0.5: "attention_multiplier embedding_multiplier residual_multiplier logits_scaling",
@@ -58,49 +57,47 @@ SIZES = {
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 TEXT_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
-SLIDING_THEN_FULL = ["sliding_attention", "full_attention"]
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 THREE_POSITIONS = {**ROPE, "mrope_section": [3, 3, 2]}  # time, height and width of images
-MIXTURE = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+SLIDING_THEN_FULL = ["sliding_attention", "full_attention"]
+ROPE_OF_EACH = dict.fromkeys(SLIDING_THEN_FULL, ROPE)
 # The last two layers read the cache of the first two.
 SHARED_CACHE = {"num_hidden_layers": 4, "layer_types": SLIDING_THEN_FULL * 2, "num_kv_shared_layers": 2}
+MIXTURE = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+# All layers read the cache of another model.
+DRAFT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+SLIDING_LATENTS = {"swa_q_lora_rank": 32, "swa_kv_lora_rank": 16, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16}
+SLIDING_HEADS = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 24}
 # What the rules cannot know, by model_type.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 1.0},
     "cohere2": {"logit_scale": 1.0},
     "cohere2_moe": {"logit_scale": 1.0},
-    "cohere_compass_text": {
-        "layer_types": SLIDING_THEN_FULL,
-        "rope_parameters": dict.fromkeys(SLIDING_THEN_FULL, ROPE),
-    },
+    "cohere_compass_text": {"layer_types": SLIDING_THEN_FULL, "rope_parameters": ROPE_OF_EACH},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
     "deepseek_v2": MIXTURE,
     "dots1": MIXTURE,
-    "dots3_note_text": {
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 32,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 24,
-        "swa_qk_nope_head_dim": 16,
-        "swa_v_head_dim": 16,
-    },
+    "dots3_note_text": {"sliding_window": 20, **SLIDING_HEADS, **SLIDING_LATENTS},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 32], "rope_parameters": THREE_POSITIONS},
     "gemma3n_text": {**SHARED_CACHE, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]},
+    "gemma4": {"vision_config": {}},  # None by default
+    "gemma4_assistant": {"text_config": DRAFT},
     "gemma4_text": {**SHARED_CACHE, "global_head_dim": 32},
-    "gemma4_unified_text": {"global_head_dim": 32, "num_global_key_value_heads": 1},
-    "gemma4": {"vision_config": {}},  # none by default
     "gemma4_unified": {"vision_config": {}},
-    "gemma4_assistant": {
-        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 0}
-    },
+    "gemma4_unified_text": {"global_head_dim": 32, "num_global_key_value_heads": 1},
     "glm4v_text": {"rope_parameters": THREE_POSITIONS},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "laguna": {"layer_types": SLIDING_THEN_FULL, "num_attention_heads_per_layer": [4, 8]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8},
+    "mellum": {"layer_types": SLIDING_THEN_FULL},
+    "mimo_v2_flash": {"v_head_dim": 8},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "ministral3": {"rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}},
     "phi3": {"sliding_window": 20},
+    "phimoe": {"sliding_window": 20},
     "qwen2_vl_text": {"rope_parameters": THREE_POSITIONS},
     "qwen3_vl_moe_text": {"rope_parameters": THREE_POSITIONS},
     "recurrent_gemma": {"num_hidden_layers": 3},
@@ -126,7 +123,8 @@ def causal_classes() -> dict[str, bool]:
 
 
 def causal_names() -> list[str]:
-    names = set(CLASSES_WITH_TEXT_PARTS)
+    """Return the names that AutoModelForCausalLM maps to, and those of SEEING, without an import of any model."""
+    names = {f"{name}ForConditionalGeneration" for name in SEEING.split()}
     for value in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         names.update([value] if isinstance(value, str) else value)
     return sorted(names)
@@ -189,7 +187,7 @@ def layer_kinds(default: PretrainedConfig, fields: dict[str, Any], num_layers: i
         for name in fields
         if isinstance(value := vars(default).get(name), list) and (name == "no_rope_layers" or "_types" in name)
     }
-    num_layers = num_layers or max(2, *map(len, kinds.values()), 2)
+    num_layers = num_layers or max([2, *map(len, kinds.values())])
     lists = {name: (part * num_layers)[:num_layers] for name, part in kinds.items() if len(part) > 1}
     return {count_name: num_layers, **lists}
 
@@ -217,17 +215,17 @@ def spread_weights(model: PreTrainedModel) -> None:
     hide that an engine leaves them out.
     """
     embeddings = {module.weight: module for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    for param in model.parameters():
+    for name, param in model.named_parameters():
         if param in embeddings:
             param.normal_(std=0.2 if embeddings[param].num_embeddings > VOCAB_SIZE else 0.05)
         elif param.dim() >= 2 and param.std() > 0:
             param.normal_(std=0.2)
         else:
-            param.add_(torch.randn_like(param) * 0.1)
+            param.add_(torch.randn_like(param) * 0.1 + (4.0 if name.endswith("sinks") else 0.0))
     saved = model.state_dict()
     for name, buffer in model.named_buffers():
         if name in saved and buffer.is_floating_point() and buffer.min() == buffer.max():
-            buffer.add_(torch.randn_like(buffer) * 0.1)
+            buffer.add_(torch.randn_like(buffer) * 0.5)
 
 
 def load(folder: Path | str) -> PreTrainedModel:
