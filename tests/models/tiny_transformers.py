@@ -64,6 +64,7 @@ ROPE_OF_EACH = dict.fromkeys(SLIDING_THEN_FULL, ROPE)
 # The last two layers read the cache of the first two.
 SHARED_CACHE = {"num_hidden_layers": 4, "layer_types": SLIDING_THEN_FULL * 2, "num_kv_shared_layers": 2}
 MIXTURE = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+# All layers read the cache of another model.
 DRAFT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 0}
 SLIDING_LATENTS = {"swa_q_lora_rank": 32, "swa_kv_lora_rank": 16, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16}
 SLIDING_HEADS = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 24}
@@ -76,7 +77,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
     "deepseek_v2": MIXTURE,
     "dots1": MIXTURE,
-    "dots3_note_text": {**SLIDING_HEADS, **SLIDING_LATENTS},
+    "dots3_note_text": {"sliding_window": 20, **SLIDING_HEADS, **SLIDING_LATENTS},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 32], "rope_parameters": THREE_POSITIONS},
     "gemma3n_text": {**SHARED_CACHE, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]},
     "gemma4": {"vision_config": {}},  # None by default
@@ -87,11 +88,16 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "glm4v_text": {"rope_parameters": THREE_POSITIONS},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "laguna": {"layer_types": SLIDING_THEN_FULL, "num_attention_heads_per_layer": [4, 8]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8},
+    "mellum": {"layer_types": SLIDING_THEN_FULL},
+    "mimo_v2_flash": {"v_head_dim": 8},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "ministral3": {"rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}},
     "phi3": {"sliding_window": 20},
+    "phimoe": {"sliding_window": 20},
     "qwen2_vl_text": {"rope_parameters": THREE_POSITIONS},
     "qwen3_vl_moe_text": {"rope_parameters": THREE_POSITIONS},
     "recurrent_gemma": {"num_hidden_layers": 3},
