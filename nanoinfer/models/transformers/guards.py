@@ -6,6 +6,7 @@ Batches put tokens of many sequences side by side, and prompts are cut into chun
 on its id, its position and attention alone: not on a convolution, a recurrence, or positions that a model counts.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from nanoinfer.models.transformers.probe import seen_alone
 from nanoinfer.models.transformers.split_model import SplitModel
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}  # of the largest hidden state
+
+CACHES = ("cache", "past_key_values")
 
 
 def check_mixing(model: SplitModel, vocab_size: int) -> None:
@@ -53,10 +56,19 @@ def check_cache(model: SplitModel) -> None:
     try:
         whole = model.run(ids, positions)[0][0, -1]
         before = model.run(ids[:3], positions[:3], use_cache=True)
-        kept = {cache: before[cache] for cache in ("cache", "past_key_values") if before.get(cache) is not None}
-        last = model.run(ids[3:], positions[3:], use_cache=True, **kept)[0][0, -1]
-        is_same = bool(kept) and not _differ(last, whole)
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):  # models fail in their own ways
+        # The argument has another name from transformers 5.24 on, and so has the output.
+        argument = next(cache for cache in CACHES if cache in inspect.signature(model.layers.forward).parameters)
+        kept = next(before[cache] for cache in CACHES if before.get(cache) is not None)
+        last = model.run(ids[3:], positions[3:], use_cache=True, **{argument: kept})[0][0, -1]
+        is_same = not _differ(last, whole)
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        StopIteration,
+    ):  # models fail in their own ways
         is_same = False
     finally:
         name_attention(model.model, ATTENTION)

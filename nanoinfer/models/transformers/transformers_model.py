@@ -34,6 +34,13 @@ from nanoinfer.models.transformers.transformers_config import TransformersConfig
 
 logger = logging.getLogger("nanoinfer")
 
+# What transformers reports of weights, and what it means.
+FAULTS = {
+    "missing_keys": "lacks weights for",
+    "unexpected_keys": "has weights that the model does not know:",
+    "mismatched_keys": "has weights of other shapes than config.json implies:",
+}
+
 
 class CachedAttention:
     """Computes one attention call of each step, over the paged cache.
@@ -215,30 +222,38 @@ def _load_weights(
     model_class: type[PreTrainedModel], config: TransformersConfig, folder: Path, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Return a model with the weights of a folder, on the CPU: transformers knows what to rename and to merge."""
-    model, found = model_class.from_pretrained(
-        folder,
-        config=make_config(config.fields),
-        dtype=dtype,
-        attn_implementation=ATTENTION,
-        output_loading_info=True,
-        local_files_only=True,
-        use_safetensors=True,
-    )
-    for kind, what in (("missing_keys", "lacks weights for"), ("unexpected_keys", "has weights that nobody knows:")):
-        if names := sorted(map(str, found.get(kind) or ())):
-            raise ModelError(f"{folder} {what} {listed(names)}; download the checkpoint again")
-    if mismatched := found.get("mismatched_keys"):
-        raise ModelError(f"{folder} has weights of other shapes than config.json implies: {sorted(mismatched)!r:.300}")
+    try:
+        model, found = model_class.from_pretrained(
+            folder,
+            config=make_config(config.fields),
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            output_loading_info=True,
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # else the error names none
+        )
+    except OSError as error:
+        raise ModelError(f"{folder} has no weights that can be read: {error}") from None
+    for kind, what in FAULTS.items():
+        if names := sorted(str(name) for name in found.get(kind) or ()):
+            raise ModelError(f"{folder} {what} {listed(names)}; is this config.json that of the checkpoint?")
     return model
 
 
 def _keep_buffers_as_weights(model: nn.Module) -> None:
-    """Make parameters of the buffers that checkpoints hold, so that they sleep and are updated as other weights."""
+    """Make parameters of the buffers that checkpoints hold, so that they sleep and are updated as other weights.
+
+    And let each weight have memory of its own: those of a file may be views of it, which cannot be freed.
+    """
     for module in model.modules():
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                 del module._buffers[name]
                 module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+    for param in model.parameters():
+        if not param.untyped_storage().resizable() or param.untyped_storage().nbytes() != param.nbytes:
+            param.data = param.data.clone()
 
 
 def freeze_rope(model: nn.Module, max_positions: int) -> None:
