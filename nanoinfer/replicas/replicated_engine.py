@@ -43,6 +43,7 @@ from nanoinfer.replicas.replica_messages import (
     unpack_outputs,
 )
 from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nanoinfer")
 
@@ -116,7 +117,7 @@ class ReplicatedEngine:
     """Does what an LLMEngine does, on several of them.
 
     replicas: processes that have loaded the model. ring: brings new weights to them. device_type: what they run on,
-    "cuda" or "cpu".
+    "cuda" or "cpu". tokenizer: makes the texts of prompts' tokens.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class ReplicatedEngine:
         ring: Ring,
         max_model_len: int,
         device_type: str = "cpu",
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.config = config
         self.guard = StepGuard()
@@ -134,6 +136,7 @@ class ReplicatedEngine:
         self.callbacks = ReplicaCallbacks()
         self.ring = ring
         self._max_model_len = max_model_len
+        self._tokenizer = tokenizer
         self.reserved_ids = ReservedIds()
         self._requests: dict[int, UnfinishedRequest] = {}
         self._paused: set[int] = set()  # unfinished requests
@@ -354,7 +357,7 @@ class ReplicatedEngine:
                 ours = [one if one and one.queued.replica == replica.index else None for one in found]
                 queued = [one.queued if one else None for one in ours]
                 waited = [one.sent - one.arrival_time if one else 0.0 for one in ours]
-                for one, output in zip(ours, unpack_outputs(message, queued, waited), strict=True):
+                for one, output in zip(ours, unpack_outputs(message, queued, waited, self._tokenizer), strict=True):
                     if one is not None and output is not None:
                         one.outputs_to.append(output)
                         self._forget(one)  # now: until its output is there, it counts as unfinished
