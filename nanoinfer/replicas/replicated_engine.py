@@ -20,7 +20,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.interrupts import StepGuard, postponed_interrupt
 from nanoinfer.engine.request_queue import TURN_SECONDS
 from nanoinfer.engine.reserved_ids import Action, ReservedIds
-from nanoinfer.errors import EngineClosedError, EngineStateError, WorkerError
+from nanoinfer.errors import EngineStateError, NanoinferError, WorkerError, closed_by, closed_error
 from nanoinfer.executor.processes import EXIT_SECONDS, EXPLANATION_SECONDS, Failure, Workers
 from nanoinfer.executor.shm_ring import Ring
 from nanoinfer.outputs import CompletionOutput, EngineMetrics, RequestOutput, StreamChunk, failed_chunks, refused
@@ -145,6 +145,7 @@ class ReplicatedEngine:
         self._pending_actions: deque[tuple[Action, int]] = deque()
         self._losses: deque[str] = deque()  # what is to be warned of
         self._listens = self._is_closed = False
+        self._failure: NanoinferError | None = None  # what calls raise if an error has closed it
         self._checked = 0.0  # when it was looked for replicas that hang
         self._max_step_seconds = MAX_STEP_SECONDS[device_type]
         self._finalizer = weakref.finalize(self, end_replicas, replicas)
@@ -162,7 +163,10 @@ class ReplicatedEngine:
         """Queue a request; one that has an error ends with it at once. As in LLMEngine."""
         self.guard.check()
         if prepared.error is not None:
-            outputs_to.append(refused(request_id, prepared.prompt, prepared.sampling_params.n, str(prepared.error)))
+            num_samples = prepared.sampling_params.n
+            outputs_to.append(refused(request_id, prepared.prompt, num_samples, str(prepared.error)))
+            if chunks is not None:
+                chunks.extend(failed_chunks(request_id, index, range(num_samples)))
             self.reserved_ids.take(request_id)
             return
         queued = QueuedRequest(request_id, prepared, expected_work(prepared, self._max_model_len))
@@ -222,12 +226,13 @@ class ReplicatedEngine:
     def close(self) -> None:
         """End the replicas. Closing twice is fine; other calls then raise EngineClosedError."""
         self.guard.check()
+        self._failure = None
         self.end()
 
     def check_open(self, is_for_steps: bool = True) -> None:
-        """Raise EngineClosedError where the engine was closed, EngineStateError if no replica can run a step."""
+        """Raise what has closed the engine, or EngineClosedError; EngineStateError if no replica can run a step."""
         if self._is_closed or not self._finalizer.alive:
-            raise EngineClosedError("this engine was closed; make a new LLM")
+            raise closed_error(self._failure)
         reason = next(filter(None, (one.unready_reason for one in self.alive())), None)
         if is_for_steps and reason:
             raise EngineStateError(reason)
@@ -261,12 +266,14 @@ class ReplicatedEngine:
         with postponed_interrupt():
             try:
                 yield
-            except BaseException:
-                self.end()
+            except BaseException as error:
+                self.end(error)
                 raise
 
-    def end(self) -> None:
-        """End all replicas."""
+    def end(self, error: BaseException | None = None) -> None:
+        """End all replicas. error: why, if not by a user's call."""
+        if error is not None and not self._is_closed:
+            self._failure = closed_by(error)
         self._is_closed = True
         self._finalizer()
 
