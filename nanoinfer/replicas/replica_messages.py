@@ -427,10 +427,12 @@ def unpack_logprobs(packed: Any) -> Any:
 
 
 def pack_prompt_logprobs(found: Any) -> Any:
+    """Return a prompt's log-probabilities for a message: arrays, or FlatLogprobs with their texts."""
     return (found.ranks, found.token_ids, found.logprobs) if isinstance(found, PromptLogprobs) else found
 
 
 def unpack_prompt_logprobs(packed: Any, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> Any:
+    """Return what the user of a request gets of these. tokenizer: makes the texts, when somebody looks."""
     if not isinstance(packed, tuple):
         return packed
     ranks, token_ids, logprobs = packed

@@ -160,11 +160,11 @@ class ByteDetokenizer:
         return text
 
     def decode_first(self, token_ids: Sequence[int]) -> list[str]:
-        is_within = not (self._shown or self._num_to_strip or self._utf8.getstate()[0])
-        texts = [*map(self._tokens.text_of if is_within else self._try, token_ids)]
-        if not (is_within and self._tokens.is_whole(token_ids[0])):  # a whole token within the text changes nothing
+        if self._shown or self._num_to_strip or self._utf8.getstate()[0]:
+            return try_each(token_ids, self._try, self.decode)
+        if not self._tokens.is_whole(token_ids[0]):  # else nothing changes
             self.decode(token_ids[:1])
-        return texts
+        return [*map(self._tokens.text_of, token_ids)]
 
     def _try(self, token_id: int) -> str:
         buffered, num_to_strip, shown = self._utf8.getstate(), self._num_to_strip, self._shown
@@ -199,9 +199,7 @@ class WindowDetokenizer:
         return "".join(shown)
 
     def decode_first(self, token_ids: Sequence[int]) -> list[str]:
-        texts = [*map(self._try, token_ids)]
-        self.decode(token_ids[:1])
-        return texts
+        return try_each(token_ids, self._try, self.decode)
 
     def _try(self, token_id: int) -> str:
         other = copy(self)
@@ -226,6 +224,16 @@ class WindowDetokenizer:
         elif is_full:
             del self._window[self._num_context :]  # these tokens have no text
         return new
+
+
+def try_each(
+    token_ids: Sequence[int], try_token: Callable[[int], str], decode: Callable[[Sequence[int]], str]
+) -> list[str]:
+    """Return what `try_token` says of all tokens but the first, and `decode`, which is called last, of that one."""
+    first = token_ids[0]
+    texts = {token_id: try_token(token_id) for token_id in {*token_ids} - {first}}
+    texts[first] = decode([first])
+    return [texts[token_id] for token_id in token_ids]
 
 
 def _find_context(decode: Callable[[list[int]], str], prompt: Sequence[int]) -> tuple[list[int], str]:
