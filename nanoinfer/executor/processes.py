@@ -90,8 +90,10 @@ class Workers:
         arguments = (target, rank, theirs, self.folder, *args)
         spawn = multiprocessing.get_context("spawn").Process
         process = spawn(target=_run_worker, args=arguments, name=f"nanoinfer {self._name_of(rank)}", daemon=True)
-        # The worker inherits the blocked signal: Ctrl-C, which goes to all processes, is for this one only.
-        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # The worker inherits the blocked signals: Ctrl-C, which goes to all processes, is for this one only, and so is
+        # SIGTERM, which job schedulers send to all, if this one handles it.
+        blocked = {signal.SIGINT, *([signal.SIGTERM] if callable(signal.getsignal(signal.SIGTERM)) else [])}
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
             with theirs:
                 process.start()
