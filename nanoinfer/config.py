@@ -22,13 +22,10 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed
 SLEEP_TAGS = ("weights", "kv_cache")  # what wakes up, in order: the cache comes with graphs, which read the weights
 MAY_BE_NEGATIVE = ("seed", "max_logprobs")
 # Options that change no answer, beyond rounding, of a request that is served with and without them.
-CHANGE_NO_ANSWER = frozenset(
-    """
-        device tensor_parallel_size distributed_executor_backend data_parallel_size max_model_len max_num_seqs
-        max_num_batched_tokens gpu_memory_utilization kvcache_block_size num_kvcache_blocks enable_prefix_caching
-        enforce_eager attention_backend overlap runner max_logprobs enable_return_routed_experts download_dir trace
-    """.split()
-)
+CHANGE_NO_ANSWER = {"device", "tensor_parallel_size", "distributed_executor_backend", "data_parallel_size", "runner"}
+CHANGE_NO_ANSWER |= {"max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_logprobs", "download_dir", "trace"}
+CHANGE_NO_ANSWER |= {"gpu_memory_utilization", "kvcache_block_size", "num_kvcache_blocks", "enable_prefix_caching"}
+CHANGE_NO_ANSWER |= {"enforce_eager", "attention_backend", "overlap", "enable_return_routed_experts"}
 
 
 def option(default: Any, explained: str, choices: tuple[str, ...] | None = None) -> Any:

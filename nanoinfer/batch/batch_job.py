@@ -263,7 +263,7 @@ class Job:
             self.asked |= dict.fromkeys(self._queue.add_requests(requests, self._inbox), asked)
 
     def prepare(self, question: Question) -> list[PreparedRequest]:
-        """Return the requests of a line, once its grammar is compiled; for a wrong line, write an error and return []."""
+        """Return the requests of a line once its grammar is compiled; for a wrong one, write an error and return []."""
         try:
             question.compiling.result()  # it is kept, so that `_prepare` finds it
             return self._prepare(question)

@@ -128,7 +128,9 @@ class BatchOutput:
         """Return whether a line is done. Raises JobError where that was another line, or had other settings."""
         done = self._digests[line.number - 1] if line.number <= len(self._digests) else 0
         if done not in (0, line.digest):
-            raise JobError(f"{self.path} {self._explain(line)}; go on with what was used then, or choose another output")
+            raise JobError(
+                f"{self.path} {self._explain(line)}; go on with what was used then, or choose another output"
+            )
         return bool(done)
 
     def _explain(self, line: Line) -> str:
@@ -173,22 +175,23 @@ class BatchOutput:
             return
         path = Path(os.path.realpath(self.path))
         copy = path.with_name(f".{path.name}.retry")
-        try:
-            file = copy.open("w+b")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before another job can find it in place of the old one
-            self._file.seek(0)
-            file.writelines(content for content in self._file if content.endswith(NO_ERROR))
-            file.flush()
-            os.fsync(file.fileno())
-            shutil.copymode(path, copy)
-            copy.replace(path)
-        except OSError as error:
-            raise JobError(
-                f"{self.path} cannot be rewritten without its errors ({error}), and is as it was; make room for a copy "
-                "of it, or leave out --retry-errors"
-            ) from error
-        finally:
-            copy.unlink(missing_ok=True)
+        with ExitStack() as stack:
+            stack.callback(copy.unlink, missing_ok=True)
+            try:
+                file = stack.enter_context(copy.open("w+b"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no other job can open it before it is locked
+                self._file.seek(0)
+                file.writelines(content for content in self._file if content.endswith(NO_ERROR))
+                file.flush()
+                os.fsync(file.fileno())
+                shutil.copymode(path, copy)
+                copy.replace(path)
+            except OSError as error:
+                raise JobError(
+                    f"{self.path} cannot be rewritten without its errors ({error}), and is as it was; make room for a "
+                    "copy of it, or leave out --retry-errors"
+                ) from error
+            stack.pop_all()
         self._file.close()
         self._file, self._num_retried = file, 0
 

@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -93,6 +94,7 @@ class Workers:
         # The worker inherits the blocked signals: Ctrl-C, which goes to all processes, is for this one only, and so is
         # SIGTERM, which job schedulers send to all, if this one handles it.
         blocked = {signal.SIGINT, *([signal.SIGTERM] if callable(signal.getsignal(signal.SIGTERM)) else [])}
+        resource_tracker.ensure_running()  # the first worker would start it, which unblocks both
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
             with theirs:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer import LLM, ConfigError, RequestError, SamplingParams, WorkerError
-from nanoinfer.batch.openai_format import SAMPLING_FIELDS, parse_body
+from nanoinfer.batch.openai_format import parse_sampling
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import EngineClosedError, check_names
 from nanoinfer.outputs import RequestOutput, TokenLogprobs
@@ -45,8 +45,6 @@ DATA_COLUMN = "__data"  # holds a row, pickled, between the stages
 ERROR_COLUMN = "__inference_error__"
 INPUTS = ("messages", "tokenized_prompt", "prompt")  # the first of these that a row has is what the model reads
 FOREIGN_NAMES = {"model_source": "model", "engine_kwargs": "options of LLM by their names", **LLM_NAMES}
-# What sampling_params of a row may have: the fields, and OpenAI's names for some of them.
-PARAM_NAMES = (*SAMPLING_FIELDS, "max_completion_tokens", "response_format", "top_logprobs")
 NO_OUTPUT: Row = {
     "prompt_token_ids": None,
     "num_input_tokens": 0,
@@ -275,12 +273,10 @@ def merge_params(base: SamplingParams, given: Any) -> SamplingParams:
     if isinstance(given, SamplingParams):
         params = given
     elif given is None or isinstance(given, Mapping):
-        given = plain(given or {})
-        if unknown := sorted(map(str, {*given}.difference(PARAM_NAMES))):
-            known = ", ".join(sorted(PARAM_NAMES))
-            raise RequestError(f"sampling_params has unknown fields: {', '.join(unknown)}; known are {known}")
-        body = parse_body({**given, "prompt": ""})
-        params = replace(base, **{name: body[name] for name in SAMPLING_FIELDS if name in body})
+        try:
+            params = replace(base, **parse_sampling(plain(given or {})))
+        except RequestError as error:
+            raise RequestError(f"sampling_params: {error}") from None
     else:
         raise RequestError(f"sampling_params={given!r}; give a dict such as {{'max_tokens': 16}}, or a SamplingParams")
     if params.n > 1:
