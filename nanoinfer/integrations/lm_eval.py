@@ -7,11 +7,16 @@ module registers the name; run as a program, the module then runs the command `l
 truncation and stop strings are those of the harness's own vLLM backend (lm_eval/models/vllm_causallms.py).
 """
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from nanoinfer import LLM, ConfigError, RequestError, SamplingParams
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import check_names
+from nanoinfer.vllm_names import LLM_NAMES
 
 try:
     from jinja2 import TemplateError
@@ -69,6 +74,8 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
         **options: Any,
     ) -> None:
         super().__init__()
+        own = [name for name in inspect.signature(NanoinferLM).parameters if name != "options"]
+        options = check_names("NanoinferLM", options, [*own, *(item.name for item in fields(EngineConfig))], LLM_NAMES)
         if max_length is not None and max_model_len is not None:
             raise ConfigError(
                 f"max_length={max_length} and max_model_len={max_model_len} are the same; give one of them"

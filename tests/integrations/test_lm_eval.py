@@ -208,7 +208,10 @@ def test_generation_arguments_are_sampling_parameters(tiny: NanoinferLM) -> None
         ({"max_length": 8, "max_model_len": 8}, ConfigError, "are the same"),
         ({"truncation_side": "top"}, ConfigError, "truncation_side='top'"),
         ({"enable_thinking": True}, ConfigError, "think_end_token"),
-        ({"max_lenght": 8}, TypeError, "max_lenght"),
+        ({"max_lenght": 8}, TypeError, "NanoinferLM has no option 'max_lenght'; did you mean 'max_length'"),
+        ({"max_gen_tokens": 8}, TypeError, "did you mean 'max_gen_toks'"),
+        ({"dtyp": "float32"}, TypeError, "did you mean 'dtype'"),
+        ({"block_size": 16}, TypeError, "did you mean 'kvcache_block_size'"),
     ],
 )
 def test_wrong_arguments_are_refused(options: Any, error: type[Exception], message: str) -> None:
