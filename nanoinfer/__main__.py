@@ -112,7 +112,7 @@ def add_run_batch(commands: Any) -> None:
     batch.add_argument("-o", "--output", help="JSONL, added to if it exists", **file)
     batch.add_argument("--dry-run", action="store_true", help="count lines, errors and prompt tokens; answer nothing")
     batch.add_argument("--limit", type=int, metavar="N", help="the first N lines alone; the rest may follow later")
-    batch.add_argument("--retry-errors", action="store_true", help="do lines again that have errors, in their place")
+    batch.add_argument("--retry-errors", action="store_true", help="do lines with errors again, and replace these")
     add_sampling_options(batch, "for lines that do not say")
     batch.add_argument("--system", metavar="TEXT", help="a system message for chats that have none")
     batch.add_argument("--max-errors", type=int, metavar="N", help="stop at more lines with errors than N")

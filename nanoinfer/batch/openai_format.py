@@ -102,7 +102,7 @@ def parse_sampling(body: dict[str, Any], others: Collection[str] = ()) -> dict[s
         body["max_tokens"] = body.pop("max_completion_tokens")
     form = _structured_outputs(body.pop("structured_outputs", None), body.pop("response_format", None))
     body |= {} if form is None else {"structured_outputs": form}
-    return _served(body, [*SAMPLING_FIELDS, *others])
+    return _served(body, sorted([*SAMPLING_FIELDS, *others]))
 
 
 def _served(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _served(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
         use = "".join(f"use {json.dumps(value)}, or " for value in accepted[:1])
         reasons.append(f"{name}={json.dumps(body[name], default=repr):.100} is not served: {why}; {use}leave it out")
     if unknown:
-        reasons.append(f"unknown fields: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        reasons.append(f"unknown fields: {', '.join(unknown)}; known are {', '.join(known)}")
     if reasons:
         raise RequestError(". ".join(reasons))
     return {name: value for name, value in body.items() if name in known}

@@ -235,7 +235,7 @@ def make_table(
     if unknown := [name for name, array in arrays.items() if _is_partly_unknown(array.type)]:
         example = example or _try(finish, {**finished[0][0], **EXAMPLE}) or {}
         for name in unknown:
-            like = pa.infer_type([as_column(example.get(name))])
+            like = make_array([as_column(example.get(name))]).type
             arrays[name] = make_array(columns[name], own_types.get(name) if _is_partly_unknown(like) else like)
     return pa.table({**arrays, **({ERROR_COLUMN: pa.array(reasons, pa.string())} if has_errors else {})})
 
