@@ -407,7 +407,7 @@ def test_fields_that_say_what_is_so_anyway_are_passed_over(fields: dict[str, Any
             {"prompt": "a", "use_beam_search": True},
             "use_beam_search=true is not served: nanoinfer does not support it;",
         ),
-        ({"input": "a", "dimension": 2}, "unknown fields: dimension (did you mean 'dimensions'?); known are dimens"),
+        ({"input": "a", "dimension": 2}, "unknown fields: dimension (did you mean 'dimensions'?); known are input"),
     ],
     ids=str,
 )
