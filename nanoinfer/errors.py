@@ -84,19 +84,19 @@ def check_names(owner: str, options: Mapping[str, Any], known: Collection[str], 
     for name, value in options.items():
         if name in known:
             kept[name] = value
-        elif name not in foreign or not _says_what_is_so(foreign[name], value):
+        elif name not in foreign or not says_what_is_so(foreign[name], value):
             hint = explain_unknown(name, known, foreign)
             raise TypeError(f"{owner} has no option {name!r}; {hint}{' ' if hint else ''}Options: {', '.join(known)}")
     return kept
 
 
-def _says_what_is_so(foreign: str | Foreign | None, value: Any) -> bool:
+def says_what_is_so(foreign: str | Foreign | None, value: Any) -> bool:
     """Return whether an option asks for nothing, or for what is so anyway."""
     if value is None or isinstance(foreign, str):  # what has a name of ours is to be given by that
         return value is None
     if isinstance(value, (str, list, tuple, dict)) and not value:
         return True
-    return foreign is not None and isinstance(value, (bool, int, float, str)) and value in foreign[0]
+    return foreign is not None and isinstance(value, (bool, int, float, str, list)) and value in foreign[0]
 
 
 def explain_unknown(name: str, known: Collection[str], foreign: Foreigners) -> str:
