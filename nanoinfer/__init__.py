@@ -1,4 +1,4 @@
-"""nanoinfer: small, fast, readable offline LLM inference.
+"""nanoinfer: fast, readable offline LLM inference.
 
     from nanoinfer import LLM, SamplingParams
 

@@ -3,13 +3,25 @@
 import argparse
 import logging
 import sys
+import textwrap
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from nanoinfer import SamplingParams, __version__
 from nanoinfer.bench import commands as bench
-from nanoinfer.cli import Parser, add_engine_options, add_sampling_options, given_options, json_object
-from nanoinfer.config import EngineConfig
+from nanoinfer.cli import (
+    SAMPLING_OPTIONS,
+    Parser,
+    add_engine_options,
+    add_sampling_options,
+    given_options,
+    json_object,
+    option_string,
+)
+from nanoinfer.config import ANSWERS_DEPEND_ON, EngineConfig
+from nanoinfer.engine.interrupts import Terminated, terminable
 from nanoinfer.errors import JobError, NanoinferError
 
 EXAMPLE = """\
@@ -19,18 +31,22 @@ example:
 
 `nanoinfer COMMAND --help` lists the options of a command."""
 
-RUN_BATCH = """\
+# The options of run-batch that answers depend on: a job goes on with the same ones only.
+JOB_OPTIONS = [*ANSWERS_DEPEND_ON, "system", "max_tokens", *SAMPLING_OPTIONS]
+SAME_OPTIONS = textwrap.fill(", ".join(map(option_string, JOB_OPTIONS)), 118, break_on_hyphens=False)
+
+RUN_BATCH = f"""\
 Answers each line of a JSONL file, and writes each answer as soon as it is complete.
 
 A line is a request in OpenAI's batch format,
-  {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 99}}
+  {{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {{"messages": [...], "max_tokens": 99}}}}
 with /v1/completions and a prompt for plain text (a text, a list of token ids, or a list of these; with "echo": true
 it comes back before its completion), with /v1/embeddings and an input to embed, or its body alone, which may have a
 custom_id too:
-  {"prompt": "The capital of France is", "temperature": 0}
+  {{"prompt": "The capital of France is", "temperature": 0}}
 Sampling fields are those of SamplingParams; a chat may have tools and chat_template_kwargs too. What a line leaves out
-is as the model's generation_config.json recommends, and else as SamplingParams has it: max_tokens is 64. The fields
-model, user and metadata of a body are passed over; any other field that is not known is an error.
+is as the model's generation_config.json recommends, and else as SamplingParams has it: max_tokens is 64. Fields of
+OpenAI's that cannot change an answer are passed over; any other field that is not served is an error.
 
 A result has OpenAI's form, log-probabilities included: id, custom_id, response, error. A line that cannot be served
 gets an error with its number.
@@ -38,9 +54,10 @@ Results come in the order in which they finish; a line without a custom_id gets 
 the same custom_id are two requests.
 
 If a job is killed or stopped at any moment, the same command goes on where it was: nothing that is written is done
-again, and nothing is lost. It needs the same input, model, --revision, --tokenizer, --hf-overrides, --load-format,
---seed, --system, --max-tokens, --temperature, --top-p and --top-k; other options may change. Lines may be added at the
-end of the input, such as corrected versions of those that had errors."""
+again, and nothing is lost. It needs the same input, and the same
+{SAME_OPTIONS}.
+Other options may change. Lines may be added at the end of the input. Lines with errors are done again with
+--retry-errors alone; they may have been corrected."""
 
 CHAT = """\
 Answers each line that you type, as its tokens come, and remembers the conversation. /reset forgets it, Ctrl-C stops an
@@ -49,7 +66,7 @@ answer, Ctrl-D leaves. Lines may also be piped in:
 
 Sampling is as the model's generation_config.json recommends, and an answer may be as long as the model allows."""
 
-RETRY = "To retry, append corrected lines to the input and run the same command; earlier errors stay in the summary."
+RETRY = "To do lines with errors again, mend them, or raise max_model_len, say, and add --retry-errors to the command."
 
 EXIT_CODES = """\
 exit codes:
@@ -58,7 +75,10 @@ exit codes:
   2    nothing was done: a wrong option, or a model, input or output that cannot be used
   3    every line has a result, and some are errors
   4    stopped at more errors than --max-errors
-  130  stopped by Ctrl-C; the same command goes on"""
+  130  stopped by Ctrl-C; the same command goes on
+  143  stopped by SIGTERM, as job schedulers send it; the same command goes on
+
+With --dry-run: 0 if all lines are requests, 3 if some are not, 2 as above."""
 MODELS = "List what `architectures` in config.json may say. docs/models.md tells which checkpoints have which."
 
 
@@ -82,19 +102,22 @@ def add_run_batch(commands: Any) -> None:
     batch = commands.add_parser(
         "run-batch",
         help="answer a file of requests",
-        usage="nanoinfer run-batch --model MODEL -i FILE -o FILE [options]",
+        usage="nanoinfer run-batch --model MODEL -i FILE (-o FILE | --dry-run) [options]",
         description=RUN_BATCH,
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    file: dict[str, Any] = {"type": a_file, "required": True, "metavar": "FILE"}
-    batch.add_argument("-i", "--input", help="JSONL, may be gzipped", **file)
+    file: dict[str, Any] = {"type": a_file, "metavar": "FILE"}
+    batch.add_argument("-i", "--input", help="JSONL, may be gzipped", required=True, **file)
     batch.add_argument("-o", "--output", help="JSONL, added to if it exists", **file)
+    batch.add_argument("--dry-run", action="store_true", help="count lines, errors and prompt tokens; answer nothing")
+    batch.add_argument("--limit", type=int, metavar="N", help="the first N lines alone; the rest may follow later")
+    batch.add_argument("--retry-errors", action="store_true", help="do lines with errors again, and replace these")
     add_sampling_options(batch, "for lines that do not say")
     batch.add_argument("--system", metavar="TEXT", help="a system message for chats that have none")
     batch.add_argument("--max-errors", type=int, metavar="N", help="stop at more lines with errors than N")
     add_engine_options(batch.add_argument_group("the model and the engine"))
-    batch.set_defaults(run=run)
+    batch.set_defaults(run=partial(run, batch))
 
 
 def add_chat(commands: Any) -> None:
@@ -132,16 +155,6 @@ def a_file(text: str) -> Path:
     return Path(text)
 
 
-def what_answers_depend_on(config: EngineConfig) -> list[str]:
-    """Return the options that answers depend on; newer ones only if given, so that jobs of older versions go on."""
-    tokenizer = config.tokenizer and Path(config.tokenizer)
-    later = {"revision": config.revision, "tokenizer": tokenizer, "hf_overrides": config.hf_overrides}
-    later["quantization"] = config.quantization
-    later["kv_cache_dtype"] = None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    given = [f"{name}={value}" for name, value in later.items() if value]
-    return [str(Path(config.model)), config.load_format, str(config.seed), *given]
-
-
 def show_log() -> None:
     """Print the library's log, such as the line about a loaded model, on standard error."""
     logging.basicConfig(format="%(message)s")
@@ -164,14 +177,13 @@ def run_chat(args: argparse.Namespace) -> int:
     return 0
 
 
-def run(args: argparse.Namespace) -> int:
+def run(parser: Parser, args: argparse.Namespace) -> int:
     """Run the job, say how it went, and return the exit code."""
-    from nanoinfer.batch.batch_job import run_batch
-
-    options, overrides = given_options(args)
+    if args.output is None and not args.dry_run:
+        parser.error("the following arguments are required: -o/--output")
     is_loaded = False
 
-    def load() -> Any:
+    def load(options: dict[str, Any]) -> Any:
         nonlocal is_loaded
         from nanoinfer import LLM  # imports PyTorch, once it is clear that there is work
 
@@ -180,33 +192,54 @@ def run(args: argparse.Namespace) -> int:
         return llm
 
     try:
-        config = EngineConfig(**options)
-        settings = " ".join(what_answers_depend_on(config))
-        summary = run_batch(
-            load,
-            args.input,
-            args.output,
-            settings=settings,
-            overrides=overrides,
-            system=args.system,
-            max_errors=args.max_errors,
-        )
+        with terminable():
+            return run_dry(args) if args.dry_run else run_job(args, load)
     except (NanoinferError, OSError) as error:
         print(f"nanoinfer: {error}", file=sys.stderr)
         has_begun = is_loaded and isinstance(error, JobError)
         return 2 if isinstance(error, ValueError) and not has_begun else 1
-    except KeyboardInterrupt:  # while the model was loaded, or a second one
-        print("nanoinfer: interrupted; the same command goes on", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:  # while the model was loaded, or a second one
+        is_term = isinstance(error, Terminated)
+        print(f"nanoinfer: {'terminated' if is_term else 'interrupted'}; the same command goes on", file=sys.stderr)
+        return 143 if is_term else 130
+
+
+def run_job(args: argparse.Namespace, load: Callable[[dict[str, Any]], Any]) -> int:
+    """Answer the lines, print a summary, and return the exit code."""
+    from nanoinfer.batch.batch_job import run_batch
+
+    options, overrides = given_options(args)
+    summary = run_batch(
+        partial(load, options),
+        args.input,
+        args.output,
+        settings=EngineConfig(**options).settings_of_answers(),
+        overrides=overrides,
+        system=args.system,
+        max_errors=args.max_errors,
+        limit=args.limit,
+        retry_errors=args.retry_errors,
+    )
     exit_code, advice = {
         "interrupted": (130, "\nthe same command goes on from here"),
-        "too many errors": (4, "\nraise --max-errors to go on"),
+        "terminated": (143, "\nthe same command goes on from here"),
+        "too many errors": (4, f"\nraise --max-errors to go on. {RETRY}"),
         "finished": (3, f"\n{RETRY}") if summary.num_errors else (0, ""),
     }[summary.end]
     if summary.commonest_error is not None:
         advice = f"\nthe commonest error: {summary.commonest_error}{advice}"
     print(f"{summary}; see {args.output}{advice}", file=sys.stderr)
     return exit_code
+
+
+def run_dry(args: argparse.Namespace) -> int:
+    """Print what the job has to do, and return the exit code."""
+    from nanoinfer.batch.dry_run import dry_run
+
+    options, overrides = given_options(args)
+    size = dry_run(EngineConfig(**options), args.input, overrides=overrides, system=args.system, limit=args.limit)
+    print(size)
+    return 3 if size.num_errors else 0
 
 
 if __name__ == "__main__":

@@ -17,6 +17,11 @@ FOREIGN = {**SAMPLING_NAMES, **LLM_NAMES}
 SAMPLING_OPTIONS = {"temperature": float, "top_p": float, "top_k": int}
 
 
+def option_string(name: str) -> str:
+    """Return how the command line spells an option."""
+    return f"--{name.replace('_', '-')}"
+
+
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the list of all options, and which option was probably meant."""
 
@@ -51,7 +56,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, when: str) -> None:
     limit = f"{when}; none is up to the model's limit"
     parser.add_argument("--max-tokens", type=number_or_none, default=argparse.SUPPRESS, metavar="N", help=limit)
     for name, kind in SAMPLING_OPTIONS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, help=when)
+        parser.add_argument(option_string(name), type=kind, default=argparse.SUPPRESS, help=when)
 
 
 def add_engine_options(group: Any) -> None:
@@ -69,7 +74,7 @@ def add_engine_options(group: Any) -> None:
             options |= {"type": reader, "choices": field.metadata["choices"], "metavar": metavars.get(kind)}
         if default not in (MISSING, None):
             explained += f" Default: {default}."
-        group.add_argument(f"--{field.name.replace('_', '-')}", help=explained.replace("%", "%%"), **options)
+        group.add_argument(option_string(field.name), help=explained.replace("%", "%%"), **options)
 
 
 def given_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:

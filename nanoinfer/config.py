@@ -21,6 +21,11 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 SLEEP_TAGS = ("weights", "kv_cache")  # what wakes up, in order: the cache comes with graphs, which read the weights
 MAY_BE_NEGATIVE = ("seed", "max_logprobs")
+# Options that change no answer, beyond rounding, of a request that is served with and without them.
+CHANGE_NO_ANSWER = {"device", "tensor_parallel_size", "distributed_executor_backend", "data_parallel_size", "runner"}
+CHANGE_NO_ANSWER |= {"max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_logprobs", "download_dir", "trace"}
+CHANGE_NO_ANSWER |= {"gpu_memory_utilization", "kvcache_block_size", "num_kvcache_blocks", "enable_prefix_caching"}
+CHANGE_NO_ANSWER |= {"enforce_eager", "attention_backend", "overlap", "enable_return_routed_experts"}
 
 
 def option(default: Any, explained: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -199,11 +204,21 @@ class EngineConfig:
             nearest = max(16, round(self.kvcache_block_size / 16) * 16)
             raise ConfigError(f"kvcache_block_size={self.kvcache_block_size} is no multiple of 16; use {nearest}")
 
+    def settings_of_answers(self) -> dict[str, Any]:
+        """Return the options that answers depend on, where they are not the default; folders in one spelling."""
+        given = {name: getattr(self, name) for name in ANSWERS_DEPEND_ON}
+        paths = {name: given[name] and str(Path(given[name])) for name in ("model", "tokenizer")}
+        defaults = {item.name: item.default for item in fields(self)}
+        return {name: value for name, value in {**given, **paths}.items() if value != defaults[name]}
+
     @classmethod
     def from_options(cls, model: str | Path, options: Mapping[str, Any]) -> "EngineConfig":
         """Build the config of `LLM(model, **options)`; an unknown option is a TypeError that names a similar one."""
         known = [item.name for item in fields(cls) if item.name != "model"]
         return cls(model=str(model), **check_names("LLM", options, known, VLLM_NAMES))
+
+
+ANSWERS_DEPEND_ON = tuple(item.name for item in fields(EngineConfig) if item.name not in CHANGE_NO_ANSWER)
 
 
 def _check_trace(path: Path) -> None:

@@ -5,10 +5,10 @@
     |-- ModelError (ValueError)          a model folder, config.json or checkpoint that cannot be used
     |-- RequestError (ValueError)        a prompt or sampling parameter that cannot be served
     |-- JobError (ValueError)            input or output of a batch job that cannot be used
-    |-- WorkerError (RuntimeError)       a process of a tensor-parallel engine has ended
+    |-- WorkerError (RuntimeError)       a process of the engine has ended, and the engine with it
     |-- EngineStateError (RuntimeError)  a call that the engine cannot serve now: it sleeps, requests are unfinished, or
     |                                    the call comes from within a step
-    `-- EngineClosedError (RuntimeError) a call to an engine that was closed
+    `-- EngineClosedError (RuntimeError) a call to an engine that was closed, by its user or by another error
 
 Every message says what was wrong, the value, and what to do. Catching ValueError catches all that a user can mend.
 A misspelt name of an option is a TypeError, as in any Python call; `check_names` makes it a helpful one.
@@ -17,6 +17,7 @@ A misspelt name of an option is a TypeError, as in any Python call; `check_names
 import difflib
 import functools
 from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -44,7 +45,7 @@ class JobError(NanoinferError, ValueError):
 
 
 class EngineClosedError(NanoinferError, RuntimeError):
-    """The engine was closed before this call."""
+    """The engine was closed before this call, by its user or by an error, which the message names."""
 
 
 class EngineStateError(NanoinferError, RuntimeError):
@@ -52,7 +53,19 @@ class EngineStateError(NanoinferError, RuntimeError):
 
 
 class WorkerError(NanoinferError, RuntimeError):
-    """A process of a tensor-parallel engine has ended; the message has its traceback or its exit signal."""
+    """A process of the engine has ended; the message has its traceback or its exit signal. Later calls raise it too."""
+
+
+def closed_by(error: BaseException) -> NanoinferError:
+    """Return what calls raise after this error has closed the engine. It has no traceback, which would hold memory."""
+    if isinstance(error, WorkerError):
+        return WorkerError(*error.args)
+    return EngineClosedError(f"this engine was closed by {error!r}; make a new LLM")
+
+
+def closed_error(failure: NanoinferError | None) -> NanoinferError:
+    """Return an error to raise for a call to a closed engine. failure: of `closed_by`; None if its user closed it."""
+    return copy(failure or EngineClosedError("this engine was closed; make a new LLM"))  # each thread raises its own
 
 
 NOT_SUPPORTED = "nanoinfer does not support it"
@@ -71,19 +84,19 @@ def check_names(owner: str, options: Mapping[str, Any], known: Collection[str], 
     for name, value in options.items():
         if name in known:
             kept[name] = value
-        elif name not in foreign or not _says_what_is_so(foreign[name], value):
+        elif name not in foreign or not says_what_is_so(foreign[name], value):
             hint = explain_unknown(name, known, foreign)
             raise TypeError(f"{owner} has no option {name!r}; {hint}{' ' if hint else ''}Options: {', '.join(known)}")
     return kept
 
 
-def _says_what_is_so(foreign: str | Foreign | None, value: Any) -> bool:
+def says_what_is_so(foreign: str | Foreign | None, value: Any) -> bool:
     """Return whether an option asks for nothing, or for what is so anyway."""
     if value is None or isinstance(foreign, str):  # what has a name of ours is to be given by that
         return value is None
     if isinstance(value, (str, list, tuple, dict)) and not value:
         return True
-    return foreign is not None and isinstance(value, (bool, int, float, str)) and value in foreign[0]
+    return foreign is not None and isinstance(value, (bool, int, float, str, list)) and value in foreign[0]
 
 
 def explain_unknown(name: str, known: Collection[str], foreign: Foreigners) -> str:

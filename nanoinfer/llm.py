@@ -60,7 +60,7 @@ class LLM(PoolingMethods, AsyncMethods):
 
     Calls from several threads are served together; their steps take turns.
     Raises TypeError for an unknown option, ConfigError for a value out of range, ModelError for a model that cannot
-    be used. Any call raises WorkerError where a process of a tensor-parallel engine has ended; that closes the engine.
+    be used. Any call raises WorkerError, then and later, where a process of a tensor-parallel engine has ended.
     With data_parallel_size, the other replicas go on when one has ended; WorkerError comes when the last one has.
     """
 

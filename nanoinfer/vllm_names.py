@@ -122,6 +122,51 @@ SAMPLING_NAMES: Foreigners = {
     **dict.fromkeys(("extra_args", "repetition_detection", "thinking_token_budget")),
 }
 
+# The same for fields of a line of run-batch, those of OpenAI included. Where nothing else is said, OpenAI's default is
+# accepted. Fields that no answer depends on have no place here: `IGNORED` of batch/openai_format.py has them.
+LINE_NAMES: Foreigners = {
+    **SAMPLING_NAMES,
+    **{f"guided_{kind}": f'"structured_outputs": {{"{kind}": ...}}' for kind in GUIDED_KINDS},
+    "add_generation_prompt": only(True, why="every answer is a new message"),
+    "audio": only(why="answers are texts"),
+    "chat_template": only(why="--tokenizer names a folder with another template for all lines"),
+    "continue_final_message": only(
+        False, why="every answer is a new message; use /v1/completions to go on with a text"
+    ),
+    "documents": only(why="write them into a message"),
+    "echo": only(False, why="only prompts of /v1/completions come back"),
+    "function_call": only("auto", "none", why="functions are given as tools"),
+    "functions": only(why="give them as tools"),
+    "include_reasoning": only(True, why="answers are written as the model gives them"),
+    "logits_processors": only(why="a file has no functions; use logit_bias, or generate of LLM"),
+    "modalities": only(["text"], why="answers are texts"),
+    "moderation": only(why="nothing is moderated"),
+    "parallel_tool_calls": only(
+        True, why="tool calls are text as the model writes it, and their number is not limited"
+    ),
+    "priority": only(0, why="lines are asked in the order of the file"),
+    "reasoning_effort": only(
+        "medium",
+        why="the chat template decides about reasoning; use what it reads as chat_template_kwargs, such as "
+        '{"reasoning_effort": "low"} or {"enable_thinking": false}',
+    ),
+    "request_id": only(why="a line is named by its custom_id"),
+    "return_token_ids": only(False, why="an answer has its token ids where it has no text"),
+    "return_tokens_as_token_ids": only(False),
+    "skip_reading_prefix_cache": only(False, why="--no-enable-prefix-caching is for all lines"),
+    "stream": only(False, why="each answer is written once, when it is complete"),
+    "suffix": only(why="write the model's own tokens for a gap into the prompt"),
+    "tool_choice": only(
+        "auto",
+        why="the model decides what it calls; leave tools out to have none called, or use structured_outputs with the "
+        "form of the call",
+    ),
+    "truncate_prompt_tokens": only(why="no prompt is cut; shorten it"),
+    "verbosity": only("medium", why="ask for it in a message"),
+    "web_search_options": only(why="nothing is looked up; write what was found into a message"),
+    **dict.fromkeys(("kv_transfer_params", "mm_processor_kwargs", "vllm_xargs")),
+}
+
 
 def with_vllm_names(method: Callable[P, R]) -> Callable[P, R]:
     """Let a method that generates accept, or refuse with a hint, what vLLM's method of this name takes."""

@@ -183,6 +183,7 @@ def test_every_file_that_the_readmes_tree_names_exists() -> None:
     [tree] = re.findall(r"^```\n(nanoinfer/.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     package = ROOT / "nanoinfer"
     for line in tree.splitlines()[1:]:
+        assert len(line) <= 100, "the rest is cut off on GitHub"
         if not line.startswith("    "):  # else it goes on with the folders of the line before
             folders = [package]
         for name in re.findall(r"[\w/]+/(?=[ :]|$)", line):
@@ -204,6 +205,8 @@ def test_the_readme_stays_short() -> None:
 def test_the_core_is_as_long_as_the_readme_says() -> None:
     text = README.read_text()
     [tree] = re.findall(r"^```\n(nanoinfer/.*?)^  engine/blocks/", text, re.MULTILINE | re.DOTALL)
+    tree, doors = tree[: tree.index("  sampling/")], tree[tree.index("  sampling/") :]
+    assert [line.split()[1] for line in doors.splitlines()] == ["11", "12"]
     names = {*re.findall(r"\w+\.py", tree)} - {"llama.py", "qwen3.py"}  # which are examples of their kind
     folders = [ROOT / "nanoinfer" / folder for folder in ("", "engine", "runner", "models")]
     core = [folder / name for name in names for folder in folders if (folder / name).exists()]
@@ -211,3 +214,6 @@ def test_the_core_is_as_long_as_the_readme_says() -> None:
     [said] = re.findall(r"about\s([\d,]+)\slines", text)
     num_lines = sum(len(path.read_text().splitlines()) for path in core)
     assert 50 * round(num_lines / 50) == int(said.replace(",", ""))
+    [said] = re.findall(r"some\s([\d,]+)\slines", text)
+    num_lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "nanoinfer").rglob("*.py"))
+    assert num_lines == pytest.approx(int(said.replace(",", "")), rel=0.05)

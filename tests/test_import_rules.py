@@ -75,7 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"control.step_events", "engine", "text", "progress", "scoring", "engine_options", "aio", "loading", "replicas"}
     | {"before_torch", "pooling_calls"},
     "__init__": EVERYBODY | {"llm"},
-    "batch": EVERYBODY | {"llm", "engine", "text", "progress"},
+    "batch": EVERYBODY | {"llm", "engine", "text", "progress", "loading", "constraints", "pooling_calls"},
     "bench": EVERYBODY
     | {
         *nanoinfer.__all__,
@@ -95,7 +95,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": EVERYBODY | {*nanoinfer.__all__, "llm", "engine", "executor", "text", "progress", "batch"},
     "cli": EVERYBODY,
     "terminal_chat": EVERYBODY | {*nanoinfer.__all__},
-    "__main__": EVERYBODY | {*nanoinfer.__all__, "__version__", "cli", "terminal_chat", "batch", "bench", "models"},
+    "__main__": EVERYBODY
+    | {*nanoinfer.__all__, "__version__", "cli", "terminal_chat", "batch", "bench", "models"}
+    | {"engine.interrupts"},
 }
 WITHOUT_TORCH = {"constraints", "engine", "config", "sampling_params"}
 WITHOUT_TORCH |= {"outputs", "flat_logprobs", "errors", "vllm_names", "cli"}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from nanoinfer.batch.job_files import BatchOutput, Line, read_lines
+from nanoinfer.batch.job_files import BatchOutput, Line, Settings, read_lines
 from nanoinfer.batch.openai_format import (
     CHAT_OPTIONS,
     SAMPLING_FIELDS,
@@ -26,7 +26,7 @@ from nanoinfer.batch.openai_format import (
     parse_line,
     response_body,
 )
-from nanoinfer.engine.interrupts import postponed_interrupt
+from nanoinfer.engine.interrupts import Terminated, postponed_interrupt
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.errors import JobError, RequestError
 from nanoinfer.garbage import rare_collections
@@ -43,6 +43,9 @@ MAX_MESSAGE = 1000  # characters of an error that are written
 NUM_CHECKED = 100  # lines that are read before the model is loaded
 MAX_CHOICES = 10_000  # of a line; as many as one prompt may have samples
 MAX_AHEAD = 128  # lines that are read and wait; fewer than the grammars that are kept
+# Counted up by a version that answers the same lines otherwise, since its prompts, grammars or defaults are others. So
+# jobs of older versions do not go on; theirs have no such number.
+ANSWERS_VERSION = 2
 
 
 class Question(NamedTuple):
@@ -78,7 +81,7 @@ class Summary:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     seconds: float = 0.0
-    end: str = "finished"  # or "interrupted", "too many errors"
+    end: str = "finished"  # or "interrupted", "terminated", "too many errors"
 
     def __str__(self) -> str:
         plural = "" if self.num_duplicates == 1 else "s"
@@ -96,60 +99,79 @@ def run_batch(
     input_path: Path,
     output_path: Path,
     *,
-    settings: str = "",
+    settings: Settings | None = None,
     overrides: dict[str, Any] | None = None,
     system: str | None = None,
     max_errors: int | None = None,
+    limit: int | None = None,
+    retry_errors: bool = False,
     use_tqdm: bool = True,
 ) -> Summary:
     """Answer each line of the input that the output does not have yet; a line that is no request gets an error record.
 
     Where none of the first lines is a request, the input is refused before anything is loaded.
 
-    load: makes the LLM, once it is clear that there is work. settings: a job goes on with the same ones only.
-    overrides: sampling parameters, in place of those that the model recommends, for lines that do not say. system: the
-    system message of chats that have none. max_errors: stop at more error records than that. Ctrl-C stops after the
-    step that runs. Raises JobError where input or output cannot be used.
+    load: makes the LLM, once it is clear that there is work. settings: what the answers depend on beside the other
+    arguments; a job goes on with the same ones only. overrides: sampling parameters, in place of those that the model
+    recommends, for lines that do not say. system: the system message of chats that have none. max_errors: stop at more
+    error records than that. limit: answer the first so many lines alone. retry_errors: ask lines again whose record is
+    an error. Ctrl-C stops after the step that runs. Raises JobError where input or output cannot be used.
     """
-    overrides = dict(sorted((overrides or {}).items()))
-    SamplingParams(**overrides)  # raises before the model is loaded
+    overrides = overrides or {}
     if output_path.suffix == ".gz":
         raise JobError(f"the output {output_path} would not be gzipped; choose {output_path.with_suffix('')}")
     if input_path.resolve() == output_path.resolve():
         raise JobError(f"input and output are the same file, {input_path}; choose another output")
-    if input_path.exists() and not input_path.is_file():
-        raise JobError(f"the input {input_path} is no file, so it cannot be read twice; write it to one first")
     if max_errors is not None and max_errors < 0:
         raise JobError(f"max_errors={max_errors} must be at least 0; use 0 to stop at the first error")
-    settings = f"{settings} {overrides}" + ("" if system is None else f" system={system!r}")
-    with BatchOutput(output_path) as output:
-        summary = Summary(output.count(read_lines(input_path, settings)), output.num_records)
+    check_input(input_path, overrides, limit)
+    settings = all_settings(settings or {}, overrides, system)
+    with BatchOutput(output_path, settings, retry_errors) as output:
+        summary = Summary(*output.count(read_lines(input_path, settings), limit))
         if output.num_records == 0:
-            _check_first_lines(input_path)
-        limit = math.inf if max_errors is None else max_errors
-        if output.num_records < summary.num_lines and output.num_errors <= limit:
+            check_first_lines(input_path)
+        most_errors, num_records = math.inf if max_errors is None else max_errors, output.num_records
+        if summary.num_before < summary.num_lines and output.num_errors <= most_errors:
             with load() as llm:
                 started = time.monotonic()
-                pending = (line for line in read_lines(input_path, settings) if not output.has(line))
-                job = Job(llm, output, replace(llm.default_sampling_params, **overrides), limit, system)
+                output.drop_errors()
+                pending = (line for line in islice(read_lines(input_path, settings), limit) if not output.has(line))
+                job = Job(llm, output, replace(llm.default_sampling_params, **overrides), most_errors, system)
                 job.run(pending, summary, use_tqdm)
                 summary.seconds = time.monotonic() - started
-        summary.num_done, summary.num_errors, summary.num_cut = output.num_records, output.num_errors, output.num_cut
+        summary.num_done = summary.num_before + output.num_records - num_records
+        summary.num_errors, summary.num_cut = output.num_errors, output.num_cut
         summary.num_duplicates, summary.commonest_error = output.count_duplicates(), output.commonest_error()
-        if summary.end == "finished" and output.num_errors > limit:
+        if summary.end == "finished" and output.num_errors > most_errors:
             summary.end = "too many errors"
-        elif summary.end == "finished" and output.num_records < summary.num_lines:
+        elif summary.end == "finished" and summary.num_done < summary.num_lines:
             raise JobError(
-                f"the input had {summary.num_lines} lines when the job began, and {output.num_records} are done: it "
+                f"the input had {summary.num_lines} lines when the job began, and {summary.num_done} are done: it "
                 "was changed meanwhile; start the job again"
             )
         return summary
 
 
-def _check_first_lines(path: Path) -> None:
+def all_settings(settings: Settings, overrides: dict[str, Any], system: str | None) -> Settings:
+    """Return all that the answers of a job depend on, by name; what is not given is left out."""
+    given = {name: "none" if value is None else value for name, value in overrides.items()}
+    said = {} if system is None else {"system": system}
+    return {"answers_version": ANSWERS_VERSION, **settings, **given, **said}
+
+
+def check_input(path: Path, overrides: dict[str, Any], limit: int | None) -> None:
+    """Raise JobError or RequestError for arguments of `run_batch` that are wrong, before the model is looked for."""
+    SamplingParams(**overrides)
+    if path.exists() and not path.is_file():
+        raise JobError(f"the input {path} is no file, so it cannot be read twice; write it to one first")
+    if limit is not None and limit < 1:
+        raise JobError(f"limit={limit} must be at least 1; leave it out for all lines")
+
+
+def check_first_lines(path: Path) -> None:
     """Raise JobError if none of the first lines is a request: the file is the wrong one, or all lines are wrong."""
     first_error = None
-    for line in islice(read_lines(path, ""), NUM_CHECKED):
+    for line in islice(read_lines(path, {}), NUM_CHECKED):
         try:
             content = parse_line(line)
             content.pop("custom_id", None)
@@ -181,6 +203,7 @@ class Job:
     def run(self, pending: Iterator[Line], summary: Summary, use_tqdm: bool) -> None:
         """Fill the engine up, run a step and write what it finished, until nothing is left or too much is wrong."""
         pending = takewhile(lambda _: self._output.num_errors <= self._max_errors, pending)
+        num_others = self._output.num_records - summary.num_before  # records of lines beyond the limit
         with Progress(self._llm.get_metrics, summary.num_lines, use_tqdm, summary.num_before) as progress:
             try:
                 is_left = True
@@ -193,9 +216,9 @@ class Job:
                             self._answer(output, summary)
                     if not self.asked:
                         wait([question.compiling for question in self._ahead], return_when=FIRST_COMPLETED)
-                    progress.show(self._output.num_records)
-            except KeyboardInterrupt:
-                summary.end = "interrupted"
+                    progress.show(self._output.num_records - num_others)
+            except KeyboardInterrupt as error:
+                summary.end = "terminated" if isinstance(error, Terminated) else "interrupted"
             finally:
                 self._background.shutdown(cancel_futures=True)
 
@@ -235,14 +258,18 @@ class Job:
 
     def ask(self, question: Question) -> None:
         """Queue the requests of a line, or write what is wrong with it."""
+        if requests := self.prepare(question):
+            asked = Asked(question, len(requests))
+            self.asked |= dict.fromkeys(self._queue.add_requests(requests, self._inbox), asked)
+
+    def prepare(self, question: Question) -> list[PreparedRequest]:
+        """Return the requests of a line once its grammar is compiled; for a wrong one, write an error and return []."""
         try:
-            question.compiling.result()  # it is kept, so that `prepare` finds it
-            requests = self._prepare(question)
+            question.compiling.result()  # it is kept, so that `_prepare` finds it
+            return self._prepare(question)
         except (RequestError, RecursionError) as error:
             self._fail(question.line, question.custom_id, "invalid_request", str(error))
-            return
-        asked = Asked(question, len(requests))
-        self.asked |= dict.fromkeys(self._queue.add_requests(requests, self._inbox), asked)
+            return []
 
     def _prepare(self, question: Question) -> list[PreparedRequest]:
         """Return the requests of a line. Raises RequestError for what cannot be served."""

@@ -8,22 +8,25 @@ has null as its log-probability, as in OpenAI's answers, though not in its types
 import base64
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any
 
 from nanoinfer.batch.job_files import MAX_LINE_BYTES, Line
-from nanoinfer.errors import RequestError, find_similar
+from nanoinfer.errors import NOT_SUPPORTED, RequestError, find_similar, says_what_is_so
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.structured_outputs import StructuredOutputsParams
 from nanoinfer.text.arguments import as_list_of_prompts
-from nanoinfer.vllm_names import SAMPLING_NAMES
+from nanoinfer.vllm_names import LINE_NAMES
 
 ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/embeddings": "input"}
 EMBEDDING_FIELDS = ("input", "dimensions", "encoding_format")
-IGNORED = {"model", "user", "metadata"}  # of a body
+# Of a body: who asks, and how a service is to keep, cache, hurry and bill. No answer depends on these.
+IGNORED = {"model", "user", "metadata", "safety_identifier", "service_tier", "store", "stream_options", "prediction"}
+IGNORED |= {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt"}
+WITHOUT_TOOLS = {"tool_choice": "none", "parallel_tool_calls": False}  # change nothing where there are no tools
 CHAT_OPTIONS = ("tools", "chat_template_kwargs")
 SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name != "logits_processors"]
 LOWEST_LOGPROB = -9999.0  # OpenAI's for a token that is all but impossible; JSON has no minus infinity
@@ -77,8 +80,19 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
         body["prompt"] = as_list_of_prompts(body["prompt"]) or [[]]  # an empty prompt, which is refused as one
         if not isinstance(body.get("echo", False), bool):
             raise RequestError(f"echo={body['echo']!r} is not a bool; use true or false")
-    if body.get("stream") is False:
-        del body["stream"]
+    if not body.get("tools"):
+        body = {name: value for name, value in body.items() if WITHOUT_TOOLS.get(name, ...) != value}
+    if body.get("best_of", ...) == body.get("n", 1):
+        del body["best_of"]
+    return parse_sampling(body, ["prompt", "echo"] if "prompt" in body else ["messages", *CHAT_OPTIONS])
+
+
+def parse_sampling(body: dict[str, Any], others: Collection[str] = ()) -> dict[str, Any]:
+    """Return sampling fields, as OpenAI or vLLM names them, as those of SamplingParams. Raises RequestError.
+
+    others: fields that are left as they are.
+    """
+    body = dict(body)
     if isinstance(body.get("logprobs"), bool):  # a chat's, which gives their number apart
         number = body.pop("top_logprobs", 0)
         body |= {"logprobs": number} if body.pop("logprobs") else {}
@@ -88,22 +102,32 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
         body["max_tokens"] = body.pop("max_completion_tokens")
     form = _structured_outputs(body.pop("structured_outputs", None), body.pop("response_format", None))
     body |= {} if form is None else {"structured_outputs": form}
-    others = ["prompt", "echo"] if "prompt" in body else ["messages", *CHAT_OPTIONS]
-    if unknown := sorted(set(body) - {*SAMPLING_FIELDS, *others}):
-        named = ", ".join(map(_with_what_was_meant, unknown))
-        raise RequestError(f"unknown fields: {named}; known are {', '.join(sorted(SAMPLING_FIELDS))}")
-    return body
+    return _served(body, sorted([*SAMPLING_FIELDS, *others]))
 
 
-def _with_what_was_meant(name: str) -> str:
-    """Return the name of an unknown field, with the one that was probably meant."""
-    meant = SAMPLING_NAMES.get(name) or find_similar(name, SAMPLING_FIELDS)
-    return f"{name} (did you mean {meant!r}?)" if isinstance(meant, str) else name
+def _served(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return the fields that are known, if all others say what is so anyway. Raises RequestError if one does not."""
+    unknown, reasons = [], []
+    for name in sorted({*body}.difference(known), key=str):
+        its = LINE_NAMES.get(name, "")
+        if name in LINE_NAMES and says_what_is_so(its, body[name]):
+            continue
+        if isinstance(its, str):
+            meant = its if its in known or " " in its else find_similar(str(name), known)
+            unknown.append(f"{name} (did you mean {meant!r}?)" if meant else str(name))
+            continue
+        accepted, why = its or ((), NOT_SUPPORTED)
+        use = "".join(f"use {json.dumps(value)}, or " for value in accepted[:1])
+        reasons.append(f"{name}={json.dumps(body[name], default=repr):.100} is not served: {why}; {use}leave it out")
+    if unknown:
+        reasons.append(f"unknown fields: {', '.join(unknown)}; known are {', '.join(known)}")
+    if reasons:
+        raise RequestError(". ".join(reasons))
+    return {name: value for name, value in body.items() if name in known}
 
 
 def _embedding_body(body: dict[str, Any]) -> dict[str, Any]:
-    if unknown := sorted(set(body) - {*EMBEDDING_FIELDS}):
-        raise RequestError(f"unknown fields: {', '.join(unknown)}; known are {', '.join(EMBEDDING_FIELDS)}")
+    body = _served(body, EMBEDDING_FIELDS)
     if (encoding := body.get("encoding_format", "float")) not in ("float", "base64"):
         raise RequestError(f"encoding_format={encoding!r} is not served; use 'float' or 'base64'")
     return {**body, "input": as_list_of_prompts(body["input"]) or [[]]}

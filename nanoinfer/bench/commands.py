@@ -29,6 +29,7 @@ loads, with how many requests and tokens (far fewer on a CPU):
   fewshot  2,048 requests of 50 to 150 in after 2,000 that all begin with, and 4 out
   short    4,096 requests of 20 to 60 in and 8 out
   logprobs 128 requests of 2,000 in with prompt_logprobs=1, and 1 out
+  logprobs_ids  the same 128 of 2,000 with detokenize=False, and 1 out
   score    4 answers of 10 tokens, scored after each of 1,024 prompts of 500
   book     8 requests of 30,000 in and 16 out"""
 

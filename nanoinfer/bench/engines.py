@@ -90,9 +90,7 @@ def load_nanoinfer(model: Model, options: dict[str, Any], args: argparse.Namespa
         if workload.answers:
             return [len(score.logprobs) for score in llm.score(*prompts_and_answers(workload), use_tqdm=False)]
         options = {"n": workload.num_samples, "top_k": args.top_k, "top_p": args.top_p}
-        if workload.prompt_logprobs is not None:
-            options["detokenize"] = False  # as for vLLM
-        params = make_params(SamplingParams, workload, **options)
+        params = make_params(SamplingParams, workload, detokenize=workload.detokenize, **options)
         outputs = llm.generate([*workload.prompts], params, use_tqdm=False)
         return [len(sample.token_ids) for output in outputs for sample in output.outputs]
 

@@ -57,7 +57,7 @@ def measure(cases: tuple[tuple[int, int], ...] = CASES, num_steps: int = NUM_STE
 class NoDevice:
     """Stands in for a DeviceRunner: a step takes no time, and every token is 0."""
 
-    closed, sleeping_tags, unready_reason = False, frozenset[str](), None
+    closed, failure, sleeping_tags, unready_reason = False, None, frozenset[str](), None
 
     def __init__(self, limits: RunnerLimits) -> None:
         self.limits = limits

@@ -43,7 +43,7 @@ def run(llm: Any, workload: dict[str, Any], options: dict[str, Any]) -> float:
         return time.perf_counter() - started
     options = {**options, "n": workload.get("num_samples", 1), "temperature": 0.6, "ignore_eos": True}
     if workload.get("prompt_logprobs") is not None:
-        options |= {"prompt_logprobs": workload["prompt_logprobs"], "detokenize": False}
+        options |= {"prompt_logprobs": workload["prompt_logprobs"], "detokenize": workload["detokenize"]}
     params = [SamplingParams(max_tokens=count, **options) for count in workload["max_tokens"]]
     started = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)

@@ -21,7 +21,7 @@ class Load:
     shared_prefix: how many tokens all prompts of a run have in common, before those that `input_len` counts.
     num_samples: how many samples of each prompt are drawn; those of a prompt are equally long.
     num_answers: how many answers to each prompt are scored, in place of completions; `output_len` is theirs.
-    prompt_logprobs: as in SamplingParams.
+    prompt_logprobs, detokenize: as in SamplingParams.
     """
 
     num_seqs: int
@@ -32,6 +32,7 @@ class Load:
     num_samples: int = 1
     num_answers: int = 0
     prompt_logprobs: int | None = None
+    detokenize: bool = True
 
     @property
     def longest(self) -> int:
@@ -53,6 +54,7 @@ LOADS: dict[str, dict[str, list[Load]]] = {
         "fewshot": [Load(2048, (50, 150), (4, 4), shared_prefix=2000)],
         "short": [Load(4096, (20, 60), (8, 8))],
         "logprobs": [Load(128, (2000, 2000), (1, 1), prompt_logprobs=1)],
+        "logprobs_ids": [Load(128, (2000, 2000), (1, 1), prompt_logprobs=1, detokenize=False)],
         "score": [Load(1024, (500, 500), (10, 10), num_answers=4)],
         "book": [Load(8, (30000, 30000), (16, 16))],
     },
@@ -67,6 +69,7 @@ LOADS: dict[str, dict[str, list[Load]]] = {
         "fewshot": [Load(32, (5, 15), (4, 4), shared_prefix=200)],
         "short": [Load(64, (2, 6), (8, 8))],
         "logprobs": [Load(8, (200, 200), (1, 1), prompt_logprobs=1)],
+        "logprobs_ids": [Load(8, (200, 200), (1, 1), prompt_logprobs=1, detokenize=False)],
         "score": [Load(16, (50, 50), (10, 10), num_answers=4)],
         "book": [Load(2, (1000, 1000), (16, 16))],
     },
@@ -99,6 +102,7 @@ class Workload:
     shared_prefix: int = 0  # how many tokens all prompts begin with
     num_samples: int = 1  # of each prompt
     prompt_logprobs: int | None = None
+    detokenize: bool = True
     answers: list[list[list[int]]] = field(default_factory=list)
 
     @property
@@ -133,7 +137,8 @@ def draw_workload(seed: int, load: Load, vocab_size: int) -> Workload:
     prefix = [randint(0, max_id) for _ in range(load.shared_prefix)]
     prompts = [prefix + prompt for prompt in prompts]
     if not load.num_answers:
-        return Workload(seed, prompts, max_tokens, load.shared_prefix, load.num_samples, load.prompt_logprobs)
+        options = load.num_samples, load.prompt_logprobs, load.detokenize
+        return Workload(seed, prompts, max_tokens, load.shared_prefix, *options)
     answers = [[[randint(0, max_id) for _ in range(n)] for _ in range(load.num_answers)] for n in max_tokens]
     return Workload(seed, prompts, [1] * load.num_seqs, load.shared_prefix, answers=answers)
 

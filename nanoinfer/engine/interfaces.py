@@ -12,6 +12,7 @@ from nanoinfer.engine.reserved_ids import Action, ReservedIds
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import Constraint, TokenMasks
+from nanoinfer.errors import NanoinferError
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
@@ -71,6 +72,7 @@ class Runner(Protocol):
     """Runs steps, on one device or on several: a DeviceRunner, a ParallelRunner, or a fake one in tests."""
 
     closed: bool
+    failure: NanoinferError | None  # what calls raise if an error has closed it (`closed_by`)
     limits: RunnerLimits
 
     @property
@@ -149,7 +151,7 @@ class Engine(Protocol):
         """Free the model and the cache."""
 
     def check_open(self, is_for_steps: bool = True) -> object:
-        """Raise EngineClosedError where the engine was closed, EngineStateError where it cannot run steps."""
+        """Raise what has closed the engine, or EngineClosedError; EngineStateError where it cannot run steps."""
 
 
 class Listener:

@@ -9,6 +9,34 @@ from typing import Any
 from nanoinfer.errors import EngineStateError
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came, within `terminable`."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM raise Terminated while the scope runs, where Ctrl-C would raise KeyboardInterrupt, if not ignored."""
+    on_interrupt, on_terminate = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    def interrupt(signum: int, frame: Any) -> None:
+        if signum == signal.SIGTERM:
+            raise Terminated
+        if callable(on_interrupt):
+            on_interrupt(signum, frame)
+
+    def terminate(signum: int, frame: Any) -> None:
+        handle: Any = signal.getsignal(signal.SIGINT)  # `interrupt`, or what postpones it
+        handle(signum, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, on_terminate)
+        signal.signal(signal.SIGINT, on_interrupt)
+
+
 @contextmanager
 def postponed_interrupt() -> Iterator[None]:
     """Postpone Ctrl-C until the end of the scope, or of the outermost one of several. A second Ctrl-C is not postponed.

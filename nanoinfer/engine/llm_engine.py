@@ -21,7 +21,7 @@ from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus, seed_of
 from nanoinfer.engine.token_masks import TokenMasks
-from nanoinfer.errors import EngineClosedError, EngineStateError
+from nanoinfer.errors import EngineStateError, closed_error
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, failed_chunks, refused
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer, completion_text
@@ -205,9 +205,9 @@ class LLMEngine:
             self.runner = None
 
     def check_open(self, is_for_steps: bool = True) -> Runner:
-        """Return the runner. Raises EngineClosedError where there is none any more, EngineStateError if it sleeps."""
+        """Return the runner. Raises what has closed the engine, or EngineClosedError; EngineStateError if it sleeps."""
         if self.runner is None or self.runner.closed:
-            raise EngineClosedError("this engine was closed; make a new LLM")
+            raise closed_error(self.runner.failure if self.runner else None)
         if is_for_steps and self.runner.unready_reason:
             raise EngineStateError(self.runner.unready_reason)
         return self.runner

@@ -22,7 +22,7 @@ from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, TensorParall
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.packet import Packet, read_header
 from nanoinfer.engine.token_masks import TokenMasks
-from nanoinfer.errors import WorkerError
+from nanoinfer.errors import NanoinferError, WorkerError, closed_by
 from nanoinfer.executor.processes import Workers
 from nanoinfer.executor.shm_ring import Ring, RingWriter
 from nanoinfer.executor.worker import ABORT_SECONDS, abort, connect_ranks, run_worker
@@ -58,6 +58,7 @@ class ParallelRunner:
             os.environ.update(NCCL_ENVIRONMENT)  # the workers inherit it
         ring = Ring(num_readers=size - 1)
         self.closed = False
+        self.failure: NanoinferError | None = None
         self._device = devices[0]
         self._tp = TensorParallel()
         self._workers = Workers(size, run_worker, (ring, config, model_config, folder, devices))
@@ -164,6 +165,7 @@ class ParallelRunner:
     def _fail(self, error: BaseException) -> NoReturn:
         """Kill the workers, free this rank's memory, and raise `error` or the worker's error that caused it."""
         error = self._workers.explanation(error)
+        self.failure = self.failure or closed_by(error)
         self._workers.close(patience=0.0)
         if not self._free(0.0):
             raise WorkerError(f"{error}\nThe step on {self._device} did not end; restart this process") from error

@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -90,8 +91,11 @@ class Workers:
         arguments = (target, rank, theirs, self.folder, *args)
         spawn = multiprocessing.get_context("spawn").Process
         process = spawn(target=_run_worker, args=arguments, name=f"nanoinfer {self._name_of(rank)}", daemon=True)
-        # The worker inherits the blocked signal: Ctrl-C, which goes to all processes, is for this one only.
-        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # The worker inherits the blocked signals: Ctrl-C, which goes to all processes, is for this one only, and so is
+        # SIGTERM, which job schedulers send to all, if this one handles it.
+        blocked = {signal.SIGINT, *([signal.SIGTERM] if callable(signal.getsignal(signal.SIGTERM)) else [])}
+        resource_tracker.ensure_running()  # the first worker would start it, which unblocks both
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
             with theirs:
                 process.start()

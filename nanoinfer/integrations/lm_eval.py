@@ -4,14 +4,21 @@
 
 The harness finds models in a registry of its process, and reads no entry points of other packages. So importing this
 module registers the name; run as a program, the module then runs the command `lm_eval`. Arguments,
-truncation and stop strings are those of the harness's own vLLM backend (lm_eval/models/vllm_causallms.py).
+truncation and stop strings are those of the harness's own vLLM backend (lm_eval/models/vllm_causallms.py). What the
+model's generation_config.json says counts as it does for the harness's hf model.
 """
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from nanoinfer import LLM, ConfigError, RequestError, SamplingParams
+from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import check_names
+from nanoinfer.vllm_names import LLM_NAMES
 
 try:
     from jinja2 import TemplateError
@@ -31,6 +38,18 @@ except ImportError as error:
     ) from error
 
 logger = logging.getLogger("nanoinfer")
+
+# What transformers' generate takes from generation_config.json where a task does not say, by our name; the first two
+# always, the others where tokens are sampled. Its own default of top_k is 50.
+FOLLOWED = {"repetition_penalty": "repetition_penalty", "min_new_tokens": "min_tokens"}
+FOLLOWED_IN_SAMPLING = ("top_k", "top_p", "min_p")
+# What else generate would follow, with the values that ask for nothing.
+NOT_FOLLOWED: dict[str, Any] = {
+    **dict.fromkeys(("num_beams", "encoder_repetition_penalty", "guidance_scale", "typical_p"), 1),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha"), 0),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "stop_strings")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+}
 
 TokenIds = list[int]
 Pair = tuple[Any, TokenIds, TokenIds]  # what a result is cached by, then token ids of a context and of what follows it
@@ -69,6 +88,8 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
         **options: Any,
     ) -> None:
         super().__init__()
+        own = [name for name in inspect.signature(NanoinferLM).parameters if name != "options"]
+        options = check_names("NanoinferLM", options, [*own, *(item.name for item in fields(EngineConfig))], LLM_NAMES)
         if max_length is not None and max_model_len is not None:
             raise ConfigError(
                 f"max_length={max_length} and max_model_len={max_model_len} are the same; give one of them"
@@ -82,6 +103,9 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
         self.tokenizer = self.llm.tokenizer
         if self.tokenizer is None:
             raise ConfigError(f"{pretrained} has no tokenizer, and tasks are texts; name one with tokenizer=...")
+        config = self.llm.config
+        folder = resolve_model_folder(config.model, False, revision=config.revision, download_dir=config.download_dir)
+        self._generation_config: Mapping[str, Any] = read_json(folder / "generation_config.json")
         self.max_gen_toks = max_gen_toks
         self.batch_size = "auto"
         self._add_bos_token, self._prefix_token_id = add_bos_token, prefix_token_id
@@ -190,7 +214,8 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
             prompt, max_tokens = self._truncate(self.tok_encode(request.args[0]), options.pop("max_gen_toks"))
             prompts.append(prompt)
             # Stop strings of the task may be anywhere in what the model thinks.
-            params.append(sampling_params(options, max_tokens, [eos] if self._think_end_token else stop))
+            ends, most = [eos] if self._think_end_token else stop, self.max_length - len(prompt)
+            params.append(sampling_params(options, max_tokens, ends, self._generation_config, prompt, most))
         outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
         texts = [
             # In two calls, because lm-eval 0.4.10 would look for stop strings before it drops what is thought.
@@ -209,12 +234,58 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
         return kept
 
 
-def sampling_params(options: dict[str, Any], max_tokens: int, stop: list[str]) -> SamplingParams:
-    """Return the sampling parameters of a request from what the harness calls generation arguments."""
-    options = {"skip_special_tokens": False, "spaces_between_special_tokens": False, **options}
-    if not options.pop("do_sample"):
-        options["temperature"] = 0.0
+def sampling_params(
+    options: dict[str, Any],
+    max_tokens: int,
+    stop: list[str],
+    generation_config: Mapping[str, Any],
+    prompt: TokenIds,
+    most: int,
+) -> SamplingParams:
+    """Return the sampling parameters of a request as the harness's hf model would have them.
+
+    options: what the harness calls generation arguments. max_tokens: the task's; max_new_tokens of generation_config
+    goes before, as in transformers, up to `most`. Raises RequestError for what generate of transformers would take from
+    generation_config.json, and nanoinfer does not serve.
+    """
+    said = {name: value for name, value in generation_config.items() if value is not None}
+    for name, value in said.items():
+        if name in NOT_FOLLOWED and name not in options and value not in (NOT_FOLLOWED[name], [], {}):
+            raise RequestError(
+                f"generation_config.json has {name}={value!r}, which the hf model follows and nanoinfer does not; take "
+                "it out there, or evaluate with the hf model"
+            )
+    is_sampled = options.pop("do_sample")
+    followed = {ours: said[name] for name, ours in FOLLOWED.items() if name in said}
+    if is_sampled:
+        followed |= {"top_k": 50, **{name: said[name] for name in FOLLOWED_IN_SAMPLING if name in said}}
+    else:
+        options = {**options, "temperature": 0.0}
+    max_tokens = min(said.get("max_new_tokens", max_tokens), most)
+    options = {"skip_special_tokens": False, "spaces_between_special_tokens": False, **followed, **options}
+    if size := options.pop("no_repeat_ngram_size", said.get("no_repeat_ngram_size", 0)):
+        options["logits_processors"] = [NoRepeatedNgrams(size, prompt)]
+    options["min_tokens"] = min(options.get("min_tokens", 0), max_tokens)
     return SamplingParams(max_tokens=max_tokens, stop=stop, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class NoRepeatedNgrams:
+    """Forbids tokens that would complete an n-gram which prompt or completion has already, as transformers does.
+
+    A logits processor: it takes the completion so far, and logits (vocab_size,).
+    """
+
+    size: int
+    prompt: TokenIds
+
+    def __call__(self, token_ids: TokenIds, logits: Any) -> Any:
+        ids = self.prompt + token_ids
+        last = ids[len(ids) - self.size + 1 :]
+        begins = range(len(ids) - self.size + 1)
+        forbidden = [ids[begin + self.size - 1] for begin in begins if ids[begin : begin + self.size - 1] == last]
+        logits[forbidden] = -float("inf")
+        return logits
 
 
 # As text, so that `python -m` registers the class of the imported module, and not one of __main__ beside it.

@@ -5,7 +5,8 @@
 
 Names and columns are those of `ray.data.llm`. Each actor holds one engine, and each row is a call of `LLM.agenerate`.
 So rows of several batches are in the engine at once: while the last rows of one batch finish, the next batch already
-runs. Between the stages a row is one pickle, because Arrow would give all rows of a block the same keys and types.
+runs. Between the stages a row is one pickle, because Arrow would give all rows of a block the same keys and types. The
+last stage makes columns of rows: `make_table`.
 """
 
 import asyncio
@@ -13,16 +14,18 @@ import inspect
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nanoinfer import LLM, ConfigError, RequestError, SamplingParams, WorkerError
-from nanoinfer.batch.openai_format import SAMPLING_FIELDS, parse_body
+from nanoinfer.batch.openai_format import parse_sampling
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import EngineClosedError, check_names
-from nanoinfer.outputs import RequestOutput, TokenLogprobs
+from nanoinfer.outputs import Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from nanoinfer.sampling_params import is_whole_number
 from nanoinfer.text.arguments import as_prompt
 from nanoinfer.text.chat import render_chat
@@ -30,8 +33,10 @@ from nanoinfer.text.columns import as_list
 from nanoinfer.vllm_names import LLM_NAMES
 
 try:
+    import pyarrow as pa
     import ray.data
     from ray import cloudpickle
+    from ray.data.extensions import ArrowPythonObjectArray, ArrowTensorArray
 except ImportError as error:
     raise ImportError(
         f"Ray Data cannot be imported ({error}); in a clone of nanoinfer, pip install -e '.[ray]'"
@@ -42,11 +47,12 @@ CLOSING_SECONDS = 1.0  # in which the rows that were in an engine get the error 
 
 Row = dict[str, Any]
 DATA_COLUMN = "__data"  # holds a row, pickled, between the stages
+DROPPED = "__dropped"  # in such a row: the names of FOR_ENGINE that it ends without
 ERROR_COLUMN = "__inference_error__"
 INPUTS = ("messages", "tokenized_prompt", "prompt")  # the first of these that a row has is what the model reads
+# Columns for the engine alone: where `preprocess` has made them, they end with it, as rows may have different ones.
+FOR_ENGINE = ("messages", "tokenized_prompt", "tools", "sampling_params")
 FOREIGN_NAMES = {"model_source": "model", "engine_kwargs": "options of LLM by their names", **LLM_NAMES}
-# What sampling_params of a row may have: the fields, and OpenAI's names for some of them.
-PARAM_NAMES = (*SAMPLING_FIELDS, "max_completion_tokens", "response_format", "top_logprobs")
 NO_OUTPUT: Row = {
     "prompt_token_ids": None,
     "num_input_tokens": 0,
@@ -58,6 +64,20 @@ NO_OUTPUT: Row = {
     "logprobs": None,
     "prompt_logprobs": None,
     "metrics": None,
+}
+# An output with something in every place, which tells the types of columns that are empty in a block.
+EXAMPLE: Row = {
+    "prompt": "",
+    "prompt_token_ids": [0],
+    "num_input_tokens": 1,
+    "num_cached_tokens": 0,
+    "generated_tokens": [0],
+    "generated_text": "",
+    "num_generated_tokens": 1,
+    "finish_reason": "stop",
+    "logprobs": [{0: asdict(Logprob(0.0, 1, ""))}],
+    "prompt_logprobs": [None, {0: asdict(Logprob(0.0, 1, ""))}],
+    "metrics": asdict(RequestMetrics(0.0, 0.0, 0.0)),
 }
 
 
@@ -87,8 +107,8 @@ def build_processor(
     fraction, gpu_memory_utilization is 0.9 of it, unless it is given. sampling_params: for rows without their own.
     chat_template_kwargs: as in `LLM.chat`. preprocess: makes the columns that the model needs, which are added to the
     row. postprocess: makes the final row. should_continue_on_error: a row that cannot be served gets the reason
-    in the column "__inference_error__", which is "" for all others, and skips postprocess; if False, it ends the job.
-    preprocess_map_kwargs, postprocess_map_kwargs: for `Dataset.map`. map_batches_kwargs: for the actors, such as
+    in the column "__inference_error__", which is "" for all others; if False, it ends the job. preprocess_map_kwargs,
+    postprocess_map_kwargs: for `Dataset.map` and `Dataset.map_batches`. map_batches_kwargs: for the actors, such as
     num_cpus, accelerator_type and runtime_env.
 
     A row needs a column messages, prompt (a text) or tokenized_prompt, and may have tools and sampling_params (a dict,
@@ -152,16 +172,16 @@ class Processor:
     def __call__(self, dataset: Any) -> Any:
         preprocess, postprocess = self.preprocess, self.postprocess
         has_errors = self.engine["should_continue_on_error"]
+        schema = dataset.schema(fetch_if_missing=False)
+        own_types = dict(zip(schema.names, schema.types, strict=True)) if schema else {}
 
         def pack(row: Row) -> Row:
-            return {DATA_COLUMN: cloudpickle.dumps({**row, **preprocess(row)} if preprocess else row)}
+            added = preprocess(row) if preprocess else {}
+            dropped = {*FOR_ENGINE} & {*added} - {*row}
+            return {DATA_COLUMN: cloudpickle.dumps({**row, **added, DROPPED: dropped})}
 
-        def unpack(packed: Row) -> Row:
-            row: Row = cloudpickle.loads(packed[DATA_COLUMN])
-            if reason := row.pop(ERROR_COLUMN):
-                return {**row, ERROR_COLUMN: reason}
-            row = postprocess(row) if postprocess else row
-            return {**row, ERROR_COLUMN: ""} if has_errors else row
+        def unpack(packed: pa.Table) -> pa.Table:
+            return make_table(load_rows(packed), postprocess, has_errors, own_types)
 
         num_gpus = self.tensor_parallel_size if ray.cluster_resources().get("GPU") else 0
         dataset = dataset.map(pack, **self.preprocess_map_kwargs)
@@ -171,7 +191,85 @@ class Processor:
             batch_format="pyarrow",
             **{"num_gpus": num_gpus, **self.placement},
         )
-        return dataset.map(unpack, **self.postprocess_map_kwargs)
+        return dataset.map_batches(unpack, batch_format="pyarrow", **self.postprocess_map_kwargs)
+
+
+def load_rows(packed: pa.Table) -> list[Row]:
+    """Return the rows that a table has as pickles."""
+    return [cloudpickle.loads(item) for item in packed.column(DATA_COLUMN).to_pylist()]
+
+
+def make_table(
+    rows: Iterable[Row],
+    postprocess: Callable[[Row], Row] | None,
+    has_errors: bool,
+    own_types: Mapping[str, pa.DataType],
+) -> pa.Table:
+    """Return the final rows of a block. Their columns and types do not depend on which rows are bad.
+
+    postprocess, if any, gets a bad row too, with NO_OUTPUT; if it fails, the row has what it had before under the names
+    of the others' columns. has_errors: whether there is a column of errors. own_types: of the dataset's columns, where
+    they are known. Columns that are empty here get their type from these, or from what postprocess makes of EXAMPLE.
+    """
+
+    def finish(row: Row) -> Row:
+        dropped = row.pop(DROPPED, ())
+        if postprocess:
+            return postprocess(row)
+        return {**dict.fromkeys(own_types), **{name: value for name, value in row.items() if name not in dropped}}
+
+    reasons: list[str] = []
+    finished: list[tuple[Row, Row | None]] = []  # each row, and what became of it; None where postprocess failed
+    for row in rows:
+        reasons.append(row.pop(ERROR_COLUMN))
+        finished.append((row, _try(finish, row) if reasons[-1] else finish(row)))
+    names = dict.fromkeys(name for _, final in finished for name in final or ())
+    example: Row = {}
+    if finished and not names:
+        example = _try(finish, {**finished[0][0], **EXAMPLE}) or finished[0][0]
+        names = dict.fromkeys(example)
+    finals = [{name: row.get(name) for name in names} if final is None else final for row, final in finished]
+    columns = {name: [as_column(row.get(name)) for row in finals] for name in names}
+    wanted = {} if postprocess else own_types  # postprocess may have another column of such a name
+    arrays = {name: make_array(values, wanted.get(name)) for name, values in columns.items()}
+    if unknown := [name for name, array in arrays.items() if _is_partly_unknown(array.type)]:
+        example = example or _try(finish, {**finished[0][0], **EXAMPLE}) or {}
+        for name in unknown:
+            like = make_array([as_column(example.get(name))]).type
+            arrays[name] = make_array(columns[name], own_types.get(name) if _is_partly_unknown(like) else like)
+    return pa.table({**arrays, **({ERROR_COLUMN: pa.array(reasons, pa.string())} if has_errors else {})})
+
+
+def make_array(values: list[Any], wanted: pa.DataType | None = None) -> pa.Array:
+    """Return a column of the type that is wanted, or else as Arrow infers it, or as Ray keeps it: tensors, pickles."""
+    try:
+        if any(isinstance(value, np.ndarray) for value in values):
+            return ArrowTensorArray.from_numpy(values)
+        return pa.array(values, wanted)
+    except Exception:  # there are as many kinds as there are values
+        return ArrowPythonObjectArray.from_objects(values) if wanted is None else make_array(values)
+
+
+def _is_partly_unknown(kind: pa.DataType) -> bool:
+    """Return whether a type is that of empty values, or has such a part."""
+    return pa.types.is_null(kind) or any(_is_partly_unknown(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _try(finish: Callable[[Row], Row], row: Row) -> Row | None:
+    """Return what becomes of a row that the user's function need not expect; None if it fails."""
+    try:
+        return finish(row)
+    except Exception:  # of the user's code, which may raise anything
+        return None
+
+
+def as_column(value: Any) -> Any:
+    """Return a value with lists in place of dicts by token id, whose keys would be other columns in each block."""
+    if isinstance(value, dict) and value and all(map(is_whole_number, value)):
+        return [{"token_id": key, **item} if isinstance(item, dict) else item for key, item in value.items()]
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value[:2]):
+        return [as_column(item) for item in value]
+    return value
 
 
 class EngineActor:
@@ -197,7 +295,7 @@ class EngineActor:
 
     async def __call__(self, batch: Any) -> dict[str, list[bytes]]:
         """Return the rows of a batch, an Arrow table of pickles, with the columns of their completions added."""
-        rows: list[Row] = [cloudpickle.loads(item) for item in batch.column(DATA_COLUMN).to_pylist()]
+        rows = load_rows(batch)
         columns = await asyncio.gather(*map(self._answer, rows))
         return {DATA_COLUMN: [cloudpickle.dumps({**row, **its}) for row, its in zip(rows, columns, strict=True)]}
 
@@ -210,7 +308,7 @@ class EngineActor:
             try:
                 [output] = await self.llm.agenerate(**self._request(row))
             except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
-                return self._refuse(error)
+                return self._refuse(row, error)
             except WorkerError:
                 logger.exception("the actor ends, for Ray to start another one in its place")
                 os._exit(1)  # Ray repeats the tasks of an actor that dies, and not those of one that raises
@@ -221,13 +319,14 @@ class EngineActor:
                 self._failure = self._failure or error
                 raise
         reason = output.outputs[0].error
-        return output_columns(output) if reason is None else self._refuse(RuntimeError(reason))
+        return output_columns(output) if reason is None else self._refuse(row, RuntimeError(reason))
 
     def _request(self, row: Row) -> Row:
         """Return the arguments of `LLM.agenerate` for a row."""
         name = next((name for name in INPUTS if row.get(name) is not None), None)
         if name is None:
-            raise RequestError(f"the row has columns {', '.join(row)}, and needs one of {', '.join(INPUTS)}")
+            columns = ", ".join(name for name in row if name != DROPPED)
+            raise RequestError(f"the row has columns {columns}, and needs one of {', '.join(INPUTS)}")
         params = merge_params(self._base, row.get("sampling_params"))
         if name != "messages":  # in a dict, a list is one prompt, whatever is in it
             return {"prompts": {"prompt": as_prompt(row[name])}, "sampling_params": params}
@@ -237,11 +336,16 @@ class EngineActor:
         # The template has already written the special tokens.
         return {"prompts": text, "sampling_params": params, "tokenization_kwargs": {"add_special_tokens": False}}
 
-    def _refuse(self, error: Exception) -> Row:
+    def _refuse(self, row: Row, error: Exception) -> Row:
         """Return the columns of a row that ends in an error; raise that where the job is not to continue."""
         if not self._should_continue_on_error:
             raise error
-        return {**NO_OUTPUT, ERROR_COLUMN: f"{type(error).__name__}: {error}"}
+        prompt = row.get("prompt")
+        return {
+            "prompt": prompt if isinstance(prompt, str) else None,
+            **NO_OUTPUT,
+            ERROR_COLUMN: f"{type(error).__name__}: {error}",
+        }
 
 
 def output_columns(output: RequestOutput) -> Row:
@@ -275,12 +379,10 @@ def merge_params(base: SamplingParams, given: Any) -> SamplingParams:
     if isinstance(given, SamplingParams):
         params = given
     elif given is None or isinstance(given, Mapping):
-        given = plain(given or {})
-        if unknown := sorted(map(str, {*given}.difference(PARAM_NAMES))):
-            known = ", ".join(sorted(PARAM_NAMES))
-            raise RequestError(f"sampling_params has unknown fields: {', '.join(unknown)}; known are {known}")
-        body = parse_body({**given, "prompt": ""})
-        params = replace(base, **{name: body[name] for name in SAMPLING_FIELDS if name in body})
+        try:
+            params = replace(base, **parse_sampling(plain(given or {})))
+        except RequestError as error:
+            raise RequestError(f"sampling_params: {error}") from None
     else:
         raise RequestError(f"sampling_params={given!r}; give a dict such as {{'max_tokens': 16}}, or a SamplingParams")
     if params.n > 1:

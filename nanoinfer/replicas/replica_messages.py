@@ -34,6 +34,7 @@ from nanoinfer.outputs import (
 from nanoinfer.replicas.dispatcher import PREFIX_TOKENS, QueuedRequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.tokenizer import Tokenizer, prompt_texts
 
 REASONS = ("stop", "length", "abort", "error")  # finish_reason by number
 NO_REASON = len(REASONS)  # of a chunk that is not the last
@@ -146,7 +147,7 @@ class Outputs(NamedTuple):
     token_ids: NDArray[np.int32]  # of all samples, one after the other
     texts: list[str]  # of each sample
     others: dict[int, tuple[Any, ...]]  # by sample, if it has any: stop_reason, logprobs, their sum, error and routing
-    prompt_logprobs: dict[int, Any]  # of requests that asked, by their line: packed, or as arrays
+    prompt_logprobs: dict[int, Any]  # of requests that asked, by their line: arrays, whose texts the parent makes
     states: dict[int, Any]  # of requests that want hidden states or are pooled, by their line: PackedStates
 
 
@@ -303,7 +304,7 @@ def pack_outputs(outputs: Sequence[RequestOutput]) -> Outputs:
         [one.text for one in samples],
         others,
         {
-            line: pack_logprobs(output.prompt_logprobs)
+            line: pack_prompt_logprobs(output.prompt_logprobs)
             for line, output in enumerate(outputs)
             if output.prompt_logprobs is not None
         },
@@ -312,11 +313,15 @@ def pack_outputs(outputs: Sequence[RequestOutput]) -> Outputs:
 
 
 def unpack_outputs(
-    message: Outputs, requests: Sequence[QueuedRequest | None], waited: list[float]
+    message: Outputs,
+    requests: Sequence[QueuedRequest | None],
+    waited: list[float],
+    tokenizer: Tokenizer | None = None,
 ) -> list[RequestOutput | None]:
     """Return the outputs in a message; None for each request that is None.
 
     requests: those of the message, in its order. waited: seconds that each waited in the parent before it was sent.
+    tokenizer: makes the texts of prompts' tokens.
     """
     ids, lines = message.token_ids.tolist(), zip(message.samples.tolist(), message.texts, strict=True)
     found: list[RequestOutput | None] = []
@@ -347,7 +352,7 @@ def unpack_outputs(
                 None if first is None else first + seconds,
                 per_token,
             ),
-            prompt_logprobs=unpack_logprobs(of_prompt),
+            prompt_logprobs=unpack_prompt_logprobs(of_prompt, request.prepared, tokenizer),
         )
         if row in message.states:
             output = with_states(output, request.prepared.hidden_states_request, message.states[row])
@@ -401,8 +406,6 @@ def pack_logprobs(places: Sequence[TokenLogprobs | None] | None) -> Any:
     """Return log-probabilities for a message; they come out of `unpack_logprobs` as they were."""
     if places is None or isinstance(places, FlatLogprobs):
         return places
-    if isinstance(places, PromptLogprobs):
-        return places.ranks, places.token_ids, places.logprobs
     entries = [item for place in places if place for item in place.items()]
     return PackedLogprobs(
         np.array([len(place) if place else 0 for place in places], np.int32),
@@ -420,9 +423,20 @@ def unpack_logprobs(packed: Any) -> Any:
         entries = [*zip(packed.token_ids.tolist(), found, strict=True)]
         counts = packed.counts.tolist()
         return [dict(entries[end - count : end]) or None for count, end in zip(counts, accumulate(counts), strict=True)]
-    if isinstance(packed, tuple):
-        ranks, token_ids, logprobs = packed
-        of_prompt = PromptLogprobs(len(ranks), token_ids.shape[1] - 1)
-        of_prompt.fill(0, ranks, token_ids, logprobs)
-        return of_prompt
     return packed
+
+
+def pack_prompt_logprobs(found: Any) -> Any:
+    """Return a prompt's log-probabilities for a message: arrays, or FlatLogprobs with their texts."""
+    return (found.ranks, found.token_ids, found.logprobs) if isinstance(found, PromptLogprobs) else found
+
+
+def unpack_prompt_logprobs(packed: Any, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> Any:
+    """Return what the user of a request gets of these. tokenizer: makes the texts, when somebody looks."""
+    if not isinstance(packed, tuple):
+        return packed
+    ranks, token_ids, logprobs = packed
+    new_texts = prompt_texts(tokenizer, prepared.sampling_params, prepared.prompt, prepared.token_ids)
+    found = PromptLogprobs(len(ranks), token_ids.shape[1] - 1, new_texts)
+    found.fill(0, ranks, token_ids, logprobs)
+    return found

@@ -20,7 +20,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.interrupts import StepGuard, postponed_interrupt
 from nanoinfer.engine.request_queue import TURN_SECONDS
 from nanoinfer.engine.reserved_ids import Action, ReservedIds
-from nanoinfer.errors import EngineClosedError, EngineStateError, WorkerError
+from nanoinfer.errors import EngineStateError, NanoinferError, WorkerError, closed_by, closed_error
 from nanoinfer.executor.processes import EXIT_SECONDS, EXPLANATION_SECONDS, Failure, Workers
 from nanoinfer.executor.shm_ring import Ring
 from nanoinfer.outputs import CompletionOutput, EngineMetrics, RequestOutput, StreamChunk, failed_chunks, refused
@@ -43,6 +43,7 @@ from nanoinfer.replicas.replica_messages import (
     unpack_outputs,
 )
 from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nanoinfer")
 
@@ -116,7 +117,7 @@ class ReplicatedEngine:
     """Does what an LLMEngine does, on several of them.
 
     replicas: processes that have loaded the model. ring: brings new weights to them. device_type: what they run on,
-    "cuda" or "cpu".
+    "cuda" or "cpu". tokenizer: makes the texts of prompts' tokens.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class ReplicatedEngine:
         ring: Ring,
         max_model_len: int,
         device_type: str = "cpu",
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.config = config
         self.guard = StepGuard()
@@ -134,6 +136,7 @@ class ReplicatedEngine:
         self.callbacks = ReplicaCallbacks()
         self.ring = ring
         self._max_model_len = max_model_len
+        self._tokenizer = tokenizer
         self.reserved_ids = ReservedIds()
         self._requests: dict[int, UnfinishedRequest] = {}
         self._paused: set[int] = set()  # unfinished requests
@@ -142,6 +145,7 @@ class ReplicatedEngine:
         self._pending_actions: deque[tuple[Action, int]] = deque()
         self._losses: deque[str] = deque()  # what is to be warned of
         self._listens = self._is_closed = False
+        self._failure: NanoinferError | None = None  # what calls raise if an error has closed it
         self._checked = 0.0  # when it was looked for replicas that hang
         self._max_step_seconds = MAX_STEP_SECONDS[device_type]
         self._finalizer = weakref.finalize(self, end_replicas, replicas)
@@ -159,7 +163,10 @@ class ReplicatedEngine:
         """Queue a request; one that has an error ends with it at once. As in LLMEngine."""
         self.guard.check()
         if prepared.error is not None:
-            outputs_to.append(refused(request_id, prepared.prompt, prepared.sampling_params.n, str(prepared.error)))
+            num_samples = prepared.sampling_params.n
+            outputs_to.append(refused(request_id, prepared.prompt, num_samples, str(prepared.error)))
+            if chunks is not None:
+                chunks.extend(failed_chunks(request_id, index, range(num_samples)))
             self.reserved_ids.take(request_id)
             return
         queued = QueuedRequest(request_id, prepared, expected_work(prepared, self._max_model_len))
@@ -219,12 +226,13 @@ class ReplicatedEngine:
     def close(self) -> None:
         """End the replicas. Closing twice is fine; other calls then raise EngineClosedError."""
         self.guard.check()
+        self._failure = None
         self.end()
 
     def check_open(self, is_for_steps: bool = True) -> None:
-        """Raise EngineClosedError where the engine was closed, EngineStateError if no replica can run a step."""
+        """Raise what has closed the engine, or EngineClosedError; EngineStateError if no replica can run a step."""
         if self._is_closed or not self._finalizer.alive:
-            raise EngineClosedError("this engine was closed; make a new LLM")
+            raise closed_error(self._failure)
         reason = next(filter(None, (one.unready_reason for one in self.alive())), None)
         if is_for_steps and reason:
             raise EngineStateError(reason)
@@ -258,12 +266,14 @@ class ReplicatedEngine:
         with postponed_interrupt():
             try:
                 yield
-            except BaseException:
-                self.end()
+            except BaseException as error:
+                self.end(error)
                 raise
 
-    def end(self) -> None:
-        """End all replicas."""
+    def end(self, error: BaseException | None = None) -> None:
+        """End all replicas. error: why, if not by a user's call."""
+        if error is not None and not self._is_closed:
+            self._failure = closed_by(error)
         self._is_closed = True
         self._finalizer()
 
@@ -354,7 +364,7 @@ class ReplicatedEngine:
                 ours = [one if one and one.queued.replica == replica.index else None for one in found]
                 queued = [one.queued if one else None for one in ours]
                 waited = [one.sent - one.arrival_time if one else 0.0 for one in ours]
-                for one, output in zip(ours, unpack_outputs(message, queued, waited), strict=True):
+                for one, output in zip(ours, unpack_outputs(message, queued, waited, self._tokenizer), strict=True):
                     if one is not None and output is not None:
                         one.outputs_to.append(output)
                         self._forget(one)  # now: until its output is there, it counts as unfinished

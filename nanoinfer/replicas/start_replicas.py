@@ -102,7 +102,7 @@ def load_replicas(found: FoundModel) -> LoadedEngine:
         end_replicas(replicas, patience=0.0)
         raise
     max_model_len = min(one.max_model_len for one in ready)
-    engine = ReplicatedEngine(config, replicas, ring, max_model_len, torch.device(devices[0]).type)
+    engine = ReplicatedEngine(config, replicas, ring, max_model_len, torch.device(devices[0]).type, tokenizer)
     engine.call("limit", max_model_len)
     prompt_processor = found.make_prompt_processor(tokenizer, max_model_len)
     constraints = CheckedConstraints(tokenizer, model_config.vocab_size, prompt_processor.stop_token_ids)

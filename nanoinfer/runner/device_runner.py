@@ -18,7 +18,7 @@ from nanoinfer.device import computing, is_out_of_memory
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.token_masks import TokenMasks
-from nanoinfer.errors import ConfigError
+from nanoinfer.errors import ConfigError, NanoinferError
 from nanoinfer.layers.routing_table import RoutingOnHost
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_graph_sizes
@@ -42,6 +42,7 @@ class DeviceRunner:
         self.device = self.setup.device
         self._model_runner: ModelRunner | None = None  # None while the cache sleeps
         self.closed = False
+        self.failure: NanoinferError | None = None  # an error of a step leaves it open
         self.sleeping_tags: frozenset[str] = frozenset()  # empty, {"kv_cache"}, or both "weights" and "kv_cache"
         self._sleep_level = 1  # of the last sleep
         try:

@@ -1,6 +1,6 @@
 """The text of a completion as it grows: it ends at a stop string, and shows nothing that one may still cut off."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from nanoinfer.text.detokenizer import Detokenizer
 
@@ -16,17 +16,15 @@ class TokenTexts:
         self._detokenizer = detokenizer
         self._special = special
 
-    def peek(self) -> Callable[[int], str]:
-        """Return a function that says, until the next `append`, which text a token would add if it came next."""
-        special, text_of = self._special, self._detokenizer.peek()
-        return lambda token_id: special[token_id] if token_id in special else text_of(token_id)
-
-    def append(self, token_id: int) -> None:
-        """Go on to the place after this token."""
-        self._detokenizer.decode([token_id])
+    def add_first(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text that each of these tokens would add at this place, and go on to the one after the first."""
+        texts, special = self._detokenizer.decode_first(token_ids), self._special
+        if special.keys().isdisjoint(token_ids):
+            return texts
+        return [special.get(token_id, text) for token_id, text in zip(token_ids, texts, strict=True)]
 
     def end(self, token_id: int, text: str) -> str:
-        """Return the text of the last token, which `peek` gave, with what the text ends with: half a character."""
+        """Return the text of the last token, which it had so far, with what the text ends with: half a character."""
         half = self._detokenizer.decode([], final=True)
         return half + text if token_id in self._special else text + half
 

@@ -72,11 +72,12 @@ def find_byte_format(decoder: Mapping[str, Any]) -> ByteFormat | None:
 
 
 class ByteTokens(NamedTuple):
-    """Looks up the bytes and the text of token ids, each once."""
+    """Looks up what token ids stand for, each once."""
 
     format: ByteFormat
     bytes_of: Callable[[int], bytes]
     text_of: Callable[[int], str]  # of a token within a text, after a whole character; "" for half of one
+    is_whole: Callable[[int], bool]  # whether such a token leaves no half of a character
 
 
 def look_up_bytes(
@@ -97,7 +98,13 @@ def look_up_bytes(
     def text_of(token_id: int) -> str:
         return codecs.getincrementaldecoder("utf-8")(byte_format.errors).decode(bytes_of(token_id))
 
-    return ByteTokens(byte_format, bytes_of, text_of)
+    @cache
+    def is_whole(token_id: int) -> bool:
+        utf8 = codecs.getincrementaldecoder("utf-8")(byte_format.errors)
+        utf8.decode(bytes_of(token_id))
+        return not utf8.getstate()[0]
+
+    return ByteTokens(byte_format, bytes_of, text_of, is_whole)
 
 
 class Detokenizer(Protocol):
@@ -106,8 +113,8 @@ class Detokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], final: bool = False) -> str:
         """Return the text that these tokens complete; with `final`, what was held back as well."""
 
-    def peek(self) -> Callable[[int], str]:
-        """Return a function that says, until the next `decode`, which text a token would complete if it came next."""
+    def decode_first(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text that each of these tokens would complete if it came next, and decode the first."""
 
 
 class ByteDetokenizer:
@@ -152,9 +159,12 @@ class ByteDetokenizer:
             text, self._shown = text[count_shown(self._shown, text) :], ""
         return text
 
-    def peek(self) -> Callable[[int], str]:
-        is_within = not (self._utf8.getstate()[0] or self._num_to_strip or self._shown)
-        return self._tokens.text_of if is_within else self._try
+    def decode_first(self, token_ids: Sequence[int]) -> list[str]:
+        if self._shown or self._num_to_strip or self._utf8.getstate()[0]:
+            return try_each(token_ids, self._try, self.decode)
+        if not self._tokens.is_whole(token_ids[0]):  # else nothing changes
+            self.decode(token_ids[:1])
+        return [*map(self._tokens.text_of, token_ids)]
 
     def _try(self, token_id: int) -> str:
         buffered, num_to_strip, shown = self._utf8.getstate(), self._num_to_strip, self._shown
@@ -188,8 +198,8 @@ class WindowDetokenizer:
             shown.append(text[count_shown(self._shown, text) :])
         return "".join(shown)
 
-    def peek(self) -> Callable[[int], str]:
-        return self._try
+    def decode_first(self, token_ids: Sequence[int]) -> list[str]:
+        return try_each(token_ids, self._try, self.decode)
 
     def _try(self, token_id: int) -> str:
         other = copy(self)
@@ -214,6 +224,16 @@ class WindowDetokenizer:
         elif is_full:
             del self._window[self._num_context :]  # these tokens have no text
         return new
+
+
+def try_each(
+    token_ids: Sequence[int], try_token: Callable[[int], str], decode: Callable[[Sequence[int]], str]
+) -> list[str]:
+    """Return what `try_token` says of all tokens but the first, and `decode`, which is called last, of that one."""
+    first = token_ids[0]
+    texts = {token_id: try_token(token_id) for token_id in {*token_ids} - {first}}
+    texts[first] = decode([first])
+    return [texts[token_id] for token_id in token_ids]
 
 
 def _find_context(decode: Callable[[list[int]], str], prompt: Sequence[int]) -> tuple[list[int], str]:

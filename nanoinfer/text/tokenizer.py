@@ -4,8 +4,8 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -311,11 +311,11 @@ def completion_text(tokenizer: Tokenizer | None, params: SamplingParams, prompt:
 
 def prompt_texts(
     tokenizer: Tokenizer | None, params: SamplingParams, prompt: str | None, token_ids: Sequence[int]
-) -> TokenTexts | None:
-    """Return what says which text each token of a prompt adds, after its first; None without a tokenizer.
+) -> Callable[[], TokenTexts] | None:
+    """Return what makes the texts of a prompt's tokens after its first, in any thread; None where there are none.
 
     A prompt that was given as a text begins behind the special tokens that the tokenizer has put in front.
     """
     if tokenizer is None or not params.detokenize:
         return None
-    return tokenizer.token_texts(prompt is not None, params.spaces_between_special_tokens, token_ids[:1])
+    return partial(tokenizer.token_texts, prompt is not None, params.spaces_between_special_tokens, token_ids[:1])

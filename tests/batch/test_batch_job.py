@@ -32,15 +32,24 @@ from nanoinfer import (
     StructuredOutputsParams,
     tiny_model_path,
 )
-from nanoinfer.__main__ import main
+from nanoinfer.__main__ import JOB_OPTIONS, main
 from nanoinfer.batch import batch_job, job_files
 from nanoinfer.batch.batch_job import Summary, run_batch
 from nanoinfer.batch.job_files import BatchOutput
-from nanoinfer.batch.openai_format import parse_body, response_body
-from nanoinfer.config import EngineConfig
+from nanoinfer.batch.openai_format import (
+    CHAT_OPTIONS,
+    EMBEDDING_FIELDS,
+    IGNORED,
+    SAMPLING_FIELDS,
+    parse_body,
+    response_body,
+)
+from nanoinfer.config import ANSWERS_DEPEND_ON, CHANGE_NO_ANSWER, EngineConfig
 from nanoinfer.constraints.grammars import GrammarLibrary
+from nanoinfer.engine.interrupts import Terminated, postponed_interrupt, terminable
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.errors import JobError, RequestError
+from nanoinfer.vllm_names import LINE_NAMES
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -60,7 +69,7 @@ def write(path: Path, *lines: Any) -> Path:
     return path
 
 
-def job(llm: LLM, path: Path, settings: str = "", **options: Any) -> Summary:
+def job(llm: LLM, path: Path, settings: dict[str, Any] | None = None, **options: Any) -> Summary:
     """Run the job of the input at `path`, with the output beside it."""
     load: Any = lambda: nullcontext(llm)  # noqa: E731 (`run_batch` would close it)
     return run_batch(load, path, path.with_suffix(".out"), settings=settings, use_tqdm=False, **options)
@@ -235,8 +244,10 @@ def test_a_system_message_is_for_chats_that_have_none(
     assert asked == [begun + QUESTION, own, [], [*begun, "x"]]
     assert "conversation 0 is []" in errors(path)["line-3"]
     assert "message 1 of conversation 0 is 'x'" in errors(path)["line-4"]
-    for other in ({}, {"system": ""}, {"system": "Be long."}):
-        with pytest.raises(JobError, match="or it was made with another model, load_format, seed, system message or"):
+    for other, now in (({}, "not given"), ({"system": ""}, "''"), ({"system": "Be long."}, "'Be long.'")):
+        with pytest.raises(
+            JobError, match=f"made with other settings: system was 'Be brief.' and is {now}; go on with"
+        ):
             job(llm, path, **other)
     assert job(llm, path, system="Be brief.").num_before == 5
 
@@ -346,6 +357,81 @@ def test_the_form_of_an_answer_is_read_as_openai_and_vllm_write_it(
     body = parse_body({"messages": QUESTION, **given})
     assert body.get("structured_outputs") == (StructuredOutputsParams(**expected) if expected else None)
     assert "response_format" not in body
+
+
+CHAT = {"messages": QUESTION}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {**CHAT, "stream": False, "stream_options": {"include_usage": True}, "store": True, "service_tier": "flex"},
+        {**CHAT, "safety_identifier": "s", "metadata": {"a": "b"}, "user": "u", "prompt_cache_key": "k"},
+        {**CHAT, "prompt_cache_retention": "24h", "prediction": {"type": "content", "content": "a"}},
+        {**CHAT, "modalities": ["text"], "verbosity": "medium", "reasoning_effort": "medium"},
+        {**CHAT, "tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": True},
+        {**CHAT, "tool_choice": "none", "parallel_tool_calls": False},
+        {**CHAT, "functions": [], "function_call": "none", "echo": False, "include_reasoning": True},
+        {"prompt": "a", "best_of": 1, "suffix": "", "use_beam_search": False, "length_penalty": 1.0, "priority": 0},
+        {"prompt": "a", "n": 3, "best_of": 3, "logprobs": False, "return_token_ids": False},
+        {"input": "a", "user": "u", "model": "m"},
+    ],
+    ids=str,
+)
+def test_fields_that_say_what_is_so_anyway_are_passed_over(fields: dict[str, Any]) -> None:
+    kept = {name: fields[name] for name in ("messages", "tools", "n", "input") if name in fields}
+    assert parse_body(fields) == kept | ({"prompt": ["a"]} if "prompt" in fields else {}) | (
+        {"input": ["a"]} if "input" in fields else {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {**CHAT, "tools": TOOLS, "tool_choice": "none"},
+            'tool_choice="none" is not served: the model decides what it',
+        ),
+        ({**CHAT, "tool_choice": "required"}, 'or use structured_outputs with the form of the call; use "auto", or'),
+        ({**CHAT, "tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls=false is not served: tool calls"),
+        ({**CHAT, "reasoning_effort": "high"}, 'as chat_template_kwargs, such as {"reasoning_effort": "low"} or {"en'),
+        ({**CHAT, "modalities": ["text", "audio"]}, 'modalities=["text", "audio"] is not served: answers are texts; '),
+        ({**CHAT, "verbosity": "low"}, 'verbosity="low" is not served: ask for it in a message; use "medium", or'),
+        ({**CHAT, "web_search_options": {"a": 1}}, "write what was found into a message; leave it out"),
+        ({**CHAT, "functions": [{"name": "f"}]}, "is not served: give them as tools; leave it out"),
+        ({"prompt": "a", "suffix": "b"}, "write the model's own tokens for a gap into the prompt; leave it out"),
+        ({"prompt": "a", "n": 2, "best_of": 3}, "best_of=3 is not served: n samples are drawn, and all of them"),
+        ({"prompt": "a", "guided_regex": "b"}, """did you mean '"structured_outputs": {"regex": ...}'?"""),
+        (
+            {"prompt": "a", "use_beam_search": True},
+            "use_beam_search=true is not served: nanoinfer does not support it;",
+        ),
+        ({"input": "a", "dimension": 2}, "unknown fields: dimension (did you mean 'dimensions'?); known are input"),
+    ],
+    ids=str,
+)
+def test_fields_that_would_change_an_answer_are_refused_with_what_a_file_has_for_it(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        parse_body(fields)
+
+
+def test_every_field_of_openais_requests_is_served_passed_over_or_explained() -> None:
+    pytest.importorskip("openai")
+    from openai.types import completion_create_params, embedding_create_params
+    from openai.types.chat import completion_create_params as chat_create_params
+
+    served = {*SAMPLING_FIELDS, *CHAT_OPTIONS, *EMBEDDING_FIELDS, "messages", "prompt", "echo"}
+    read = {"max_completion_tokens", "response_format", "top_logprobs"}  # by another name
+    for module in (completion_create_params, chat_create_params, embedding_create_params):
+        kinds = [
+            kind for name, kind in vars(module).items() if "CreateParams" in name and hasattr(kind, "__annotations__")
+        ]
+        names = {name for kind in kinds for name in kind.__annotations__}
+        assert {"model", "user"} <= names
+        assert names - served - read - IGNORED - {*LINE_NAMES} == set()
 
 
 def test_a_bias_is_read_as_openai_writes_it() -> None:
@@ -526,17 +612,21 @@ BAD_LINES = [
     ({"prompt": [[1], [2]], "n": 5001}, "2 prompts with n=5001 make more than 10000 choices"),
     ({"prompt": 3}, "prompts is a int; give a string, a list of token ids, or a list"),
     ({"prompt": "a", "echo": 1}, "echo=1 is not a bool; use true or false"),
-    ({"messages": QUESTION, "echo": True}, "unknown fields: echo; known are"),
+    ({"messages": QUESTION, "echo": True}, "echo=true is not served: only prompts of /v1/completions come back; use"),
     ({"prompt": {"a": 1}}, "prompt 0 is a dict"),
     ({"prompt": ""}, "prompt 0 is empty"),
     ({"prompt": [5000]}, "prompt 0 has token id 5000, outside the vocabulary"),
     ({"prompt": [1] * 256}, "prompt 0 has 256 tokens, and with one more exceeds max_model_len=256"),
     (
         {"prompt": "a", "temprature": 0, "best_of": 2},
-        "unknown fields: best_of, temprature (did you mean 'temperature'?); known are",
+        "best_of=2 is not served: n samples are drawn, and all of them returned; use 1, or leave it out. "
+        "unknown fields: temprature (did you mean 'temperature'?); known are",
     ),
     ({"prompt": "a", "max_new_tokens": 2}, "unknown fields: max_new_tokens (did you mean 'max_tokens'?); known are"),
-    ({"prompt": "a", "logits_processors": ["f"]}, "unknown fields: logits_processors; known are"),
+    (
+        {"prompt": "a", "logits_processors": ["f"]},
+        "is not served: a file has no functions; use logit_bias, or generate",
+    ),
     ({"prompt": "a", "logit_bias": {"b": 1}}, "logit_bias has 'b' in place of a token id"),
     ({"prompt": "a", "logit_bias": {"5000": 1}}, "logit_bias has token id 5000, outside the vocabulary"),
     ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format={'type': 'xml'}; served are the types text"),
@@ -550,7 +640,10 @@ BAD_LINES = [
         {"prompt": "a", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
         "there are structured_outputs and response_format; give one of them",
     ),
-    ({"prompt": "a", "stream": True}, "unknown fields: stream; known are"),
+    (
+        {"prompt": "a", "stream": True},
+        "stream=true is not served: each answer is written once, when it is complete; use",
+    ),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens=0 must be at least 1"),
     ({"prompt": "a", "stop": 3}, "stop=3 must be a string or a list of them"),
     ({"prompt": "a", "stop_token_ids": [2**32], "min_tokens": 1}, "stop_token_ids=[4294967296] must be a list of"),
@@ -659,6 +752,56 @@ def test_ctrl_c_writes_what_is_finished_and_the_job_goes_on(
     assert len(records(path)) == 20
 
 
+@pytest.mark.parametrize("on_interrupt", [signal.default_int_handler, signal.SIG_IGN])
+def test_sigterm_stops_a_job_as_ctrl_c_does_even_where_that_is_ignored(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_interrupt: Any
+) -> None:
+    path = write(tmp_path / "in.jsonl", *[{"prompt": [index], **GREEDY} for index in range(20)])
+    step, num_steps = llm.queue.step, []
+
+    def stepping() -> None:
+        num_steps.append(1)
+        if len(num_steps) == 12:
+            signal.raise_signal(signal.SIGTERM)
+        step()
+
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        with monkeypatch.context() as patch, terminable():
+            patch.setattr(llm.queue, "step", stepping)
+            summary = job(llm, path)
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+    assert signal.getsignal(signal.SIGTERM) == before[1]
+    assert summary.end == "terminated"
+    assert 0 < summary.num_done == len(records(path)) < 20
+    assert len(num_steps) == 12, "the step that ran was the last"
+    drop_all_requests(llm)
+    assert job(llm, path).num_before == summary.num_done
+
+
+def test_within_a_step_ctrl_c_stays_ignored_and_sigterm_waits() -> None:
+    passed = []
+
+    def step(first: signal.Signals, second: signal.Signals) -> None:
+        with terminable(), postponed_interrupt():
+            with postponed_interrupt():
+                signal.raise_signal(first)
+            passed.append(first)
+            signal.raise_signal(second)
+            passed.append(second)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(Terminated):
+            step(signal.SIGTERM, signal.SIGINT)
+        step(signal.SIGINT, signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert passed == [signal.SIGTERM, signal.SIGINT, signal.SIGINT, signal.SIGINT]
+
+
 def test_a_finished_job_needs_no_model_and_more_lines_may_be_added_at_its_end(llm: LLM, tmp_path: Path) -> None:
     lines = [{"prompt": [index], **GREEDY} for index in range(4)]
     job(llm, write(tmp_path / "in.jsonl", *lines[:2]))
@@ -672,20 +815,144 @@ def test_a_finished_job_needs_no_model_and_more_lines_may_be_added_at_its_end(ll
 @pytest.mark.parametrize(
     ("content", "settings", "message"),
     [
-        (b'{"prompt": [1]}\n{"prompt": [3]}\n', "", "has the result of another line 2, or it was made with another"),
-        (b'\n{"prompt": [1]}\n{"prompt": [2]}\n', "", "has the result of another line 2"),
-        (b'{"prompt": [1]}\n', "", "has 2 results, and the input has 1 of their lines"),
-        (b'{"prompt": [1]}\n{"prompt": [2]}\n', "other", "has the result of another line 1"),
+        (b'{"prompt": [1]}\n{"prompt": [3]}\n', {}, "in.out has the result of another line 2; go on with"),
+        (b'\n{"prompt": [1]}\n{"prompt": [2]}\n', {}, "has the result of another line 2; go on with"),
+        (b'{"prompt": [1]}\n', {}, "has 2 results, and the input has 1 of their lines"),
+        (b'{"prompt": [1]}\n{"prompt": [2]}\n', {"seed": 5}, "made with other settings: seed was 0 and is 5; go on"),
     ],
 )
 def test_an_input_that_changed_is_refused_and_nothing_is_written(
-    llm: LLM, tmp_path: Path, content: bytes, settings: str, message: str
+    llm: LLM, tmp_path: Path, content: bytes, settings: dict[str, Any], message: str
 ) -> None:
     job(llm, write(tmp_path / "in.jsonl", b'{"prompt": [1]}\n{"prompt": [2]}'), overrides=GREEDY)
     before = (tmp_path / "in.out").read_bytes()
     with pytest.raises(JobError, match=message):
         job(llm, write(tmp_path / "in.jsonl", content), settings, overrides=GREEDY)
     assert (tmp_path / "in.out").read_bytes() == before
+
+
+def test_without_the_file_of_settings_an_error_shows_those_of_now(llm: LLM, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", {"prompt": [1], **GREEDY})
+    job(llm, path, {"seed": 5})
+    (tmp_path / ".in.out.settings").unlink()
+    message = (
+        r"has the result of another line 1, or was made with other settings than \{.*'top_k': 3\}; go on with what"
+    )
+    with pytest.raises(JobError, match=message):
+        job(llm, path, overrides={"top_k": 3})
+    assert job(llm, path, {"seed": 5}).num_before == 1
+
+
+def test_every_option_that_answers_depend_on_is_compared_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {field.name for field in fields(EngineConfig)} >= CHANGE_NO_ANSWER
+    assert {"dtype", "kv_cache_dtype", "quantization", "logprobs_mode", "seed"} <= {*ANSWERS_DEPEND_ON}
+    shown = said(capsys, "run-batch", "--help")[1].partition("options:")[0]
+    documented = (Path(__file__).parents[2] / "docs" / "batch.md").read_text().partition("## Stopped jobs")[2]
+    for name in JOB_OPTIONS:
+        assert f"--{name.replace('_', '-')}" in shown
+        assert f"`--{name.replace('_', '-')}`" in documented
+
+
+def test_the_options_of_two_configs_that_mean_the_same_are_the_same() -> None:
+    plain = EngineConfig("a/b").settings_of_answers()
+    same = EngineConfig("a//b/", seed=0, kv_cache_dtype="auto", max_num_seqs=3, max_model_len=9, device="cpu")
+    assert plain == same.settings_of_answers() == {"model": "a/b"}
+    other = EngineConfig("a", tokenizer="t/", dtype="float16", logprobs_mode="raw_logits", hf_overrides={"x": 1})
+    assert other.settings_of_answers() == {
+        "model": "a",
+        "tokenizer": "t",
+        "dtype": "float16",
+        "logprobs_mode": "raw_logits",
+        "hf_overrides": {"x": 1},
+    }
+
+
+# --- errors that are retried, and the first lines alone ---
+
+GOOD, BAD = {"prompt": [1], **GREEDY}, {"prompt": [1] * 256, **GREEDY}
+
+
+def test_lines_with_errors_are_done_again_and_their_results_replace_the_errors(llm: LLM, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", GOOD, BAD, b"{\n", {**GOOD, "custom_id": "x"})
+    assert job(llm, path).num_errors == 2
+    answers = [line for line in path.with_suffix(".out").read_bytes().splitlines(True) if b'"error": null' in line]
+    path.with_suffix(".out").chmod(0o640)
+    write(path, GOOD, BAD, GOOD, {**GOOD, "custom_id": "x"})  # a line is mended
+    with pytest.raises(JobError, match="has the result of another line 3"):
+        job(llm, path)
+    with LLM(tiny_model_path(), device="cpu", max_model_len=300) as longer:
+        summary = job(longer, path, retry_errors=True)
+    assert (summary.num_before, summary.num_done, summary.num_errors) == (2, 4, 0)
+    assert path.with_suffix(".out").read_bytes().startswith(b"".join(answers)), "answers stay, in their order"
+    assert {*records(path)} == {"line-1", "line-2", "line-3", "x"}
+    assert path.with_suffix(".out").stat().st_mode & 0o777 == 0o640
+    before = path.with_suffix(".out").read_bytes()
+    assert job(llm, path, retry_errors=True).num_before == 4, "there is nothing left to retry"
+    assert path.with_suffix(".out").read_bytes() == before
+
+
+def test_errors_that_stay_errors_are_written_once(llm: LLM, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", GOOD, BAD, BAD)
+    job(llm, path)
+    for _ in range(2):
+        summary = job(llm, path, retry_errors=True)
+        assert (summary.num_before, summary.num_done, summary.num_errors) == (1, 3, 2)
+        assert {*errors(path)} == {"line-2", "line-3"}
+
+
+def test_a_retry_that_is_killed_at_any_point_loses_no_answer(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "in.jsonl", GOOD, BAD, GOOD)
+    job(llm, path)
+    output = path.with_suffix(".out")
+    whole = output.read_bytes()
+    with pytest.raises(ZeroDivisionError):  # while the model is loaded
+        run_batch(lambda: 1 / 0, path, output, retry_errors=True)  # type: ignore[arg-type,return-value]
+    assert output.read_bytes() == whole
+    with monkeypatch.context() as patch:  # while the output is copied, or the disk is full
+        patch.setattr(job_files.os, "fsync", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            job(llm, path, retry_errors=True)
+        patch.setattr(job_files.os, "fsync", lambda _: os.close(-1))
+        with pytest.raises(
+            JobError, match=r"cannot be rewritten without its errors .*, and is as it was; make room for"
+        ):
+            job(llm, path, retry_errors=True)
+    assert output.read_bytes() == whole
+    (tmp_path / ".in.out.retry").write_bytes(whole)  # what a killed one left
+    with monkeypatch.context() as patch:  # once the errors are gone
+        patch.setattr(batch_job.Job, "run", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            job(llm, path, retry_errors=True)
+    assert [json.loads(line)["custom_id"] for line in output.read_text().splitlines()] == ["line-1", "line-3"]
+    assert not (tmp_path / ".in.out.retry").exists()
+    assert (job(llm, path).num_before, *errors(path)) == (2, "line-2")
+
+
+def test_no_other_job_takes_over_an_output_while_its_errors_are_retried(tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(b'{"id": "line-1-0123456789abcdef", "error": {}}\n')
+    (tmp_path / "out").symlink_to("real")
+    with BatchOutput(tmp_path / "out", retry_errors=True) as output:
+        output.drop_errors()
+        assert (tmp_path / "real").read_bytes() == b""
+        assert (tmp_path / "out").is_symlink()
+        with pytest.raises(JobError, match="another job is writing to"):
+            BatchOutput(tmp_path / "out")
+
+
+def test_a_limit_answers_the_first_lines_and_the_rest_may_follow(llm: LLM, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", GOOD, b"\n", BAD, GOOD, GOOD)
+    summary = job(llm, path, limit=2)
+    assert (summary.num_lines, summary.num_done, summary.num_errors, summary.end) == (2, 2, 1, "finished")
+    assert {*records(path)} == {"line-1", "line-3"}
+    summary = job(llm, path)
+    assert (summary.num_lines, summary.num_before, summary.num_done) == (4, 2, 4)
+    summary = job(llm, path, limit=1)
+    assert (summary.num_lines, summary.num_before, summary.num_done) == (1, 1, 1)
+    assert job(llm, path, limit=9).num_lines == 4
+    with pytest.raises(JobError, match="limit=0 must be at least 1; leave it out for all lines"):
+        job(llm, path, limit=0)
 
 
 LINE_0 = b'{"id": "line-0-0123456789abcdef"}\n'
@@ -866,14 +1133,30 @@ def test_the_exit_code_says_what_became_of_the_job(tmp_path: Path, capsys: pytes
     )
     assert "\r" not in shown, "it is no terminal"
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out2") == 3
-    assert "To retry, append corrected lines to the input and run the same command" in capsys.readouterr().err
+    assert "and add --retry-errors to the command." in capsys.readouterr().err
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out3", "--max-errors", 1) == 4
     assert "too many errors: " in capsys.readouterr().err
     assert run_main(*options, "-i", bad, "-o", tmp_path / "out1") == 2
     assert "has the result of another line 1" in capsys.readouterr().err
-    changes = [["--temperature", 0.5], ["--top-p", 0.5], ["--top-k", 5], ["--system", "a"], ["--seed", 1]]
-    for changed in (*changes, ["--load-format", "dummy"], ["--kv-cache-dtype", "int8"]):
+    changes = {
+        "temperature was not given and is 0.5": ["--temperature", 0.5],
+        "top_p was not given and is 0.5": ["--top-p", 0.5],
+        "top_k was not given and is 5": ["--top-k", 5],
+        "max_tokens was not given and is 'none'": ["--max-tokens", "none"],
+        "system was not given and is 'a'": ["--system", "a"],
+        "seed was 0 and is 1": ["--seed", 1],
+        "dtype was 'auto' and is 'float32'": ["--dtype", "float32"],
+        "load_format was 'auto' and is 'dummy'": ["--load-format", "dummy"],
+        "kv_cache_dtype was 'auto' and is 'int8'": ["--kv-cache-dtype", "int8"],
+        "quantization was not given and is 'fp8'": ["--quantization", "fp8"],
+        "logprobs_mode was 'raw_logprobs' and is 'raw_logits'": ["--logprobs-mode", "raw_logits"],
+        "hf_overrides was not given and is {'a': 1}, tokenizer was not given and is 'b'": [
+            *("--tokenizer", "b", "--hf-overrides", '{"a": 1}')
+        ],
+    }
+    for message, changed in changes.items():
         assert run_main(*options, "-i", good, "-o", tmp_path / "out1", *changed) == 2
+        assert f"out1 was made with other settings: {message}; go on with what was used then" in capsys.readouterr().err
     same = ["--seed", 0, "--model", f"{tiny_model_path()}/", "--max-num-seqs", 3]
     assert run_main(*options, *same, "-i", good, "-o", tmp_path / "out1") == 0
     sampling = ["--top-k", 5, "--top-p", 0.5, "--system", "a"]
@@ -889,6 +1172,71 @@ def test_the_exit_code_says_what_became_of_the_job(tmp_path: Path, capsys: pytes
         ["--no"],
     ):
         assert run_main(*options, "-i", good, "-o", tmp_path / "out4", *wrong) == 2
+
+
+def test_a_dry_run_counts_what_the_job_would_do_and_names_its_errors_without_weights(
+    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llguidance")
+    lines: list[Any] = [
+        {"prompt": [[1], [1] * 3, [1] * 4], "max_tokens": 5},
+        {"messages": QUESTION, "n": 2, "temperature": 1, "max_tokens": 2},
+        {"prompt": [2] * 250, "max_tokens": 99},
+        {"input": [1, 2]},
+        {"prompt": ""},
+        b"{\n",
+        BAD,
+        {"prompt": [1], "structured_outputs": {"regex": "(a"}},
+        {"prompt": [1], "stop_token_ids": [0], "tool_choice": "required"},
+    ]
+    path = write(tmp_path / "in.jsonl", *lines)
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_path(), model, ignore=shutil.ignore_patterns("*.safetensors"))
+    options = ["--model", model, "--max-model-len", 256, "-i", path, "--dry-run"]
+    assert run_main(*options) == 3
+    found = capsys.readouterr().out.splitlines()
+    job(llm, path)
+    assert {*found[:5]} == {f"{name.replace('-', ' ')}: {message}" for name, message in errors(path).items()}
+    num_chat = len(llm.chat(QUESTION, SamplingParams(max_tokens=1), use_tqdm=False)[0].prompt_token_ids)
+    assert found[5] == "9 lines, 5 with errors"
+    total = 1 + 3 + 4 + num_chat + 250 + 2
+    assert found[6] == (
+        f"6 prompts with {total} tokens: 1 to 250, {total / 6:.0f} on average; at most 25 tokens to generate"
+    ), "5 for each of three prompts, 2 for each of two samples, and the 6 that fit"
+    table = [line.split()[:3] for line in found[7:]]
+    assert table == [
+        ["tokens", "up", "to"],
+        ["1", "1", "1"],
+        ["2", "1", "2"],
+        ["4", "2", "7"],
+        ["16", "1", str(num_chat)],
+        ["256", "1", "250"],
+    ]
+    assert [line.count("#") for line in found[8:]] == [20, 20, 40, 20, 20]
+    assert {file.name for file in tmp_path.iterdir() if "out" in file.name} == {".in.out.settings", "in.out"}
+    assert run_main(*options, "--limit", 4) == 0
+    assert capsys.readouterr().out.startswith("4 lines, 0 with errors\n")
+    assert run_main(*options, "--limit", 0) == 2
+    assert run_main(*options[:4], "-i", tmp_path / "none", "--dry-run") == 2
+
+
+def test_a_job_with_worker_processes_is_stopped_by_a_sigterm_to_all_of_them(tmp_path: Path) -> None:
+    """As job schedulers send it. The workers leave it to the first process."""
+    path = write(tmp_path / "in.jsonl", *[{"prompt": [index % 50], "ignore_eos": True} for index in range(3000)])
+    output = tmp_path / "out.jsonl"
+    options = ["--model", "tiny", "--device", "cpu", "--tensor-parallel-size", "2", "--max-num-seqs", "4"]
+    command = [sys.executable, "-m", "nanoinfer", "run-batch", "-i", str(path), "-o", str(output), *options]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    started = {"env": environment, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, **started) as process:
+        while process.poll() is None and not (output.exists() and output.stat().st_size):
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGTERM)
+        shown = process.communicate(timeout=60)[1]
+    assert process.returncode == 143, shown
+    assert "terminated: " in shown
+    assert "the same command goes on from here" in shown
+    assert all(json.loads(line)["error"] is None for line in output.read_text().splitlines())
 
 
 def test_a_job_that_fails_after_it_began_says_that_it_did(
@@ -921,6 +1269,7 @@ def test_every_option_of_the_engine_is_one_of_the_command_with_its_explanation()
     assert "The most sequences that run at the same time. Default: 512." in " ".join(shown.stdout.split())
     assert "{auto,float32,bfloat16,float16}" in shown.stdout
     assert "130  stopped by Ctrl-C" in shown.stdout
+    assert "143  stopped by SIGTERM" in shown.stdout
     assert "torch" not in shown.stderr, "it is not imported to help"
 
 

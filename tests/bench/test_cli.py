@@ -104,7 +104,7 @@ def test_all_loads_run_in_one_process(
     figures = run_json(tmp_path, "loads")
     names = [load["name"] for load in figures["loads"]]
     assert names[:6] == ["default", "small", "steady", "shared", "samples", "long"]
-    assert capsys.readouterr().out.count("loaded in") == 10  # neighbours that need the same options share an engine
+    assert capsys.readouterr().out.count("loaded in") == 11  # neighbours that need the same options share an engine
 
 
 def test_loads_are_timed_against_another_engine_and_drawn(

@@ -186,7 +186,7 @@ def test_a_job_goes_on_with_the_same_overrides_and_tokenizer_only(
     for others in ([], options[:2], options[2:], [*options[:3], '{"rope_theta": 5}'], [*options, "--revision", "v2"]):
         code, said = run_batch(capsys, tmp_path, *others)
         assert code == 2
-        assert "has the result of" in said
+        assert "was made with other settings: " in said
 
 
 @pytest.mark.parametrize(

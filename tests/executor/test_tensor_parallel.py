@@ -1,5 +1,6 @@
 """The engine over several processes, on a CPU with gloo: the answers of one process, and an end without remains."""
 
+import asyncio
 import gc
 import os
 import shutil
@@ -9,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import active_children, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -388,10 +390,12 @@ def test_a_worker_that_fails_in_a_step_is_an_error_of_generate_with_its_tracebac
         generate(llm, [[1, 2, 3]])
     assert time.monotonic() - started < 10
     assert llm.engine.scheduler.is_finished()
-    for call in (lambda: llm.generate([1]), lambda: llm.add_request([1])):
-        with pytest.raises(EngineClosedError, match="make a new LLM"):
+    for call in (lambda: llm.generate([1]), lambda: llm.add_request([1]), llm.reset_prefix_cache):
+        with pytest.raises(WorkerError, match=r"(?s)rank 1 .* make a new LLM.*ArithmeticError: one too many"):
             call()
     llm.close()
+    with pytest.raises(EngineClosedError, match="this engine was closed; make a new LLM"):
+        llm.generate([1])
 
 
 @pytest.mark.parametrize(
@@ -418,6 +422,25 @@ def test_a_worker_that_is_killed_is_an_error_of_generate(seconds: float, sent: i
 
 
 @pytest.mark.usefixtures("quick_start", "nothing_remains")
+def test_a_worker_that_is_killed_is_an_error_of_every_call_that_waits() -> None:
+    llm, [pid] = start()
+    calls = {
+        "generate": lambda: llm.generate([1, 2, 3], LONG, use_tqdm=False),
+        "stream": lambda: [*llm.stream([1, 2, 3], LONG)],
+        "agenerate": lambda: asyncio.run(llm.agenerate([1, 2, 3], LONG)),
+    }
+    os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(len(calls)) as pool:
+        waiting = {name: pool.submit(call) for name, call in calls.items()}
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGKILL)
+        errors = {name: one.exception(timeout=60) for name, one in waiting.items()}
+    assert {name: type(error) for name, error in errors.items()} == dict.fromkeys(calls, WorkerError)
+    assert all("rank 1 of tensor_parallel_size=2 was ended by SIGKILL" in str(error) for error in errors.values())
+    llm.close()
+
+
+@pytest.mark.usefixtures("quick_start", "nothing_remains")
 def test_a_step_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that hangs stops the GPUs of all ranks; on a CPU the step of this rank would not even be launched."""
     llm, _ = start()
@@ -427,7 +450,7 @@ def test_a_step_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(StepHandle, "is_done", lambda handle: False)
         with pytest.raises(WorkerError, match=r"did not end within 0\.2 s: a process hangs, or a GPU does not answer"):
             generate(llm, [[1, 2, 3]])
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(WorkerError, match=r"did not end within 0\.2 s"):
         generate(llm, [[1, 2, 3]])
     llm.close()
 
@@ -456,7 +479,8 @@ def test_an_error_of_rank_0_in_the_middle_of_a_step_closes_the_engine(monkeypatc
         patch.setattr(processes, "EXPLANATION_SECONDS", 0.1)
         with pytest.raises(ZeroDivisionError):
             generate(llm, [[1, 2, 3]])
-    with pytest.raises(EngineClosedError, match="make a new LLM"):
+    named = r"this engine was closed by ZeroDivisionError\('division by zero'\); make a new LLM"
+    with pytest.raises(EngineClosedError, match=named):
         generate(llm, [[1, 2, 3]])
 
 

@@ -1,6 +1,7 @@
 """lm-evaluation-harness: the metrics of its own `hf` model, for three small tasks that need no download."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
-from nanoinfer.integrations.lm_eval import NanoinferLM
+from nanoinfer.integrations.lm_eval import NanoinferLM, sampling_params
 
 CAPITALS = ["Paris", "Rome", "Berlin", "Madrid", "Vienna", "Lisbon"]
 COUNTRIES = ["France", "Italy", "Germany", "Spain", "Austria", "Portugal"]
@@ -202,13 +203,68 @@ def test_generation_arguments_are_sampling_parameters(tiny: NanoinferLM) -> None
         tiny.generate_until([ask("generate_until", "1", {"num_beams": 2})])
 
 
+def with_generation_config(folder: Path, **said: Any) -> Path:
+    """A copy of the tiny checkpoint whose generation_config.json says this too."""
+    shutil.copytree(tiny_model_path(), folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("said", "options", "changes"),
+    [
+        ({"repetition_penalty": 1.5}, {}, True),
+        ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.0}, False),
+        ({"no_repeat_ngram_size": 2}, {}, True),
+        ({}, {"no_repeat_ngram_size": 2}, True),
+        ({"max_new_tokens": 3}, {"max_gen_toks": 12}, True),
+        ({"min_new_tokens": 12}, {}, True),
+        ({"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "max_new_tokens": 5}, {}, True),
+        ({"num_beams": 1, "suppress_tokens": None, "max_length": 9, "temperature": 0.1, "top_k": 1}, {}, False),
+    ],
+    ids=str,
+)
+def test_generation_config_counts_as_for_the_hf_model(
+    tmp_path: Path, tiny: NanoinferLM, said: dict[str, Any], options: dict[str, Any], changes: bool
+) -> None:
+    folder = with_generation_config(tmp_path / "model", **said)
+    texts = ["1, 2, 3, 4,", "<|im_start|>user\nSpell the word banana<|im_end|>\n<|im_start|>assistant\n"]
+    requests = [ask("generate_until", text, {"until": ["\n"], "max_gen_toks": 16, **options}) for text in texts]
+    ours = NanoinferLM(str(folder), device="cpu", num_kvcache_blocks=16)
+    found = ours.generate_until(requests, disable_tqdm=True)
+    ours.close()
+    assert found == hf(folder, max_length=256).generate_until(requests, disable_tqdm=True)
+    plain = [ask("generate_until", text, {"until": ["\n"], "max_gen_toks": 16}) for text in texts]
+    assert (found != tiny.generate_until(plain, disable_tqdm=True)) == changes
+
+
+def test_what_is_sampled_follows_generation_config_and_transformers_default_of_top_k() -> None:
+    config = {"top_p": 0.5, "temperature": 0.1, "max_new_tokens": 99, "min_p": None}
+    params = sampling_params({"do_sample": True, "temperature": 2.0, "min_p": 0.1}, 8, [], config, [1], most=7)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.max_tokens) == (2.0, 0.5, 50, 0.1, 7)
+
+
+def test_what_generation_config_asks_for_in_vain_is_refused_when_something_is_generated(tmp_path: Path) -> None:
+    with_generation_config(tmp_path / "model", suppress_tokens=[5])
+    model = NanoinferLM(str(tmp_path / "model"), device="cpu", num_kvcache_blocks=16)
+    assert model.loglikelihood([ask("loglikelihood", "1", " 2")], disable_tqdm=True)
+    with pytest.raises(
+        RequestError, match=r"generation_config.json has suppress_tokens=\[5\], which the hf model follo"
+    ):
+        model.generate_until([ask("generate_until", "1", {})], disable_tqdm=True)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"max_length": 8, "max_model_len": 8}, ConfigError, "are the same"),
         ({"truncation_side": "top"}, ConfigError, "truncation_side='top'"),
         ({"enable_thinking": True}, ConfigError, "think_end_token"),
-        ({"max_lenght": 8}, TypeError, "max_lenght"),
+        ({"max_lenght": 8}, TypeError, "NanoinferLM has no option 'max_lenght'; did you mean 'max_length'"),
+        ({"max_gen_tokens": 8}, TypeError, "did you mean 'max_gen_toks'"),
+        ({"dtyp": "float32"}, TypeError, "did you mean 'dtype'"),
+        ({"block_size": 16}, TypeError, "did you mean 'kvcache_block_size'"),
     ],
 )
 def test_wrong_arguments_are_refused(options: Any, error: type[Exception], message: str) -> None:

@@ -1,6 +1,7 @@
 """Ray Data with the tiny checkpoint: in a local Ray of two workers, and batches handed straight to an actor."""
 
 import asyncio
+import json
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanoinfer import ConfigError, RequestError, SamplingParams, tiny_model_path
@@ -16,9 +18,17 @@ from tests.integrations.snippets import snippet
 
 ray = pytest.importorskip("ray")
 pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 
 from nanoinfer.integrations import ray_data  # noqa: E402
-from nanoinfer.integrations.ray_data import DATA_COLUMN, ERROR_COLUMN, EngineActor, build_processor  # noqa: E402
+from nanoinfer.integrations.ray_data import (  # noqa: E402
+    DATA_COLUMN,
+    ERROR_COLUMN,
+    NO_OUTPUT,
+    EngineActor,
+    build_processor,
+    make_table,
+)
 
 pytestmark = [
     # Ray warns of the old names of settings that it sets itself.
@@ -191,9 +201,10 @@ def test_rows_are_conversations_texts_or_token_ids_with_parameters_of_their_own(
     assert rows["a form"]["generated_text"] in ("yes", "no")
 
 
-def test_log_probabilities_are_dicts(mixed: Any) -> None:
+def test_log_probabilities_are_lists_of_tokens(mixed: Any) -> None:
     row = mixed[0]["log-probabilities"]
-    assert next(iter(row["logprobs"][0].values())).keys() == {"logprob", "rank", "decoded_token"}
+    assert row["logprobs"][0][0].keys() == {"token_id", "logprob", "rank", "decoded_token"}
+    assert row["logprobs"][0][0]["token_id"] == row["generated_tokens"][0]
     assert row["first"] is None
     assert mixed[0]["messages"]["logprobs"] is None
 
@@ -205,7 +216,7 @@ def test_log_probabilities_are_dicts(mixed: Any) -> None:
         ("empty", "prompt 0 is empty"),
         ("no content", "has no content"),
         ("wrong temperature", "temperature=-1"),
-        ("unknown parameter", "unknown fields: temprature"),
+        ("unknown parameter", "sampling_params: unknown fields: temprature (did you mean 'temperature'?); known are"),
         ("several samples", "n=2"),
         ("wrong token id", "token id 1000000"),
         ("too long", "exceeds max_model_len"),
@@ -216,6 +227,70 @@ def test_a_bad_row_says_what_is_wrong_and_the_others_are_answered(mixed: Any, na
     assert reason in rows[name][ERROR_COLUMN]
     assert rows["messages"][ERROR_COLUMN] == ""
     assert rows[name]["generated_text"] == "", "columns are there, so that a file of all rows has one schema"
+
+
+ANSWER_OF: dict[str, Any] = {
+    "no postprocess": None,
+    "some columns": lambda row: {
+        "name": row["name"],
+        "answer": row["generated_text"],
+        "tokens": row["generated_tokens"],
+        "scores": row["logprobs"],
+        "seconds": row["metrics"],
+    },
+    "fails for bad rows": lambda row: {"name": row["name"], "num_times": len(row["metrics"])},
+}
+
+
+@pytest.mark.parametrize("postprocess", ANSWER_OF.values(), ids=[*ANSWER_OF])
+@pytest.mark.parametrize("num_blocks", [3, len(MIXED)])
+def test_files_have_the_same_columns_and_types_whichever_rows_are_bad(
+    local_ray: None, tmp_path: Path, postprocess: Any, num_blocks: int
+) -> None:
+    processor = build_processor(
+        tiny_model_path(),
+        sampling_params={"temperature": 0, "max_tokens": 4},
+        preprocess=lambda row: MIXED[row["name"]],
+        postprocess=postprocess,
+        batch_size=1,
+        **ENGINE,
+    )
+    rows = [{"name": name, "note": None if name == "messages" else "a"} for name in MIXED]
+    processor(ray.data.from_items(rows, override_num_blocks=num_blocks)).write_parquet(str(tmp_path))
+    files = [*tmp_path.glob("*.parquet")]
+    assert len(files) == num_blocks
+    schemas = [pq.read_schema(file).remove_metadata() for file in files]
+    assert all(schema.equals(schemas[0]) for schema in schemas)
+    assert not any(pa.types.is_null(kind) for kind in schemas[0].types)
+    frame = pytest.importorskip("pandas").read_parquet(tmp_path).set_index("name")
+    assert {*frame.index} == {*MIXED}
+    bad = {"no prompt", "empty", "no content", "wrong temperature", "unknown parameter", "several samples"}
+    assert {*frame.index[frame[ERROR_COLUMN] != ""]} == bad | {"wrong token id", "too long"}
+    polars = pytest.importorskip("polars")
+    assert polars.read_parquet(tmp_path / "*.parquet").height == len(MIXED)
+
+
+def test_a_bad_row_has_what_it_had_where_postprocess_needs_an_answer() -> None:
+    good = {"id": 1, "question": "a", "generated_text": '{"x": 5}', ERROR_COLUMN: ""}
+    bad = {"id": 2, "question": "b", **NO_OUTPUT, ERROR_COLUMN: "wrong"}
+
+    def postprocess(row: dict[str, Any]) -> dict[str, Any]:
+        return {"id": row["id"], "x": json.loads(row["generated_text"])["x"]}
+
+    rows = make_table([dict(good), dict(bad)], postprocess, True, {}).to_pylist()
+    assert rows == [{"id": 1, "x": 5, ERROR_COLUMN: ""}, {"id": 2, "x": None, ERROR_COLUMN: "wrong"}]
+    alone = make_table([dict(bad)], postprocess, True, {}).to_pylist()
+    assert (alone[0]["id"], alone[0]["question"], alone[0][ERROR_COLUMN]) == (2, "b", "wrong")
+    with pytest.raises(json.JSONDecodeError):
+        make_table([{**good, "generated_text": "{"}], postprocess, True, {})
+
+
+def test_values_that_arrow_does_not_know_are_kept_as_ray_keeps_them() -> None:
+    rows = [{"image": np.full((2, 2), index), "any": index or "text", ERROR_COLUMN: ""} for index in range(2)]
+    table = make_table(rows, None, False, {"image": pa.null()})
+    assert table.column_names == ["image", "any"]
+    assert [image.sum() for image in table["image"].to_numpy()] == [0, 4]
+    assert isinstance(table.schema.field("any").type, ray.data.extensions.ArrowPythonObjectType)
 
 
 def test_two_batches_of_an_actor_are_in_its_engine_at_once(mixed: Any) -> None:
@@ -355,10 +430,10 @@ def test_actors_draw_samples_of_their_own(actor: EngineActor) -> None:
         ({"num_gpus": 1, "tensor_parallel_size": 2}, ConfigError, "use num_gpus=2"),
         ({"sampling_params": {"temperature": -1}}, RequestError, "temperature=-1"),
         ({"sampling_params": "greedy"}, RequestError, "sampling_params='greedy'"),
-        ({"sampling_params": {"echo": True}}, RequestError, "unknown fields: echo; known are allowed_token_ids, "),
-        ({"sampling_params": {"prompt": "x", "model": "y"}}, RequestError, "unknown fields: model, prompt; known are"),
+        ({"sampling_params": {"max_new_tokens": 5}}, RequestError, r"max_new_tokens \(did you mean 'max_tokens'\?\)"),
+        ({"sampling_params": {"use_beam_search": True}}, RequestError, "use_beam_search=true is not served: nanoinfer"),
+        ({"sampling_params": {"prompt": "x", "model": "y"}}, RequestError, "unknown fields: model, prompt "),
         ({"sampling_params": {"body": {}, 1: 2}}, RequestError, "unknown fields: 1, body"),
-        ({"sampling_params": {"stream": False}}, RequestError, "unknown fields: stream"),
     ],
 )
 def test_what_is_wrong_is_said_before_ray_starts(options: Any, error: type[Exception], message: str) -> None:

@@ -217,12 +217,12 @@ def test_an_engine_with_other_log_probabilities_is_refused(llm: LLM) -> None:
         rollout_func(other)
 
 
-def test_the_snippet_of_the_documents_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_snippet_of_the_documents_learns_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    source = snippet("TRL")
-    assert len(source.splitlines()) <= 16
     names: dict[str, Any] = {"__name__": "__main__"}
-    on_cpu = 'GRPOConfig("out", use_cpu=True, bf16=False, report_to="none", save_strategy="no", '
-    source = source.replace('GRPOConfig("out", ', on_cpu).replace("max_steps=100", "max_steps=1")
-    exec(source.replace('"Qwen/Qwen3-0.6B"', f'"{tiny_model_path()}"'), names)
-    assert names["trainer"].state.global_step == 1
+    exec(snippet("TRL"), names)
+    names["llm"].close()
+    rewards = [entry["reward"] for entry in names["trainer"].state.log_history if "reward" in entry]
+    assert len(rewards) == 6
+    assert rewards[0] < 0.5
+    assert rewards[-1] > 0.8

@@ -1,5 +1,6 @@
 """How replicas end: one of them, the last of them, and all with their LLM or its script. Nothing is left behind."""
 
+import asyncio
 import base64
 import gc
 import json
@@ -11,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
@@ -171,10 +173,50 @@ def test_the_end_of_the_last_replica_is_an_error_that_closes_the_engine(random_c
     for pid in pids:
         kill(pid)
     ended = r"replica [01] of data_parallel_size=2 was ended by SIGKILL.*make a new LLM"
-    with pytest.raises(WorkerError, match=ended):
-        llm.generate(PROMPTS, LONG, use_tqdm=False)
-    with pytest.raises(EngineClosedError):
-        llm.generate([1])
+    calls = [
+        lambda: llm.generate(PROMPTS, LONG, use_tqdm=False),
+        lambda: llm.generate([1], on_error="return"),
+        lambda: llm.stream([1]),
+        lambda: llm.score([[1]], [[2]]),
+        lambda: llm.embed([1]),
+        lambda: llm.add_request([1]),
+        lambda: llm.update_weights({}),
+        llm.step,
+        llm.sleep,
+        llm.wake_up,
+        llm.reset_prefix_cache,
+    ]
+    for call in calls:
+        with pytest.raises(WorkerError, match=ended):
+            call()
+    llm.close()
+    for call in calls:
+        with pytest.raises(EngineClosedError, match="this engine was closed; make a new LLM"):
+            call()
+
+
+@pytest.mark.filterwarnings("ignore:replica")
+def test_the_end_of_the_last_replica_is_an_error_of_every_call_that_waits(random_checkpoint: Checkpoint) -> None:
+    llm, pids = start(random_checkpoint())
+    calls = {
+        "generate": lambda: llm.generate([1], LONG, use_tqdm=False),
+        "on_error": lambda: llm.generate([1], LONG, use_tqdm=False, on_error="return"),
+        "stream": lambda: [*llm.stream([1], LONG)],
+        "score": lambda: llm.score([[1]], [[2]], use_tqdm=False),
+        "embed": lambda: llm.embed([1], use_tqdm=False),
+        "agenerate": lambda: asyncio.run(llm.agenerate([1], LONG)),
+    }
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(len(calls)) as pool:
+        waiting = {name: pool.submit(call) for name, call in calls.items()}
+        while len(llm.engine._requests) < len(calls):
+            time.sleep(0.01)
+        for pid in pids:
+            kill(pid)
+        errors = {name: one.exception(timeout=60) for name, one in waiting.items()}
+    assert {name: type(error) for name, error in errors.items()} == dict.fromkeys(calls, WorkerError)
+    assert len({*map(str, errors.values())}) == 1
     llm.close()
 
 
@@ -186,10 +228,9 @@ def test_a_replica_that_dies_while_weights_come_closes_the_engine(random_checkpo
         kill(pids[0])
         yield "model.norm.weight", torch.zeros(96)
 
-    with pytest.raises(WorkerError, match=r"make a new LLM"):
-        llm.update_weights(weights())
-    with pytest.raises(EngineClosedError):
-        llm.generate([1])
+    for call in (lambda: llm.update_weights(weights()), lambda: llm.generate([1])):
+        with pytest.raises(WorkerError, match=r"make a new LLM"):
+            call()
 
 
 def test_an_engine_that_is_forgotten_in_a_call_ends_its_replicas(random_checkpoint: Checkpoint) -> None:

@@ -1,14 +1,26 @@
 """What goes through the pipe: what requests have in common goes once, and comes out as it was."""
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from nanoinfer import tiny_model_path
+from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs
+from nanoinfer.outputs import refused
 from nanoinfer.replicas.dispatcher import PREFIX_TOKENS, QueuedRequest
-from nanoinfer.replicas.replica_messages import common_prefixes, pack_requests, unpack_requests
+from nanoinfer.replicas.replica_messages import (
+    common_prefixes,
+    pack_outputs,
+    pack_requests,
+    unpack_outputs,
+    unpack_requests,
+)
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest, pack_ids
+from nanoinfer.text.tokenizer import load_tokenizer
 
 ONE, OTHER = [7] * (PREFIX_TOKENS + 10), [8] * PREFIX_TOKENS
 PROMPTS = [[*ONE, 1, 2], [3], [*OTHER, 4], [*ONE, 1, 5, 6], ONE[:PREFIX_TOKENS], OTHER[:-1], OTHER[:-1], [9] * 200]
@@ -24,6 +36,27 @@ def queued_requests(prompts: list[list[int]], params: list[SamplingParams]) -> l
 def sent(queued: list[QueuedRequest]) -> tuple[Any, list[PreparedRequest]]:
     message = pickle.loads(pickle.dumps(pack_requests(queued, [False] * len(queued))))
     return message, [received.prepared for received in unpack_requests(message, print)]
+
+
+def test_the_texts_of_a_prompts_tokens_do_not_go_through_the_pipe() -> None:
+    """The parent makes them, when somebody looks."""
+    tokenizer = load_tokenizer(tiny_model_path())
+    assert tokenizer is not None
+    token_ids, made = tokenizer.hf("Sort 4")["input_ids"], []
+    of_prompt = PromptLogprobs(len(token_ids), 0, lambda: made.append(1))  # type: ignore[arg-type, func-returns-value]
+    values = np.zeros((len(token_ids) - 1, 1), np.float32)
+    of_prompt.fill(1, np.ones(len(values), np.int32), np.array(token_ids[1:])[:, None], values)
+    output = replace(refused(0, None, 1, ""), prompt_logprobs=of_prompt)
+    message = pickle.loads(pickle.dumps(pack_outputs([output])))
+    queued = queued_requests([token_ids], [SamplingParams(prompt_logprobs=0)])
+    [found] = unpack_outputs(message, queued, [0.0], tokenizer)
+    assert made == []
+    entries = found.prompt_logprobs if found else None
+    assert entries is not None
+    assert [entry and entry[token_id].decoded_token for entry, token_id in zip(entries, token_ids, strict=True)] == [
+        None,
+        *map(tokenizer.decode, ([token_id] for token_id in token_ids[1:])),
+    ]
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[::-1], [[1], [1]], [ONE, ONE]])

@@ -23,10 +23,12 @@ from nanoinfer import (
     tiny_model_path,
 )
 from nanoinfer.batch.batch_job import run_batch
+from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.engine.reserved_ids import ReservedIds
 from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, StepEvent
 from nanoinfer.replicas.replica_messages import Call
+from nanoinfer.text.prompts import PreparedRequest
 
 PROMPTS = [f"{a}+{b}=?" for a in range(7) for b in range(2)]
 LONG = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
@@ -447,3 +449,12 @@ def test_a_cache_that_is_reset_is_empty_on_all_replicas(two: LLM) -> None:
     two.reset_prefix_cache()
     outputs = two.generate([prompt] * 4, SamplingParams(max_tokens=1), use_tqdm=False)
     assert sum(output.num_cached_tokens for output in outputs) == counts[0]
+
+
+def test_the_stream_of_a_request_that_is_refused_ends_as_that_of_one_engine(one: LLM, two: LLM) -> None:
+    refused = {"prompt": "?", "token_ids": [], "sampling_params": SamplingParams(n=2), "error": RequestError("no")}
+    for llm in (one, two):
+        inbox = Inbox(is_stream=True)
+        llm.queue.add_requests([PreparedRequest(**refused)], inbox)
+        assert [(chunk.sample, chunk.finish_reason) for chunk in inbox.chunks] == [(0, "error"), (1, "error")]
+        assert [sample.error for sample in inbox.outputs[0].outputs] == ["no", "no"]

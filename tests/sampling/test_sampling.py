@@ -1,6 +1,7 @@
 """How a request is sampled, through the whole engine: filters, penalties, seeds, several samples, log-probabilities."""
 
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from nanoinfer import LLM, Logprob, RequestError, RequestOutput, SamplingParams, Score, tiny_model_path
 from nanoinfer.runner.device_runner import DeviceRunner
 from nanoinfer.sampling import sampler
+from nanoinfer.text.tokenizer import Tokenizer
 
 Checkpoint = Callable[..., Path]
 QUESTION = "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
@@ -398,6 +400,25 @@ def test_of_several_samples_one_looks_at_the_prompt_and_all_at_themselves(tiny: 
         assert [next(iter(entry)) for entry in completion.logprobs or []] == completion.token_ids
         for entry, token_id in zip(completion.logprobs or [], completion.token_ids, strict=True):
             assert entry[token_id].decoded_token == tiny.decode([token_id], skip_special_tokens=False)
+
+
+def test_the_texts_of_a_prompts_tokens_are_made_when_somebody_looks(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, token_texts = [], Tokenizer.token_texts
+
+    def note(self, *args):  # type: ignore[no-untyped-def]
+        made.append(args)
+        return token_texts(self, *args)
+
+    monkeypatch.setattr(Tokenizer, "token_texts", note)
+    prompt = "Spell café 🦜" * 20  # whose characters take several tokens
+    [output] = tiny.generate(prompt, SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
+    assert made == []
+    found, ids = output.prompt_logprobs or [], output.prompt_token_ids
+    texts = [entry[token_id].decoded_token for entry, token_id in zip(found[1:], ids[1:], strict=True) if entry]
+    assert "".join(text or "" for text in texts) == prompt.removeprefix(tiny.decode(ids[:1]))
+    assert len(made) == 1
+    assert len(repr(output)) < 1000
+    assert pickle.loads(pickle.dumps(output)) == output
 
 
 @pytest.mark.parametrize(("num_best", "most_at_once"), [(0, 128), (20, 128), (-1, 64)])

@@ -181,10 +181,9 @@ def test_the_texts_of_tokens_add_up_and_asking_for_others_changes_none(
     texts = tokenizer.token_texts(prompt=prompt)
     found = []
     for token_id in token_ids:
-        for other in (WORDS, SPECIAL, BYTES + 0xE4, token_id):
-            texts.peek()(other)
-        found.append(texts.peek()(token_id))
-        texts.append(token_id)
+        text, *others, same = texts.add_first([token_id, WORDS, SPECIAL, BYTES + 0xE4, token_id])
+        assert (len(others), same) == (3, text)
+        found.append(text)
     if token_ids:
         found[-1] = texts.end(token_ids[-1], found[-1])
     plain = [text for token_id, text in zip(token_ids, found, strict=True) if token_id != SPECIAL]

@@ -22,8 +22,8 @@ def make_room(request: Request, prepared: PreparedRequest, tokenizer: Tokenizer 
         for completion in request.completions:
             completion.logprobs = FlatLogprobs()
     if params.prompt_logprobs is not None:
-        texts = prompt_texts(tokenizer, params, prepared.prompt, token_ids)
-        found = PromptLogprobs(len(token_ids), params.prompt_logprobs, texts, params.flat_logprobs)
+        new_texts = prompt_texts(tokenizer, params, prepared.prompt, token_ids)
+        found = PromptLogprobs(len(token_ids), params.prompt_logprobs, new_texts, params.flat_logprobs)
         request.prompt_logprobs = found
         if prepared.prompt_logprobs_start < len(token_ids):
             request.completions[0].seq.prompt_logprobs_start = prepared.prompt_logprobs_start
