@@ -27,6 +27,7 @@ from nanoinfer.layers.attention.metadata import PrefillMetadata
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.transformers.attention_interface import ATTENTION, handling_attention, name_attention
+from nanoinfer.models.transformers.fast_norms import use_norm_kernel
 from nanoinfer.models.transformers.guards import check_cache, check_mixing, why_not_captured
 from nanoinfer.models.transformers.probe import AttentionCall
 from nanoinfer.models.transformers.split_model import SplitModel
@@ -128,6 +129,8 @@ class TransformersModel(nn.Module):
         _keep_buffers_as_weights(model)
         freeze_rope(model, max_positions)
         model.eval().requires_grad_(False)
+        if device.type == "cuda":
+            use_norm_kernel(model)
         split = SplitModel(model)
         check_mixing(split, config.vocab_size)
         if not config.is_encoder:
