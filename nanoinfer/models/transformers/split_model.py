@@ -17,6 +17,9 @@ class SplitModel:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        inner = getattr(model, "language_model", None)  # of Llama 4, with a head of its own
+        if isinstance(inner, PreTrainedModel) and inner.get_output_embeddings() is not None:
+            model = inner
         self.model, self.layers = model, base_model(model)
         self.first_position = _first_position(self.layers)
         for part in model.modules():  # to look for padding among the inputs, GPT-2 would wait for the device

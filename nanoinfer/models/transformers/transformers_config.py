@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.hub import read_json
@@ -88,7 +88,7 @@ def read_transformers_config(
         # Queries grow with their place in the step, not with their position: by nothing before this place.
         max_positions = min(max_positions, int(text.floor_scale) - 1)
     with torch.device("meta"):
-        whole = model_class._from_config(config, attn_implementation=ATTENTION, dtype=torch.bfloat16).eval()
+        whole = model_class._from_config(config, attn_implementation=ATTENTION, **dtype_option(torch.bfloat16)).eval()
     model = SplitModel(whole)
     max_positions -= model.first_position
     try:
@@ -144,17 +144,22 @@ def find_class(fields: Mapping[str, Any]) -> type[PreTrainedModel]:
     return model_class
 
 
+def dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the argument for a model's dtype, which transformers 4 calls torch_dtype."""
+    return {"dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype": dtype}
+
+
 def generates(model_class: type[PreTrainedModel]) -> bool:
     """Whether a class has a language-model head."""
     return model_class.__name__.endswith(GENERATING)
 
 
-def make_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
+def make_config(fields: Mapping[str, Any]) -> PretrainedConfig:
     """Return transformers' config of the fields of a config.json. Raises ModelError for what it refuses."""
     with TemporaryDirectory() as folder:  # whose reader knows what else a file may hold, such as infinity
         (Path(folder) / "config.json").write_text(json.dumps(dict(fields)))
         try:
-            config: PreTrainedConfig = AutoConfig.from_pretrained(folder)
+            config: PretrainedConfig = AutoConfig.from_pretrained(folder)
         except Exception as error:  # each class checks in its own way
             raise ModelError(f"transformers {transformers.__version__} refuses this config.json: {error}") from None
     config.use_cache = False
@@ -171,7 +176,7 @@ def _check_calls(calls: tuple[AttentionCall, ...]) -> None:
             raise ModelError(f"{call.name} has {call.num_kv_heads} KV heads, and others {most}; supported are divisors")
 
 
-def _dtype(config: PreTrainedConfig) -> str:
+def _dtype(config: PretrainedConfig) -> str:
     dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise ModelError(f"config.json has dtype={dtype!r}; supported are {', '.join(DTYPES)}")
