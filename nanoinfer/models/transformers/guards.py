@@ -35,7 +35,9 @@ def check_mixing(model: SplitModel, vocab_size: int) -> None:
         model.first_position += 1  # of PaliGemma, say
         whole = _run_alone(model, [first, second, third, fourth], [0, 1, 2, 3])
     if _differ(counted, whole):
-        raise ModelError(f"{name} counts the positions of a prompt otherwise than by one for each token, which is not supported")
+        raise ModelError(
+            f"{name} counts the positions of a prompt otherwise than by one for each token, which is not supported"
+        )
     if _differ(_run_alone(model, [fourth, second, first, fourth], [0, 1, 2, 3])[3], whole[3]):
         raise ModelError(
             f"tokens of {name} reach each other outside attention (by a convolution or a recurrent state), which is "
@@ -82,6 +84,22 @@ def check_cache(model: SplitModel) -> None:
             f"{name} answers otherwise with transformers' cache than without, so there is no right answer to follow; "
             "run it with transformers"
         )
+
+
+@torch.inference_mode()
+def check_head(model: SplitModel, method: str, hidden_size: int) -> None:
+    """Raise ModelError where a classifier's head pools tokens otherwise than by `method`: see `PoolingConfig`."""
+    name, weight = type(model.model).__name__, next(model.model.parameters())
+    hidden = torch.randn(1, 3, hidden_size, dtype=weight.dtype, device=weight.device)
+    pooled = {"cls": hidden[0, :1], "last": hidden[0, -1:], "mean": hidden.mean(1), "all": hidden[0]}[method]
+    try:
+        if not _differ(model.run_head(hidden)[0].reshape(len(pooled), -1), model.score(pooled).to(weight.dtype)):
+            return
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:  # heads fail in their own ways
+        raise ModelError(
+            f"the head of {name} needs more than hidden states ({error}); run it with transformers"
+        ) from error
+    raise ModelError(f"{name} pools the tokens of a text in a way of its own; run it with transformers")
 
 
 def _differ(found: Tensor, expected: Tensor) -> bool:

@@ -26,7 +26,7 @@ from nanoinfer.layers.attention.metadata import PrefillMetadata
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.transformers.attention_interface import ATTENTION, handling_attention, name_attention
-from nanoinfer.models.transformers.guards import check_cache, check_mixing, why_not_captured
+from nanoinfer.models.transformers.guards import check_cache, check_head, check_mixing, why_not_captured
 from nanoinfer.models.transformers.probe import AttentionCall
 from nanoinfer.models.transformers.split_model import SplitModel
 from nanoinfer.models.transformers.transformers_config import (
@@ -34,6 +34,7 @@ from nanoinfer.models.transformers.transformers_config import (
     dtype_option,
     find_class,
     make_config,
+    shortened,
 )
 
 logger = logging.getLogger("nanoinfer")
@@ -86,7 +87,6 @@ class TransformersModel(nn.Module):
 
     ignored_weights: tuple[str, ...] = ()
     unused_prefixes: tuple[str, ...] = ()
-    score = None
 
     def __init__(
         self, model: SplitModel, config: TransformersConfig, max_positions: int, backends: AttentionBackends
@@ -94,6 +94,7 @@ class TransformersModel(nn.Module):
         super().__init__()
         self.hf_model, self._split = model.model, model
         self.generates = config.head is None or config.head.kind == "vocabulary"
+        self.score = model.score if config.head is not None and config.head.kind in ("sequence", "tokens") else None
         self.captures_decode = config.captures_decode
         self.has_token_types = "token_type_ids" in inspect.signature(model.layers.forward).parameters
         self.vocab = VocabShard(0, config.vocab_size if self.generates else 0)
@@ -134,6 +135,8 @@ class TransformersModel(nn.Module):
         check_mixing(split, config.vocab_size)
         if not config.is_encoder:
             check_cache(split)
+        if config.pooling is not None and config.pooling.is_classifier and not config.pooling.token_ids:
+            check_head(split, config.pooling.method, config.hidden_size)
         loaded = cls(split, config, max_positions, backends).eval()
         if loaded.captures_decode and loaded.generates and device.type == "cuda" and (why := why_not_captured(split)):
             loaded.captures_decode = False
@@ -233,10 +236,14 @@ def _load_weights(
     try:
         # Without the last option, the error for a weight of another shape names none.
         model, found = model_class.from_pretrained(
-            None, config=make_config(config.fields), state_dict=tensors, ignore_mismatched_sizes=True, **options
+            None,
+            config=make_config(model_class, config.fields),
+            state_dict=tensors,
+            ignore_mismatched_sizes=True,
+            **options,
         )
     except Exception as error:  # what converts weights fails in its own ways
-        raise ModelError(f"transformers cannot load the weights of {folder}: {error!r:.500}") from error
+        raise ModelError(f"transformers cannot load the weights of {folder}: {shortened(error)}") from error
     for kind, what in FAULTS.items():
         if names := sorted(str(name) for name in found.get(kind) or ()):
             raise ModelError(f"{folder} {what} {listed(names)}; is this config.json that of the checkpoint?")
@@ -251,7 +258,7 @@ def _draw_weights(
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device), default_dtype(dtype):
         torch.manual_seed(seed)
         drawn: PreTrainedModel = model_class._from_config(
-            make_config(config.fields), attn_implementation=ATTENTION, **dtype_option(dtype)
+            make_config(model_class, config.fields), attn_implementation=ATTENTION, **dtype_option(dtype)
         )
     return drawn
 
