@@ -110,9 +110,7 @@ def read_transformers_config(
     head_dim = max(max(call.head_dim, call.value_dim) for call in calls)
     is_encoder = not calls[0].sight.causal
     hidden_size = probed.hidden.shape[-1]
-    kind = next((kind for ending, kind in ENDINGS.items() if model_class.__name__.endswith(ending)), None)
-    kind = "none" if is_encoder and kind is None else kind  # BertLMHeadModel, whose tokens see later ones
-    head = choose_head(read_head(fields, kind), runner, folder)
+    head = choose_head(read_head(fields, _head_kind(model_class.__name__, is_encoder)), runner, folder)
     with torch.no_grad():
         vocab_size = text.vocab_size if head else model.compute_logits(probed.hidden).shape[-1]
     return TransformersConfig(
@@ -189,6 +187,13 @@ def make_config(model_class: type[PreTrainedModel], fields: Mapping[str, Any]) -
         )
     config.use_cache = False
     return config
+
+
+def _head_kind(name: str, is_encoder: bool) -> str | None:
+    """Return what the head of a class computes; None for tokens."""
+    if name.endswith(GENERATING):
+        return "none" if is_encoder else None
+    return next(kind for ending, kind in ENDINGS.items() if name.endswith(ending))
 
 
 def check_overrides(overrides: Mapping[str, Any], config: PretrainedConfig) -> None:
