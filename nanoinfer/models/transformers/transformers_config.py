@@ -229,6 +229,8 @@ def _check_calls(calls: tuple[AttentionCall, ...]) -> None:
         raise ModelError("some of its layers attend to later tokens, and others do not, which is not supported")
     most = max(call.num_kv_heads for call in calls)
     for call in calls:
+        if not call.sight.causal and (call.has_sinks or call.soft_cap is not None):
+            raise ModelError(f"{call.name} attends to later tokens with sinks or a soft cap, which is not supported")
         if most % call.num_kv_heads or call.num_heads % most:
             raise ModelError(f"{call.name} has {call.num_kv_heads} KV heads, and others {most}; supported are divisors")
 
