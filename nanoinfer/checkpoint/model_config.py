@@ -267,12 +267,17 @@ class ModelConfig(BaseModelConfig):
         return None
 
 
-def _identify(raw: Mapping[str, Any], supported: Mapping[str, Architecture]) -> tuple[str, HeadConfig | None]:
-    """Return the architecture that runs a config.json, and the head in place of a language-model head, if any."""
+def read_architecture(raw: Mapping[str, Any]) -> str:
+    """Return what a config.json calls the class of its model."""
     architectures = raw.get("architectures") or ["(none)"]
     if not isinstance(architectures, list):
         raise ModelError(f"config.json has architectures={architectures!r}; it must be a list of names")
-    architecture, kind = split_architecture(raw, str(architectures[0]), supported.keys())
+    return str(architectures[0])
+
+
+def _identify(raw: Mapping[str, Any], supported: Mapping[str, Architecture]) -> tuple[str, HeadConfig | None]:
+    """Return the architecture that runs a config.json, and the head in place of a language-model head, if any."""
+    architecture, kind = split_architecture(raw, read_architecture(raw), supported.keys())
     head = read_head(raw, kind)
     if architecture not in supported:
         raise ModelError(explain_architecture(raw, architecture, supported))

@@ -1,6 +1,8 @@
 """Whose layers a model has: our own where we wrote them, else transformers'. Nobody else asks which."""
 
 import logging
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -8,44 +10,58 @@ import torch
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.hub import read_json
 from nanoinfer.checkpoint.loader import fill_with_random_weights, load_model
-from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.checkpoint.other_models import explain_folder
+from nanoinfer.checkpoint.model_config import ModelConfig, read_architecture
+from nanoinfer.checkpoint.other_models import explain_architecture, explain_folder
+from nanoinfer.checkpoint.overrides import override
 from nanoinfer.checkpoint.pooling_config import split_architecture
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import default_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.errors import ModelError
+from nanoinfer.errors import ConfigError, ModelError
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.models import SUPPORTED, get_model_class
 from nanoinfer.models.interface import Model
 
 logger = logging.getLogger("nanoinfer")
 
+FIRST_VERSION = "4.57"  # of transformers, whose attention and masks can be replaced as we do
+
 
 def read_model_config(folder: Path, options: EngineConfig) -> BaseModelConfig:
     """Read the config of a model, and choose whose layers it has. Raises ModelError for one that cannot be run."""
     overrides, quantization, runner = options.hf_overrides, options.quantization, options.runner
-    if uses_transformers(folder, options.model_impl):
-        from nanoinfer.models.transformers.transformers_config import read_transformers_config  # slow to import
+    if options.model_impl == "nanoinfer" or not uses_transformers(folder, options):
+        return ModelConfig.from_folder(folder, SUPPORTED, overrides, quantization, runner)
+    if options.enable_return_routed_experts:
+        raise ConfigError(
+            "enable_return_routed_experts=True needs layers of nanoinfer's own, and those of this model are "
+            "transformers'; leave it out"
+        )
+    from nanoinfer.models.transformers.transformers_config import read_transformers_config  # slow to import
 
-        return read_transformers_config(folder, overrides, quantization, runner)
-    return ModelConfig.from_folder(folder, SUPPORTED, overrides, quantization, runner)
+    config = read_transformers_config(folder, overrides, quantization, runner)
+    is_native = config.architecture in SUPPORTED
+    why = "as model_impl='transformers' asks" if is_native else "which nanoinfer has no layers of its own for"
+    logger.info("%s runs by the layers of transformers, %s", config.architecture, why)
+    return config
 
 
-def uses_transformers(folder: Path, model_impl: str) -> bool:
-    """Return whether transformers is to compute the layers of a model; say so in the log, and why."""
-    if model_impl == "nanoinfer":
-        return False
+def uses_transformers(folder: Path, options: EngineConfig) -> bool:
+    """Return whether transformers is to compute the layers of a model. Raises ModelError for a version that cannot."""
     if not (folder / "config.json").exists():
         raise ModelError(f"{folder} {explain_folder(folder)}")
     raw = read_json(folder / "config.json")
-    names = raw.get("architectures")
-    name = str(names[0]) if isinstance(names, list) and names else "(none)"
+    raw = override(raw, options.hf_overrides) if options.hf_overrides else raw
+    name = read_architecture(raw)
     is_native = split_architecture(raw, name, SUPPORTED)[0] in SUPPORTED
-    if model_impl == "auto" and (is_native or not isinstance(names, list) or not names):
+    if not raw.get("architectures") or (is_native and options.model_impl == "auto"):
         return False
-    why = "as model_impl='transformers' asks" if is_native else "which nanoinfer has no layers of its own for"
-    logger.info("%s runs by the layers of transformers, %s", name, why)
+    if find_spec("transformers.masking_utils") is None:
+        version = metadata.version("transformers")
+        why = "" if is_native else f"{explain_architecture(raw, name, SUPPORTED)}. "
+        raise ModelError(
+            f"{why}Layers of transformers run from version {FIRST_VERSION} on, and {version} is installed; upgrade it"
+        )
     return True
 
 

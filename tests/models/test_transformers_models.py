@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, masking_utils
 
 from nanoinfer import LLM, ConfigError, ModelError, SamplingParams
 from nanoinfer.models.transformers.guards import check_cache, check_mixing
-from nanoinfer.models.transformers.probe import Sight, sight_of
+from nanoinfer.models.transformers.probe import HostReads, Sight, sight_of
 from nanoinfer.models.transformers.split_model import SplitModel
 from tests.models.test_tiny_transformers import NO_ANSWER
 from tests.models.tiny_transformers import Answer, causal_names, reference, write_tiny
@@ -28,7 +28,7 @@ PROMPTS = [[(7 * length * index + 11) % 230 + 5 for index in range(length)] for 
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
     "in chunks": {"max_num_batched_tokens": 16, "max_num_seqs": 3},
-    "preempted": {"num_kvcache_blocks": 8, "max_model_len": 96, "enable_prefix_caching": False},
+    "preempted": {"num_kvcache_blocks": 7, "max_model_len": 96, "enable_prefix_caching": False},
 }
 DAILY = (
     *("GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM", "Starcoder2ForCausalLM", "Gemma3nForCausalLM"),
@@ -38,6 +38,7 @@ DAILY = (
 OVERRIDES: dict[str, dict[str, Any]] = {
     # Chunks that blocks of 16 divide; the queries grow at 512, beyond the longest position.
     "Llama4ForCausalLM": {"attention_chunk_size": 32, "floor_scale": 512},
+    "Llama4ForConditionalGeneration": {"text_config": {"attention_chunk_size": 32, "floor_scale": 512}},
     "XLMRobertaXLForCausalLM": {"pad_token_id": 1},  # it is never drawn: transformers takes it for padding
 }
 # Classes with the attention interface that are refused, and a part of the reason.
@@ -48,21 +49,17 @@ REFUSED = {
     "DogeForCausalLM": "a mask that its model changed",
     "DoryForCausalLM": "otherwise with transformers' cache",
     "Dots3NoteForCausalLM": "indices",
-    "Gemma4AssistantForCausalLM": "does not compute a text's tokens alone",
-    "Gemma4UnifiedAssistantForCausalLM": "does not compute a text's tokens alone",
-    "Gemma4UnifiedForConditionalGeneration": "does not compute a text's tokens alone",
+    "Gemma4AssistantForCausalLM": "cannot compute a text alone",
+    "Gemma4UnifiedAssistantForCausalLM": "cannot compute a text alone",
     "GlmMoeDsaForCausalLM": "indices",
     "GraniteMoeHybridForCausalLM": "reach each other outside attention",
     "HYV4ForCausalLM": "indices",
-    "JetMoeForCausalLM": "does not compute a text's tokens alone",
     "Lfm2ForCausalLM": "reach each other outside attention",
     "Lfm2MoeForCausalLM": "reach each other outside attention",
     "Lfm3ForCausalLM": "reach each other outside attention",
-    "Llama4ForConditionalGeneration": "image_outputs",
     "MiniMaxForCausalLM": "reach each other outside attention",
     "MiniMaxM3VLForCausalLM": "block_indices",
     "RecurrentGemmaForCausalLM": "reach each other outside attention",
-    "XmodForCausalLM": "does not compute a text's tokens alone",
     "ZayaForCausalLM": "reach each other outside attention",
 }
 
@@ -270,6 +267,30 @@ def test_what_a_mask_shows_is_read_off_its_function(function: Callable[..., Any]
 def test_a_mask_of_another_shape_is_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(ModelError, match="mask of a layer"):
         sight_of(function, 64, "a layer")
+
+
+def test_what_a_model_reads_back_from_meta_is_answered_and_noted() -> None:
+    x, mask = torch.empty(4, 2, device="meta"), torch.empty(4, dtype=torch.bool, device="meta")
+    answers: list[Callable[[], Any]] = [
+        lambda: x[0, 0].item(),
+        lambda: x.tolist()[3],
+        lambda: bool(mask.any()),
+        lambda: x[mask].shape[0],
+        lambda: [part.shape[0] for part in x.split([0, 0, 0])],
+        lambda: torch.where(mask)[0].shape[0],
+        lambda: mask.nonzero().shape,
+        lambda: x.__setitem__(mask, x[mask]),
+    ]
+    expected = [0, [0, 0], False, 0, [4, 0, 0], 0, (0, 1), None]
+    for answer, value in zip(answers, expected, strict=True):
+        with HostReads() as reads:
+            assert answer() == value
+        assert reads.found
+    with HostReads() as reads:
+        assert [part.shape[0] for part in x.split([1, 3])] == [1, 3]
+        assert torch.where(mask, x[:, 0], 0).shape == (4,)
+        assert torch.ones(3).tolist() == [1, 1, 1]  # of a tensor on the host
+    assert not reads.found
 
 
 # -------- Weights and rotations ---------------------------------------------------------------------------------------

@@ -30,8 +30,14 @@ def check_mixing(model: SplitModel, vocab_size: int) -> None:
     first, second, third, fourth = (index % vocab_size for index in (5, 9, 17, 23))
     whole = _run_alone(model, [first, second, third, fourth], [0, 1, 2, 3])
 
-    if _differ(_run_alone(model, [first, second, third, fourth], None), whole):
-        raise ModelError(f"{name} counts the positions of a prompt otherwise than from 0, which is not supported")
+    counted = _run_alone(model, [first, second, third, fourth], None)
+    if _differ(counted, whole):
+        model.first_position += 1  # of PaliGemma, say
+        whole = _run_alone(model, [first, second, third, fourth], [0, 1, 2, 3])
+    if _differ(counted, whole):
+        raise ModelError(
+            f"{name} counts the positions of a prompt otherwise than by one for each token, which is not supported"
+        )
     if _differ(_run_alone(model, [fourth, second, first, fourth], [0, 1, 2, 3])[3], whole[3]):
         raise ModelError(
             f"tokens of {name} reach each other outside attention (by a convolution or a recurrent state), which is "
@@ -56,10 +62,11 @@ def check_cache(model: SplitModel) -> None:
     try:
         whole = model.run(ids, positions)[0][0, -1]
         before = model.run(ids[:3], positions[:3], use_cache=True)
-        # The argument has another name from transformers 5.24 on, and so has the output.
-        argument = next(cache for cache in CACHES if cache in inspect.signature(model.layers.forward).parameters)
-        kept = next(before[cache] for cache in CACHES if before.get(cache) is not None)
-        last = model.run(ids[3:], positions[3:], use_cache=True, **{argument: kept})[0][0, -1]
+        # The output has another name from transformers 5.24 on, and so has the argument, unless a class is late.
+        name_of_kept = next(cache for cache in CACHES if before.get(cache) is not None)
+        known = inspect.signature(model.layers.forward).parameters
+        argument = next((cache for cache in CACHES if cache in known), name_of_kept)
+        last = model.run(ids[3:], positions[3:], use_cache=True, **{argument: before[name_of_kept]})[0][0, -1]
         is_same = not _differ(last, whole)
     except (
         RuntimeError,
@@ -77,6 +84,22 @@ def check_cache(model: SplitModel) -> None:
             f"{name} answers otherwise with transformers' cache than without, so there is no right answer to follow; "
             "run it with transformers"
         )
+
+
+@torch.inference_mode()
+def check_head(model: SplitModel, method: str, hidden_size: int) -> None:
+    """Raise ModelError where a classifier's head pools tokens otherwise than by `method`: see `PoolingConfig`."""
+    name, weight = type(model.model).__name__, next(model.model.parameters())
+    hidden = torch.randn(1, 3, hidden_size, dtype=weight.dtype, device=weight.device)
+    pooled = {"cls": hidden[0, :1], "last": hidden[0, -1:], "mean": hidden.mean(1), "all": hidden[0]}[method]
+    try:
+        if not _differ(model.run_head(hidden)[0].reshape(len(pooled), -1), model.score(pooled).to(weight.dtype)):
+            return
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:  # heads fail in their own ways
+        raise ModelError(
+            f"the head of {name} needs more than hidden states ({error}); run it with transformers"
+        ) from error
+    raise ModelError(f"{name} pools the tokens of a text in a way of its own; run it with transformers")
 
 
 def _differ(found: Tensor, expected: Tensor) -> bool:

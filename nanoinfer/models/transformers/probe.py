@@ -19,7 +19,7 @@ from nanoinfer.errors import ModelError
 from nanoinfer.models.transformers.attention_interface import MaskFunction, handling_attention, probing_masks
 from nanoinfer.models.transformers.split_model import SplitModel
 
-NUM_PROBED_TOKENS = 3
+NUM_PROBED_TOKENS = 259  # more than any model compresses into one key
 MAX_PROBED_POSITIONS = 2**17  # where masks are asked at most
 # Options of attention calls that are followed, or that change nothing when one model computes one step.
 KNOWN_OPTIONS = frozenset(
@@ -156,7 +156,7 @@ class Probe:
 def probe(model: SplitModel, max_positions: int) -> Probed:
     """Run a few tokens through a model; return its attention calls. Raises ModelError for one that is not supported."""
     probing, reads = Probe(model.model, max_positions), HostReads()
-    ids = torch.arange(NUM_PROBED_TOKENS, device="meta")
+    ids = torch.arange(min(NUM_PROBED_TOKENS, max_positions), device="meta")
     with (
         reads,
         _without_packing(),
@@ -171,7 +171,10 @@ def probe(model: SplitModel, max_positions: int) -> Probed:
 
 
 class HostReads(TorchFunctionMode):
-    """Answers with zeros, or with no indices, where a model on meta reads values back, and remembers that it does."""
+    """Answers where a model on meta reads values back, and remembers that it does.
+
+    Numbers are zeros, a mask selects nothing, and of parts whose sizes were read the first is the whole.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +182,7 @@ class HostReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = HOST_READS.get(func)
-        if answer is None or not args[0].is_meta or (func is torch.where and len(args) > 1):
+        if answer is None or not args[0].is_meta or not READS_IF.get(func, _always)(*args):
             return func(*args, **(kwargs or {}))
         self.found = True
         return answer(*args, **(kwargs or {}))
@@ -190,7 +193,25 @@ def _no_indices(x: Tensor, as_tuple: bool = False, **_: Any) -> Any:
     return found.unbind(1) if as_tuple else found
 
 
+def _is_mask(_x: Tensor, index: Any, *_: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype == torch.bool and index.is_meta
+
+
+def _always(*_: Any) -> bool:
+    return True
+
+
+# Functions that read values back for some arguments only.
+READS_IF: Mapping[Any, Callable[..., bool]] = {
+    torch.where: lambda *args: len(args) == 1,
+    Tensor.__getitem__: _is_mask,
+    Tensor.__setitem__: _is_mask,
+    Tensor.split: lambda x, sizes, *_: isinstance(sizes, list) and sizes != [] and not any(sizes),
+}
 HOST_READS: Mapping[Any, Callable[..., Any]] = {
+    Tensor.__getitem__: lambda x, mask: x.new_empty(0, *x.shape[mask.dim() :]),
+    Tensor.__setitem__: lambda x, mask, value: None,
+    Tensor.split: lambda x, sizes, dim=0: (x, *(x.narrow(dim, 0, 0) for _ in sizes[1:])),
     Tensor.item: lambda x: 0,
     Tensor.tolist: lambda x: torch.zeros(x.shape, dtype=torch.long).tolist(),
     Tensor.__bool__: lambda x: False,
@@ -259,13 +280,15 @@ def _chunks(function: MaskFunction) -> Iterator[int]:
 
 
 def _on_cpu(function: MaskFunction) -> MaskFunction:
-    """Return a mask function without tensors on meta: zeros for how many tokens of padding are on the left."""
+    """Return a mask function without tensors on meta: no padding is on the left, and no token belongs to an image."""
     if not isinstance(function, FunctionType) or function.__closure__ is None:
         return function
 
     def moved(name: str, content: Any) -> Any:
         if isinstance(content, Tensor) and content.is_meta and name == "left_padding":
             return torch.zeros(content.shape, dtype=content.dtype)
+        if isinstance(content, Tensor) and content.is_meta and name == "block_sequence_ids":
+            return torch.full((1, MAX_PROBED_POSITIONS), -1)
         if isinstance(content, tuple):
             return tuple(_on_cpu(part) for part in content)
         return _on_cpu(content)

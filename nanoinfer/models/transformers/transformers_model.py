@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nanoinfer.checkpoint.base_config import BaseModelConfig
-from nanoinfer.checkpoint.loader import fill_with_random_weights
+from nanoinfer.checkpoint.loader import iterate_weights
 from nanoinfer.checkpoint.weights import listed
 from nanoinfer.device import default_dtype
 from nanoinfer.distributed.tensor_parallel import VocabShard
@@ -28,10 +27,16 @@ from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.transformers.attention_interface import ATTENTION, handling_attention, name_attention
 from nanoinfer.models.transformers.fast_norms import use_norm_kernel
-from nanoinfer.models.transformers.guards import check_cache, check_mixing, why_not_captured
+from nanoinfer.models.transformers.guards import check_cache, check_head, check_mixing, why_not_captured
 from nanoinfer.models.transformers.probe import AttentionCall
 from nanoinfer.models.transformers.split_model import SplitModel
-from nanoinfer.models.transformers.transformers_config import TransformersConfig, make_config
+from nanoinfer.models.transformers.transformers_config import (
+    TransformersConfig,
+    dtype_option,
+    find_class,
+    make_config,
+    shortened,
+)
 
 logger = logging.getLogger("nanoinfer")
 
@@ -83,7 +88,6 @@ class TransformersModel(nn.Module):
 
     ignored_weights: tuple[str, ...] = ()
     unused_prefixes: tuple[str, ...] = ()
-    score = None
 
     def __init__(
         self, model: SplitModel, config: TransformersConfig, max_positions: int, backends: AttentionBackends
@@ -91,6 +95,7 @@ class TransformersModel(nn.Module):
         super().__init__()
         self.hf_model, self._split = model.model, model
         self.generates = config.head is None or config.head.kind == "vocabulary"
+        self.score = model.score if config.head is not None and config.head.kind in ("sequence", "tokens") else None
         self.captures_decode = config.captures_decode
         self.has_token_types = "token_type_ids" in inspect.signature(model.layers.forward).parameters
         self.vocab = VocabShard(0, config.vocab_size if self.generates else 0)
@@ -118,13 +123,11 @@ class TransformersModel(nn.Module):
         refuses.
         """
         assert isinstance(config, TransformersConfig), f"{config.architecture} was not read as a model of transformers"
-        model_class = getattr(transformers, config.class_name)
+        model_class = find_class(config.fields)
         if random_seed is None:
             model = _load_weights(model_class, config, folder, dtype).to(device)
         else:
-            with torch.device(device), default_dtype(dtype):
-                model = model_class._from_config(make_config(config.fields), attn_implementation=ATTENTION, dtype=dtype)
-            fill_with_random_weights(model, config.initializer_range, random_seed)
+            model = _draw_weights(model_class, config, device, dtype, random_seed)
         name_attention(model, ATTENTION)
         _keep_buffers_as_weights(model)
         freeze_rope(model, max_positions)
@@ -135,6 +138,8 @@ class TransformersModel(nn.Module):
         check_mixing(split, config.vocab_size)
         if not config.is_encoder:
             check_cache(split)
+        if config.pooling is not None and config.pooling.is_classifier and not config.pooling.token_ids:
+            check_head(split, config.pooling.method, config.hidden_size)
         loaded = cls(split, config, max_positions, backends).eval()
         if loaded.captures_decode and loaded.generates and device.type == "cuda" and (why := why_not_captured(split)):
             loaded.captures_decode = False
@@ -225,23 +230,40 @@ def _load_weights(
     model_class: type[PreTrainedModel], config: TransformersConfig, folder: Path, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Return a model with the weights of a folder, on the CPU: transformers knows what to rename and to merge."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in iterate_weights(folder):
+        if name in tensors:
+            raise ModelError(f"{folder} has {name} in two of its files; remove the file that is not of this checkpoint")
+        tensors[name] = tensor
+    options: dict[str, Any] = {"attn_implementation": ATTENTION, "output_loading_info": True, **dtype_option(dtype)}
     try:
+        # Without the last option, the error for a weight of another shape names none.
         model, found = model_class.from_pretrained(
-            folder,
-            config=make_config(config.fields),
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            output_loading_info=True,
-            local_files_only=True,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # else the error names none
+            None,
+            config=make_config(model_class, config.fields),
+            state_dict=tensors,
+            ignore_mismatched_sizes=True,
+            **options,
         )
-    except OSError as error:
-        raise ModelError(f"{folder} has no weights that can be read: {error}") from None
+    except Exception as error:  # what converts weights fails in its own ways
+        raise ModelError(f"transformers cannot load the weights of {folder}: {shortened(error)}") from error
     for kind, what in FAULTS.items():
         if names := sorted(str(name) for name in found.get(kind) or ()):
             raise ModelError(f"{folder} {what} {listed(names)}; is this config.json that of the checkpoint?")
-    return model
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _draw_weights(
+    model_class: type[PreTrainedModel], config: TransformersConfig, device: torch.device, dtype: torch.dtype, seed: int
+) -> PreTrainedModel:
+    """Return a model on its device with the random weights that transformers begins to train with."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device), default_dtype(dtype):
+        torch.manual_seed(seed)
+        drawn: PreTrainedModel = model_class._from_config(
+            make_config(model_class, config.fields), attn_implementation=ATTENTION, **dtype_option(dtype)
+        )
+    return drawn
 
 
 def _keep_buffers_as_weights(model: nn.Module) -> None:
