@@ -105,7 +105,7 @@ def read_gptq(raw: dict[str, Any], **common: Any) -> Int4Config:
     only("bits", raw.pop("bits", None), (4,))
     group_size = raw.pop("group_size", 128)
     only("group_size", group_size, (*GROUP_SIZES, -1))
-    version: Any = raw.pop("checkpoint_format", "gptq") or "gptq"
+    version: Any = raw.pop("checkpoint_format", None) or raw.get("format") or "gptq"
     only("checkpoint_format", version, ("gptq", "gptq_v2"))
     only("format", raw.pop("format", None), (None, version))  # GPTQModel writes it twice
     desc_act, sym = raw.pop("desc_act", False), raw.pop("sym", True)

@@ -106,8 +106,6 @@ class ModelWeights:
         Raises ModelError for a tensor that cannot be cut into its parts.
         """
         _, module, path, kind, shard = self._find(name)
-        if kind == "bias" and module is not None and getattr(module, kind, None) is None and not bool(tensor.any()):
-            return {}  # GPTQ's tools give every layer a bias
         if hasattr(module, "quant_method"):
             read = module.quant_method.read(kind, tensor)
             if read is None:
@@ -237,7 +235,10 @@ def must_be_wide(bits: str, module: Any) -> str:
     """Say that a weight has fewer bits than the module's, and what to do."""
     remedy = "use a checkpoint that has it so, as routers, embeddings and heads always are"
     if hasattr(module, "quant_method"):
-        remedy = "config.json has no quantization_config, or one that leaves this layer in 16 bits; correct it"
+        remedy = (
+            "config.json has no quantization_config (of old checkpoints it is in quantize_config.json), or one that "
+            "leaves this layer in 16 bits; correct it"
+        )
     return f"the weight is in {bits} bits, and must be in 16 (or 32); {remedy}"
 
 

@@ -166,6 +166,7 @@ def read(config: dict[str, Any], architecture: str = "Qwen3ForCausalLM") -> Int4
         (ITS_AWQ_TOO | {"zero_point": False}, "awq", False),
         (V1 | {"checkpoint_format": "gptq", "format": "gptq"}, "gptq", False),
         (V1 | V2 | {"format": "gptq_v2", "sym": False}, "gptq_v2", True),
+        (V1 | {"format": "gptq_v2"}, "gptq_v2", False),
         (TRANSFORMERS, "awq", True),
     ],
 )
@@ -284,7 +285,7 @@ def without(config: dict[str, Any], *path: str, **changes: Any) -> dict[str, Any
 
 
 WEIGHTS = ("config_groups", "group_0", "weights")
-ZEROS, ORDER = "are without zero points other than 8", "are without an order of inputs"
+ZEROS, ORDER = "it has zero points other than 8", "it has inputs in another order than their groups"
 DENIED = {
     "gptq": ("gptq with zeros", lambda raw: without(raw, sym=True), "qzeros", ZEROS),
     "gptq, sym absent": ("gptq with zeros", lambda raw: without(raw, sym=None), "qzeros", ZEROS),
@@ -332,7 +333,7 @@ def test_new_weights_that_the_config_denies_are_refused(
     with LLM(packed, device="cpu", dtype="float32", max_model_len=112) as llm:
         llm.update_weights(tensors)
         for denied in names:
-            with pytest.raises(ModelError, match=f"'{denied}' cannot be updated: quantization_config says"):
+            with pytest.raises(ModelError, match=f"'{denied}' cannot be updated: it has .* no weight has"):
                 llm.update_weights({denied: tensors[denied] + 1})
 
 
@@ -469,6 +470,14 @@ def test_weights_of_fp8_in_other_bits_are_named_too(
                 llm.update_weights({f"{GATE}.weight": torch.zeros(4, 128).to(torch.float8_e4m3fn)})
     with pytest.raises(ModelError, match=f"{module}.weight in .*{IS_WIDE.format(8)} quantization_config"):
         run(changed(fp8, lambda tensors: in_16_bits(tensors, module, *shape)))
+
+
+def test_fp8_is_not_rounded_to_4_bits_without_its_scale(plain_folder: Callable[[bool], Path]) -> None:
+    name, weight = f"{DOWN}.weight", torch.zeros(128, 384).to(torch.float8_e4m3fn)
+    message = f"'{name}' cannot be updated: the weight is in 8 bits, and must be in 16"
+    options = {"device": "cpu", "dtype": "float32", "quantization": "int4", "max_model_len": 112}
+    with LLM(plain_folder(False), **options) as llm, pytest.raises(ModelError, match=message):
+        llm.update_weights({name: weight})
 
 
 # --- only what has fewer bits is checked for groups and blocks ---

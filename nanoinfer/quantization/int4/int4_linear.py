@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanoinfer import kernels
 from nanoinfer.checkpoint.int4_config import Int4Config
-from nanoinfer.checkpoint.weights import check_shape, must_have_fewer
+from nanoinfer.checkpoint.weights import check_shape, must_be_wide, must_have_fewer
 from nanoinfer.device import import_error
 from nanoinfer.errors import ModelError
 from nanoinfer.kernels.device_properties import has_hopper_kernels, num_multiprocessors
@@ -68,6 +68,7 @@ class Int4LinearMethod(LinearMethod):
     def __init__(self, config: Int4Config, layer: Any) -> None:
         self.config = config
         self.dtype, self.device = layer.weight.dtype, layer.weight.device
+        self.has_bias = getattr(layer, "bias", None) is not None
         self.readers = readers(config.checkpoint_format) if config.checkpoint_format else {}
         self.ordered: dict[str, set[str]] = {}  # by expert ("": none): the parts that agree on an order of inputs
         self.create_weights(layer, *layer.weight.shape)
@@ -120,18 +121,21 @@ class Int4LinearMethod(LinearMethod):
         return widen(numbers.flatten(0, 1), scales.flatten(0, 1), zeros, self.dtype).unflatten(0, numbers.shape[:2])
 
     def read(self, kind: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-        if kind == WEIGHT and self.readers:
+        if not self.readers:
+            return kind, tensor
+        if kind == WEIGHT:
             raise ModelError(must_have_fewer(4, tensor))
+        if kind == "bias" and not self.has_bias and not bool(tensor.any()):
+            return None  # tools for GPTQ write zeros for each layer without bias
         if kind not in self.readers:
             return kind, tensor
-        found = self.readers[kind]
-        if found is None:
+        if (found := self.readers[kind]) is None:
             return None
         name, reader = found
-        if (name == ZEROS and not self.config.has_zeros) or (name == GROUPS and not self.config.orders_inputs):
-            self._check_unused(name, reader(tensor))
-            return None
         ours = reader(tensor.to(self.device))
+        if (name == ZEROS and not self.config.has_zeros) or (name == GROUPS and not self.config.orders_inputs):
+            self._check_unused(name, ours)
+            return None
         if name == WEIGHT:
             ours = self._pack(ours)
         # What has one scale for all inputs of an output comes as a matrix of one column.
@@ -144,11 +148,10 @@ class Int4LinearMethod(LinearMethod):
             expected = torch.arange(self.num_inputs, device=ours.device) // (self.group_size or self.num_inputs)
         if not torch.equal(ours, expected.to(ours.dtype)):
             assert self.config.checkpoint_format is not None, "only a checkpoint has such tensors"
-            rule = f"zero points other than {ZERO}" if name == ZEROS else "an order of inputs (desc_act, actorder)"
+            found = f"zero points other than {ZERO}" if name == ZEROS else "inputs in another order than their groups"
             remedy = {"quantization_config": CORRECTIONS[self.config.checkpoint_format][name]}
             raise ModelError(
-                f"quantization_config says that weights are without {rule}, but this tensor is of one with them; "
-                f"if the tensor is right, use hf_overrides={remedy}"
+                f"it has {found}, and by quantization_config no weight has; if it is right, use hf_overrides={remedy}"
             )
 
     def _pack(self, numbers: Tensor) -> Tensor:
@@ -167,6 +170,8 @@ class Int4LinearMethod(LinearMethod):
             return check_shape(full, shape)
         if not full.is_floating_point():
             raise ModelError(f"it has {full.dtype}, and what is rounded to 4 bits has 16 or 32")
+        if full.dtype.itemsize == 1:
+            raise ModelError(must_be_wide("8", layer))
         return check_shape(full, (*shape[:-1], shape[-1] * PACKED))
 
     def prepare(self, layer: Any, param: Tensor, full: Tensor, shard: str | None) -> list[tuple[Tensor, Tensor]]:
