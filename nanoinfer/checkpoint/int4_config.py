@@ -181,7 +181,7 @@ def _dynamic(rules: Any, of_all: Mapping[str, Any]) -> Iterator[str]:
         expression = rule.removeprefix("-:").removeprefix("+:")
         if rule.startswith("-:") or _is_ignored(f"dynamic[{rule!r}]", scheme, of_all):
             yield f"re:{before}(?:{expression})"
-        else:
+        elif expression != "lm_head":  # which is in no layer
             before += f"(?!{expression})"
 
 
