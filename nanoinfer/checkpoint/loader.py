@@ -35,6 +35,7 @@ def load_model(model: Any, folder: Path) -> None:
         try:
             parts = weights.split(name, tensor)
             if not all(place in weights.missing for place in parts):
+                weights.check_bits(name)
                 left_over.append(name)
                 continue
             for place, part in parts.items():

@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nanoinfer.checkpoint.int4_config import Int4Config, read_awq, read_gptq, read_mxfp4, read_pack_quantized
+from nanoinfer.checkpoint.int4_config import (
+    Int4Config,
+    read_auto_round,
+    read_awq,
+    read_gptq,
+    read_mxfp4,
+    read_pack_quantized,
+)
 from nanoinfer.checkpoint.quantization_fields import (
     REMEDY,
     QuantizationConfig,
@@ -152,5 +159,7 @@ READERS: Mapping[str, Callable[..., QuantizationConfig]] = {
     "compressed-tensors": _read_compressed_tensors,
     "awq": read_awq,
     "gptq": read_gptq,
+    "auto-round": read_auto_round,
+    "intel/auto-round": read_auto_round,  # its name before 0.5
     "mxfp4": read_mxfp4,
 }

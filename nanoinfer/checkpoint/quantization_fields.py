@@ -48,11 +48,6 @@ class QuantizationConfig:
         return None
 
     @property
-    def covers_attention(self) -> bool:
-        """Whether attention has fewer bits, too, and not experts alone."""
-        return True
-
-    @property
     def unsplittable_reason(self) -> str | None:
         """Why several ranks cannot share the weights; None if they can."""
         return None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, Fp8Config
+from nanoinfer.checkpoint.weights import must_be_wide, must_have_fewer
 from nanoinfer.errors import ModelError
 from nanoinfer.kernels.fp8_format import FEW_TOKENS, FP8, FP8_MAX, GROUP_SIZE, Activations, QuantizedRows, RowFormat
 from nanoinfer.quantization.fp8_numbers import (
@@ -68,8 +69,7 @@ class Fp8WeightOnlyMethod(LinearMethod):
 
     def check(self, layer: Any, param: Tensor, full: Tensor, shape: tuple[int, ...]) -> None:
         if param is layer.weight and (full.dtype == FP8) != self.config.in_checkpoint:
-            expected = "in float8_e4m3fn" if self.config.in_checkpoint else "in 16 or 32 bits"
-            raise ModelError(f"it has {full.dtype}, and by its quantization_config it is {expected}")
+            raise ModelError(must_have_fewer(8, full) if self.config.in_checkpoint else must_be_wide("8", layer))
         if param is getattr(layer, "input_scale", None):
             if full.numel() != 1:
                 raise ModelError(f"it has shape {tuple(full.shape)}, and one scale for all inputs is known")

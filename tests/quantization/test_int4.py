@@ -453,7 +453,7 @@ def test_an_order_of_inputs_is_not_cut_between_ranks(plain_folder: Callable[[boo
         ({**AWQ, "group_size": 16}, "group_size=16"),
         ({**AWQ, "group_size": 64, "version": "gemv"}, "version='gemv'"),
         ({**GPTQ, "bits": 8}, "bits=8"),
-        ({**GPTQ, "dynamic": {"-:.*down.*": {}}}, "dynamic="),
+        ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         ({**GPTQ, "checkpoint_format": "gptq_v2", "format": "gptq"}, "format='gptq'"),
         (scheme(num_bits=8), "weights.num_bits=8"),
