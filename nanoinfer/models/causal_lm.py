@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.quantization_fields import TEXT_PREFIXES
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.embed_head import NoHead, ParallelLMHead
@@ -17,11 +18,7 @@ from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
 
 # How names begin in checkpoints of models for text and images -> how they begin here.
-TEXT_MODELS = (
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-)
+TEXT_MODELS = (*((prefix, "model.") for prefix in TEXT_PREFIXES), ("language_model.lm_head.", "lm_head."))
 
 
 BARE_PARTS = ("embed_tokens", "layers", "norm")  # how names begin in checkpoints of the decoder alone
@@ -50,7 +47,13 @@ class DecoderForCausalLM(nn.Module):
     # How names of parameters end in the checkpoint -> in ours, where the last part is no module's own: all experts in
     # one tensor.
     renamed_endings: ClassVar[Mapping[str, str]] = {
-        f"experts.{name}_proj": f"experts.{name}_proj.weight" for name in ("gate_up", "down")
+        f"experts.{name}_proj{ending}": f"experts.{name}_proj.{kind}"
+        for name in ("gate_up", "down")
+        for ending, kind in (
+            ("", "weight"),
+            ("_scale_inv", "weight_scale_inv"),
+            ("_activation_scale", "activation_scale"),
+        )
     }
     # Name of a module in the checkpoint -> ours, where they differ.
     renamed_modules: ClassVar[Mapping[str, str]] = {}
