@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nanoinfer.checkpoint.hub import GGUF_REMEDY, LFS_REMEDY, is_lfs_pointer, read_json
 from nanoinfer.checkpoint.weights import ModelWeights, Place, listed
-from nanoinfer.errors import ModelError
+from nanoinfer.errors import NO_ADAPTERS, ModelError
 
 logger = logging.getLogger("nanoinfer")
 
@@ -136,8 +136,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if others:
         raise ModelError(
             f"{folder} has no {SINGLE}, and {listed([path.name for path in others])} is not read: consolidated files "
-            "have the layout of Mistral's own code, and adapters are to be merged into their base model with peft's "
-            f"merge_and_unload; download {SINGLE}"
+            f"have the layout of Mistral's own code, and of LoRA {NO_ADAPTERS}; download {SINGLE}"
         )
     if gguf := [name for name in names if name.endswith(".gguf")]:
         raise ModelError(f"{folder} has its weights only in GGUF files; {GGUF_REMEDY} (found: {listed(gguf)})")
