@@ -6,6 +6,7 @@ Everything is accounted for: a parameter that no tensor fills, and a tensor that
 import logging
 import re
 from collections.abc import Iterator
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +82,19 @@ def _untie_if_different(model: Any, folder: Path) -> None:
 def _names_as_in_others(weights: ModelWeights, names: dict[Place, str]) -> list[str]:
     """Return what the missing tensors are called in this checkpoint: as those of other layers and experts are."""
 
-    def pattern(place: Place) -> str:
-        return NUMBER.sub(".#", ".".join(filter(None, place)))
+    def split(place: Place) -> tuple[str, list[str]]:
+        """Return a place without its numbers, and these: of the layer, and of the expert."""
+        path = ".".join(filter(None, place))
+        return NUMBER.sub(".#", path), NUMBER.findall(path)
 
-    others = {pattern(place): name for place, name in names.items()}
+    others = {split(place)[0]: name for place, name in names.items()}
     missing = []
     for place, name in zip(weights.missing, weights.missing_names(), strict=True):
-        numbers = iter(NUMBER.findall(".".join(filter(None, place))))  # of the layer, and of the expert
-        like = others.get(pattern(place), "")
-        missing.append(NUMBER.sub(lambda _, numbers=numbers: next(numbers), like) or name)
+        pattern, numbers = split(place)
+        words = NUMBER.split(others.get(pattern, ""))
+        missing.append(
+            "".join(chain.from_iterable(zip_longest(words, numbers[: len(words) - 1], fillvalue=""))) or name
+        )
     return [*dict.fromkeys(missing)]
 
 
@@ -132,12 +137,12 @@ def _weight_files(folder: Path) -> list[Path]:
     others = [path for path in found if any(path.match(pattern) for pattern in NOT_THE_MODEL)]
     if files := files or [path for path in found if path not in others]:
         return files
-    names = sorted(path.name for path in folder.iterdir())
     if others:
         raise ModelError(
             f"{folder} has no {SINGLE}, and {listed([path.name for path in others])} is not read: consolidated files "
             f"have the layout of Mistral's own code, and of LoRA {NO_ADAPTERS}; download {SINGLE}"
         )
+    names = sorted(path.name for path in folder.iterdir())
     if gguf := [name for name in names if name.endswith(".gguf")]:
         raise ModelError(f"{folder} has its weights only in GGUF files; {GGUF_REMEDY} (found: {listed(gguf)})")
     if pickled := [name for name in names if name.endswith(PICKLED)]:

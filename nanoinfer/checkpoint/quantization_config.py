@@ -87,7 +87,8 @@ def _read_fp8(raw: dict[str, Any], **common: Any) -> Fp8Config:
     names = ("weight_scale_inv", "activation_scale") if "weight_block_size" in raw else ("weight_scale", "input_scale")
     block = raw.pop("weight_block_size", None)
     scheme = raw.pop("activation_scheme", "dynamic")
-    ignored = [*(raw.pop("modules_to_not_convert", None) or ()), *(raw.pop("ignored_layers", None) or ())]
+    fields = ("modules_to_not_convert", "ignored_layers")
+    ignored = [name for field in fields for name in module_names(field, raw.pop(field, None) or [])]
     only("weight_block_size", block, (None, [BLOCK_SIZE, BLOCK_SIZE]))
     only("activation_scheme", scheme, ("dynamic", "static"))
     only("fmt", raw.pop("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
@@ -101,7 +102,7 @@ def _read_fp8(raw: dict[str, Any], **common: Any) -> Fp8Config:
         static_inputs=scheme == "static",
         scale_name=names[0],
         input_scale_name=names[1],
-        ignored=module_names("modules_to_not_convert", ignored),
+        ignored=tuple(ignored),
         **common,
     )
 
@@ -120,7 +121,7 @@ def _read_compressed_tensors(raw: dict[str, Any], **common: Any) -> Quantization
     """Read the dialect of llm-compressor: one scheme for all linear layers, in FP8 or in packed integers of 4 bits."""
     drop_kv_scales(raw)
     layout = raw.pop("format", None)
-    only("format", layout, ("float-quantized", "pack-quantized"))
+    only("format", layout, ("float-quantized", "naive-quantized", "pack-quantized"))  # the first two are one in FP8
     groups, ignored = raw.pop("config_groups", None), raw.pop("ignore", None) or []
     for location in re.findall(r'"location": "(\w+)"', json.dumps(raw.pop("transform_config", None))):
         only("transform_config.location", location, ("weight_input", "weight_output"))  # what is in the weights already

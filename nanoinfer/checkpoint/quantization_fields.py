@@ -67,6 +67,8 @@ class QuantizationConfig:
 
         Raises ModelError where only some of the weights that it packs are.
         """
+        if not self.ignored:
+            return True
         weights = [*self._checkpoint_names(module)]
         ignored = [name for names in weights if (name := self._ignored_name(names))]
         if 0 < len(ignored) < len(weights):
@@ -78,16 +80,20 @@ class QuantizationConfig:
         path, _, last = module.rpartition(".")
         return not ignored and not self._ignored_name(self._spellings(path, (last,)))  # a checkpoint may pack as we do
 
-    def _ignored_name(self, names: Iterable[str]) -> str | None:
-        """Return the name by which a weight is ignored; None if it is not."""
-        if not self.ignored:
-            return None
+    def _ignored_name(self, spellings: Iterable[str]) -> str | None:
+        """Return the one of a weight's names by which it is ignored; None if it is not."""
         plain, expressions = _patterns(self.ignored)
+        names = [*spellings]
         for name in names:
             parts = name.split(".")
-            inner = (".".join(parts[start:end]) for start, end in combinations(range(len(parts) + 1), 2))
-            if not plain.isdisjoint(inner) or any(expression.match(name) for expression in expressions):
+            paths = (".".join(parts[start:end]) for start, end in combinations(range(len(parts) + 1), 2))
+            if not plain.isdisjoint(paths):
                 return name
+        for expression in expressions:
+            found = [name for name in names if expression.match(name)]
+            # What excludes a name matches all that the checkpoint does not have.
+            if found and (len(found) == len(names) or "(?!" not in expression.pattern):
+                return found[0]
         return None
 
     def _checkpoint_names(self, module: str) -> Iterator[list[str]]:

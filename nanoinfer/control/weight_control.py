@@ -41,7 +41,8 @@ class WeightControl:
             try:
                 for pair in named_tensors:
                     check_pair(pair)
-                    runner.weights.update(*pair, given)
+                    name, tensor = pair
+                    runner.weights.update(name, tensor, given)
                     num_copied += 1
             except ModelError as error:
                 raise ModelError(f"{error}; the {num_copied} before it were copied, and stay") from None

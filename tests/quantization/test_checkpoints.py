@@ -417,6 +417,7 @@ GROUP = "config_groups/group_0"
             {"config_groups": {"R3": {"apply": [{"location": "q_attn"}]}}},
             "transform_config.location='q_attn', which is not supported; supported: 'weight_input', 'weight_output'",
         ),
+        (BLOCKS, "modules_to_not_convert", "lm_head", "modules_to_not_convert='lm_head'; it must be a list of names"),
         (BLOCKS, "modules_to_not_convert", [7], "modules_to_not_convert=[7]; it must be a list of names"),
         (CHANNELS, "format", "int-quantized", "format='int-quantized', which is not supported"),
         (CHANNELS, "config_groups", {}, "config_groups={}; one group for all linear layers is supported"),
@@ -458,8 +459,9 @@ def test_an_option_that_is_not_known_is_refused() -> None:
         LLM("anything", quantization="int3")
 
 
-def test_a_checkpoint_in_fp8_may_be_asked_for_fp8_too() -> None:
+def test_a_checkpoint_in_fp8_may_be_asked_for_fp8_too_and_have_another_name_for_it() -> None:
     assert read(BLOCKS, "fp8") == read(BLOCKS)
+    assert read(changed(CHANNELS, "format", "naive-quantized")) == read(CHANNELS)
     assert read(None) is None
 
 
@@ -500,6 +502,9 @@ EXPERTS_OF_0 = "model.layers.0.mlp.experts.gate_up_proj"
         ("Qwen3ForCausalLM", "model.layers.1*", "model.layers.0.self_attn.o_proj", True),
         ("Qwen3ForCausalLM", r"model\.layers\.[01]\.mlp", "model.layers.1.mlp.gate_up_proj", False),
         ("Qwen3ForCausalLM", r"model\.layers\.[01]\.mlp", "model.layers.10.mlp.gate_up_proj", True),
+        ("Qwen3ForCausalLM", r"re:^(?!model\.layers).*", "model.layers.0.self_attn.o_proj", True),
+        ("MistralForCausalLM", "re:^(?!.*language_model).*", "model.layers.0.mlp.down_proj", True),
+        ("Qwen3ForCausalLM", r"re:.*layers\.(?!1)\d\.", "model.layers.0.self_attn.o_proj", False),
         ("Qwen3ForCausalLM", "self_att", "model.layers.0.self_attn.qkv_proj", True),
     ],
 )
