@@ -33,11 +33,12 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
     "config_format guided_decoding_backend model_impl tokenizer_mode": ("auto",),
     """
         additional_config allowed_local_media_path code_revision compilation_config cuda_graph_sizes
-        cudagraph_capture_sizes hf_config_path kv_events_config kv_transfer_config limit_mm_per_prompt lora_modules
-        max_cpu_loras max_lora_rank max_loras max_parallel_loading_workers mm_processor_kwargs model_loader_extra_config
+        cudagraph_capture_sizes default_mm_loras hf_config_path kv_events_config kv_transfer_config
+        limit_mm_per_prompt lora_dtype lora_extra_vocab_size lora_local_path lora_modules max_cpu_loras
+        max_lora_rank max_loras max_parallel_loading_workers mm_processor_kwargs model_loader_extra_config
         num_speculative_tokens override_generation_config pooler_config quantization_param_path reasoning_parser
-        scheduler_cls speculative_config speculative_model structured_outputs_config tokenizer_revision worker_cls
-        worker_extension_cls
+        scheduler_cls speculative_config speculative_model structured_outputs_config tokenizer_revision
+        worker_cls worker_extension_cls
     """: (),
 }
 CHUNKS = "prompts above max_num_batched_tokens are always computed in chunks"

@@ -456,7 +456,11 @@ def test_what_vllms_generate_and_chat_take_is_accepted_where_it_asks_for_nothing
             "generate has no option 'prompt_token_ids'; did you mean 'prompts, ",
         ),
         (tiny.chat, {"guided_json": {"a": 1}}, "chat has no option 'guided_json'; did you mean 'structured_outputs="),
-        (tiny.chat, {"lora_request": 1}, "chat has no option 'lora_request'; nanoinfer does not support it. Options: "),
+        (
+            tiny.chat,
+            {"lora_request": 1},
+            "chat has no option 'lora_request'; adapters are not supported; merge it into",
+        ),
         (tiny.chat, {"use_tqmd": True}, "chat has no option 'use_tqmd'; did you mean 'use_tqdm'? Options: messages, "),
     ):
         with pytest.raises(TypeError, match=re.escape(hint)):

@@ -49,7 +49,7 @@ class Int4Config(QuantizationConfig):
     only_modules: tuple[str, ...] = ()
 
     def covers(self, module: str) -> bool:
-        names = self._checkpoint_names(module)
+        names = (name for spellings in self._checkpoint_names(module) for name in spellings)
         is_listed = not self.only_modules or any(name.endswith(self.only_modules) for name in names)
         return is_listed and QuantizationConfig.covers(self, module)
 

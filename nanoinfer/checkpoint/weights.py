@@ -36,6 +36,10 @@ class CheckpointNames(Protocol):
 
     ignored_weights: Collection[str]  # tensors to skip
     unused_prefixes: tuple[str, ...]  # how the names of others to skip begin
+    is_tied: bool  # whether the head is the embedding, and both names are of one place
+
+    def untie(self) -> None:
+        """Make two places of them."""
 
     def locate(self, name: str) -> Place:
         """Return which parameter, or shard of one, a checkpoint's tensor fills."""
@@ -78,8 +82,8 @@ class ModelWeights:
         self.missing = dict.fromkeys(self._homes)
 
     def missing_names(self) -> list[str]:
-        """Return which parameters are to be filled, with the shard in brackets where it is not all of one."""
-        return [f"{name} ({shard})" if shard else name for name, shard in self.missing]
+        """Return the tensors that are to come, as checkpoints of this architecture call them."""
+        return [*map(self._names.checkpoint_name, self.missing)]
 
     def is_needed(self, name: str) -> bool:
         """Return whether a checkpoint's tensor fills anything; its name may still be unknown."""
@@ -155,8 +159,11 @@ class ModelWeights:
 
     # -------- Updates -------------------------------------------------------------------------------------------------
 
-    def check(self, name: str, tensor: Any) -> dict[Place, Tensor]:
-        """Return where a tensor goes: nowhere, if it is not needed. Raises ModelError for one that does not fit."""
+    def check(self, name: str, tensor: Any, given: dict[Place, str] | None = None) -> dict[Place, Tensor]:
+        """Return where a tensor goes: nowhere, if it is not needed. Raises ModelError for one that does not fit.
+
+        given: the names of tensors that this update has copied before, by place; the tensor is added to them.
+        """
         check_plain(name, tensor)
         if not self.is_needed(name):
             return {}
@@ -169,14 +176,24 @@ class ModelWeights:
                 raise ModelError(f"the model has no weight of this name; use the names of its checkpoint: {known}")
             for place, part in parts.items():
                 self._check_part(place, part)
+                self._check_tied(place, part, name, {} if given is None else given)
         except ModelError as error:
             raise ModelError(f"{name!r} cannot be updated: {error}") from None
         return parts
 
+    def _check_tied(self, place: Place, tensor: Tensor, name: str, given: dict[Place, str]) -> None:
+        """Raise ModelError where head and embedding are tied, and an update has two that differ."""
+        module = self._homes[place][0]
+        if hasattr(module, "holds") and (first := given.setdefault(place, name)) != name and not module.holds(tensor):
+            raise ModelError(
+                f"it differs from {first}, and config.json ties one to the other; send one of them, or load the model "
+                "with hf_overrides={'tie_word_embeddings': False}"
+            )
+
     @torch.inference_mode()
-    def update(self, name: str, tensor: Tensor) -> None:
-        """Check a tensor and copy it into its place."""
-        for place, part in self.check(name, tensor).items():
+    def update(self, name: str, tensor: Tensor, given: dict[Place, str] | None = None) -> None:
+        """Check a tensor and copy it into its place. given: see `check`."""
+        for place, part in self.check(name, tensor, given).items():
             self._put(place, part)
 
     @torch.inference_mode()

@@ -1331,7 +1331,14 @@ def test_the_commands_own_help_names_each_command_once_and_has_an_example(capsys
             "(did you mean --max-tokens?); see nanoinfer run-batch",
         ),
         ("run-batch --model m -i in -o out --block-size 16", "(did you mean --kvcache-block-size?); see nanoinfer"),
-        ("run-batch --model m -i in -o out --enable-lora", "--enable-lora (nanoinfer does not support it); see"),
+        *(
+            (
+                f"run-batch --model m -i in -o out {option}",
+                f"{option.split()[0]} (adapters are not supported; merge it into its base model with peft's "
+                "merge_and_unload, and give the folder where that is saved); see",
+            )
+            for option in ("--enable-lora", "--lora-modules a=b", "--lora-path a")
+        ),
         (
             "run-batch --model m -i in -o out --wishes 3",
             "unrecognized arguments: --wishes; see nanoinfer run-batch --h",
