@@ -81,6 +81,15 @@ class Tokenizer:
         return {token_id: str(token) for token_id, token in self.hf.added_tokens_decoder.items() if token.special}
 
     @cached_property
+    def num_ids(self) -> int:
+        """Return the largest token id and one; it may be more than the model's vocabulary, or less."""
+        return max(self.hf.get_vocab().values(), default=-1) + 1
+
+    def name_of(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary writes it; None for an id that the tokenizer does not know."""
+        return self.hf.convert_ids_to_tokens(token_id) if token_id < self.num_ids else None
+
+    @cached_property
     def longest_token(self) -> int:
         """Return the most characters that one token may stand for; some tokenizers may drop any number of them."""
         return max(map(len, self.hf.get_vocab())) if self._is_byte_level else sys.maxsize
@@ -340,17 +349,21 @@ def _has_tokenizer(folder: Path) -> bool:
 def load_tokenizer(folder: Path, vocab_size: int | None = None) -> Tokenizer | None:
     """Load the tokenizer in `folder`; None where there is none, and prompts must be token ids.
 
-    It is slow, because it imports transformers, and safe to call in a thread while another loads the weights. Raises
-    ModelError where the tokenizer cannot be loaded, or has more tokens than `vocab_size`, the model's.
+    It is slow, because it imports transformers, and safe to call in a thread while another loads the weights. A
+    tokenizer may have tokens that the model does not know, as a padding token that fine-tuning has added. vocab_size:
+    the model's; where the tokenizer has more even without those that were added, it may be another model's, and a
+    warning says so. Raises ModelError where the tokenizer cannot be loaded.
     """
     if not _has_tokenizer(folder):
         return None
     tokenizer = Tokenizer(folder)
-    num_tokens = len(tokenizer.hf)
-    if vocab_size is not None and num_tokens > vocab_size:
-        raise ModelError(
-            f"the tokenizer in {folder} has {num_tokens} tokens, and config.json vocab_size={vocab_size}; they are not "
-            "of one model: give the model's own tokenizer, or download both again"
+    if vocab_size is not None and tokenizer.hf.vocab_size > vocab_size:
+        logger.warning(
+            "the tokenizer in %s has %d tokens, and config.json vocab_size=%d; it may be another model's, and prompts "
+            "that contain its last tokens are refused",
+            folder,
+            tokenizer.num_ids,
+            vocab_size,
         )
     return tokenizer
 

@@ -211,6 +211,19 @@ def test_what_a_later_transformers_has_saved_loads(name: str, tmp_path: Path) ->
     assert tokenizer.decode([1, *tokenizer.encode(["the"])[0]]) == "the"
 
 
+def test_a_tokenizer_that_is_too_large_even_without_added_tokens_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = save_byte_level(tmp_path)
+    backend.add_tokens(["<pad>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    num_tokens = backend.get_vocab_size()
+    for vocab_size, warns in ((num_tokens, False), (num_tokens - 1, False), (num_tokens - 2, True), (None, False)):
+        caplog.clear()
+        load_tokenizer(tmp_path, vocab_size)
+        assert (f"has {num_tokens} tokens, and config.json vocab_size={vocab_size}; it may be" in caplog.text) == warns
+
+
 def test_a_damaged_tokenizer_is_refused_by_folder(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
