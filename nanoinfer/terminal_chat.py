@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanoinfer import LLM, RequestError, SamplingParams
+from nanoinfer.text.chat import render_chat
 
 COMMANDS = "/reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D leaves"
 Messages = list[dict[str, str]]
@@ -92,11 +93,9 @@ def exchange(
 
 def render(llm: LLM, messages: Messages, template_kwargs: dict[str, Any]) -> list[int]:
     """Return the token ids of a conversation, up to the beginning of its next answer. Raises RequestError."""
-    try:
-        text = llm.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **template_kwargs
-        )
-    except Exception as error:  # templates raise what they like
-        raise RequestError(f"the chat template cannot render the conversation ({error})") from error
+    tokenizer = llm.preparer.prompt_processor.require_tokenizer()
+    others = {name: value for name, value in template_kwargs.items() if name != "chat_template"}
+    own_template = template_kwargs.get("chat_template")
+    text = render_chat(tokenizer, messages, chat_template=own_template, chat_template_kwargs=others)
     ids: list[int] = llm.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
     return ids

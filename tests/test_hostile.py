@@ -196,7 +196,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_loads_and_prompts_with_them
     last = content["added_tokens"][-1]
     content["added_tokens"] += [last | {"id": 1024 + i, "content": f"<new{i}>"} for i in range(40)]
     path.write_text(json.dumps(content))
-    said = "prompt 1 has '<new1>', a token that the tokenizer has (id 1025) and the model has not: its ids are 0 to 1023"
+    said = (
+        "prompt 1 has '<new1>', a token that the tokenizer has (id 1025) and the model has not: its ids are 0 to 1023"
+    )
     with LLM(folder, device="cpu", num_kvcache_blocks=16, data_parallel_size=replicas) as llm:
         good, bad = llm.generate(["a", "a<new1>"], ONE, use_tqdm=False, on_error="return")
         assert (good.outputs[0].error, bad.outputs[0].error) == (None, f"{said}; leave that text out")

@@ -269,7 +269,10 @@ class PromptProcessor:
     def _check_token_ids(self, token_ids: list[int], which: str) -> list[int]:
         """Return the ids of "prompt 0", say, as ints. Raises RequestError for what cannot be served."""
         if not isinstance(token_ids, list):
-            kind = type(token_ids).__name__
+            kind, keys = type(token_ids).__name__, [*token_ids] if isinstance(token_ids, Mapping) else []
+            if len(keys) > 1 and (own := next((key for key in ("prompt_token_ids", "prompt") if key in keys), None)):
+                others = ", ".join(repr(key) for key in keys if key != own)
+                raise RequestError(f"{which} has {others} beside {own!r}, which is a whole prompt; leave {others} out")
             raise RequestError(
                 f"{which} is a {kind}; give a string or a list of token ids, or {{'prompt': either}}, in place of "
                 f"{shown(token_ids):.200}"
@@ -284,8 +287,8 @@ class PromptProcessor:
             limit, name = self.vocab_size - 1, self.tokenizer and self.tokenizer.name_of(outside[0])
             if name:
                 raise RequestError(
-                    f"{which} has {name!r}, a token that the tokenizer has (id {outside[0]}) and the model has not: its "
-                    f"ids are 0 to {limit}; leave that text out"
+                    f"{which} has {name!r}, a token that the tokenizer has (id {outside[0]}) and the model has not: "
+                    f"its ids are 0 to {limit}; leave that text out"
                 )
             raise RequestError(f"{which} has token id {outside[0]}, outside the vocabulary; ids are 0 to {limit}")
         if len(token_ids) > self.longest_prompt:

@@ -56,6 +56,8 @@ class Tokenizer:
             for path in filter(is_lfs_pointer, (folder / name for name in TOKENIZER_FILES)):
                 raise ModelError(f"{path} {LFS_REMEDY}") from None
             raise ModelError(f"the tokenizer in {folder} cannot be loaded ({error}); check its files") from error
+        if self.hf.chat_template is None:  # multimodal checkpoints have had it in a file of its own
+            self.hf.chat_template = read_json(folder / "chat_template.json").get("chat_template")
         self._texts: dict[int, str] = {}  # of single tokens
         self._agrees: dict[bool, bool] = {}  # whether the backend says what `hf` says, by add_special_tokens
         backend: Any = getattr(self.hf, "backend_tokenizer", None)  # None for tokenizers written in Python
