@@ -133,8 +133,8 @@ class Template:
                 text = self._try(_replace(messages, place, {**message, "content": MARK}))
                 if text is not None and MARK not in text:
                     raise RequestError(
-                        f"message {place} of conversation {index} has role={message['role']!r}, which the chat template "
-                        f"leaves out; give {', '.join(ROLES)}, or a chat_template that knows it"
+                        f"message {place} of conversation {index} has role={message['role']!r}, which the chat "
+                        f"template leaves out; give {', '.join(ROLES)}, or a chat_template that knows it"
                     )
 
     def _takes_parts(self, messages: Conversation, place: int) -> bool:
