@@ -20,8 +20,8 @@ ROLES = ("system", "user", "assistant", "tool")
 MARK = "nanoinferMark"
 # What `apply_chat_template` takes for itself.
 ARGUMENTS = ("tools", "chat_template", "add_generation_prompt", "continue_final_message")
-RESERVED = (*ARGUMENTS, "conversation", "messages", "tokenize", "padding", "truncation", "max_length", "return_tensors")
-RESERVED += ("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "self")
+RESERVED = {*ARGUMENTS, "conversation", "messages", "tokenize", "padding", "truncation", "max_length", "self"}
+RESERVED |= {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 
 
 def render_chats(

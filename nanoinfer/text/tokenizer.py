@@ -56,7 +56,7 @@ class Tokenizer:
             for path in filter(is_lfs_pointer, (folder / name for name in TOKENIZER_FILES)):
                 raise ModelError(f"{path} {LFS_REMEDY}") from None
             raise ModelError(f"the tokenizer in {folder} cannot be loaded ({error}); check its files") from error
-        if self.hf.chat_template is None:  # multimodal checkpoints have had it in a file of its own
+        if getattr(self.hf, "chat_template", None) is None:  # multimodal checkpoints have had it in a file of its own
             self.hf.chat_template = read_json(folder / "chat_template.json").get("chat_template")
         self._texts: dict[int, str] = {}  # of single tokens
         self._agrees: dict[bool, bool] = {}  # whether the backend says what `hf` says, by add_special_tokens
@@ -89,7 +89,7 @@ class Tokenizer:
 
     def name_of(self, token_id: int) -> str | None:
         """Return a token as the vocabulary writes it; None for an id that the tokenizer does not know."""
-        return self.hf.convert_ids_to_tokens(token_id) if token_id < self.num_ids else None
+        return self.hf.convert_ids_to_tokens(token_id) if 0 <= token_id < self.num_ids else None
 
     @cached_property
     def longest_token(self) -> int:
@@ -259,9 +259,11 @@ def _load(folder: Path) -> Any:
     options: dict[str, Any] = {}
     if plain.__name__ != "TokenizersBackend" and isinstance(listed := settings.get("extra_special_tokens"), list):
         options = {"extra_special_tokens": {}, "additional_special_tokens": listed}  # as transformers 4 calls them
-    named, name = transformers.AutoTokenizer, settings.get("tokenizer_class")
-    if isinstance(name, str):  # AutoTokenizer would find the same one, but may import much of transformers first
+    if isinstance(name := settings.get("tokenizer_class"), str):
+        # AutoTokenizer would find the same one, but may import much of transformers first.
         named = getattr(transformers, name.removesuffix("Fast") + "Fast", None) or plain
+    else:
+        named = transformers.AutoTokenizer
     try:
         found = named.from_pretrained(folder, trust_remote_code=False, **options)
     except PASSED_ON:
@@ -286,7 +288,11 @@ def _follows(found: Any, path: Path) -> bool:
         return True
     file = read_json(path)
     model, kind = file["model"], type(backend.model).__name__
-    emptied = {"added_tokens": [], "post_processor": None, "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    emptied: dict[str, Any] = {
+        "added_tokens": [],
+        "post_processor": None,
+        "model": {"type": "BPE", "vocab": {}, "merges": []},
+    }
     ours, theirs = _steps(backend), _steps(Backend.from_str(json.dumps({**file, **emptied})))
     is_byte_level = theirs[-1]["type"] == "ByteLevel"
     if is_byte_level and any(name.endswith(".model") for name in type(found).vocab_files_names.values()):
