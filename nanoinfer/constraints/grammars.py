@@ -71,8 +71,7 @@ class GrammarLibrary:
         if backend is None:
             has = "no tokenizer" if tokenizer is None else f"a {type(tokenizer.hf).__name__}, written in Python"
             raise RequestError(f"structured_outputs need a tokenizer.json, and this model has {has}; leave them out")
-        assert tokenizer is not None, "it has a backend"
-        if backend.truncation or backend.padding or tokenizer.num_ids > vocab_size:
+        if backend.truncation or backend.padding or max(backend.get_vocab().values(), default=0) >= vocab_size:
             backend = type(backend).from_str(_without_tokens(backend.to_str(), vocab_size))
             backend.no_truncation()
             backend.no_padding()

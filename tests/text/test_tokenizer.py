@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Regex, decoders
 from tokenizers import Tokenizer as WordTokenizer
@@ -17,7 +18,8 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer
 
-from nanoinfer import tiny_model_path
+from nanoinfer import StructuredOutputsParams, tiny_model_path
+from nanoinfer.constraints.grammars import GrammarLibrary
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.text.tokenizer import Tokenizer, load_tokenizer, read_stop_token_ids
 
@@ -222,6 +224,20 @@ def test_a_tokenizer_that_is_too_large_even_without_added_tokens_is_warned_of(
         caplog.clear()
         load_tokenizer(tmp_path, vocab_size)
         assert (f"has {num_tokens} tokens, and config.json vocab_size={vocab_size}; it may be" in caplog.text) == warns
+
+
+@pytest.mark.parametrize("num_missing", [0, 1, 20])
+def test_a_grammar_allows_only_tokens_that_the_model_has(num_missing: int, tmp_path: Path) -> None:
+    """The last ones of the vocabulary are merged: "नमस्ते", say."""
+    pytest.importorskip("llguidance")
+    backend = save_byte_level(tmp_path)
+    tokenizer, vocab_size = Tokenizer(tmp_path), backend.get_vocab_size() - num_missing
+    library = GrammarLibrary(tokenizer, vocab_size, frozenset({1}))
+    mask = library.compile(StructuredOutputsParams(regex="नमस्ते हिन्दी|the")).first_mask
+    allowed = {*np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()}
+    data = {i: tokenizer._all_tokens.bytes_of(i) for i in range(2, vocab_size)}
+    texts = "नमस्ते हिन्दी".encode(), b"the"
+    assert allowed == {i for i, begin in data.items() if any(text.startswith(begin) for text in texts)}
 
 
 def test_a_damaged_tokenizer_is_refused_by_folder(tmp_path: Path) -> None:
