@@ -54,7 +54,7 @@ class Grammar:
 class GrammarLibrary:
     """llguidance, set up for one tokenizer, which takes up to a second.
 
-    vocab_size: width of the logits, at least that of the tokenizer; ids without a token are never allowed.
+    vocab_size: width of the logits; ids without a token are never allowed.
     stop_token_ids: the model's; masks allow them where the text may end.
     Raises RequestError without llguidance, and for a tokenizer that it cannot read.
     """
@@ -71,8 +71,8 @@ class GrammarLibrary:
         if backend is None:
             has = "no tokenizer" if tokenizer is None else f"a {type(tokenizer.hf).__name__}, written in Python"
             raise RequestError(f"structured_outputs need a tokenizer.json, and this model has {has}; leave them out")
-        if backend.truncation or backend.padding:
-            backend = type(backend).from_str(backend.to_str())
+        if backend.truncation or backend.padding or max(backend.get_vocab().values(), default=0) >= vocab_size:
+            backend = type(backend).from_str(_without_tokens(backend.to_str(), vocab_size))
             backend.no_truncation()
             backend.no_padding()
         try:
@@ -175,6 +175,20 @@ class GrammarLibrary:
         tag = json.loads(str(wanted.structural_tag))
         source = lark.from_structural_tag(tag, self._special_tokens, with_options)
         return source if source.startswith("{") else str(from_text("lark", source))
+
+
+def _without_tokens(serialized: str, vocab_size: int) -> str:
+    """Return a tokenizer.json without the tokens that a model of `vocab_size` ids does not have."""
+    content = json.loads(serialized)
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
+    model = content["model"]
+    if isinstance(model["vocab"], list):  # Unigram's
+        model["vocab"] = model["vocab"][:vocab_size]
+    else:
+        known = model["vocab"] = {token: i for token, i in model["vocab"].items() if i < vocab_size}
+        if "merges" in model:
+            model["merges"] = [pair for pair in model["merges"] if {*pair, "".join(pair)} <= known.keys()]
+    return json.dumps(content)
 
 
 class GrammarCache:

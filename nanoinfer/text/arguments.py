@@ -43,8 +43,9 @@ def as_prompt(prompt: GivenPrompt) -> Prompt:
     """Return the prompt in a mapping that holds nothing else; all other things as they are, to be checked later."""
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, Mapping) and len(prompt) == 1:
-        [(name, value)] = prompt.items()
+    if isinstance(prompt, Mapping):
+        given = {name: value for name, value in prompt.items() if value is not None}
+        [(name, value)] = given.items() if len(given) == 1 else [(None, None)]
         if name == "prompt" or (name == "prompt_token_ids" and not isinstance(value, str)):
             return cast("Prompt", as_list(value))
     return cast("Prompt", as_list(prompt))

@@ -235,8 +235,9 @@ class PromptProcessor:
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool) -> str:
         """Return the text of one token id or several. Raises RequestError for a wrong id, or without a tokenizer."""
         ids: list[Any] = list(token_ids) if isinstance(token_ids, Iterable) else [token_ids]
-        if wrong := [item for item in ids if not is_whole_number(item) or not 0 <= item < self.vocab_size]:
-            raise RequestError(f"{wrong[0]!r} is no token id; ids are 0 to {self.vocab_size - 1}")
+        num_ids = max(self.vocab_size, self.tokenizer.num_ids if self.tokenizer else 0)  # some have more than the model
+        if wrong := [item for item in ids if not is_whole_number(item) or not 0 <= item < num_ids]:
+            raise RequestError(f"{wrong[0]!r} is no token id; ids are 0 to {num_ids - 1}")
         return self.require_tokenizer().decode([int(item) for item in ids], skip_special_tokens)
 
     def check_params(self, sampling_params: SamplingParams) -> SamplingParams:
@@ -268,7 +269,10 @@ class PromptProcessor:
     def _check_token_ids(self, token_ids: list[int], which: str) -> list[int]:
         """Return the ids of "prompt 0", say, as ints. Raises RequestError for what cannot be served."""
         if not isinstance(token_ids, list):
-            kind = type(token_ids).__name__
+            kind, keys = type(token_ids).__name__, [*token_ids] if isinstance(token_ids, Mapping) else []
+            if len(keys) > 1 and (own := next((key for key in ("prompt_token_ids", "prompt") if key in keys), None)):
+                others = ", ".join(repr(key) for key in keys if key != own)
+                raise RequestError(f"{which} has {others} beside {own!r}, which is a whole prompt; leave {others} out")
             raise RequestError(
                 f"{which} is a {kind}; give a string or a list of token ids, or {{'prompt': either}}, in place of "
                 f"{shown(token_ids):.200}"
@@ -280,7 +284,12 @@ class PromptProcessor:
                 raise RequestError(f"{which} has {wrong[0]!r} among its token ids; give ints, or one text alone")
             token_ids = [int(token_id) for token_id in token_ids]  # NumPy's, say
         if outside := [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]:
-            limit = self.vocab_size - 1
+            limit, name = self.vocab_size - 1, self.tokenizer and self.tokenizer.name_of(outside[0])
+            if name:
+                raise RequestError(
+                    f"{which} has {name!r}, a token that the tokenizer has (id {outside[0]}) and the model has not: "
+                    f"its ids are 0 to {limit}; leave that text out"
+                )
             raise RequestError(f"{which} has token id {outside[0]}, outside the vocabulary; ids are 0 to {limit}")
         if len(token_ids) > self.longest_prompt:
             exceeds = "and with one more exceeds" if self.longest_prompt < self.max_model_len else "more than"

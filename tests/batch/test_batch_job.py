@@ -1299,6 +1299,19 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, s
     return ended.value.code, shown.out + shown.err
 
 
+@pytest.mark.parametrize("command", [[], ["bench"]])
+def test_help_has_a_line_for_each_command(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    _, listed = capsys.readouterr().out.split("\n  COMMAND\n")
+    lines = listed.partition("\n\n")[0].splitlines()
+    assert len(lines) >= 4
+    assert all(re.fullmatch(r"    [a-z-]+ +[^ ].*", line) for line in lines)
+
+
 def test_the_commands_own_help_names_each_command_once_and_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     code, shown = said(capsys, "--help")
     assert code == 0

@@ -22,6 +22,11 @@ BAD: list[tuple[Any, str]] = [
         {"text": "a"},
         "is a dict; give a string or a list of token ids, or {'prompt': either}, in place of {'text': 'a'}",
     ),
+    (
+        {"prompt_token_ids": [1], "multi_modal_data": {"image": 1}},
+        "has 'multi_modal_data' beside 'prompt_token_ids', which is a whole prompt; leave 'multi_modal_data' out",
+    ),
+    ({"prompt": "a", "cache_salt": "b", "lora": 1}, "has 'cache_salt', 'lora' beside 'prompt', which is a whole"),
     ("", "is empty; give at least one token"),
     ([], "is empty; give at least one token"),
     ([1, NAN], "has nan among its token ids; give ints"),
