@@ -38,7 +38,18 @@ class ModelError(NanoinferError, ValueError):
 
 
 class RequestError(NanoinferError, ValueError):
-    """A prompt or a sampling parameter is invalid; nothing was queued."""
+    """A prompt or a sampling parameter is invalid; nothing was queued.
+
+    kind: a short name of what is wrong, equal for all prompts with the same fault; docs/generate.md lists them.
+    """
+
+    def __init__(self, message: str = "", kind: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    def within(self, what: str) -> "RequestError":
+        """Return the same error with the thing that it is about before it."""
+        return RequestError(f"{what}: {self}", self.kind)
 
 
 class JobError(NanoinferError, ValueError):

@@ -50,6 +50,11 @@ class FoundModel:
     tokenizer_folder: Path
     generation_config: dict[str, Any]
 
+    def list_files(self) -> list[tuple[str, int, int]]:
+        """Return name, bytes and time of the model's files: what tells other weights in the same folder."""
+        found = ((path.name, path.stat()) for path in sorted(self.folder.iterdir()))
+        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+
     def load_tokenizer(self) -> Tokenizer | None:
         """Load the tokenizer; None where there is none. Slow, and safe to call beside the loading of weights."""
         is_random = self.config.load_format == "dummy"  # random weights fit any tokenizer
@@ -119,6 +124,19 @@ class LoadedEngine(NamedTuple):
             total + imports.get("imports", 0.0),
             ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts.items()),
         )
+
+
+def reduce_llm(pickler: Any, config: EngineConfig, weights: object) -> tuple[Any, ...]:
+    """Return what the fingerprints of `datasets` are made of: the options of an LLM, and what names its weights.
+
+    pickler: who asks. Raises TypeError for any other one, which would copy weights and cache to another process.
+    """
+    if type(pickler).__module__.partition(".")[0] == "datasets":
+        return EngineConfig, (config, weights)
+    raise TypeError(
+        "an LLM cannot be pickled or copied, as its weights and its cache belong to this process; make it in the "
+        "process that uses it. With datasets, leave num_proc out of map: one LLM answers all rows of a batch together"
+    )
 
 
 def find_model(config: EngineConfig) -> FoundModel:

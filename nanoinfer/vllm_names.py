@@ -7,12 +7,11 @@ value it is refused, with our name for it or with the reason. A string below is 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from nanoinfer.errors import NOT_SUPPORTED, Foreign, Foreigners, check_names
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Class = TypeVar("Class", bound=type)
 
 # Options of LLM for what nanoinfer does not have, and the values that do not ask for it.
 WITHOUT: dict[str, tuple[Any, ...]] = {
@@ -86,13 +85,17 @@ LLM_NAMES: Foreigners = {
     "use_v2_block_manager": only(True, why="there is one block manager"),
 }
 
-CALL_NAMES: Foreigners = {
+RANKS = "vLLM's score ranks pairs of texts, which classify and reward do here"
+PROMPT_NAMES: Foreigners = {
     "prompt_token_ids": "prompts, as lists of token ids",
     "truncate_prompt_tokens": "tokenization_kwargs",
+    **dict.fromkeys(("lora_request", "prompt_adapter_request", "mm_processor_kwargs", "multi_modal_data")),
+}
+CALL_NAMES: Foreigners = {
+    **PROMPT_NAMES,
     **_guided("structured_outputs=StructuredOutputsParams({}) of SamplingParams"),
     "guided_options_request": "structured_outputs of SamplingParams",
     "chat_template_content_format": only("auto"),
-    **dict.fromkeys(("lora_request", "prompt_adapter_request", "mm_processor_kwargs", "multi_modal_data")),
 }
 
 # The same for fields of SamplingParams, and for what transformers calls them.
@@ -169,12 +172,30 @@ LINE_NAMES: Foreigners = {
 }
 
 
-def with_vllm_names(method: Callable[P, R]) -> Callable[P, R]:
-    """Let a method that generates accept, or refuse with a hint, what vLLM's method of this name takes."""
-    known = [*inspect.signature(method).parameters][1:]
+def with_vllm_names(cls: Class) -> Class:
+    """Let the methods of a class, those of its bases too, refuse a misspelt option with a hint, and take vLLM's."""
+    for name in dir(cls):
+        method = getattr(cls, name)
+        if not name.startswith("_") and inspect.isfunction(method):
+            setattr(cls, name, _with_checked_names(method))
+    return cls
+
+
+def _with_checked_names(method: Callable[..., Any]) -> Callable[..., Any]:
+    name, known = method.__name__, [*inspect.signature(method).parameters][1:]
+    if not known:
+        return method
+    foreign = CALL_NAMES if "sampling_params" in known else PROMPT_NAMES if "prompts" in known else {}
+    foreign = {key: its for key, its in foreign.items() if its != "tokenization_kwargs" or its in known}
+    if name == "score":
+        foreign |= dict.fromkeys(("data_1", "data_2", "text_1", "text_2"), only(why=RANKS))
 
     @functools.wraps(method)
-    def call(*args: P.args, **options: P.kwargs) -> R:
-        return method(*args, **check_names(method.__name__, options, known, CALL_NAMES))
+    def call(*args: Any, **options: Any) -> Any:
+        return method(*args, **(check_names(name, options, known, foreign) if options else options))
 
-    return call
+    @functools.wraps(method)
+    async def acall(*args: Any, **options: Any) -> Any:
+        return await method(*args, **check_names(name, options, known, foreign))
+
+    return acall if inspect.iscoroutinefunction(method) else call

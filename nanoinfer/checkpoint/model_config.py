@@ -24,6 +24,7 @@ from nanoinfer.checkpoint.pooling_config import (
     read_head,
     read_pooling,
     split_architecture,
+    with_padding,
 )
 from nanoinfer.checkpoint.quantization_config import read_quantization
 from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
@@ -191,7 +192,7 @@ class ModelConfig:
                 model_class.renamed_modules,
             ),
             encoder=encoder,
-            head=head,
+            head=with_padding(head, raw) if encoder is None else head,
             **values,
         )
         config._check(quantization)

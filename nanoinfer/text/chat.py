@@ -10,12 +10,13 @@ from itertools import product
 from typing import Any
 
 from nanoinfer.errors import RequestError
-from nanoinfer.text.columns import as_list
+from nanoinfer.text.columns import Array, Series, as_list
 from nanoinfer.text.refusals import Errors, report
 from nanoinfer.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Conversation = Sequence[Message]
+Conversations = Conversation | Sequence[Conversation] | Array | Series  # one, or several
 ROLES = ("system", "user", "assistant", "tool")
 MARK = "nanoinferMark"
 # What `apply_chat_template` takes for itself.
@@ -71,10 +72,12 @@ def render_chats(
         try:
             texts[index] = template.render(conversation, index)
         except RequestError as error:
+            error.kind = "invalid_messages"
             errors[index] = error
         except Exception as error:
             errors[index] = RequestError(
-                f"the chat template cannot render conversation {index} ({error}); mend the messages or the template"
+                f"the chat template cannot render conversation {index} ({error}); mend the messages or the template",
+                "invalid_messages",
             )
             errors[index].__cause__ = error
     return texts
@@ -88,16 +91,16 @@ def render_chat(tokenizer: Tokenizer, conversation: Conversation, **options: Any
     return text
 
 
-def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+def as_conversations(messages: Conversations) -> list[Conversation]:
     """Return one conversation or several as a list."""
-    messages = as_list(messages)
-    if not isinstance(messages, (list, tuple)):
+    given: Any = as_list(messages)
+    if not isinstance(given, (list, tuple)):
         raise RequestError(
-            f"messages is a {type(messages).__name__}; give a list of messages such as "
+            f"messages is a {type(given).__name__}; give a list of messages such as "
             "{'role': 'user', 'content': 'Hello'}, or a list of such lists"
         )
-    one = bool(messages) and all(isinstance(item, Mapping) for item in messages)
-    return [messages] if one else [as_list(conversation) for conversation in messages]
+    one = bool(given) and all(isinstance(item, Mapping) for item in given)
+    return [given] if one else [as_list(conversation) for conversation in given]
 
 
 class Template:
