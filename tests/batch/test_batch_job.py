@@ -693,7 +693,7 @@ def test_logits_of_nan_are_an_error_of_their_line_alone(tmp_path: Path) -> None:
     with LLM(tmp_path / "model", device="cpu") as llm:
         job(llm, path)
     assert errors(path) == dict.fromkeys(("line-2", "line-3"), "the logits are NaN or infinite after 0 tokens")
-    assert records(path)["line-2"]["error"]["code"] == "model_error"
+    assert records(path)["line-2"]["error"]["code"] == "nan_logits"
 
 
 def test_more_errors_than_allowed_stop_the_job_and_stop_it_again(llm: LLM, tmp_path: Path) -> None:
