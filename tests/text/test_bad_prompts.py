@@ -39,7 +39,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 KINDS = [
-    *["not_a_prompt"] * 5,
+    *["not_a_prompt"] * 7,
     *["empty_prompt"] * 2,
     *["invalid_token_id"] * 2,
     *["prompt_too_long"] * 2,
